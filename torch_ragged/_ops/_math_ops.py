@@ -1,0 +1,135 @@
+"""Reductions over all elements: local, then pending (Partial), or one gather of a value per rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from torch_ragged._ops._rules import NormPartial, OpCall, Sharding, decomposition, rule, tensor_leaves, unsupported
+from torch_ragged.placement_types import has_ragged
+
+aten = torch.ops.aten
+
+
+def _pending(spec: Any, pending: Any, call: OpCall) -> tuple[Any, ...]:
+    """Output placements: replicated dimensions stay, sharded ones are pending a reduction."""
+    if any(isinstance(p, Partial) and pending != p for p in spec.placements):
+        raise unsupported(call.op, [spec], "a Partial tensor must be reduced first")
+    return tuple(p if p.is_replicate() else pending for p in spec.placements)
+
+
+@rule(aten.sum.default)
+def sum_rule(call: OpCall) -> Sharding:
+    (spec,) = tensor_leaves(call)
+    return Sharding([(spec.placements, None)], _pending(spec, Partial("sum"), call))
+
+
+def _norm_placement(order: float) -> Partial | NormPartial:
+    return Partial("sum") if order == 0 else NormPartial(order)
+
+
+@rule(aten.linalg_vector_norm.default)
+def vector_norm_rule(call: OpCall) -> Sharding:
+    """The p-norm over all elements; 0 < p < inf and p = 0."""
+    (spec,) = tensor_leaves(call)
+    return Sharding([(spec.placements, None)], _pending(spec, _norm_placement(call.argument("ord", 2)), call))
+
+
+@rule(aten._foreach_norm.Scalar)
+def foreach_norm_rule(call: OpCall) -> Sharding:
+    """The p-norm of every tensor of a list that may mix ragged and other placements."""
+    specs = tensor_leaves(call)
+    order = call.argument("ord", 2)
+    outputs = [_pending(spec, _norm_placement(order), call) for spec in specs]
+    return Sharding([(spec.placements, None) for spec in specs], outputs)
+
+
+@decomposition(aten._foreach_norm.Scalar)
+def foreach_norm(op: torch._ops.OpOverload, tensors: list[DTensor], order: float = 2, dtype: Any = None) -> Any:
+    if 0 <= order < math.inf:
+        return NotImplemented
+    return [aten.linalg_vector_norm.default(t, order, dtype=dtype) for t in tensors]
+
+
+@decomposition(aten.linalg_vector_norm.default)
+def vector_norm(
+    op: torch._ops.OpOverload, tensor: DTensor, order: float = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
+) -> Any:
+    if dim is not None or keepdim:
+        result = op(tensor, order, **kwargs)
+        return _whole(op, tensor, dim, keepdim, result)
+    if 0 <= order < math.inf:
+        return NotImplemented
+    dtype = kwargs.get("dtype")
+    return _extreme(torch.abs(tensor if dtype is None else tensor.to(dtype)), "amax" if order > 0 else "amin")
+
+
+@decomposition(aten.sum.dim_IntList)
+def sum_dim(
+    op: torch._ops.OpOverload, tensor: DTensor, dim: Any = None, keepdim: bool = False, **kwargs: Any
+) -> Any:
+    return _whole(op, tensor, dim, keepdim, aten.sum.default(tensor, **kwargs))
+
+
+@decomposition(aten.mean.default)
+def mean(op: torch._ops.OpOverload, tensor: DTensor, *, dtype: torch.dtype | None = None) -> Any:
+    """Sum over number: shards of different lengths have no mean of means. Accumulated in float32 at least."""
+    result = dtype or tensor.dtype
+    if not (result.is_floating_point or result.is_complex):
+        raise RuntimeError(f"mean(): could not infer output dtype. Input dtype must be floating point, got {result}")
+    wide = torch.float32 if result in (torch.float16, torch.bfloat16) else result
+    average = aten.sum.default(tensor, dtype=wide) / tensor.numel() if tensor.numel() else aten.sum.default(tensor) * math.nan
+    return average.to(result)
+
+
+@decomposition(aten.mean.dim)
+def mean_dim(
+    op: torch._ops.OpOverload, tensor: DTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    return _whole(op, tensor, dim, keepdim, aten.mean.default(tensor, dtype=dtype))
+
+
+@decomposition(aten.max.default, aten.min.default)
+def extreme(op: torch._ops.OpOverload, tensor: DTensor) -> Any:
+    return _extreme(tensor, "amax" if op is aten.max.default else "amin")
+
+
+@decomposition(aten.amax.default, aten.amin.default)
+def extreme_dim(op: torch._ops.OpOverload, tensor: DTensor, dim: Any = (), keepdim: bool = False) -> Any:
+    return _whole(op, tensor, dim, keepdim, _extreme(tensor, "amax" if op is aten.amax.default else "amin"))
+
+
+def _whole(op: torch._ops.OpOverload, tensor: DTensor, dim: Any, keepdim: bool, result: DTensor) -> DTensor:
+    """``result`` over all elements, if ``dim`` does name all dimensions; dims kept as size 1 where asked."""
+    dims = [dim] if isinstance(dim, int) else list(dim or [])
+    if dims and sorted(d % max(tensor.ndim, 1) for d in dims) != list(range(tensor.ndim)):
+        raise unsupported(op, [tensor], f"only a reduction over all dimensions can run on shards, got dim={dims}")
+    return result.view([1] * tensor.ndim) if keepdim else result
+
+
+def _extreme(tensor: DTensor, kind: str) -> DTensor:
+    """Largest or smallest element, NaN included: one gather of a value per rank; owners of nothing give none."""
+    if not has_ragged(tensor.placements):
+        return getattr(torch, kind)(tensor)
+    if any(isinstance(p, Partial) for p in tensor.placements):
+        raise unsupported(getattr(aten, kind).default, [tensor], "a Partial tensor must be reduced first")
+    if not tensor.numel():
+        raise IndexError(f"{kind}(): expected a tensor with elements, got shape {tuple(tensor.shape)}")
+    local = tensor.to_local()
+    floating = local.dtype.is_floating_point
+    bound = (-math.inf if kind == "amax" else math.inf) if floating else None
+    if local.numel():
+        own = getattr(local, kind)().reshape(1)
+    elif bound is not None:
+        own = local.new_full((1,), bound)
+    else:
+        limits = torch.iinfo(local.dtype) if local.dtype != torch.bool else None
+        low, high = (limits.min, limits.max) if limits else (False, True)
+        own = local.new_full((1,), low if kind == "amax" else high)
+    mesh = tensor.device_mesh
+    spread = [p if p.is_replicate() else Shard(0) for p in tensor.placements]
+    everyone = DTensor.from_local(own, mesh, spread, run_check=False).full_tensor()
+    return DTensor.from_local(getattr(everyone, kind)(), mesh, run_check=False)

@@ -1,0 +1,102 @@
+"""Element-wise ops and their in-place, ``out=``, foreach and fused-optimizer forms: no communication among equals.
+
+One tensor leads (the one written to, else the first ragged one); every other of its shape is redistributed to the
+leader's placements, and replicated ones broadcast to its shape locally.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial
+from torch.distributed.tensor.placement_types import Placement
+
+from torch_ragged._ops._rules import OpCall, Rule, Sharding, Spec, tensor_leaves, unsupported
+from torch_ragged.placement_types import has_ragged
+
+__all__ = ["family_rule", "pointwise_rule"]
+
+aten = torch.ops.aten
+
+Wanted = tuple[tuple[Placement, ...], "torch.Size | None"]
+
+
+def family_rule(op: torch._ops.OpOverload) -> Rule | None:
+    """The rule of an op that is element-wise by torch's own tags, or the foreach or fused form of such ops."""
+    name = op._schema.name.split("::")[-1]
+    if op.namespace != "aten" or torch.Tag.nondeterministic_seeded in op.tags:
+        return None
+    if torch.Tag.pointwise in op.tags:
+        return pointwise_rule
+    if name.startswith("_foreach_"):
+        return list_rule if _is_pointwise_name(name.removeprefix("_foreach_")) else None
+    if name.startswith(("_fused_sgd", "_fused_adam", "_fused_adagrad")):
+        return list_rule
+    return None
+
+
+def _is_pointwise_name(name: str) -> bool:
+    if name.rstrip("_") in ("copy", "zero", "clone"):
+        return True
+    packet = getattr(aten, name, None) or getattr(aten, name.rstrip("_"), None)
+    if packet is None:
+        return name.rstrip("_") in ("clamp_max", "clamp_min")
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+
+
+def pointwise_rule(call: OpCall) -> Sharding:
+    """All tensors follow the leader; every output has its shape and placements."""
+    specs = tensor_leaves(call)
+    leader = _leader(call, specs)
+    _check_out(call, specs, leader)
+    returns = len(call.op._schema.returns)
+    outputs: Any = leader.placements if returns == 1 else [leader.placements] * returns
+    return Sharding([_follow(call, spec, leader, specs) for spec in specs], outputs)
+
+
+def list_rule(call: OpCall) -> Sharding:
+    """Lists of tensors, index by index: the tensors at one index follow the one of the first list."""
+    lists = [arg for arg in call.args if isinstance(arg, (list, tuple)) and arg and hasattr(arg[0], "placements")]
+    columns = list(zip(*lists))
+    leaders = [_leader(call, column) for column in columns]
+    inputs: list[Wanted] = []
+    for arg in call.args:
+        if any(arg is candidate for candidate in lists):
+            inputs += [_follow(call, spec, leader, column) for spec, leader, column in zip(arg, leaders, columns)]
+        elif hasattr(arg, "placements"):
+            if arg.shape:
+                raise unsupported(call.op, [arg], "a tensor beside tensor lists must be a scalar")
+            inputs.append((arg.placements, None))
+    has_outputs = bool(call.op._schema.returns)
+    return Sharding(inputs, [leader.placements for leader in leaders] if has_outputs else None)
+
+
+def _leader(call: OpCall, specs: Any) -> Spec:
+    """The tensor that decides shape and placements."""
+    ragged = [spec for spec in specs if has_ragged(spec.placements)]
+    leader = specs[0] if call.is_inplace or not ragged else ragged[0]
+    if any(isinstance(p, Partial) for p in leader.placements) and len(set(s.placements for s in specs)) > 1:
+        raise unsupported(call.op, specs, "a Partial tensor cannot take part before it is reduced")
+    shape = torch.broadcast_shapes(*(spec.shape for spec in specs)) if ragged else leader.shape
+    if tuple(shape) != tuple(leader.shape):
+        raise unsupported(call.op, specs, f"a ragged tensor cannot be broadcast to {tuple(shape)}")
+    return leader
+
+
+def _check_out(call: OpCall, specs: list[Spec], leader: Spec) -> None:
+    for value in call.kwargs.values():
+        if hasattr(value, "placements") and value.shape and value.placements != leader.placements:
+            raise unsupported(call.op, [*specs, value], f"out= must be placed as {leader.placements}")
+
+
+def _follow(call: OpCall, spec: Spec, leader: Spec, specs: Any) -> Wanted:
+    if not spec.shape and leader.shape:
+        if not all(p.is_replicate() for p in spec.placements):
+            raise unsupported(call.op, specs, "a scalar tensor must be replicated")
+        return spec.placements, None
+    if spec.shape == leader.shape:
+        return leader.placements, None
+    if not all(p.is_replicate() for p in spec.placements):
+        raise unsupported(call.op, specs, f"only a replicated tensor can be broadcast to {tuple(leader.shape)}")
+    return leader.placements, leader.shape

@@ -1,0 +1,135 @@
+"""What a rule sees, what it answers, and the table of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional, Protocol, Union
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
+
+__all__ = ["NormPartial", "OpCall", "Sharding", "Spec", "decomposition", "decomposition_of", "rule", "rule_of", "unsupported"]
+
+
+class Spec(Protocol):
+    """The part of torch's DTensorSpec that rules read."""
+
+    @property
+    def mesh(self) -> DeviceMesh: ...
+    @property
+    def placements(self) -> tuple[Placement, ...]: ...
+    @property
+    def shape(self) -> torch.Size: ...
+
+
+@dataclass(frozen=True)
+class NormPartial:
+    """Output placement of a p-norm over local elements: pending ``sum(x ** p) ** (1 / p)`` over the mesh dimension."""
+
+    order: float
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """An op with its arguments, in which each DTensor is replaced by its :class:`Spec`."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The op's name without namespace and overload, such as ``add_``."""
+        return self.op._schema.name.split("::")[-1]
+
+    @property
+    def is_inplace(self) -> bool:
+        return self.name.endswith("_") and not self.name.endswith("__")
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """The value given for argument ``name``, by position or keyword."""
+        for position, argument in enumerate(self.op._schema.arguments):
+            if argument.name == name:
+                return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+        return default
+
+
+OutputPlacement = Union[Placement, NormPartial]
+OutputPlacements = tuple[OutputPlacement, ...]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The answer of a rule.
+
+    Attributes:
+        inputs: placements wanted of each tensor argument, in the order of the flattened positional arguments,
+            and the shape to broadcast it to (its own where None).
+        outputs: placements of the output; a list of them for an op that returns several; None for one that
+            returns no tensor.
+    """
+
+    inputs: Sequence[tuple[tuple[Placement, ...], Optional[torch.Size]]]
+    outputs: Union[OutputPlacements, list[OutputPlacements], None]
+
+
+Rule = Callable[[OpCall], Sharding]
+Decomposition = Callable[..., Any]
+
+_rules: dict[torch._ops.OpOverload, Rule] = {}
+_decompositions: dict[torch._ops.OpOverload, Callable[[OpCall], Optional[Decomposition]]] = {}
+
+
+def rule(*ops: torch._ops.OpOverload) -> Callable[[Rule], Rule]:
+    """Register the decorated function as the rule of ``ops``."""
+
+    def register(function: Rule) -> Rule:
+        _rules.update(dict.fromkeys(ops, function))
+        return function
+
+    return register
+
+
+def decomposition(*ops: torch._ops.OpOverload) -> Callable[[Decomposition], Decomposition]:
+    """Register the decorated function on DTensors, called with the op first, in place of ``ops``."""
+
+    def register(function: Decomposition) -> Decomposition:
+        for op in ops:
+            _decompositions[op] = function
+        return function
+
+    return register
+
+
+def rule_of(op: torch._ops.OpOverload) -> Rule | None:
+    """The rule of ``op``: its own, or that of its family."""
+    if op not in _rules:
+        from torch_ragged._ops import _pointwise_ops
+
+        family = _pointwise_ops.family_rule(op)
+        if family is None:
+            return None
+        _rules[op] = family
+    return _rules[op]
+
+
+def decomposition_of(op: torch._ops.OpOverload) -> Decomposition | None:
+    """The function on DTensors that computes ``op``, if it has one."""
+    return _decompositions.get(op)
+
+
+def tensor_leaves(call: OpCall) -> list[Any]:
+    """The specs among the flattened positional arguments."""
+    return [leaf for leaf in pytree.tree_leaves(call.args) if hasattr(leaf, "placements")]
+
+
+def unsupported(op: torch._ops.OpOverload, specs: Sequence[Spec], why: str = "") -> NotImplementedError:
+    """The error of an op that cannot run on ragged DTensors, with the way out."""
+    given = ", ".join(f"{tuple(s.shape)} {''.join(map(str, s.placements))}" for s in specs)
+    return NotImplementedError(
+        f"{op} is not supported on a DTensor with RaggedShard placements{why and ': ' + why} (got {given}). Redistribute "
+        "first, as in t.redistribute(placements=[Replicate()]) or [Shard(0)], or work on t.to_local()"
+    )
