@@ -1,0 +1,31 @@
+"""Fully sharded data parallelism on RaggedShard: FSDP2's API on buffers that need no copies in or out.
+
+Files by noun: ``_granularity`` (what may be cut), ``_layout`` and ``_planner`` (where tensors lie), ``_dbuffer`` (the
+memory), ``_collectives``, ``_param_group`` (parameters and gradients of a unit), ``_state`` (hooks), ``_fully_shard`` (API).
+"""
+
+import torch_ragged  # noqa: F401  (registers the placements)
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from torch_ragged.fsdp._dbuffer import DBuffer
+from torch_ragged.fsdp._fully_shard import FSDPModule, buffer_layouts, fully_shard
+from torch_ragged.fsdp._granularity import Granularity, OrigParamPolicy, blocks, elements, rows, tensor
+from torch_ragged.fsdp._layout import BufferLayout, TensorSpec
+from torch_ragged.fsdp._planner import plan_layout
+
+__all__ = [
+    "BufferLayout",
+    "DBuffer",
+    "FSDPModule",
+    "Granularity",
+    "MixedPrecisionPolicy",
+    "OrigParamPolicy",
+    "TensorSpec",
+    "blocks",
+    "buffer_layouts",
+    "elements",
+    "fully_shard",
+    "plan_layout",
+    "rows",
+    "tensor",
+]

@@ -1,0 +1,105 @@
+"""DBuffer: the tensors of a layout in one flat allocation per rank, with a placement like a DTensor's."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from torch_ragged.fsdp._collectives import Collectives, Work
+from torch_ragged.fsdp._layout import BufferLayout
+
+__all__ = ["DBuffer"]
+
+
+class DBuffer:
+    """A group's tensors in one flat allocation, distributed over one mesh dimension.
+
+    ============  ==========================  =============================================
+    placement     ``flat`` on each rank       ``tensor(i)``
+    ============  ==========================  =============================================
+    Shard(0)      its shard, (S,)             1-D view of this rank's interval of tensor i
+    Replicate()   everything, (ranks * S,)    view of tensor i with its shape
+    Partial()     everything, to be reduced   view of tensor i with its shape
+    ============  ==========================  =============================================
+
+    Views stay at fixed places in the storage, which is released and re-acquired as a whole: a view made once is good
+    whenever the storage is there. Views have version counters of their own, so that refilling the buffer does not
+    disturb what autograd saved.
+
+    Args:
+        layout: where each tensor lies.
+        placement: ``Shard(0)``, ``Replicate()`` or ``Partial()``.
+        rank: this rank in the mesh dimension.
+    """
+
+    def __init__(
+        self, layout: BufferLayout, placement: Placement, rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if not isinstance(placement, (Shard, Replicate, Partial)):
+            raise ValueError(f"DBuffer placement must be Shard(0), Replicate() or Partial(), got {placement}")
+        self.layout, self.placement, self.rank = layout, placement, rank
+        self.is_sharded = isinstance(placement, Shard)
+        numel = layout.shard_numel if self.is_sharded else layout.numel
+        self.flat = torch.empty(numel, dtype=dtype, device=device)
+        self._nbytes = self.flat.untyped_storage().nbytes()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the allocation while it is there."""
+        return self._nbytes
+
+    @property
+    def is_allocated(self) -> bool:
+        return self.flat.untyped_storage().nbytes() == self._nbytes
+
+    def allocate(self) -> None:
+        """Re-acquire the storage; its contents are undefined. Nothing happens if it is there."""
+        if not self.is_allocated:
+            self.flat.untyped_storage().resize_(self._nbytes)
+
+    def release(self) -> None:
+        """Give the storage back; views remain and are good again after :meth:`allocate`."""
+        self.flat.untyped_storage().resize_(0)
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """The part of tensor ``index`` in this buffer, as a view of it with a version counter of its own."""
+        flat = self.flat.data
+        if self.is_sharded:
+            start, stop = self.layout.local_range(index, self.rank)
+            begin = max(self.layout.offsets[index] - self.rank * self.layout.shard_numel, 0)
+            return flat[begin : begin + stop - start] if stop > start else flat[:0]
+        tensor = self.layout.tensors[index]
+        offset = self.layout.offsets[index]
+        return flat[offset : offset + tensor.numel].view(tensor.shape)
+
+    def shard(self) -> torch.Tensor:
+        """This rank's shard: all of a sharded buffer, else its slice. No copy."""
+        if self.is_sharded:
+            return self.flat
+        start = self.rank * self.layout.shard_numel
+        return self.flat[start : start + self.layout.shard_numel]
+
+    def zero_padding(self) -> None:
+        """Zero what belongs to no tensor, so that reductions see no garbage."""
+        start = self.rank * self.layout.shard_numel if self.is_sharded else 0
+        for begin, end in self.layout.gaps():
+            begin, end = max(begin - start, 0), min(end - start, self.flat.numel())
+            if begin < end:
+                self.flat[begin:end].zero_()
+
+    def all_gather_from(self, sharded: DBuffer, collectives: Collectives) -> Work:
+        """Shard(0) -> Replicate(): one all-gather into this buffer.
+
+        With equal dtypes the shards are read where they are; else this rank's shard is first cast straight into its
+        slice of this buffer and gathered in place.
+        """
+        self.allocate()
+        source = sharded.flat
+        if source.dtype != self.flat.dtype:
+            source = self.shard().copy_(source)
+        return collectives.all_gather(self.flat, source)
+
+    def reduce_scatter_to(self, sharded: DBuffer, collectives: Collectives) -> Work:
+        """Partial() -> Shard(0): one averaging reduce-scatter from this buffer."""
+        return collectives.reduce_scatter(sharded.flat, self.flat)

@@ -1,0 +1,233 @@
+"""The public API: ``fully_shard`` and the methods it adds to a module."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy, UnshardHandle
+from torch.distributed.tensor import DTensor
+
+from torch_ragged.fsdp._granularity import OrigParamPolicy
+from torch_ragged.fsdp._layout import BufferLayout
+from torch_ragged.fsdp._param_group import ManagedParam, ParamGroup
+from torch_ragged.fsdp._state import ModuleState
+
+__all__ = ["FSDPModule", "buffer_layouts", "fully_shard"]
+
+_STATE = "_ragged_fsdp_state"
+_sharded_originals: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    orig_param_policy: OrigParamPolicy | None = None,
+) -> nn.Module:
+    """Shard ``module``'s parameters over ``mesh`` in one buffer, gathered and reduced in place around its computation.
+
+    FSDP2's semantics: apply it to submodules first, then to the root; each call makes one group of the parameters not
+    yet in a group. Parameters become DTensors placed as :class:`~torch_ragged.RaggedShard`; the module's class becomes a
+    subclass of :class:`FSDPModule`. Every rank is expected to hold the same parameter values. No communication here; per
+    step and group, one all-gather in forward, one in backward (if resharded) and one reduce-scatter, and per backward
+    one all-reduce of a byte per parameter, by which ranks agree on unused parameters.
+
+    Args:
+        module: the module to shard, in place.
+        mesh: a 1-D mesh; all ranks where None.
+        reshard_after_forward: give the gathered parameters back after forward. None: True, but False for the root.
+        mp_policy: dtypes to compute, reduce and return in, as in FSDP2.
+        orig_param_policy: ``(fqn, parameter) -> granularity``: what may not be cut. None: everything may be.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError: ``mesh`` is not 1-D; the module is sharded already, or holds parameters that are (DTensors), that are
+            on the meta device, on a device other than the mesh's, of several dtypes, or tied to an already sharded one.
+        TypeError: ``module`` is not an ``nn.Module``, ``reshard_after_forward`` not a bool or None, or the policy
+            returns something else than a granularity.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard expects an nn.Module, got {type(module).__name__}")
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        raise ValueError(f"fully_shard cannot shard a {type(module).__name__}, which has no forward: shard its members")
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise TypeError(f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}")
+    if hasattr(module, _STATE):
+        raise ValueError(f"{type(module).__name__} is sharded by fully_shard already")
+    if mesh is None:
+        mesh = init_device_mesh(_default_device_type(), (torch.distributed.get_world_size(),))
+    if mesh.ndim != 1:
+        raise ValueError(f"fully_shard expects a 1-D mesh, got shape {tuple(mesh.shape)}: pass one dimension, mesh[name]")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {torch.distributed.get_rank()} is not part of the mesh {mesh}: call fully_shard on its ranks")
+    params = _collect_params(module)
+    _check_params(params, mesh)
+    group = None
+    if params:
+        device = params[0].original.device  # type: ignore[union-attr]
+        originals = [(weakref.ref(p.original), id(p.original), p.fqn) for p in params if p.original is not None]
+        name = f"{type(module).__name__}({', '.join(p.fqn for p in params[:1])}{', ...' if len(params) > 1 else ''})"
+        group = ParamGroup(name, params, mesh, mp_policy, orig_param_policy, device)
+        _sharded_originals.update({key: (ref, fqn) for ref, key, fqn in originals if ref() is not None})
+    module.__dict__[_STATE] = ModuleState(module, group, mp_policy, reshard_after_forward)
+    module.register_state_dict_pre_hook(_reshard_before_state_dict)
+    module.register_load_state_dict_pre_hook(_reshard_before_load)
+    cls = type(module)
+    module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _no_deepcopy})
+    return module
+
+
+def buffer_layouts(module: nn.Module) -> dict[str, BufferLayout]:
+    """The plan of each group under ``module``, by the name of the module that ``fully_shard`` was called on."""
+    layouts = {}
+    for name, child in module.named_modules():
+        state = getattr(child, _STATE, None)
+        if state is not None and state.group is not None:
+            layouts[name or "root"] = state.group.layout
+    return layouts
+
+
+def _default_device_type() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def _collect_params(module: nn.Module) -> list[ManagedParam]:
+    """Parameters under ``module`` that no ``fully_shard`` inside manages, each once, with all its places."""
+    found: dict[int, ManagedParam] = {}
+
+    def visit(prefix: str, submodule: nn.Module) -> None:
+        if submodule is not module and hasattr(submodule, _STATE):
+            return
+        for name, param in submodule._parameters.items():
+            if param is None:
+                continue
+            fqn = f"{prefix}{name}"
+            managed = found.setdefault(id(param), ManagedParam(fqn, [], param))
+            if (submodule, name) not in managed.places:
+                managed.places.append((submodule, name))
+        for name, child in submodule.named_children():
+            visit(f"{prefix}{name}.", child)
+
+    visit("", module)
+    return list(found.values())
+
+
+def _check_params(params: list[ManagedParam], mesh: DeviceMesh) -> None:
+    for param in params:
+        value = param.original
+        assert value is not None
+        if isinstance(value, DTensor):
+            raise ValueError(
+                f"{param.fqn} is a DTensor placed as {value.placements} already: fully_shard takes plain parameters"
+            )
+        if value.is_meta:
+            raise ValueError(f"{param.fqn} is on the meta device: materialise the module (to_empty, then initialise) first")
+        if value.device.type != mesh.device_type:
+            raise ValueError(f"{param.fqn} is on {value.device}, the mesh on {mesh.device_type}: move the module first")
+        reference, fqn = _sharded_originals.get(id(value), (None, ""))
+        if reference is not None and reference() is value:
+            raise ValueError(
+                f"{param.fqn} is tied to {fqn}, which another fully_shard has sharded: keep tied parameters in one group, "
+                "by calling fully_shard on a module that holds both only"
+            )
+    dtypes = {param.original.dtype for param in params if param.original is not None}
+    if len(dtypes) > 1:
+        raise ValueError(f"fully_shard got parameters of several dtypes {sorted(map(str, dtypes))}: one dtype per group")
+    if dtypes and not next(iter(dtypes)).is_floating_point:
+        raise ValueError(f"fully_shard got parameters of dtype {dtypes.pop()}: expected a floating-point dtype")
+
+
+def _reshard_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
+    _group_call(module, ParamGroup.reshard)
+
+
+def _reshard_before_load(module: Any, *args: Any) -> None:
+    _group_call(module, ParamGroup.reshard)
+
+
+def _group_call(module: nn.Module, method: Any) -> None:
+    group = getattr(module, _STATE).group
+    if group is not None:
+        method(group)
+
+
+def _no_deepcopy(self: Any, memo: Any) -> Any:
+    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+
+
+class FSDPModule(TorchFSDPModule):
+    """What ``fully_shard`` makes of a module: FSDP2's methods, on this package's buffers.
+
+    A subclass of torch's, so that other libraries recognise it. FSDP2 methods that are not offered here raise
+    ``NotImplementedError``.
+    """
+
+    def _ragged_states(self, recurse: bool) -> list[ModuleState]:
+        modules = self.modules() if recurse else [self]  # type: ignore[attr-defined]
+        return [getattr(m, _STATE) for m in modules if hasattr(m, _STATE)]
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's parameters now (not those of FSDP modules inside). One all-gather.
+
+        With ``async_op`` it returns a handle at once, whose ``wait()`` makes the parameters available.
+        """
+        group = self._ragged_states(recurse=False)[0].group
+        if group is not None:
+            group.unshard(wait=not async_op)
+        return _UnshardHandle(group) if async_op else None
+
+    def reshard(self) -> None:
+        """Give this module's gathered parameters back (not those of FSDP modules inside)."""
+        _group_call(self, ParamGroup.reshard)  # type: ignore[arg-type]
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients; without, they add up in the gradient buffer with no communication."""
+        for state in self._ragged_states(recurse):
+            state.requires_gradient_sync = requires_gradient_sync
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether gathered parameters are given back after forward."""
+        for state in self._ragged_states(recurse):
+            state.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether gathered parameters are given back after backward; the next forward gathers anew if they stay."""
+        for state in self._ragged_states(recurse):
+            state.reshard_after_backward = reshard_after_backward
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """A hint of FSDP2's: every backward pass here finishes its reductions and sets ``.grad`` at its end."""
+
+
+def _refuse(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"torch_ragged.fsdp does not offer FSDPModule.{name}()")
+
+    method.__name__, method.__doc__ = name, "Not offered: raises NotImplementedError."
+    return method
+
+
+for _name in dir(TorchFSDPModule):
+    if not _name.startswith("_") and _name not in vars(FSDPModule):
+        setattr(FSDPModule, _name, _refuse(_name))
+
+
+class _UnshardHandle(UnshardHandle):
+    def __init__(self, group: ParamGroup | None) -> None:
+        self._group = group
+
+    def wait(self) -> None:
+        """Make the gathered parameters the module's parameters."""
+        if self._group is not None:
+            self._group.unshard()
+            self._group = None

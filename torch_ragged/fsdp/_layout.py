@@ -1,0 +1,140 @@
+"""The layout of a group of tensors in one buffer of equal shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch_ragged.placement_types import RaggedShard
+
+__all__ = ["BufferLayout", "TensorSpec"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor to lay out: its name and shape, the RaggedShard dims it is cut along, and the size of its blocks.
+
+    No shard boundary may fall inside a block of ``block`` elements, counted from the tensor's start; the last
+    block may be shorter.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+    block: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """Where each tensor lies in a buffer of ``ranks`` shards of ``shard_numel`` elements each; it validates itself.
+
+    Three tensors on three ranks; ``.`` is padding::
+
+        | a a a a b b | b b b b c c | c c c c c . |
+         `- rank 0 --´ `- rank 1 --´ `- rank 2 --´
+
+    Attributes:
+        tensors: in the order given by the user.
+        offsets: of each tensor, in elements from the start of the buffer.
+        shard_numel: elements of each rank's shard (S).
+        ranks: number of shards.
+        alignment: ``shard_numel`` is a multiple of it.
+        lower_bound: no layout of these tensors has a smaller ``shard_numel``.
+        order: name of the order that the planner laid the tensors out in.
+
+    Raises:
+        ValueError: tensors overlap or leave the buffer, a shard boundary cuts a block, or shards are unaligned.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    shard_numel: int
+    ranks: int
+    alignment: int
+    lower_bound: int
+    order: str
+
+    def __post_init__(self) -> None:
+        if self.shard_numel <= 0 or self.shard_numel % self.alignment:
+            raise ValueError(f"shard of {self.shard_numel} elements is not a positive multiple of {self.alignment}")
+        if len(self.offsets) != len(self.tensors):
+            raise ValueError(f"{len(self.tensors)} tensors, but {len(self.offsets)} offsets")
+        position, previous = 0, "the start of the buffer"
+        for offset, tensor in sorted(zip(self.offsets, self.tensors), key=lambda pair: (pair[0], pair[1].numel)):
+            if offset < position:
+                raise ValueError(f"{tensor.name} at {offset} overlaps {previous}, which ends at {position}")
+            position, previous = offset + tensor.numel, tensor.name
+            self._check_cuts(offset, tensor)
+        if position > self.numel:
+            raise ValueError(f"{previous} ends at {position}, beyond the buffer of {self.numel} elements")
+
+    def _check_cuts(self, offset: int, tensor: TensorSpec) -> None:
+        first = offset // self.shard_numel + 1
+        last = (offset + tensor.numel - 1) // self.shard_numel if tensor.numel else 0
+        for boundary in {first, first + 1, last} if first <= last else ():
+            cut = boundary * self.shard_numel - offset
+            if 0 < cut < tensor.numel and cut % tensor.block:
+                raise ValueError(f"shard boundary {boundary} cuts {tensor.name} at {cut}, inside a block of {tensor.block}")
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer."""
+        return self.ranks * self.shard_numel
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of the buffer that belong to no tensor."""
+        return self.numel - sum(tensor.numel for tensor in self.tensors)
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding relative to the elements of the tensors."""
+        return self.padding_numel / max(1, self.numel - self.padding_numel)
+
+    def local_range(self, index: int, rank: int) -> tuple[int, int]:
+        """Start and stop, in elements of the tensor, of what ``rank`` holds of tensor ``index``."""
+        offset, numel = self.offsets[index], self.tensors[index].numel
+        start = rank * self.shard_numel - offset
+        return min(max(start, 0), numel), min(max(start + self.shard_numel, 0), numel)
+
+    def placement(self, index: int) -> RaggedShard:
+        """The RaggedShard of tensor ``index``: each rank's share in slices of the prefix that it is cut along."""
+        tensor = self.tensors[index]
+        unit = max(1, math.prod(tensor.shape[len(tensor.dims) :]))
+        ranges = [self.local_range(index, rank) for rank in range(self.ranks)]
+        units = tuple((stop - start) // unit for start, stop in ranges)
+        if not tensor.numel:  # Without elements any units do; a single one divides every prefix.
+            units = (1,) + (0,) * (self.ranks - 1)
+        return RaggedShard(tensor.dims, units)
+
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The padding: (start, stop) of each stretch of the buffer that belongs to no tensor."""
+        gaps, position = [], 0
+        for offset, tensor in sorted(zip(self.offsets, self.tensors), key=lambda pair: (pair[0], pair[1].numel)):
+            if offset > position:
+                gaps.append((position, offset))
+            position = offset + tensor.numel
+        return tuple(gaps) + (((position, self.numel),) if position < self.numel else ())
+
+    def describe(self, name: str, itemsize: int) -> str:
+        """One line for people: ranks, shard size, padding, bytes per collective."""
+        return (
+            f"{name}: {len(self.tensors)} tensors on {self.ranks} ranks, shard {self.shard_numel:,} elements, padding "
+            f"{100 * self.padding_fraction:.2f}% (bound {100 * self._bound_fraction:.2f}%), "
+            f"{self.numel * itemsize:,} bytes per collective, order {self.order}"
+        )
+
+    @property
+    def _bound_fraction(self) -> float:
+        used = self.numel - self.padding_numel
+        return (self.ranks * self.lower_bound - used) / max(1, used)
+
+
+def total_numel(tensors: Sequence[TensorSpec]) -> int:
+    """Elements of all tensors."""
+    return sum(tensor.numel for tensor in tensors)
