@@ -7,14 +7,16 @@ memory), ``_collectives``, ``_param_group`` (parameters and gradients of a unit)
 import torch_ragged  # noqa: F401  (registers the placements)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from torch_ragged.fsdp._collectives import CollectiveTimer
 from torch_ragged.fsdp._dbuffer import DBuffer
-from torch_ragged.fsdp._fully_shard import FSDPModule, buffer_layouts, fully_shard
+from torch_ragged.fsdp._fully_shard import FSDPModule, buffer_layouts, fully_shard, time_collectives
 from torch_ragged.fsdp._granularity import Granularity, OrigParamPolicy, blocks, elements, rows, tensor
 from torch_ragged.fsdp._layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp._planner import plan_layout
 
 __all__ = [
     "BufferLayout",
+    "CollectiveTimer",
     "DBuffer",
     "FSDPModule",
     "Granularity",
@@ -28,4 +30,5 @@ __all__ = [
     "plan_layout",
     "rows",
     "tensor",
+    "time_collectives",
 ]

@@ -12,12 +12,13 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, UnshardHandle
 from torch.distributed.tensor import DTensor
 
+from torch_ragged.fsdp._collectives import CollectiveTimer
 from torch_ragged.fsdp._granularity import OrigParamPolicy
 from torch_ragged.fsdp._layout import BufferLayout
 from torch_ragged.fsdp._param_group import ManagedParam, ParamGroup
 from torch_ragged.fsdp._state import ModuleState
 
-__all__ = ["FSDPModule", "buffer_layouts", "fully_shard"]
+__all__ = ["FSDPModule", "buffer_layouts", "fully_shard", "time_collectives"]
 
 _STATE = "_ragged_fsdp_state"
 _sharded_originals: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
@@ -94,6 +95,16 @@ def buffer_layouts(module: nn.Module) -> dict[str, BufferLayout]:
         if state is not None and state.group is not None:
             layouts[name or "root"] = state.group.layout
     return layouts
+
+
+def time_collectives(module: nn.Module) -> CollectiveTimer:
+    """Count the collectives of all groups under ``module`` from now on; returns the counter."""
+    timer = CollectiveTimer()
+    for child in module.modules():
+        state = getattr(child, _STATE, None)
+        if state is not None and state.group is not None:
+            state.group.collectives = timer.wrap(state.group.collectives)
+    return timer
 
 
 def _default_device_type() -> str:
@@ -201,7 +212,11 @@ class FSDPModule(TorchFSDPModule):
             state.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether gathered parameters are given back after backward; the next forward gathers anew if they stay."""
+        """Whether gathered parameters are given back after backward.
+
+        If they stay, the next forward uses them as they are: set it to True again before the last backward in front of
+        an optimizer step, as with FSDP2.
+        """
         for state in self._ragged_states(recurse):
             state.reshard_after_backward = reshard_after_backward
 

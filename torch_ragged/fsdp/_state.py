@@ -25,8 +25,8 @@ __all__ = ["ModuleState", "RootContext"]
 class RootContext:
     """What the states under one root share.
 
-    ``order`` is the order of forward calls in this iteration, ``last_order`` that of the one before: the next group is
-    prefetched by it. ``reducing`` is the group whose reduce-scatter is under way: at most one, so that at most two
+    ``order`` is the order of forward calls since the root was called, ``last_order`` that of the root's call before: the
+    next group is prefetched by it. ``reducing`` is the group whose reduce-scatter is under way: at most one, so that at most two
     gradient buffers are held.
     """
 
@@ -35,7 +35,6 @@ class RootContext:
     last_order: list[ModuleState] = field(default_factory=list)
     callback_queued: bool = False
     reducing: ParamGroup | None = None
-    is_last_backward: bool = True
 
 
 class ModuleState:
@@ -52,8 +51,9 @@ class ModuleState:
         self.is_root = False
         self._in_backward = False  # between pre- and post-backward: a forward call is a recomputation
         self._open_calls = 0  # forward calls whose backward has not come through yet
-        self._positions: list[int] = []  # where those calls stand in the order
-        self._keeps_from_forward = False
+        self._positions: list[int] = []  # where calls that are in their forward stand in the order
+        self._needs_reduction = False  # backward came here since the last reduction
+        self._keeps_from_forward = False  # gathered by a forward that has not given the parameters back
         module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._post_forward)
 
@@ -87,12 +87,7 @@ class ModuleState:
             state._keeps_from_forward = False
             if state.group is not None:
                 state.group.adopt_sharded()
-        if self.context.order:
-            self.context.last_order = self.context.order
-        if not any(state._open_calls for state in self.context.states):
-            self.context.order = []
-        elif not torch.is_grad_enabled():
-            self.context.order = list(self.context.order)
+        self.context.last_order, self.context.order = self.context.order, []
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -111,6 +106,7 @@ class ModuleState:
         context.order.append(self)
         if self.group is not None:
             self.group.unshard()
+            self._keeps_from_forward = True
             self._prefetch(context.last_order, position, step=1)
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(args, kwargs)
@@ -135,8 +131,7 @@ class ModuleState:
         if self.group is not None:
             if self.reshard_after_forward or not torch.is_grad_enabled():
                 self.group.reshard()
-            else:
-                self._keeps_from_forward = True
+                self._keeps_from_forward = False
         if self.mp_policy.output_dtype is not None:
             output = _cast(output, self.mp_policy.output_dtype)
         if torch.is_grad_enabled():
@@ -144,24 +139,25 @@ class ModuleState:
             position = self._positions.pop()
             if watched:
                 self._open_calls += 1
-                hook = self._pre_backward_hook(position)
+                assert self.context is not None
+                hook = self._pre_backward_hook(self.context, self.context.order, position)
                 for tensor in watched:
                     tensor.register_hook(hook)
         return output
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def _pre_backward_hook(self, position: int) -> Callable[[torch.Tensor], None]:
+    def _pre_backward_hook(
+        self, context: RootContext, order: list[ModuleState], position: int
+    ) -> Callable[[torch.Tensor], None]:
         def hook(gradient: torch.Tensor) -> None:
-            context = self.context
-            assert context is not None
             self._queue_callback(context)
             if self._in_backward:
                 return
-            self._in_backward = True
+            self._in_backward = self._needs_reduction = True
             if self.group is not None:
                 self.group.unshard()
-                self._prefetch(context.order, position, step=-1)
+                self._prefetch(order, position, step=-1)
 
         return hook
 
@@ -187,11 +183,17 @@ class ModuleState:
         if self.reshard_after_backward:
             group.reshard()
             self._keeps_from_forward = False
-        if self._open_calls == 0 and group.is_trainable and self.requires_gradient_sync:
-            if context.reducing is not None:
-                context.reducing.finish_reduction()
-            group.start_reduction()
-            context.reducing = group
+        if self._open_calls == 0:
+            self._reduce(group, context)
+
+    def _reduce(self, group: ParamGroup, context: RootContext) -> None:
+        if not (self._needs_reduction and group.is_trainable and self.requires_gradient_sync):
+            return
+        self._needs_reduction = False
+        if context.reducing is not None:
+            context.reducing.finish_reduction()
+        group.start_reduction()
+        context.reducing = group
 
     def _queue_callback(self, context: RootContext) -> None:
         if not context.callback_queued:
@@ -217,8 +219,9 @@ def _end_backward(context: RootContext) -> None:
     """Reduce what is left, agree on which parameters were used, set gradients and give everything back."""
     context.callback_queued = False
     for state in reversed(context.states):
-        state._open_calls = min(state._open_calls, 1)
         state.post_backward()
+        if state.group is not None:
+            state._reduce(state.group, context)
     reduced = [state.group for state in context.states if state.group is not None and state.group.was_reduced]
     if reduced:
         used = _used_anywhere(reduced)
@@ -231,9 +234,6 @@ def _end_backward(context: RootContext) -> None:
             state._keeps_from_forward = False
         state._open_calls = 0
         state._positions.clear()
-    if context.order:
-        context.last_order = context.order
-    context.order = []
 
 
 def _used_anywhere(groups: list[ParamGroup]) -> Any:

@@ -1,0 +1,321 @@
+"""Train a small mixture-of-experts transformer on bytes with torch_ragged.fsdp, checkpoint it, resume it elsewhere.
+
+    torchrun --nproc-per-node 4 examples/train_moe.py --steps 150 --checkpoint out/checkpoint
+    torchrun --nproc-per-node 2 examples/train_moe.py --steps 180 --resume out/checkpoint
+
+The first trains on 4 ranks and saves; the second goes on from there on 2. Both write out/loss.png and out/report.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from byte_data import ByteData, load_bytes, unigram_entropy
+from moe import MoEConfig, MoETransformer
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from tqdm import tqdm
+
+from torch_ragged.fsdp import (
+    MixedPrecisionPolicy,
+    OrigParamPolicy,
+    blocks,
+    buffer_layouts,
+    elements,
+    fully_shard,
+    rows,
+    tensor,
+    time_collectives,
+)
+
+_META = "train_moe.json"
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", help="folder of text files (default: the sources of Python's standard library)")
+    add("--mesh", type=int, help="ranks to shard over; must equal the number started (default: all of them)")
+    add("--steps", type=int, default=150, help="optimizer step to train to (default: %(default)s)")
+    add("--schedule-steps", type=int, default=200, help="steps of the cosine decay (default: %(default)s)")
+    add("--batch", type=int, default=16, help="sequences per step over all ranks (default: %(default)s)")
+    add("--lr", type=float, default=3e-3, help="peak learning rate (default: %(default)s)")
+    add("--warmup", type=int, default=20, help="steps of linear warm-up (default: %(default)s)")
+    add("--clip", type=float, default=1.0, help="largest gradient norm (default: %(default)s)")
+    add("--granularity", default="rows:16", help="elements, rows:N, blocks:N or tensor, for experts (default: %(default)s)")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype to compute in (default: %(default)s)")
+    add("--untied", action="store_true", help="give the head a weight of its own")
+    add("--keep-unsharded", action="store_true", help="keep gathered parameters between forward and backward")
+    add("--checkpoint", type=Path, help="folder to save the checkpoint to at the end")
+    add("--resume", type=Path, help="checkpoint to go on from, at any number of ranks")
+    add("--out", type=Path, default=Path("out"), help="folder of loss.png and report.json (default: %(default)s)")
+    add("--eval-every", type=int, default=25, help="steps between held-out evaluations (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights and data order (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+def agree(check: Callable[[], Any]) -> Any:
+    """Run ``check`` on every rank; if it fails on any, stop all of them with the message. One small all-gather."""
+    problem, result = None, None
+    try:
+        result = check()
+    except (OSError, ValueError, TypeError) as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    found = sorted({p for p in problems if p})
+    if found:
+        dist.destroy_process_group()
+        raise SystemExit(f"train_moe: {'; '.join(found)}")
+    return result
+
+
+def policy_of(text: str) -> OrigParamPolicy:
+    """The granularity policy of ``--granularity``: expert weights as it says, everything else element-wise."""
+    kind, _, size = text.partition(":")
+    if kind not in ("elements", "rows", "blocks", "tensor") or (kind in ("rows", "blocks") and not size.isdigit()):
+        raise ValueError(f"--granularity {text}: expected elements, rows:N, blocks:N or tensor")
+    n = int(size) if size else 1
+    granularity = {"elements": elements, "rows": lambda: rows(n), "blocks": lambda: blocks(n, n), "tensor": tensor}[kind]()
+    return lambda fqn, param: granularity if param.ndim == 3 else None
+
+
+def check_args(args: argparse.Namespace) -> None:
+    ranks = dist.get_world_size()
+    if args.mesh not in (None, ranks):
+        raise ValueError(f"--mesh {args.mesh}, but {ranks} ranks were started: use torchrun --nproc-per-node {args.mesh}")
+    if args.batch % ranks:
+        raise ValueError(f"--batch {args.batch} does not divide over {ranks} ranks")
+    if args.steps < 1:
+        raise ValueError(f"--steps {args.steps}: expected at least 1")
+    policy_of(args.granularity)
+
+
+def read_meta(path: Path, config: MoEConfig) -> dict[str, Any]:
+    """What this script wrote beside a checkpoint; refuses folders that are none of its own or of another model."""
+    if not path.is_dir():
+        raise ValueError(f"--resume {path}: there is no such checkpoint")
+    if not (path / _META).is_file() or not (path / ".metadata").is_file():
+        raise ValueError(f"--resume {path}: not a checkpoint of train_moe (no {_META} or .metadata in it)")
+    try:
+        meta = json.loads((path / _META).read_text())
+        saved = meta["model"]
+        meta["history"]["steps"], meta["step"], meta["batch"], meta["seed"]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"--resume {path}: {_META} is damaged ({error!r})") from error
+    if saved != dataclasses.asdict(config):
+        raise ValueError(f"--resume {path}: checkpoint of another model {saved}, expected {dataclasses.asdict(config)}")
+    return meta
+
+
+class Trainer:
+    """The model, its optimizer and where training stands."""
+
+    def __init__(self, args: argparse.Namespace, config: MoEConfig, train: torch.Tensor, held_out: torch.Tensor) -> None:
+        self.args, self.config = args, config
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        mesh = init_device_mesh("cpu", (self.ranks,))
+        torch.manual_seed(args.seed)
+        self.model = MoETransformer(config)
+        dtype = getattr(torch, args.dtype)
+        mp_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        knobs: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy, "orig_param_policy": policy_of(args.granularity)}
+        for block in self.model.blocks:
+            fully_shard(block, reshard_after_forward=not args.keep_unsharded, **knobs)
+        fully_shard(self.model, **knobs)
+        self.timer = time_collectives(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        self.data = ByteData(train, config.context, args.batch, args.seed + 1)
+        self.held_out = held_out
+        self.step = 0
+        self.history: dict[str, Any] = {"steps": [], "train": [], "eval_steps": [], "held_out": [], "resumed_at": []}
+
+    def learning_rate(self) -> float:
+        """Linear warm-up, then cosine decay to a tenth."""
+        warm = min(1.0, (self.step + 1) / max(1, self.args.warmup))
+        progress = min(1.0, self.step / max(1, self.args.schedule_steps))
+        return self.args.lr * warm * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+    def train_step(self) -> float:
+        """One optimizer step; returns the loss over all ranks."""
+        inputs, targets = self.data.next_batch(self.rank, self.ranks)
+        loss = F.cross_entropy(self.model(inputs).float().flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return self.mean_over_ranks(loss.detach())
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Held-out loss on 64 fixed sequences."""
+        data = ByteData(self.held_out, self.config.context, 64, seed=1234)
+        inputs, targets = data.next_batch(self.rank, self.ranks)
+        return self.mean_over_ranks(F.cross_entropy(self.model(inputs).float().flatten(0, 1), targets.flatten()))
+
+    def mean_over_ranks(self, value: torch.Tensor) -> float:
+        value = value.clone()
+        with self.timer.measure():
+            dist.all_reduce(value)
+        return value.item() / self.ranks
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a checkpoint holds, tensors sharded as they are."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        progress = torch.tensor([self.step, self.data.position])
+        rng = {"data": self.data.generator.get_state(), "torch": torch.get_rng_state()}
+        return {"model": model, "optimizer": optimizer, "progress": progress, "rng": rng}
+
+    def save(self, path: Path) -> None:
+        """Write beside ``path``, then rename: a checkpoint is complete or not there."""
+        beside = path.with_name(path.name + ".incomplete")
+        if self.rank == 0:
+            shutil.rmtree(beside, ignore_errors=True)
+        dist.barrier()
+        dcp.save(self.state(), checkpoint_id=beside)
+        if self.rank == 0:
+            meta = {
+                "model": dataclasses.asdict(self.config),
+                "step": self.step,
+                "batch": self.args.batch,
+                "seed": self.args.seed,
+                "ranks": self.ranks,
+                "history": self.history,
+            }
+            (beside / _META).write_text(json.dumps(meta))
+            shutil.rmtree(path, ignore_errors=True)
+            beside.rename(path)
+        dist.barrier()
+
+    def load(self, path: Path, meta: dict[str, Any]) -> None:
+        state = self.state()
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        self.step, self.data.position = state["progress"].tolist()
+        self.data.generator.set_state(state["rng"]["data"])
+        torch.set_rng_state(state["rng"]["torch"])
+        self.history = meta["history"]
+        self.history["resumed_at"].append(self.step)
+
+
+def train(trainer: Trainer, steps: int) -> dict[str, Any]:
+    """Train to ``steps``, with a progress bar on rank 0; returns throughput and the share of time in collectives."""
+    history, timer = trainer.history, trainer.timer
+    tokens_per_step = trainer.args.batch * trainer.config.context
+    bar = tqdm(total=steps, initial=trainer.step, disable=trainer.rank != 0, desc="train", mininterval=1.0)
+    timer.reset()
+    begin, seconds = trainer.step, 0.0
+    while trainer.step < steps:
+        start = time.perf_counter()
+        loss = trainer.train_step()
+        seconds += time.perf_counter() - start
+        history["steps"].append(trainer.step)
+        history["train"].append(loss)
+        rate, share = tokens_per_step * (trainer.step - begin) / seconds, timer.seconds / seconds
+        bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s, {share:.0%} in collectives", refresh=False)
+        bar.update()
+        if trainer.step % trainer.args.eval_every == 0 or trainer.step == steps:
+            spent = timer.seconds
+            history["eval_steps"].append(trainer.step)
+            history["held_out"].append(trainer.evaluate())
+            timer.seconds = spent
+    bar.close()
+    return {"tokens_per_second": rate, "collective_share": share, "seconds": seconds, "collectives": timer.calls}
+
+
+def write_plot(path: Path, history: dict[str, Any], unigram: float) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    axes.plot(history["steps"], history["train"], label="train", linewidth=1)
+    axes.plot(history["eval_steps"], history["held_out"], "o-", label="held-out")
+    axes.axhline(unigram, color="gray", linestyle=":", label="unigram entropy")
+    for index, step in enumerate(history["resumed_at"]):
+        axes.axvline(step, color="black", linestyle="--", label="" if index else "resumed")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="MoE transformer on bytes, torch_ragged.fsdp")
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+
+def report(trainer: Trainer, result: dict[str, Any], unigram: float) -> None:
+    args, history = trainer.args, trainer.history
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_plot(args.out / "loss.png", history, unigram)
+    plans = {name: layout.describe(name, 4) for name, layout in buffer_layouts(trainer.model).items()}
+    document = {
+        "torch": torch.__version__,
+        "ranks": trainer.ranks,
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "unigram_entropy": unigram,
+        "held_out_loss": history["held_out"][-1],
+        "plans": plans,
+        **result,
+        "history": history,
+    }
+    (args.out / "report.json").write_text(json.dumps(document, indent=1))
+    print(f"held-out loss {history['held_out'][-1]:.3f} nats per byte; unigram entropy {unigram:.3f}")
+    print(f"wrote {args.out / 'loss.png'} and {args.out / 'report.json'}")
+
+
+def main() -> None:
+    args = parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
+    config = MoEConfig(tied=not args.untied)
+    agree(lambda: check_args(args))
+    meta = agree(lambda: read_meta(args.resume, config) if args.resume else None)
+    train_bytes, held_out = agree(lambda: load_bytes(args.data))
+    trainer = agree(lambda: Trainer(args, config, train_bytes, held_out))
+    unigram = unigram_entropy(train_bytes, held_out)
+    if trainer.rank == 0:
+        print(f"{sum(p.numel() for p in trainer.model.parameters()):,} parameters; {train_bytes.numel():,} bytes to train on")
+        for name, layout in buffer_layouts(trainer.model).items():
+            print("  " + layout.describe(name, 4))
+    if meta is not None:
+        trainer.load(args.resume, meta)
+        again, before = trainer.evaluate(), trainer.history["held_out"][-1]
+        if trainer.rank == 0:
+            print(f"resumed step {trainer.step} of {meta['ranks']} ranks on {trainer.ranks}: held-out {before:.6f} -> {again:.6f}")
+        agree(lambda: _check_steps(args, trainer.step))
+    result = train(trainer, args.steps)
+    if meta is not None and trainer.rank == 0:
+        losses = [f"{loss:.3f}" for loss in trainer.history["train"]]
+        begin = len(losses) - (trainer.step - meta["step"])
+        print(f"losses before the resume ... {' '.join(losses[max(0, begin - 5) : begin])} | after {' '.join(losses[begin : begin + 5])} ...")
+    if args.checkpoint:
+        trainer.save(args.checkpoint)
+    if trainer.rank == 0:
+        report(trainer, result, unigram)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _check_steps(args: argparse.Namespace, step: int) -> None:
+    if step >= args.steps:
+        raise ValueError(f"--steps {args.steps}: the checkpoint is at step {step} already, ask for more")
+
+
+if __name__ == "__main__":
+    main()
