@@ -13,6 +13,10 @@ import torch.distributed as dist
 
 __all__ = ["CollectiveTimer", "Collectives", "ProcessGroupCollectives", "Work"]
 
+# torch 2.13 renamed the two and warns about the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Work(Protocol):
     """A collective under way; after ``wait()`` its result may be used on the current stream."""
@@ -45,18 +49,18 @@ class ProcessGroupCollectives:
         self._averages = dist.get_backend(group) == dist.Backend.NCCL
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Work:
-        return _work(dist.all_gather_into_tensor(output, shard, group=self._group, async_op=True))
+        return _work(_all_gather(output, shard, group=self._group, async_op=True))
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
         size = self._group.size()
         if self._averages and output.dtype != torch.float16 and size > 1:
             op = dist.ReduceOp.AVG
-            return _work(dist.reduce_scatter_tensor(output, buffer, op=op, group=self._group, async_op=True))
+            return _work(_reduce_scatter(output, buffer, op=op, group=self._group, async_op=True))
         # float16 has little range: part of the division goes before the sum, part behind it.
         before = _power_of_two_near_root(size) if output.dtype == torch.float16 else 1
         if before > 1:
             buffer.div_(before)
-        work = _work(dist.reduce_scatter_tensor(output, buffer, group=self._group, async_op=True))
+        work = _work(_reduce_scatter(output, buffer, group=self._group, async_op=True))
         return _ScaledWork(work, output, size / before)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:

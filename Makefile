@@ -1,0 +1,35 @@
+# make demo, make test: on a fresh machine each makes .venv itself. VENV=path uses an environment of yours, and keeps its
+# torch; TORCH=2.15.0 chooses the torch to install (2.13.0 has a small CPU build).
+VENV ?= .venv
+TORCH ?= 2.13.0
+PYTHON ?= python3
+BIN = $(VENV)/bin
+READY = $(VENV)/.torch_ragged
+OUT ?= out
+TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
+
+.PHONY: demo test test-all lint clean
+demo: $(READY)
+	rm -rf $(OUT)/checkpoint
+	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
+	$(TORCHRUN) --nproc-per-node 2 examples/train_moe.py --steps 120 --resume $(OUT)/checkpoint --out $(OUT)
+
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" test
+
+test-all: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q test
+
+lint: $(READY)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+$(READY): setup.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install torch==$(TORCH)
+	$(BIN)/python -m pip install -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(OUT) build *.egg-info

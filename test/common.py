@@ -1,0 +1,96 @@
+"""Ranks for tests: a pool of processes that stays up between tests, with a fresh gloo group for each call."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+_TIMEOUT = datetime.timedelta(seconds=60)
+
+
+def _worker(rank: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        task = pipe.recv()
+        if task is None:
+            return
+        function, arguments, size, store = task
+        try:
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=_TIMEOUT
+            )
+            torch.manual_seed(0)
+            pipe.send((True, function(*arguments)))
+        except BaseException:  # Whatever happens, the test must hear of it.
+            pipe.send((False, f"rank {rank} of {size}:\n{traceback.format_exc()}"))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class _Pool:
+    """Processes that run functions as ranks; started when first needed."""
+
+    def __init__(self) -> None:
+        self.workers: list[tuple[Any, Connection]] = []
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        for process, _ in self.workers:
+            process.kill()
+            process.join()
+        self.workers.clear()
+
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], size: int) -> list[Any]:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        context = mp.get_context("spawn")
+        while len(self.workers) < size:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_worker, args=(len(self.workers), theirs), daemon=True)
+            process.start()
+            self.workers.append((process, ours))
+        with tempfile.TemporaryDirectory() as folder:
+            for _, pipe in self.workers[:size]:
+                pipe.send((function, arguments, size, os.path.join(folder, "store")))
+            answers = []
+            for rank, (_, pipe) in enumerate(self.workers[:size]):
+                if not pipe.poll(2 * _TIMEOUT.total_seconds()):
+                    answers.append((False, f"rank {rank} of {size} hangs"))
+                    continue
+                answers.append(pipe.recv())
+        failures = [text for fine, text in answers if not fine]
+        if failures:
+            self.stop()
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in answers]
+
+
+_pool = _Pool()
+
+
+def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Run a module-level ``function`` on ``size`` ranks of a fresh gloo group; returns what each rank returned.
+
+    Raises:
+        AssertionError: a rank raised or hung; with every rank's traceback.
+    """
+    return _pool.run(function, arguments, size)
+
+
+def error_of(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
+    """``Type: text`` of the error that a call raises; empty if it raises none."""
+    try:
+        function(*arguments, **keywords)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,266 @@
+"""Ops on ragged DTensors: the single-device result with no gather, or an error that names the op and the way out."""
+
+import copy
+import math
+import unittest
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from common import error_of, run_ranks
+from torch_ragged import RaggedShard
+
+UNITS = ((1, 1, 1, 1), (1, 2, 0, 5), (0, 0, 8, 0), (2, 2, 2, 2))
+
+ELEMENTWISE = {
+    "add scalar": lambda x, y: x + 2,
+    "rsub": lambda x, y: 1 - x,
+    "add": lambda x, y: torch.add(x, y, alpha=0.5),
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / (y.abs() + 1),
+    "neg": lambda x, y: -x,
+    "exp": lambda x, y: x.exp(),
+    "rsqrt": lambda x, y: x.abs().rsqrt(),
+    "pow": lambda x, y: x**2,
+    "clamp": lambda x, y: x.clamp(-0.5, 0.5),
+    "where": lambda x, y: torch.where(x > 0, x, y),
+    "lerp": lambda x, y: torch.lerp(x, y, 0.25),
+    "addcmul": lambda x, y: torch.addcmul(x, x, y, value=0.5),
+    "addcdiv": lambda x, y: torch.addcdiv(x, x, y.abs() + 1),
+    "compare": lambda x, y: x >= y,
+    "isfinite": lambda x, y: torch.isfinite(x),
+    "maximum": lambda x, y: torch.maximum(x, y),
+    "sigmoid": lambda x, y: torch.sigmoid(x),
+    "gelu": lambda x, y: torch.nn.functional.gelu(x),
+    "bf16": lambda x, y: x.to(torch.bfloat16),
+    "double": lambda x, y: x.double(),
+    "clone": lambda x, y: x.clone(),
+    "detach": lambda x, y: x.detach(),
+    "zeros_like": lambda x, y: torch.zeros_like(x),
+    "ones_like": lambda x, y: torch.ones_like(x, dtype=torch.int32),
+    "full_like": lambda x, y: torch.full_like(x, 3.5),
+    "add_": lambda x, y: x.clone().add_(y, alpha=2),
+    "mul_": lambda x, y: x.clone().mul_(0.5),
+    "copy_": lambda x, y: torch.empty_like(x).copy_(y),
+    "zero_": lambda x, y: x.clone().zero_(),
+    "fill_": lambda x, y: x.clone().fill_(2),
+    "lerp_": lambda x, y: x.clone().lerp_(y, 0.1),
+    "out": lambda x, y: torch.add(x, y, out=torch.empty_like(x)),
+    "foreach_add": lambda x, y: torch._foreach_add([x, y], [y, x], alpha=2)[0],
+    "foreach_mul": lambda x, y: torch._foreach_mul([x, y], 3.0)[1],
+    "foreach_sqrt": lambda x, y: torch._foreach_sqrt([x.abs()])[0],
+    "foreach_addcdiv": lambda x, y: torch._foreach_addcdiv([x], [y], [y.abs() + 1], value=0.1)[0],
+    "foreach_scalars": lambda x, y: torch._foreach_add([x, y], [1.0, 2.0])[1],
+}
+
+REDUCTIONS = {
+    "sum": lambda x: x.sum(),
+    "sum dims": lambda x: x.sum(dim=(0, 1), keepdim=True),
+    "mean": lambda x: x.mean(),
+    "norm": lambda x: x.norm(),
+    "norm 1": lambda x: torch.linalg.vector_norm(x, 1),
+    "norm 3": lambda x: torch.linalg.vector_norm(x, 3),
+    "norm inf": lambda x: torch.linalg.vector_norm(x, math.inf),
+    "norm keepdim": lambda x: torch.linalg.vector_norm(x, 2, dim=(0, 1), keepdim=True),
+    "max": lambda x: x.max(),
+    "amin": lambda x: x.amin(),
+    "int max": lambda x: x.mul(100).int().max(),
+    "nan max": lambda x: torch.where(x == x, x / 0 * 0, x).max(),
+    "item": lambda x: torch.tensor(x.sum().item()) if not isinstance(x, DTensor) else x.sum().full_tensor(),
+}
+
+UNSUPPORTED = {
+    "view": lambda x: x.view(-1),
+    "reshape": lambda x: x.reshape(2, -1),
+    "transpose": lambda x: x.t(),
+    "select": lambda x: x[0],
+    "matmul": lambda x: torch.mm(x, x),
+    "cat": lambda x: torch.cat([x, x]),
+    "sort": lambda x: x.sort(),
+    "cumsum": lambda x: x.cumsum(0),
+    "softmax": lambda x: x.softmax(-1),
+    "sum of one dim": lambda x: x.sum(0),
+    "argmax": lambda x: x.argmax(),
+    "unsqueeze": lambda x: x.unsqueeze(0),
+    "expand": lambda x: x.expand(2, 8, 6),
+    "channels last": lambda x: x.clone(memory_format=torch.channels_last),
+    "rand_like": lambda x: torch.rand_like(x),
+    "normal_": lambda x: torch.nn.init.normal_(x.clone()),
+    "dropout": lambda x: torch.nn.functional.dropout(x),
+    "broadcast up": lambda x: x + torch.zeros(2, 8, 6),
+    "index": lambda x: x[torch.tensor([1, 2])],
+    "chunk": lambda x: x.chunk(2),
+}
+
+
+def check_elementwise():
+    mesh = init_device_mesh("cpu", (4,))
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    for units in UNITS:
+        placements = [RaggedShard((0,), units)]
+        a, b = (distribute_tensor(t, mesh, placements) for t in (x, y))
+        for name, function in ELEMENTWISE.items():
+            with CommDebugMode() as mode:
+                got = function(a, b)
+            want = function(x, y)
+            assert mode.get_total_counts() == 0, (name, mode.get_comm_counts())
+            assert got.placements == a.placements and got.dtype == want.dtype and got.stride() == want.stride(), name
+            assert got.to_local().dim() == 1, name
+            full = got.full_tensor()
+            assert torch.equal(full, want) or torch.allclose(full, want, rtol=1e-6), name
+    # Other placements follow the ragged one, or the one written to; replicated ones broadcast.
+    for other, comms in ((Replicate(), 0), (Shard(0), 1), (RaggedShard((0,), (3, 1, 2, 2)), 1)):
+        c = distribute_tensor(y, mesh, [other])
+        with CommDebugMode() as mode:
+            got = a + c
+        assert got.placements == a.placements and mode.get_total_counts() <= comms
+        assert torch.equal(got.full_tensor(), x + y)
+        assert torch.equal(c.clone().add_(a).full_tensor(), x + y)
+        assert c.clone().copy_(a).placements == (other,)
+    for shape in ((6,), (8, 1), (1, 6), (1, 1), (), (1,)):
+        small = torch.randn(shape)
+        for units in UNITS:
+            a = distribute_tensor(x, mesh, [RaggedShard((0, 1), tuple(6 * u for u in units))])
+            with CommDebugMode() as mode:
+                got = a * distribute_tensor(small, mesh, [Replicate()])
+            assert mode.get_total_counts() == 0 and torch.equal(got.full_tensor(), x * small), shape
+
+
+def check_reductions():
+    mesh = init_device_mesh("cpu", (4,))
+    x = torch.randn(8, 6)
+    for units in UNITS:
+        a = distribute_tensor(x, mesh, [RaggedShard((0,), units)])
+        for name, function in REDUCTIONS.items():
+            got, want = function(a), function(x)
+            full = got.full_tensor() if isinstance(got, DTensor) else got
+            assert full.shape == want.shape and full.dtype == want.dtype, (name, full, want)
+            assert torch.allclose(full, want, rtol=1e-5, equal_nan=True), (name, units, full, want)
+        assert torch.equal(a, a.clone()) and not torch.equal(a, a + 1)
+    one = distribute_tensor(torch.tensor([[7.0]]), mesh, [RaggedShard((0,), (0, 0, 1, 0))])
+    assert one.item() == 7.0
+
+
+def check_backward():
+    mesh = init_device_mesh("cpu", (4,))
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    functions = (lambda a, b: (a * b).sum(), lambda a, b: (a * a + b.exp()).mean(), lambda a, b: (a - b).norm())
+    functions += (lambda a, b: (a.sigmoid() * b).max(),)
+    for function in functions:
+        for units in UNITS:
+            mine = [distribute_tensor(t, mesh, [RaggedShard((0,), units)]).requires_grad_() for t in (x, y)]
+            plain = [t.clone().requires_grad_() for t in (x, y)]
+            function(*mine).backward()
+            function(*plain).backward()
+            for m, p in zip(mine, plain):
+                assert torch.allclose(m.grad.full_tensor(), p.grad, rtol=1e-5, atol=1e-7)
+
+
+def check_unsupported():
+    mesh = init_device_mesh("cpu", (4,))
+    a = distribute_tensor(torch.randn(8, 6), mesh, [RaggedShard((0,), (1, 2, 0, 5))])
+    errors = {name: error_of(function, a) for name, function in UNSUPPORTED.items()}
+    with torch.inference_mode():
+        errors["inference"] = error_of(lambda: a.reshape(-1))
+    return errors
+
+
+def check_optimizers():
+    mesh = init_device_mesh("cpu", (4,))
+    shapes = ((8, 6), (4, 3, 2), (5,), ())
+    torch.manual_seed(3)
+    values = [torch.randn(s) for s in shapes]
+    gradients = [[torch.randn(s) for s in shapes] for _ in range(3)]
+    placements = [
+        RaggedShard((0,), (1, 2, 0, 5)),
+        RaggedShard((0, 1), (0, 3, 3, 6)),
+        RaggedShard((0,), (5, 0, 0, 0)),
+        RaggedShard((), (0, 0, 1, 0)),
+    ]
+    makers = {
+        "sgd": lambda p, foreach: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=foreach),
+        "adam": lambda p, foreach: torch.optim.Adam(p, lr=0.1, amsgrad=True, foreach=foreach),
+        "adamw": lambda p, foreach: torch.optim.AdamW(p, lr=0.1, foreach=foreach),
+        "fused": lambda p, foreach: torch.optim.AdamW(p, lr=0.1, fused=True),
+    }
+    for name, make in makers.items():
+        for foreach in (False, True):
+            plain = [torch.nn.Parameter(v.clone()) for v in values]
+            mine = [torch.nn.Parameter(distribute_tensor(v, mesh, [p])) for v, p in zip(values, placements)]
+            for parameters, place in ((plain, lambda g, p: g.clone()), (mine, lambda g, p: distribute_tensor(g, mesh, [p]))):
+                optimizer = make(parameters, foreach)
+                for step in gradients:
+                    for parameter, gradient, placement in zip(parameters, step, placements):
+                        parameter.grad = place(gradient, placement)
+                    with CommDebugMode() as mode:
+                        optimizer.step()
+                    assert mode.get_total_counts() == 0, name
+            for a, b in zip(mine, plain):
+                assert torch.equal(a.detach().full_tensor(), b.detach()), (name, foreach)
+
+
+def check_clipping():
+    mesh = init_device_mesh("cpu", (4,))
+    values = [torch.randn(8, 6), torch.randn(4, 4), torch.randn(6)]
+    placements = [RaggedShard((0,), (1, 2, 0, 5)), RaggedShard((0, 1), (0, 16, 0, 0)), Shard(0)]
+    for count in (2, 3):
+        for order in (2.0, 1.0, math.inf):
+            for foreach in (False, True):
+                plain = [torch.nn.Parameter(v.clone()) for v in values[:count]]
+                mine = [torch.nn.Parameter(distribute_tensor(v, mesh, [p])) for v, p in zip(values[:count], placements)]
+                for a, b in zip(mine, plain):
+                    a.grad, b.grad = a.detach().clone(), b.detach().clone()
+                got = torch.nn.utils.clip_grad_norm_(mine, 0.5, norm_type=order, foreach=foreach).full_tensor()
+                want = torch.nn.utils.clip_grad_norm_(plain, 0.5, norm_type=order, foreach=foreach)
+                assert torch.allclose(got, want), (order, got, want)
+                for a, b in zip(mine, plain):
+                    assert torch.allclose(a.grad.full_tensor(), b.grad), order
+
+
+def check_everyday():
+    mesh = init_device_mesh("cpu", (4,))
+    a = distribute_tensor(torch.randn(8, 6), mesh, [RaggedShard((0,), (1, 2, 0, 5))])
+    twin = copy.deepcopy(a)
+    twin.add_(1)
+    assert not torch.equal(twin, a) and twin.placements == a.placements
+    assert "RaggedShard(dims=(0,), local_units=(1, 2, 0, 5))" in repr(a)
+    integer = distribute_tensor(torch.arange(48).view(8, 6), mesh, a.placements)
+    assert (integer + 1).dtype == torch.int64 and (integer * 1.5).dtype == torch.float32
+    assert error_of(lambda: a + a.redistribute(placements=[Replicate()]).to_local()).startswith("RuntimeError")
+    assert dist.get_world_size() == 4
+
+
+class OpsTest(unittest.TestCase):
+    def test_elementwise(self):
+        run_ranks(4, check_elementwise)
+
+    def test_reductions(self):
+        run_ranks(4, check_reductions)
+
+    def test_backward(self):
+        run_ranks(4, check_backward)
+
+    def test_optimizers_equal_plain_tensors_bitwise_with_no_communication(self):
+        run_ranks(4, check_optimizers)
+
+    def test_clip_grad_norm(self):
+        run_ranks(4, check_clipping)
+
+    def test_everyday_tools(self):
+        run_ranks(4, check_everyday)
+
+    def test_unsupported_ops_say_so_on_every_rank(self):
+        answers = run_ranks(4, check_unsupported)
+        for errors in answers:
+            self.assertEqual(errors, answers[0])
+        for name, error in answers[0].items():
+            with self.subTest(name):
+                self.assertTrue(error.startswith(("NotImplementedError: aten.", "RuntimeError: aten.add.Tensor")), f"{name}: {error}")
+                self.assertTrue("Redistribute first" in error or "mixed torch.Tensor and DTensor" in error, error)
+
+
+if __name__ == "__main__":
+    unittest.main()
