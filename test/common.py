@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-_TIMEOUT = datetime.timedelta(seconds=60)
+_TIMEOUT = datetime.timedelta(seconds=20)
+_LONGEST = 200  # seconds for a whole call; a rank that waits for another one gives up after _TIMEOUT
 
 
 def _worker(rank: int, pipe: Connection) -> None:
@@ -64,7 +65,7 @@ class _Pool:
                 pipe.send((function, arguments, size, os.path.join(folder, "store")))
             answers = []
             for rank, (_, pipe) in enumerate(self.workers[:size]):
-                if not pipe.poll(2 * _TIMEOUT.total_seconds()):
+                if not pipe.poll(_LONGEST):
                     answers.append((False, f"rank {rank} of {size} hangs"))
                     continue
                 answers.append(pipe.recv())

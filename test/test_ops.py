@@ -86,12 +86,11 @@ UNSUPPORTED = {
     "argmax": lambda x: x.argmax(),
     "unsqueeze": lambda x: x.unsqueeze(0),
     "expand": lambda x: x.expand(2, 8, 6),
-    "channels last": lambda x: x.clone(memory_format=torch.channels_last),
     "rand_like": lambda x: torch.rand_like(x),
     "normal_": lambda x: torch.nn.init.normal_(x.clone()),
     "dropout": lambda x: torch.nn.functional.dropout(x),
-    "broadcast up": lambda x: x + torch.zeros(2, 8, 6),
-    "index": lambda x: x[torch.tensor([1, 2])],
+    "broadcast up": lambda x: x + distribute_tensor(torch.zeros(2, 8, 6), x.device_mesh, [Replicate()]),
+    "flip": lambda x: x.flip(0),
     "chunk": lambda x: x.chunk(2),
 }
 
@@ -124,8 +123,9 @@ def check_elementwise():
         small = torch.randn(shape)
         for units in UNITS:
             a = distribute_tensor(x, mesh, [RaggedShard((0, 1), tuple(6 * u for u in units))])
+            replicated = distribute_tensor(small, mesh, [Replicate()])
             with CommDebugMode() as mode:
-                got = a * distribute_tensor(small, mesh, [Replicate()])
+                got = a * replicated
             assert mode.get_total_counts() == 0 and torch.equal(got.full_tensor(), x * small), shape
 
 
@@ -199,12 +199,14 @@ def check_optimizers():
                         optimizer.step()
                     assert mode.get_total_counts() == 0, name
             for a, b in zip(mine, plain):
-                assert torch.equal(a.detach().full_tensor(), b.detach()), (name, foreach)
+                got, want = a.detach().full_tensor(), b.detach()
+                # The fused kernel rounds the tail of a vector otherwise than its body.
+                assert torch.equal(got, want) or (name == "fused" and torch.allclose(got, want)), (name, foreach)
 
 
 def check_clipping():
     mesh = init_device_mesh("cpu", (4,))
-    values = [torch.randn(8, 6), torch.randn(4, 4), torch.randn(6)]
+    values = [torch.randn(8, 6), torch.randn(4, 4), torch.randn(8)]
     placements = [RaggedShard((0,), (1, 2, 0, 5)), RaggedShard((0, 1), (0, 16, 0, 0)), Shard(0)]
     for count in (2, 3):
         for order in (2.0, 1.0, math.inf):
@@ -258,8 +260,8 @@ class OpsTest(unittest.TestCase):
             self.assertEqual(errors, answers[0])
         for name, error in answers[0].items():
             with self.subTest(name):
-                self.assertTrue(error.startswith(("NotImplementedError: aten.", "RuntimeError: aten.add.Tensor")), f"{name}: {error}")
-                self.assertTrue("Redistribute first" in error or "mixed torch.Tensor and DTensor" in error, error)
+                self.assertTrue(error.startswith(("NotImplementedError: aten.")), f"{name}: {error}")
+                self.assertIn("Redistribute first", error)
 
 
 if __name__ == "__main__":

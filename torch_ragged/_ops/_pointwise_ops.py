@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._ops._rules import OpCall, Rule, Sharding, Spec, tensor_leaves, unsupported
@@ -76,7 +76,7 @@ def _leader(call: OpCall, specs: Any) -> Spec:
     """The tensor that decides shape and placements."""
     ragged = [spec for spec in specs if has_ragged(spec.placements)]
     leader = specs[0] if call.is_inplace or not ragged else ragged[0]
-    if any(isinstance(p, Partial) for p in leader.placements) and len(set(s.placements for s in specs)) > 1:
+    if ragged and any(isinstance(p, Partial) for p in leader.placements):
         raise unsupported(call.op, specs, "a Partial tensor cannot take part before it is reduced")
     shape = torch.broadcast_shapes(*(spec.shape for spec in specs)) if ragged else leader.shape
     if tuple(shape) != tuple(leader.shape):
@@ -91,12 +91,13 @@ def _check_out(call: OpCall, specs: list[Spec], leader: Spec) -> None:
 
 
 def _follow(call: OpCall, spec: Spec, leader: Spec, specs: Any) -> Wanted:
-    if not spec.shape and leader.shape:
-        if not all(p.is_replicate() for p in spec.placements):
-            raise unsupported(call.op, specs, "a scalar tensor must be replicated")
+    replicated = all(p.is_replicate() for p in spec.placements)
+    if not spec.shape and replicated:  # A scalar broadcasts to local tensors as it is.
         return spec.placements, None
     if spec.shape == leader.shape:
         return leader.placements, None
-    if not all(p.is_replicate() for p in spec.placements):
+    if not spec.shape:
+        return (Replicate(),) * spec.mesh.ndim, None
+    if not replicated:
         raise unsupported(call.op, specs, f"only a replicated tensor can be broadcast to {tuple(leader.shape)}")
     return leader.placements, leader.shape

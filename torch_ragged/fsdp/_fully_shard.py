@@ -82,6 +82,7 @@ def fully_shard(
     module.__dict__[_STATE] = ModuleState(module, group, mp_policy, reshard_after_forward)
     module.register_state_dict_pre_hook(_reshard_before_state_dict)
     module.register_load_state_dict_pre_hook(_reshard_before_load)
+    module.register_load_state_dict_post_hook(_adopt_after_load)
     cls = type(module)
     module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _no_deepcopy})
     return module
@@ -164,6 +165,11 @@ def _reshard_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> Non
 
 def _reshard_before_load(module: Any, *args: Any) -> None:
     _group_call(module, ParamGroup.reshard)
+
+
+def _adopt_after_load(module: Any, incompatible_keys: Any) -> None:
+    """With ``assign=True`` the values are taken over; the parameters stay the same objects, also for an optimizer."""
+    _group_call(module, ParamGroup.adopt_sharded)
 
 
 def _group_call(module: nn.Module, method: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -181,11 +182,12 @@ class ParamGroup:
 
     def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """Move a gradient into the buffer as soon as autograd has it, and drop it."""
-        param = self.params[index]
+        group_ref = weakref.ref(self)  # Autograd's hooks are invisible to the garbage collector.
 
         def hook(unsharded: torch.Tensor) -> None:
-            assert unsharded.grad is not None
-            view = self._gradient_views()[index]
+            group = group_ref()
+            assert group is not None and unsharded.grad is not None
+            param, view = group.params[index], group._gradient_views()[index]
             if param.has_gradient:
                 view.add_(unsharded.grad)
             else:
