@@ -206,9 +206,7 @@ class Trainer:
     def load(self, path: Path, meta: dict[str, Any]) -> None:
         state = self.state()
         dcp.load(state, checkpoint_id=path)
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.step, self.data.position = state["progress"].tolist()
         self.data.generator.set_state(state["rng"]["data"])
         torch.set_rng_state(state["rng"]["torch"])
@@ -295,15 +293,18 @@ def main() -> None:
             print("  " + layout.describe(name, 4))
     if meta is not None:
         trainer.load(args.resume, meta)
-        again, before = trainer.evaluate(), trainer.history["held_out"][-1]
+        again, saved = trainer.evaluate(), trainer.history["held_out"][-1]
         if trainer.rank == 0:
-            print(f"resumed step {trainer.step} of {meta['ranks']} ranks on {trainer.ranks}: held-out {before:.6f} -> {again:.6f}")
+            print(
+                f"resumed step {trainer.step} of {meta['ranks']} ranks on {trainer.ranks}: held-out {saved:.6f} -> {again:.6f}"
+            )
         agree(lambda: _check_steps(args, trainer.step))
     result = train(trainer, args.steps)
     if meta is not None and trainer.rank == 0:
+        begin = len(trainer.history["train"]) - (trainer.step - meta["step"])
         losses = [f"{loss:.3f}" for loss in trainer.history["train"]]
-        begin = len(losses) - (trainer.step - meta["step"])
-        print(f"losses before the resume ... {' '.join(losses[max(0, begin - 5) : begin])} | after {' '.join(losses[begin : begin + 5])} ...")
+        before, after = " ".join(losses[max(0, begin - 5) : begin]), " ".join(losses[begin : begin + 5])
+        print(f"losses before the resume ... {before} | after {after} ...")
     if args.checkpoint:
         trainer.save(args.checkpoint)
     if trainer.rank == 0:

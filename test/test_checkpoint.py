@@ -8,11 +8,11 @@ import unittest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from common import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from common import run_ranks
 from torch_ragged import RaggedShard
 
 SHAPES = {"matrix": (7, 6), "cube": (3, 4, 5), "vector": (11,), "scalar": (), "empty": (0, 4), "one": (1, 1)}

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from common import error_of, run_ranks
+from moe import MoEConfig, MoETransformer
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,8 +21,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from common import error_of, run_ranks
-from moe import MoEConfig, MoETransformer
 from torch_ragged import RaggedShard
 from torch_ragged.fsdp import blocks, buffer_layouts, fully_shard, rows
 
@@ -195,7 +195,11 @@ def check_unused_parameters():
             assert param.grad is None, name
         else:
             torch.testing.assert_close(param.grad.full_tensor(), plain.grad)
-    assert model.never.weight.grad is None and model.frozen.weight.grad is None and (model.b.weight.grad is not None) == (ranks > 1)
+    assert (
+        model.never.weight.grad is None
+        and model.frozen.weight.grad is None
+        and (model.b.weight.grad is not None) == (ranks > 1)
+    )
 
 
 def check_api():
@@ -236,7 +240,9 @@ def check_errors():
     ranks = dist.get_world_size()
     mesh, square = init_device_mesh("cpu", (ranks,)), init_device_mesh("cpu", (1, ranks))
     sharded = nn.Linear(4, 4)
-    sharded.weight = nn.Parameter(distribute_tensor(sharded.weight.detach(), mesh, [RaggedShard((), (1,) + (0,) * (ranks - 1))]))
+    sharded.weight = nn.Parameter(
+        distribute_tensor(sharded.weight.detach(), mesh, [RaggedShard((), (1,) + (0,) * (ranks - 1))])
+    )
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight

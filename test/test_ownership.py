@@ -99,7 +99,11 @@ class OwnershipTest(unittest.TestCase):
 
 
 def _numbers(numbers, mine):
-    return [n for box in mine.boxes for n in numbers[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))].flatten().tolist()]
+    return [
+        n
+        for box in mine.boxes
+        for n in numbers[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))].flatten().tolist()
+    ]
 
 
 if __name__ == "__main__":

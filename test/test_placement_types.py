@@ -5,10 +5,10 @@ import io
 import pickle
 
 import torch
+from common import error_of
 from expecttest import TestCase
 from torch.distributed.tensor import Replicate, Shard
 
-from common import error_of
 from torch_ragged import RaggedShard
 from torch_ragged.placement_types import normalize_placements
 
@@ -74,7 +74,9 @@ class RaggedShardTest(TestCase):
             error_of(normalize_placements, [RaggedShard((0, 1, 2), (1, 1))], (4, 4), (2,)),
             """ValueError: RaggedShard dims must be a prefix (0, ..., k-1) of the tensor's 2 dimensions, got (0, 1, 2)""",
         )
-        self.assertIn("StridedRaggedShard", error_of(normalize_placements, [RaggedShard((0,), (1, 1)), Shard(0)], (4, 4), (2, 2)))
+        self.assertIn(
+            "StridedRaggedShard", error_of(normalize_placements, [RaggedShard((0,), (1, 1)), Shard(0)], (4, 4), (2, 2))
+        )
 
 
 if __name__ == "__main__":

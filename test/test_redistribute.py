@@ -5,11 +5,11 @@ import unittest
 
 import torch
 import torch.distributed as dist
+from common import error_of, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from common import error_of, run_ranks
 from torch_ragged import RaggedShard
 from torch_ragged._ownership import owned
 from torch_ragged._redistribute import transfer_plan

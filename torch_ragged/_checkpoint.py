@@ -35,9 +35,7 @@ def owned_boxes(tensor: DTensor) -> tuple[Box, ...]:
 
 def create_chunk_list(tensor: DTensor) -> list[ChunkStorageMetadata]:
     """DCP's description of what this rank holds: offsets and sizes of each box."""
-    return [
-        ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in owned_boxes(tensor)
-    ]
+    return [ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in owned_boxes(tensor)]
 
 
 def create_write_items(fqn: str, tensor: DTensor) -> list[WriteItem]:

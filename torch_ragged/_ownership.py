@@ -127,9 +127,7 @@ def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[tuple
 
 
 @lru_cache(maxsize=65536)
-def owned(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], cuts: tuple[Cut, ...], coordinate: tuple[int, ...]
-) -> Owned:
+def owned(shape: tuple[int, ...], mesh_shape: tuple[int, ...], cuts: tuple[Cut, ...], coordinate: tuple[int, ...]) -> Owned:
     """What the rank at ``coordinate`` of a mesh of ``mesh_shape`` owns of a tensor of ``shape`` under ``cuts``.
 
     Cuts apply from left to right, each to the piece that the cuts before it left over.

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -146,9 +146,7 @@ def _narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) 
 # --- Ragged -> Replicate -------------------------------------------------------------------------------------------
 
 
-def _gather(
-    local: torch.Tensor, units: tuple[int, ...], numel: int, group: dist.ProcessGroup, rank: int
-) -> torch.Tensor:
+def _gather(local: torch.Tensor, units: tuple[int, ...], numel: int, group: dist.ProcessGroup, rank: int) -> torch.Tensor:
     size = len(units)
     if len(set(units)) == 1:
         return _wait(_c10d().all_gather_into_tensor(local, size, group.group_name))
@@ -186,9 +184,7 @@ def _fill_value(dtype: torch.dtype, op: str) -> float | int | bool:
     return {"max": torch.iinfo(dtype).min, "min": torch.iinfo(dtype).max}.get(op, 0)
 
 
-def _reduce(
-    local: torch.Tensor, units: tuple[int, ...], group: dist.ProcessGroup, rank: int, op: str
-) -> torch.Tensor:
+def _reduce(local: torch.Tensor, units: tuple[int, ...], group: dist.ProcessGroup, rank: int, op: str) -> torch.Tensor:
     """Reduce whole tensors straight onto the owners of their intervals."""
     if op not in _IDENTITY:
         raise NotImplementedError(f"redistribution from Partial({op!r}) to RaggedShard: redistribute to Replicate() first")
@@ -215,7 +211,7 @@ def _reduce(
 def _reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:
     """Reduce row by row, so that the order of additions is the rank order whatever the length."""
     result = rows[0].clone()
-    combine = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+    combine: Callable[..., torch.Tensor] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
     for row in rows[1:]:
         combine(result, row, out=result)
     return result
@@ -240,9 +236,7 @@ def _exchange(
 
 
 @lru_cache(maxsize=4096)
-def transfer_plan(
-    shape: tuple[int, ...], source: Cut, target: Cut, size: int, rank: int
-) -> tuple[TransferPlan, bool]:
+def transfer_plan(shape: tuple[int, ...], source: Cut, target: Cut, size: int, rank: int) -> tuple[TransferPlan, bool]:
     """The plan of ``rank`` for moving a tensor of ``shape`` from ``source`` to ``target`` over ``size`` ranks.
 
     Returns:

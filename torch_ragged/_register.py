@@ -109,7 +109,7 @@ def _check_local(
         expected = owned(tuple(shape), tuple(mesh.shape), cuts_of(normalized), tuple(coordinate)).local_shape
         if tuple(local.shape) != expected:
             problem = f"rank {dist.get_rank()} gave a local tensor of shape {tuple(local.shape)}, expected {expected}"
-    problems = [problem]
+    problems: list[Any] = [problem]
     if kwargs.get("run_check") and coordinate is not None:
         for dim in range(mesh.ndim):
             group = mesh.get_group(dim)
@@ -237,7 +237,7 @@ def _install_to_local_backward() -> None:
         grad_spec = DTensorSpec(spec.mesh, placements, tensor_meta=meta)
         return DTensor(grad_output.contiguous(), grad_spec, requires_grad=grad_output.requires_grad), None  # type: ignore
 
-    function.backward = staticmethod(backward)
+    function.backward = staticmethod(backward)  # type: ignore[method-assign, assignment]
 
 
 def _make_local_shape(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -332,9 +332,7 @@ def _output_specs(schema: OpSchema, mesh: DeviceMesh, sharding: Sharding) -> Any
 
 
 def _output_spec(schema: OpSchema, mesh: DeviceMesh, placements: tuple[Any, ...], meta: TensorMeta) -> DTensorSpec:
-    torch_placements = tuple(
-        dtensor_math_ops._NormPartial(p.order) if isinstance(p, NormPartial) else p for p in placements
-    )
+    torch_placements = tuple(dtensor_math_ops._NormPartial(p.order) if isinstance(p, NormPartial) else p for p in placements)
     if has_ragged(torch_placements) and tuple(meta.stride) != _row_major(meta.shape) and meta.shape.numel():
         specs = _ragged_specs(schema)
         raise unsupported(schema.op, specs, f"its output would not be row-major (stride {tuple(meta.stride)})")
@@ -447,11 +445,13 @@ _HOOKS = (
         "OpDispatcher._propagate_op_sharding_dispatch_slow_path",
         "sharding rules of ops on ragged DTensors",
         "0003-ragged-shard-operators",
-        lambda: _has(
-            dtensor_dispatch.OpDispatcher._propagate_op_sharding_dispatch_slow_path, "op_call", "args", "kwargs", "op_info"
-        )
-        and hasattr(DTensor._op_dispatcher.sharding_propagator, "_propagate_tensor_meta_non_cached")
-        and hasattr(dtensor_math_ops, "_NormPartial"),
+        lambda: (
+            _has(
+                dtensor_dispatch.OpDispatcher._propagate_op_sharding_dispatch_slow_path, "op_call", "args", "kwargs", "op_info"
+            )
+            and hasattr(DTensor._op_dispatcher.sharding_propagator, "_propagate_tensor_meta_non_cached")
+            and hasattr(dtensor_math_ops, "_NormPartial")
+        ),
         _install_dispatch,
     ),
     Hook(

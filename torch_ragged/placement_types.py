@@ -55,9 +55,7 @@ class RaggedShard(Placement):
         if all(d >= 0 for d in dims) and dims != tuple(range(len(dims))):
             raise ValueError(f"RaggedShard dims must be a prefix (0, ..., k-1) of the tensor's dimensions, got {dims}")
         if any(u < 0 for u in units) or not any(units):
-            raise ValueError(
-                f"RaggedShard local_units must be integers >= 0, one per rank and not all zero, got {units}"
-            )
+            raise ValueError(f"RaggedShard local_units must be integers >= 0, one per rank and not all zero, got {units}")
         divisor = math.gcd(*units)
         object.__setattr__(self, "_dims", dims)
         object.__setattr__(self, "_local_units", units)
@@ -178,7 +176,5 @@ def cuts_of(placements: tuple[Placement, ...]) -> tuple[Cut, ...]:
         elif isinstance(placement, (Replicate, Partial)):
             cuts.append(Whole())
         else:
-            raise ValueError(
-                f"{placement} cannot stand beside a RaggedShard: use Replicate, Partial, Shard or RaggedShard"
-            )
+            raise ValueError(f"{placement} cannot stand beside a RaggedShard: use Replicate, Partial, Shard or RaggedShard")
     return tuple(cuts)

@@ -5,7 +5,7 @@ the op to run on local tensors, and how the outputs are placed then. An op that 
 that do has a *decomposition*: a function on DTensors. An op with neither raises ``NotImplementedError``.
 """
 
-from torch_ragged._ops import _math_ops, _pointwise_ops, _tensor_ops
+from torch_ragged._ops import _math_ops, _pointwise_ops, _tensor_ops  # noqa: F401  (they register their rules)
 from torch_ragged._ops._rules import NormPartial, OpCall, Sharding, decomposition_of, rule_of, unsupported
 
 __all__ = ["NormPartial", "OpCall", "Sharding", "decomposition_of", "rule_of", "unsupported"]

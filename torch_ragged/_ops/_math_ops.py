@@ -68,9 +68,7 @@ def vector_norm(
 
 
 @decomposition(aten.sum.dim_IntList)
-def sum_dim(
-    op: torch._ops.OpOverload, tensor: DTensor, dim: Any = None, keepdim: bool = False, **kwargs: Any
-) -> Any:
+def sum_dim(op: torch._ops.OpOverload, tensor: DTensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
     return _whole(op, tensor, dim, keepdim, aten.sum.default(tensor, **kwargs))
 
 
@@ -86,9 +84,7 @@ def mean(op: torch._ops.OpOverload, tensor: DTensor, *, dtype: torch.dtype | Non
 
 
 @decomposition(aten.mean.dim)
-def mean_dim(
-    op: torch._ops.OpOverload, tensor: DTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Any:
+def mean_dim(op: torch._ops.OpOverload, tensor: DTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     return _whole(op, tensor, dim, keepdim, aten.mean.default(tensor, dtype=dtype))
 
 
@@ -102,7 +98,7 @@ def extreme_dim(op: torch._ops.OpOverload, tensor: DTensor, dim: Any = (), keepd
     return _whole(op, tensor, dim, keepdim, _extreme(tensor, "amax" if op is aten.amax.default else "amin"))
 
 
-def _whole(op: torch._ops.OpOverload, tensor: DTensor, dim: Any, keepdim: bool, result: DTensor) -> DTensor:
+def _whole(op: torch._ops.OpOverload, tensor: Any, dim: Any, keepdim: bool, result: Any) -> Any:
     """``result`` over all elements, if ``dim`` does name all dimensions; dims kept as size 1 where asked."""
     dims = [dim] if isinstance(dim, int) else list(dim or [])
     if dims and sorted(d % max(tensor.ndim, 1) for d in dims) != list(range(tensor.ndim)):
@@ -110,7 +106,7 @@ def _whole(op: torch._ops.OpOverload, tensor: DTensor, dim: Any, keepdim: bool, 
     return result.view([1] * tensor.ndim) if keepdim else result
 
 
-def _extreme(tensor: DTensor, kind: str) -> DTensor:
+def _extreme(tensor: Any, kind: str) -> Any:
     """Largest or smallest element, NaN included: one gather of a value per rank; owners of nothing give none."""
     if not has_ragged(tensor.placements):
         return getattr(torch, kind)(tensor)

@@ -4,9 +4,9 @@ Files by noun: ``_granularity`` (what may be cut), ``_layout`` and ``_planner`` 
 memory), ``_collectives``, ``_param_group`` (parameters and gradients of a unit), ``_state`` (hooks), ``_fully_shard`` (API).
 """
 
-import torch_ragged  # noqa: F401  (registers the placements)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import torch_ragged  # noqa: F401  (registers the placements)
 from torch_ragged.fsdp._collectives import CollectiveTimer
 from torch_ragged.fsdp._dbuffer import DBuffer
 from torch_ragged.fsdp._fully_shard import FSDPModule, buffer_layouts, fully_shard, time_collectives

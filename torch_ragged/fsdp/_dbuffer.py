@@ -33,9 +33,7 @@ class DBuffer:
         rank: this rank in the mesh dimension.
     """
 
-    def __init__(
-        self, layout: BufferLayout, placement: Placement, rank: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, layout: BufferLayout, placement: Placement, rank: int, dtype: torch.dtype, device: torch.device) -> None:
         if not isinstance(placement, (Shard, Replicate, Partial)):
             raise ValueError(f"DBuffer placement must be Shard(0), Replicate() or Partial(), got {placement}")
         self.layout, self.placement, self.rank = layout, placement, rank

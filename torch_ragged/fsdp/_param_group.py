@@ -138,7 +138,7 @@ class ParamGroup:
         """
         if self.is_unsharded:
             return
-        for index, param in enumerate(self.params):
+        for param in self.params:
             module, name = param.places[0]
             current = module._parameters[name]
             if current is param.sharded:

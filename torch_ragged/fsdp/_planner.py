@@ -55,9 +55,7 @@ def plan_layout(tensors: Sequence[TensorSpec], ranks: int, alignment: int = 1) -
     placed = place([tensors[i] for i in order], ranks, shard)
     assert placed is not None
     offsets = dict(zip(order, placed))
-    return BufferLayout(
-        tensors, tuple(offsets[i] for i in range(len(tensors))), shard, ranks, alignment, bound, name
-    )
+    return BufferLayout(tensors, tuple(offsets[i] for i in range(len(tensors))), shard, ranks, alignment, bound, name)
 
 
 def lower_bound(tensors: Sequence[TensorSpec], ranks: int, alignment: int) -> int:
@@ -76,9 +74,7 @@ def _orders(tensors: Sequence[TensorSpec]) -> dict[str, list[int]]:
     }
 
 
-def place(
-    tensors: Sequence[TensorSpec], ranks: int, shard: int, spanning: frozenset[int] | None = None
-) -> list[int] | None:
+def place(tensors: Sequence[TensorSpec], ranks: int, shard: int, spanning: frozenset[int] | None = None) -> list[int] | None:
     """Offsets of ``tensors`` placed in order, each as early as possible, in ``ranks`` shards; None if they do not fit.
 
     Args:

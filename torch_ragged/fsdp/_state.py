@@ -26,8 +26,8 @@ class RootContext:
     """What the states under one root share.
 
     ``order`` is the order of forward calls since the root was called, ``last_order`` that of the root's call before: the
-    next group is prefetched by it. ``reducing`` is the group whose reduce-scatter is under way: at most one, so that at most two
-    gradient buffers are held.
+    next group is prefetched by it. ``reducing`` is the group whose reduce-scatter is under way: at most one, so that at
+    most two gradient buffers are held.
     """
 
     states: list[ModuleState] = field(default_factory=list)

@@ -1,0 +1,80 @@
+"""examples/train_moe.py: it trains, resumes elsewhere on the same curve, and refuses bad input on every rank."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+import byte_data
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_example(ranks, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*command, str(ROOT / "examples" / "train_moe.py"), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
+
+
+class ExampleTest(unittest.TestCase):
+    def test_resume_on_other_ranks_continues_the_curve(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out, data = Path(folder), Path(folder) / "data"
+            data.mkdir()
+            for index in range(30):
+                (data / f"{index}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+            common = ("--data", data, "--batch", 4, "--eval-every", 1, "--granularity", "blocks:32")
+            whole = run_example(2, *common, "--steps", 3, "--out", out / "whole")
+            self.assertEqual(whole.returncode, 0, whole.stderr)
+            first = run_example(2, *common, "--steps", 2, "--checkpoint", out / "ckpt", "--out", out / "first")
+            self.assertEqual(first.returncode, 0, first.stderr)
+            self.assertIn("padding", first.stdout)
+            resumed = run_example(1, *common, "--steps", 3, "--resume", out / "ckpt", "--out", out / "second")
+            self.assertEqual(resumed.returncode, 0, resumed.stderr)
+            want, got = (json.loads((out / name / "report.json").read_text())["history"] for name in ("whole", "second"))
+            self.assertEqual(got["resumed_at"], [2])
+            torch.testing.assert_close(torch.tensor(got["train"]), torch.tensor(want["train"]), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(torch.tensor(got["held_out"]), torch.tensor(want["held_out"]), rtol=1e-4, atol=1e-4)
+            self.assertGreater((out / "second" / "loss.png").stat().st_size, 10_000)
+            self.assertFalse((out / "ckpt.incomplete").exists())
+
+    def test_bad_input_is_an_error_on_every_rank(self):
+        with tempfile.TemporaryDirectory() as folder:
+            foreign = Path(folder)
+            (foreign / "weights.pt").write_text("something else")
+            for arguments, words in (
+                (("--resume", foreign / "missing"), "there is no such checkpoint"),
+                (("--resume", foreign), "not a checkpoint of train_moe"),
+            ):
+                done = run_example(2, *arguments, "--out", foreign / "out")
+                self.assertNotEqual(done.returncode, 0)
+                self.assertEqual(done.stderr.count(words), 2, done.stderr)
+                self.assertFalse((foreign / "out").exists())
+
+    def test_data_folders(self):
+        with tempfile.TemporaryDirectory() as folder:
+            with self.assertRaisesRegex(ValueError, "only 0 bytes"):
+                byte_data.load_bytes(folder)
+            with self.assertRaisesRegex(ValueError, "no such folder"):
+                byte_data.load_bytes(folder + "/nothing")
+            (Path(folder) / "one.txt").write_text("abc" * 20_000)
+            train, held_out = byte_data.load_bytes(folder)
+            self.assertEqual((train.numel(), held_out.numel()), (57_000, 3_000))
+            self.assertAlmostEqual(byte_data.unigram_entropy(train, held_out), 1.1, delta=0.02)
+        parts = [byte_data.ByteData(train, 16, 12, seed=3) for _ in range(3)]
+        shares = [data.next_batch(rank, 3)[0] for rank, data in enumerate(parts)]
+        self.assertTrue(torch.equal(torch.cat(shares), byte_data.ByteData(train, 16, 12, seed=3).next_batch(0, 1)[0]))
+
+
+if __name__ == "__main__":
+    unittest.main()
