@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-_TIMEOUT = datetime.timedelta(seconds=20)
+_TIMEOUT = datetime.timedelta(seconds=60)
 _LONGEST = 200  # seconds for a whole call; a rank that waits for another one gives up after _TIMEOUT
 
 

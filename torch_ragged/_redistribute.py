@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -211,7 +212,7 @@ def _reduce(local: torch.Tensor, units: tuple[int, ...], group: dist.ProcessGrou
 def _reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:
     """Reduce row by row, so that the order of additions is the rank order whatever the length."""
     result = rows[0].clone()
-    combine: Callable[..., torch.Tensor] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+    combine: Any = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
     for row in rows[1:]:
         combine(result, row, out=result)
     return result

@@ -167,8 +167,7 @@ def _install_redistribute() -> None:
                 raise ValueError(
                     f"cannot redistribute a DTensor on {self.device_mesh} to another mesh {mesh}: use the tensor's own mesh"
                 )
-            if kwargs.pop("async_op", False):  # Synchronous is a valid answer to "may return early".
-                pass
+            kwargs.pop("async_op", None)  # "May return early": to return when the data is there is a valid answer.
             placements = normalize_placements(placements, self.shape, mesh.shape)
             if any(isinstance(p, Partial) and p != q for p, q in zip(placements, self.placements)):
                 return _to_partial(self, mesh, placements)
@@ -213,14 +212,20 @@ def _is_unusual_partial(placement: Placement) -> bool:
     return isinstance(placement, Partial) and type(placement)._reduce_value is not Partial._reduce_value
 
 
-def _make_redistribute_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _redistribute_backward(grad_output, previous_spec, *args, **kwargs):  # type: ignore[no-untyped-def]
-        if has_ragged(grad_output.placements) and any(isinstance(p, Partial) for p in previous_spec.placements):
-            placements = tuple(Replicate() if isinstance(p, Partial) else p for p in previous_spec.placements)
-            previous_spec = DTensorSpec(previous_spec.mesh, placements, tensor_meta=previous_spec.tensor_meta)
-        return original(grad_output, previous_spec, *args, **kwargs)
+def _install_redistribute_function() -> None:
+    function = dtensor_redistribute.Redistribute
+    original = function.forward
 
-    return _redistribute_backward
+    @functools.wraps(original)
+    def forward(ctx, tensor, device_mesh, placements, *args, **kwargs):  # type: ignore[no-untyped-def]
+        output = original(ctx, tensor, device_mesh, placements, *args, **kwargs)
+        spec = ctx.current_spec  # what backward redistributes the gradient to
+        if has_ragged(placements) and any(isinstance(p, Partial) for p in spec.placements):
+            wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
+            ctx.current_spec = DTensorSpec(spec.mesh, wanted, tensor_meta=spec.tensor_meta)
+        return output
+
+    function.forward = staticmethod(forward)  # type: ignore[method-assign, assignment]
 
 
 def _install_to_local_backward() -> None:
@@ -421,11 +426,11 @@ _HOOKS = (
         ),
     ),
     Hook(
-        "_redistribute._redistribute_backward",
-        "a gradient of a Partial is Replicate, as for Shard",
+        "_redistribute.Redistribute.forward",
+        "the gradient of a Partial is Replicate, as for Shard",
         _PROTOCOL,
-        lambda: _has(dtensor_redistribute._redistribute_backward, "grad_output", "previous_spec"),
-        lambda: _extend_in_place(dtensor_redistribute._redistribute_backward, _make_redistribute_backward),  # type: ignore
+        lambda: _has(dtensor_redistribute.Redistribute.forward, "ctx", "input", "device_mesh", "placements"),
+        _install_redistribute_function,
     ),
     Hook(
         "_api._ToTorchTensor.backward",
@@ -473,6 +478,13 @@ _HOOKS = (
 _installed: list[Hook] = []
 
 
+def _is_known(hook: Hook) -> bool:
+    try:
+        return hook.check()
+    except AttributeError:  # The target has gone.
+        return False
+
+
 def register() -> None:
     """Install every hook, or none.
 
@@ -485,7 +497,7 @@ def register() -> None:
     if version < _OLDEST:
         raise ImportError(f"torch_ragged needs torch >= 2.11, found {torch.__version__}: install a newer torch")
     for hook in _HOOKS:
-        if not hook.check():
+        if not _is_known(hook):
             raise ImportError(
                 f"torch_ragged cannot extend {hook.target} of torch {torch.__version__}: its layout is unknown (checked on "
                 "2.11 to 2.15). Install a torch of these versions, or a newer torch_ragged"
