@@ -87,7 +87,9 @@ def check_parity_with_fsdp2():
         want = train(build("fsdp2", mp_policy=mp_policy), 20)
         got = train(build("ragged", mp_policy=mp_policy), 20)
         if reduce_dtype == torch.float32:
-            torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
+            torch.testing.assert_close(got[:5], want[:5], rtol=2e-4, atol=2e-5)
+            # Later a last bit of a float32 master may flip a bf16 rounding, whose step is 2**-8.
+            torch.testing.assert_close(got, want, rtol=2**-9, atol=2e-5)
         else:  # Sums in bf16 depend on the order: as near to FSDP2 as FSDP2 is to float32.
             assert (got - want).abs().max() <= 2 * (want - full).abs().max()
         assert not torch.equal(want, full)
