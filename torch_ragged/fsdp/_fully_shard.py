@@ -42,7 +42,7 @@ def fully_shard(
 
     Args:
         module: the module to shard, in place.
-        mesh: a 1-D mesh; all ranks where None.
+        mesh: a 1-D mesh; all ranks, on the parameters' device, where None.
         reshard_after_forward: give the gathered parameters back after forward. None: True, but False for the root.
         mp_policy: dtypes to compute, reduce and return in, as in FSDP2.
         orig_param_policy: ``(fqn, parameter) -> granularity``: what may not be cut. None: everything may be.
@@ -65,7 +65,7 @@ def fully_shard(
     if hasattr(module, _STATE):
         raise ValueError(f"{type(module).__name__} is sharded by fully_shard already")
     if mesh is None:
-        mesh = init_device_mesh(_default_device_type(), (torch.distributed.get_world_size(),))
+        mesh = init_device_mesh(_device_type_of(module), (torch.distributed.get_world_size(),))
     if mesh.ndim != 1:
         raise ValueError(f"fully_shard expects a 1-D mesh, got shape {tuple(mesh.shape)}: pass one dimension, mesh[name]")
     if mesh.get_coordinate() is None:
@@ -108,9 +108,9 @@ def time_collectives(module: nn.Module) -> CollectiveTimer:
     return timer
 
 
-def _default_device_type() -> str:
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator.type if accelerator is not None else "cpu"
+def _device_type_of(module: nn.Module) -> str:
+    """Where the module's parameters are; the CPU for a module without any."""
+    return next((param.device.type for param in module.parameters() if not param.is_meta), "cpu")
 
 
 def _collect_params(module: nn.Module) -> list[ManagedParam]:
