@@ -92,6 +92,13 @@ UNSUPPORTED = {
     "broadcast up": lambda x: x + distribute_tensor(torch.zeros(2, 8, 6), x.device_mesh, [Replicate()]),
     "flip": lambda x: x.flip(0),
     "chunk": lambda x: x.chunk(2),
+    "norm of negative order": lambda x: torch.linalg.vector_norm(x, -1),
+    "foreach on a Partial": lambda x: torch._foreach_add([x, x.sum()], 1.0),
+    "foreach 0-norm of a Partial": lambda x: torch._foreach_norm([x, x.sum()], 0),
+    "broadcast beside a Shard": lambda x: distribute_tensor(torch.zeros(8, 6), x.device_mesh, [Shard(0)]).addcmul_(
+        x, distribute_tensor(torch.zeros(6), x.device_mesh, [Replicate()])
+    ),
+    "out of another shape": lambda x: torch.add(x, 1, out=x.new_empty(3)),
 }
 
 
@@ -139,6 +146,9 @@ def check_reductions():
             full = got.full_tensor() if isinstance(got, DTensor) else got
             assert full.shape == want.shape and full.dtype == want.dtype, (name, full, want)
             assert torch.allclose(full, want, rtol=1e-5, equal_nan=True), (name, units, full, want)
+        # A norm that is still pending takes part as its value.
+        for got in (torch._foreach_mul([a], a.norm())[0], a * a.norm(), a.clone().mul_(a.norm())):
+            assert torch.allclose(got.full_tensor(), x * x.norm()), units
         assert torch.equal(a, a.clone()) and not torch.equal(a, a + 1)
     one = distribute_tensor(torch.tensor([[7.0]]), mesh, [RaggedShard((0,), (0, 0, 1, 0))])
     assert one.item() == 7.0

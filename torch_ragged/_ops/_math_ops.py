@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 def _pending(spec: Any, pending: Any, call: OpCall) -> tuple[Any, ...]:
     """Output placements: replicated dimensions stay, sharded ones are pending a reduction."""
-    if any(isinstance(p, Partial) and pending != p for p in spec.placements):
+    if any(isinstance(p, Partial) and (call.op is not aten.sum.default or pending != p) for p in spec.placements):
         raise unsupported(call.op, [spec], "a Partial tensor must be reduced first")
     return tuple(p if p.is_replicate() else pending for p in spec.placements)
 
@@ -56,13 +56,15 @@ def foreach_norm(op: torch._ops.OpOverload, tensors: list[DTensor], order: float
 
 @decomposition(aten.linalg_vector_norm.default)
 def vector_norm(
-    op: torch._ops.OpOverload, tensor: DTensor, order: float = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
+    op: torch._ops.OpOverload, tensor: Any, order: float = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
 ) -> Any:
     if dim is not None or keepdim:
         result = op(tensor, order, **kwargs)
         return _whole(op, tensor, dim, keepdim, result)
     if 0 <= order < math.inf:
         return NotImplemented
+    if not math.isinf(order):
+        raise unsupported(op, [tensor], f"a norm of negative order {order} has no value for an empty shard")
     dtype = kwargs.get("dtype")
     return _extreme(torch.abs(tensor if dtype is None else tensor.to(dtype)), "amax" if order > 0 else "amin")
 

@@ -67,7 +67,10 @@ def list_rule(call: OpCall) -> Sharding:
         elif hasattr(arg, "placements"):
             if arg.shape:
                 raise unsupported(call.op, [arg], "a tensor beside tensor lists must be a scalar")
-            inputs.append((arg.placements, None))
+            inputs.append(_replicated(arg))
+    for value in call.kwargs.values():
+        if hasattr(value, "placements") and not _is_replicated(value):
+            raise unsupported(call.op, [value], "a tensor given by keyword must be replicated")
     has_outputs = bool(call.op._schema.returns)
     return Sharding(inputs, [leader.placements for leader in leaders] if has_outputs else None)
 
@@ -76,7 +79,7 @@ def _leader(call: OpCall, specs: Any) -> Spec:
     """The tensor that decides shape and placements."""
     ragged = [spec for spec in specs if has_ragged(spec.placements)]
     leader = specs[0] if call.is_inplace or not ragged else ragged[0]
-    if ragged and any(isinstance(p, Partial) for p in leader.placements):
+    if any(isinstance(p, Partial) for p in leader.placements):
         raise unsupported(call.op, specs, "a Partial tensor cannot take part before it is reduced")
     shape = torch.broadcast_shapes(*(spec.shape for spec in specs)) if ragged else leader.shape
     if tuple(shape) != tuple(leader.shape):
@@ -86,18 +89,24 @@ def _leader(call: OpCall, specs: Any) -> Spec:
 
 def _check_out(call: OpCall, specs: list[Spec], leader: Spec) -> None:
     for value in call.kwargs.values():
-        if hasattr(value, "placements") and value.shape and value.placements != leader.placements:
-            raise unsupported(call.op, [*specs, value], f"out= must be placed as {leader.placements}")
+        if hasattr(value, "placements") and (value.placements != leader.placements or value.shape != leader.shape):
+            raise unsupported(call.op, [*specs, value], f"out= must be {tuple(leader.shape)} {leader.placements}")
 
 
 def _follow(call: OpCall, spec: Spec, leader: Spec, specs: Any) -> Wanted:
-    replicated = all(p.is_replicate() for p in spec.placements)
-    if not spec.shape and replicated:  # A scalar broadcasts to local tensors as it is.
-        return spec.placements, None
-    if spec.shape == leader.shape:
+    if spec.shape == leader.shape and (spec.shape or not _is_replicated(spec)):
         return leader.placements, None
     if not spec.shape:
-        return (Replicate(),) * spec.mesh.ndim, None
-    if not replicated:
-        raise unsupported(call.op, specs, f"only a replicated tensor can be broadcast to {tuple(leader.shape)}")
+        return _replicated(spec)
+    if not _is_replicated(spec) or not has_ragged(leader.placements):
+        raise unsupported(call.op, specs, f"only a replicated tensor can be broadcast, to a ragged {tuple(leader.shape)}")
     return leader.placements, leader.shape
+
+
+def _is_replicated(spec: Spec) -> bool:
+    return all(p.is_replicate() for p in spec.placements)
+
+
+def _replicated(spec: Spec) -> Wanted:
+    """A scalar broadcasts to local tensors as it is, once it is the same, and reduced, on every rank."""
+    return (Replicate(),) * spec.mesh.ndim, None

@@ -80,7 +80,7 @@ Rule = Callable[[OpCall], Sharding]
 Decomposition = Callable[..., Any]
 
 _rules: dict[torch._ops.OpOverload, Rule] = {}
-_decompositions: dict[torch._ops.OpOverload, Callable[[OpCall], Optional[Decomposition]]] = {}
+_decompositions: dict[torch._ops.OpOverload, Decomposition] = {}
 
 
 def rule(*ops: torch._ops.OpOverload) -> Callable[[Rule], Rule]:
