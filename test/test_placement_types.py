@@ -1,6 +1,7 @@
 """The placements as values."""
 
 import copy
+import functools
 import io
 import pickle
 
@@ -10,7 +11,7 @@ from expecttest import TestCase
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged import RaggedShard, StridedRaggedShard, fsdp_placement
 from torch_ragged.placement_types import normalize_placements
 
 PLACEMENT = RaggedShard((0,), (1, 2, 0, 1))
@@ -90,6 +91,49 @@ class RaggedShardTest(TestCase):
         )
         self.assertIn(
             "StridedRaggedShard", error_of(normalize_placements, (RaggedShard((0,), (1, 1)), Shard(0)), (4, 4), (2, 2))
+        )
+
+
+class FSDPPlacementTest(TestCase):
+    def test_of_a_whole_tensor(self):
+        place = functools.partial(fsdp_placement, placements=(), mesh_shape=(), ranks=4)
+        self.assertEqual(str(place((8, 6))), "RS(0)[2,2,2,2]")
+        self.assertEqual(str(place((8, 6), granularity=18)), "RS(0)[0,3,3,2]")
+        self.assertEqual(str(place((3, 6))), "RS(0,1)[4,5,4,5]")
+        self.assertEqual(str(place((3, 6), granularity=18)), "RS()[0,0,0,1]")
+        self.assertEqual(str(place((8, 6), local_numels=(0, 7, 0, 41))), "RS(0,1)[0,7,0,41]")
+        self.assertEqual(str(place(())), "RS()[0,0,0,1]")
+        self.assertEqual(str(place((0, 3))), "RS()[1,0,0,0]")
+
+    def test_of_a_tensor_that_is_sharded_before(self):
+        place = functools.partial(fsdp_placement, (8, 6), mesh_shape=(2,), ranks=2)
+        self.assertEqual(str(place(placements=[Replicate()])), "RS(0)[4,4]")
+        self.assertEqual(str(place(placements=[Shard(0)])), "SRS(0)[2,2]/2")
+        self.assertEqual(str(place(placements=[Shard(0)], local_numels=(5, 19))), "SRS(0,1)[5,19]/2")
+        self.assertEqual(str(place(placements=[Shard(1)])), "RS(0)[4,4]")
+        self.assertEqual(str(place(placements=[Shard(1)], granularity=2)), "RS(0)[4,4]")
+        self.assertEqual(str(place(placements=[Shard(1)], granularity=9)), "RS(0)[3,5]")
+        both = fsdp_placement((8, 6), [Shard(0), Shard(1)], (2, 3), ranks=2)
+        self.assertEqual(str(both), "SRS(0)[2,2]/2")
+
+    def test_the_result_can_stand_beside_the_placements(self):
+        for placements in ([Replicate()], [Shard(0)], [Shard(1)], [Shard(2)]):
+            for granularity in (1, 2, 3, 5, 12):
+                first = fsdp_placement((4, 6, 8), placements, (2,), ranks=3, granularity=granularity)
+                normalize_placements((first, *placements), (4, 6, 8), (3, 2))
+
+    def test_errors(self):
+        self.assertExpectedInline(
+            error_of(fsdp_placement, (9, 6), [Shard(0)], (2,), ranks=2),
+            """ValueError: dimension 0 of shape (9, 6) is sharded unevenly over 2 ranks: FSDP needs even pieces. Pad the dimension, or shard another one""",  # noqa: E501, B950
+        )
+        self.assertExpectedInline(
+            error_of(fsdp_placement, (8, 6), [Shard(1)], (2,), ranks=2, local_numels=(5, 19)),
+            """ValueError: local_numels (5, 19) cannot cut a local piece of shape (8, 3) over 2 ranks: give one number per rank, which add up to 24 and are multiples of 3 but for the last""",  # noqa: E501, B950
+        )
+        self.assertExpectedInline(
+            error_of(fsdp_placement, (8, 6), [RaggedShard((0,), (1, 1))], (2,), ranks=2),
+            """ValueError: a tensor placed as RS(0)[1,1] cannot be sharded by FSDP too: redistribute to Replicate or Shard first""",  # noqa: E501, B950
         )
 
 

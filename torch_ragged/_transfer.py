@@ -3,26 +3,32 @@
 A plan is a sequence of steps, each one collective at most, made from ownership alone: pure integers, no tensors and
 no processes. Most steps happen on one mesh dimension while the other dimensions keep their cuts; such a step is solved as a
 1-D problem on the piece of the tensor that the other dimensions leave over. Where both sides cut that piece into
-consecutive stretches of its storage (RaggedShard, Shard(0)), the splits follow from the boundaries, and nothing is packed.
+consecutive stretches of its storage (RaggedShard, Shard(0)), the splits follow from the boundaries, and nothing is packed::
+
+    before | 0 0 0 1 1 1 2 2 2 |     rank 0 sends 1 element to itself and 2 to rank 1,
+    after  | 0 1 1 1 1 1 1 2 2 |     rank 2 sends 1 to rank 1 and 2 to itself
+
+Where one side cuts columns (``Shard(d)``), storage order is kept too, and a rank's stretch is spread over the columns' owners.
+Only strided cuts, and exchanges over several mesh dimensions, are worked out box by box.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Union
+from typing import NamedTuple, Union
 
 from torch_ragged._ownership import Chunk, Cut, Owned, Run, Whole, check_cuts, is_nested, owned, piece_shape, row_major
 
 __all__ = ["Exchange", "Fill", "Gather", "Move", "Part", "Reduce", "Route", "Step"]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A part of a local tensor's storage, as ``torch.as_strided`` describes it; contiguous ones are 1-D."""
 
     offset: int
@@ -169,9 +175,13 @@ class Route:
             return
         size, rank = self.mesh_shape[mesh_dim], self.coordinate[mesh_dim]
         shape, cut_of_piece = self._piece(mesh_dim, cut)
-        bounds = _boundaries(shape, cut_of_piece, size)
+        numel = math.prod(shape)
+        bounds, columns = _boundaries(shape, cut_of_piece, size), _columns(shape, cut_of_piece, size)
         if bounds is not None:
-            splits, sends, receives = _differences(bounds), _everything(bounds[-1]), _everything(math.prod(local_shape))
+            splits, sends, receives = _differences(bounds), _everything(numel), _everything(math.prod(local_shape))
+        elif columns is not None:
+            splits, sends = columns.splits(0, numel), columns.spread(0, numel)
+            receives = _everything(math.prod(local_shape))
         else:
             whole = owned(shape, (), (), ())
             peers = [_pairs(whole, owned(shape, (size,), (cut_of_piece,), (p,))) for p in range(size)]
@@ -203,9 +213,13 @@ class Route:
         shape, cut = self._piece(mesh_dim, self.cuts[mesh_dim])
         target = self.replace(mesh_dim, Whole())
         local_shape = self._owned(target).local_shape
-        bounds = _boundaries(shape, cut, size)
+        numel = math.prod(shape)
+        bounds, columns = _boundaries(shape, cut, size), _columns(shape, cut, size)
         if bounds is not None:
-            splits, receives = _differences(bounds), _everything(bounds[-1])
+            splits, receives = _differences(bounds), _everything(numel)
+            sends = _everything(splits[rank])
+        elif columns is not None:
+            splits, receives = columns.splits(0, numel), columns.spread(0, numel)
             sends = _everything(splits[rank])
         else:
             whole = owned(shape, (), (), ())
@@ -222,18 +236,19 @@ class Route:
         shape, before = self._piece(mesh_dim, self.cuts[mesh_dim])
         same_shape, after = self._piece(mesh_dim, target[mesh_dim])
         assert shape == same_shape
-        old, new = _boundaries(shape, before, size), _boundaries(shape, after, size)
+        old, new = (_boundaries(shape, cut, size) for cut in (before, after))
+        old_columns, new_columns = (_columns(shape, cut, size) for cut in (before, after))
+        step: Step
         if old is not None and new is not None:
-            if old == new:
-                self.steps.append(Move((), (), local_shape, stays=True))
-                return
-            here, there = old[rank + 1] - old[rank], new[rank + 1] - new[rank]
-            sends, receives = _overlaps(old[rank], old[rank + 1], new), _overlaps(new[rank], new[rank + 1], old)
-            parts = (_everything(here), _everything(there))
-            self.steps.append(Exchange((mesh_dim,), sends, receives, *parts, local_shape))
-            return
-        peers = [tuple(owned(shape, (size,), (cut,), (p,)) for cut in (before, after)) for p in range(size)]
-        self._exchange_among((mesh_dim,), peers, rank, local_shape)
+            step = _exchange_stretches(mesh_dim, old, new, rank, local_shape)
+        elif old is not None and new_columns is not None:
+            step = _exchange_columns(mesh_dim, old, new_columns, rank, local_shape, to_columns=True)
+        elif new is not None and old_columns is not None:
+            step = _exchange_columns(mesh_dim, new, old_columns, rank, local_shape, to_columns=False)
+        else:
+            peers = [tuple(owned(shape, (size,), (cut,), (p,)) for cut in (before, after)) for p in range(size)]
+            step = _exchange_boxes((mesh_dim,), peers, rank, local_shape)
+        self.steps.append(step)
 
     def _exchange(self, mesh_dims: tuple[int, ...], target: tuple[Cut, ...]) -> None:
         """An exchange among the ranks that differ in ``mesh_dims`` only, in row-major order of these."""
@@ -243,28 +258,7 @@ class Route:
             tuple(owned(self.shape, self.mesh_shape, cuts, where) for cuts in (self.cuts, target)) for where in coordinates
         ]
         rank = coordinates.index(self.coordinate)
-        self._exchange_among(mesh_dims, peers, rank, peers[rank][1].local_shape)
-
-    def _exchange_among(
-        self, mesh_dims: tuple[int, ...], peers: Sequence[tuple[Owned, ...]], rank: int, local_shape: tuple[int, ...]
-    ) -> None:
-        # Peers decide alike: all of them look at all of them.
-        if all(_contents(before) == _contents(after) for before, after in peers):
-            self.steps.append(Move((), (), local_shape, stays=True))
-            return
-        here, there = peers[rank]
-        sends = [_pairs(here, after) for _, after in peers]
-        receives = [_pairs(before, there) for before, _ in peers]
-        self.steps.append(
-            Exchange(
-                mesh_dims,
-                _numels(sends),
-                _numels(receives),
-                _merged(part for pairs in sends for part, _ in pairs),
-                _merged(part for pairs in receives for _, part in pairs),
-                local_shape,
-            )
-        )
+        self.steps.append(_exchange_boxes(mesh_dims, peers, rank, peers[rank][1].local_shape))
 
     # -- geometry --------------------------------------------------------------------------------------------------
 
@@ -301,7 +295,7 @@ def _boundaries(shape: tuple[int, ...], cut: Cut, size: int) -> list[int] | None
 
 
 def _differences(bounds: Sequence[int]) -> tuple[int, ...]:
-    return tuple(b - a for a, b in zip(bounds, bounds[1:]))
+    return tuple(map(operator.sub, bounds[1:], bounds))
 
 
 def _overlaps(start: int, stop: int, bounds: Sequence[int]) -> tuple[int, ...]:
@@ -318,7 +312,123 @@ def _everything(numel: int) -> tuple[Part, ...]:
     return (Part(0, (numel,), (1,)),) if numel else ()
 
 
+def _exchange_stretches(mesh_dim: int, old: Sequence[int], new: Sequence[int], rank: int, local_shape: tuple[int, ...]) -> Step:
+    if old == new:
+        return Move((), (), local_shape, stays=True)
+    sends, receives = _overlaps(old[rank], old[rank + 1], new), _overlaps(new[rank], new[rank + 1], old)
+    parts = (_everything(old[rank + 1] - old[rank]), _everything(new[rank + 1] - new[rank]))
+    return Exchange((mesh_dim,), sends, receives, *parts, local_shape)
+
+
+# --- columns -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """A storage of rows of ``row`` elements, each cut into the same columns: ``bounds`` within a row, one stretch a rank.
+
+    A rank's local tensor holds its columns of all rows, in storage order.
+    """
+
+    row: int
+    bounds: tuple[int, ...]
+
+    def counts(self, rank: int, bounds: Sequence[int]) -> tuple[int, ...]:
+        """How many elements of each stretch of storage between ``bounds`` are in the columns of ``rank``."""
+        row, first, last = self.row, self.bounds[rank], self.bounds[rank + 1]
+        width = last - first
+        # A conditional costs half of min and max: there may be a thousand bounds.
+        return _differences([x // row * width + (first if (c := x % row) < first else last if c > last else c) for x in bounds])
+
+    def splits(self, start: int, stop: int) -> tuple[int, ...]:
+        """How many elements of the stretch ``[start, stop)`` are in the columns of each rank."""
+        row = self.row
+        before, after, rows = start % row, stop % row, stop // row - start // row
+        total = [rows * x + (x if x < after else after) - (x if x < before else before) for x in self.bounds]
+        return _differences(total)
+
+    def spread(self, start: int, stop: int) -> tuple[Part, ...]:
+        """The stretch ``[start, stop)`` as parts of a tensor that holds just it: rank by rank, each in storage order."""
+        row, column = self.row, start % self.row
+        head = min(-start % row, stop - start)  # The end of a row, or the middle of one that the stretch is within.
+        rows, tail = divmod(stop - start - head, row)
+        if not head and not tail:
+            return self._spread_rows(rows)
+        parts = []
+        for a, b in zip(self.bounds, self.bounds[1:]):
+            first, last = max(a - column, 0), min(b - column, head)
+            if first < last:
+                parts.append(Part(first, (last - first,), (1,)))
+            if rows and a < b:
+                parts.append(Part(head + a, (rows, b - a), (row, 1)) if rows > 1 else Part(head + a, (b - a,), (1,)))
+            if a < min(b, tail):
+                parts.append(Part(head + rows * row + a, (min(b, tail) - a,), (1,)))
+        return _merged(parts)
+
+    def _spread_rows(self, rows: int) -> tuple[Part, ...]:
+        """Whole rows: all columns of equal width are one part, the last ones may be narrower."""
+        bounds, width = self.bounds, self.bounds[1] - self.bounds[0]
+        if not rows or not width:
+            return ()
+        equal = bounds[-1] // width
+        parts = [Part(0, (equal, rows, width), (width, self.row, 1))]
+        if equal * width < self.row:
+            parts.append(Part(equal * width, (rows, self.row - equal * width), (self.row, 1)))
+        return tuple(parts)
+
+
+@lru_cache(maxsize=4096)
+def _columns(shape: tuple[int, ...], cut: Cut, size: int) -> _Columns | None:
+    """The columns into which ``cut`` cuts the storage of ``shape``, if it cuts columns and the storage is not empty."""
+    if not isinstance(cut, Chunk) or cut.split_factor > 1 or not math.prod(shape):
+        return None
+    width, inner = shape[cut.dim], math.prod(shape[cut.dim + 1 :])
+    step = -(-width // size)
+    full = width // step
+    bounds = [*range(0, (full + 1) * step * inner, step * inner)][: size + 1]
+    return _Columns(width * inner, (*bounds, *(width * inner,) * (size + 1 - len(bounds))))
+
+
+def _exchange_columns(
+    mesh_dim: int, bounds: Sequence[int], columns: _Columns, rank: int, local_shape: tuple[int, ...], to_columns: bool
+) -> Step:
+    """Between stretches of storage, cut at ``bounds``, and columns."""
+    rows, widths = bounds[-1] // columns.row, _differences(columns.bounds)
+    lengths = _differences(bounds)
+    if all(
+        length == rows * width and columns.counts(p, bounds[p : p + 2]) == (length,)
+        for p, (length, width) in enumerate(zip(lengths, widths))
+    ):
+        return Move((), (), local_shape, stays=True)
+    start, stop = bounds[rank], bounds[rank + 1]
+    of_stretch = (columns.splits(start, stop), columns.spread(start, stop))
+    of_columns = columns.counts(rank, bounds)
+    everything = _everything(sum(of_columns))
+    if to_columns:
+        return Exchange((mesh_dim,), of_stretch[0], of_columns, of_stretch[1], everything, local_shape)
+    return Exchange((mesh_dim,), of_columns, of_stretch[0], everything, of_stretch[1], local_shape)
+
+
 # --- boxes ---------------------------------------------------------------------------------------------------------
+
+
+def _exchange_boxes(
+    mesh_dims: tuple[int, ...], peers: Sequence[tuple[Owned, ...]], rank: int, local_shape: tuple[int, ...]
+) -> Step:
+    """Between any two ownerships: ``peers`` are what each rank of the group holds before and after."""
+    if all(_contents(before) == _contents(after) for before, after in peers):  # Peers decide alike: each looks at all.
+        return Move((), (), local_shape, stays=True)
+    here, there = peers[rank]
+    sends = [_pairs(here, after) for _, after in peers]
+    receives = [_pairs(before, there) for before, _ in peers]
+    return Exchange(
+        mesh_dims,
+        _numels(sends),
+        _numels(receives),
+        _merged(part for pairs in sends for part, _ in pairs),
+        _merged(part for pairs in receives for _, part in pairs),
+        local_shape,
+    )
 
 
 def _contents(piece: Owned) -> list[object]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged._ownership import Chunk, Cut, Run, Whole, check_cuts
 
-__all__ = ["RaggedShard", "StridedRaggedShard", "cuts_of", "has_ragged", "normalize_placements"]
+__all__ = ["RaggedShard", "StridedRaggedShard", "cuts_of", "fsdp_placement", "has_ragged", "normalize_placements"]
 
 _Self = TypeVar("_Self", bound="_Ragged")
 
@@ -246,6 +246,83 @@ def normalize_placements(
     if len(operations) > 1 and not operations <= {"sum", "avg"}:
         raise ValueError(f"{result} mixes reductions that do not commute: reduce one mesh dimension first")
     return result
+
+
+def fsdp_placement(
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    *,
+    ranks: int,
+    granularity: int = 1,
+    local_numels: Sequence[int] | None = None,
+) -> RaggedShard | StridedRaggedShard:
+    """The ragged placement by which FSDP shards a tensor that tensor or expert parallelism may have sharded before.
+
+    It is to stand to the left of ``placements``, on a mesh dimension of ``ranks``: ``[fsdp_placement(...), *placements]``.
+
+    ======================  ==========================================================================================
+    ``placements`` hold     result
+    ======================  ==========================================================================================
+    no Shard                RaggedShard over the fewest leading dimensions whose slices are whole in every cut
+    ``Shard(0)``            the same of each of its pieces: StridedRaggedShard with a split_factor of their number
+    ``Shard(d)``, d > 0     at most ``d`` dimensions; cuts fall on multiples of ``lcm(granularity, prod(local_shape[d:]))``
+    ======================  ==========================================================================================
+
+    Args:
+        shape, placements, mesh_shape: the tensor's global shape, how it is placed, and on a mesh of what shape.
+        ranks: the size of FSDP's mesh dimension.
+        granularity: elements of the local piece that stay together; cuts fall on multiples of it.
+        local_numels: elements of the local piece for each rank; as even as the granularity allows where None.
+
+    Raises:
+        ValueError: the tensor is sharded unevenly, or by a placement beside which no ragged one can stand; the
+            ``local_numels`` do not add up, or cut where the granularity or a sharded dimension forbids it.
+    """
+    shape, mesh_shape = tuple(shape), tuple(mesh_shape)
+    placed = normalize_placements(tuple(placements), shape, mesh_shape)
+    local, factor = _even_piece(shape, placed, mesh_shape)
+    depth = min((p.dim for p in placed if isinstance(p, Shard) and p.dim > 0), default=len(shape))
+    numel = math.prod(local)
+    block = math.lcm(granularity, math.prod(local[depth:]) or 1)
+    if local_numels is None:
+        blocks = [-(-numel // block) * rank // ranks for rank in range(ranks + 1)]
+        local_numels = [min(b * block, numel) - min(a * block, numel) for a, b in zip(blocks, blocks[1:])]
+    edges = [sum(local_numels[:rank]) for rank in range(ranks + 1)]
+    if len(local_numels) != ranks or edges[-1] != numel or any(edge % block and edge != numel for edge in edges):
+        raise ValueError(
+            f"local_numels {tuple(local_numels)} cannot cut a local piece of shape {tuple(local)} over {ranks} ranks: give one "
+            f"number per rank, which add up to {numel} and are multiples of {block} but for the last"
+        )
+    if not numel:
+        units, dims = (1,) + (0,) * (ranks - 1), 0
+    else:
+        dims = next(k for k in range(depth + 1) if all(edge % math.prod(local[k:]) == 0 for edge in edges))
+        units = tuple(n // math.prod(local[dims:]) for n in local_numels)
+    prefix = tuple(range(dims))
+    return RaggedShard(prefix, units) if factor == 1 else StridedRaggedShard(prefix, units, factor)
+
+
+def _even_piece(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
+) -> tuple[list[int], int]:
+    """The local shape that even shards leave over, and the number of pieces into which they cut dimension 0."""
+    local, pieces = list(shape), 1
+    for placement, size in zip(placements, mesh_shape):
+        if isinstance(placement, (_Ragged, _StridedShard)):
+            raise ValueError(
+                f"a tensor placed as {placement} cannot be sharded by FSDP too: redistribute to Replicate or Shard first"
+            )
+        if isinstance(placement, Shard):
+            dim = placement.dim
+            if local[dim] % size:
+                raise ValueError(
+                    f"dimension {dim} of shape {shape} is sharded unevenly over {size} ranks: FSDP needs even pieces. Pad the "
+                    "dimension, or shard another one"
+                )
+            local[dim] //= size
+            pieces *= size if dim == 0 else 1
+    return local, pieces
 
 
 def _normalize(placement: Placement, mesh_dim: int, ndim: int, size: int) -> Placement:
