@@ -210,6 +210,8 @@ class _Piece:
         shape = self.shape
         if cut.dim >= len(shape):
             raise ValueError(f"Shard({cut.dim}) on a tensor of {len(shape)} dimensions: it has no dimension {cut.dim}")
+        if parts == 1:
+            return
         if self._run is not None and cut.dim < max(self._run.ndims, self._run.split_factor > 1):
             self._choose_pieces(cut, parts, index)
             return

@@ -334,6 +334,18 @@ def _make_local_shape(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute_local_shape_and_global_offset
 
 
+def _install_cache_key() -> None:
+    if not hasattr(DTensor, "_stable_hash_for_caching"):  # 2.11: torch does not cache graphs of DTensors.
+        return
+    original = DTensor._stable_hash_for_caching
+
+    @functools.wraps(original)
+    def _stable_hash_for_caching(self):  # type: ignore[no-untyped-def]
+        return f"{original(self)} at {self.device_mesh.get_coordinate()}"
+
+    DTensor._stable_hash_for_caching = _stable_hash_for_caching  # type: ignore[method-assign]
+
+
 # --- operators -----------------------------------------------------------------------------------------------------
 
 
@@ -532,6 +544,13 @@ _HOOKS = (
         lambda: _extend_in_place(dtensor_utils.compute_local_shape_and_global_offset, _make_local_shape),  # type: ignore
     ),
     Hook(
+        "DTensor._stable_hash_for_caching",
+        "ranks of one machine share compiled graphs on disk, but what ragged ranks compile differs",
+        _PROTOCOL,
+        lambda: _version() < (2, 12) or _has(DTensor._stable_hash_for_caching, "self"),
+        _install_cache_key,
+    ),
+    Hook(
         "OpDispatcher._propagate_op_sharding_dispatch_slow_path",
         "sharding rules of ops on ragged DTensors",
         "0003-ragged-shard-operators",
@@ -570,6 +589,10 @@ def _is_known(hook: Hook) -> bool:
         return False
 
 
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
 def register() -> None:
     """Install every hook, or none.
 
@@ -578,8 +601,7 @@ def register() -> None:
     """
     if _installed:
         return
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < _OLDEST:
+    if _version() < _OLDEST:
         raise ImportError(f"torch_ragged needs torch >= 2.11, found {torch.__version__}: install a newer torch")
     for hook in _HOOKS:
         if not _is_known(hook):
