@@ -23,6 +23,7 @@ from torch.distributed.tensor import _api as dtensor_api
 from torch.distributed.tensor import _dispatch as dtensor_dispatch
 from torch.distributed.tensor import _redistribute as dtensor_redistribute
 from torch.distributed.tensor import _utils as dtensor_utils
+from torch.distributed.tensor import placement_types as dtensor_placement_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from torch.distributed.tensor._ops import _math_ops as dtensor_math_ops
@@ -33,7 +34,7 @@ from torch_ragged import _checkpoint
 from torch_ragged._ops import NormPartial, OpCall, Sharding, decomposition_of, rule_of, unsupported
 from torch_ragged._ownership import owned, row_major
 from torch_ragged._redistribute import REDUCTIONS, Pending, broadcast_local, redistribute_local
-from torch_ragged.placement_types import cuts_of, has_ragged, normalize_placements
+from torch_ragged.placement_types import RaggedShard, StridedRaggedShard, cuts_of, has_ragged, normalize_placements
 
 __all__ = ["Hook", "register", "registration_report"]
 
@@ -334,6 +335,12 @@ def _make_local_shape(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute_local_shape_and_global_offset
 
 
+def _install_constants() -> None:
+    if not hasattr(dtensor_placement_types, "_register_placements_as_opaque"):  # Later versions take any Placement.
+        for placement in (RaggedShard, StridedRaggedShard):
+            pytree.register_constant(placement)
+
+
 def _install_cache_key() -> None:
     if not hasattr(DTensor, "_stable_hash_for_caching"):  # 2.11: torch does not cache graphs of DTensors.
         return
@@ -542,6 +549,13 @@ _HOOKS = (
         _PROTOCOL,
         lambda: _has(dtensor_utils.compute_local_shape_and_global_offset, "global_shape", "mesh", "placements"),
         lambda: _extend_in_place(dtensor_utils.compute_local_shape_and_global_offset, _make_local_shape),  # type: ignore
+    ),
+    Hook(
+        "_pytree.register_constant",
+        "torch.compile guards on placements: before 2.13 only on those that it knows, or on constants",
+        _PROTOCOL,
+        lambda: callable(pytree.register_constant),
+        _install_constants,
     ),
     Hook(
         "DTensor._stable_hash_for_caching",
