@@ -46,7 +46,7 @@ def local_of(full, mesh_shape, placements, coordinate):
         if isinstance(placement, RAGGED):
             runs, depth = _runs(tensor, placement, index), len(placement.dims)
             strided = getattr(placement, "split_factor", 1) > 1
-        elif isinstance(placement, (Shard, _StridedShard)):
+        elif isinstance(placement, (Shard, _StridedShard)) and parts > 1:
             factor = getattr(placement, "split_factor", 1)
             if runs is None:
                 tensor = _chunk(tensor, parts, index, placement.dim, factor)
