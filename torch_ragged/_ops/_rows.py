@@ -1,0 +1,157 @@
+"""Whole rows: which slices of a ragged tensor each rank holds, and the placement of views that leave storage order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from torch_ragged._ops._rules import Spec
+from torch_ragged.placement_types import RaggedShard
+
+__all__ = ["RaggedRows", "Rows", "flat_cut", "flat_placement", "has_ragged_rows", "rows_of"]
+
+
+class RaggedRows(RaggedShard):
+    """A strided view of a RaggedShard tensor: dimension ``dim`` is cut into units, the local tensor has all dimensions.
+
+    Views such as ``t()``, ``x[:, :3]`` and ``split`` of inner dimensions give it where the result is not row-major, so
+    that no flat local tensor can alias it. A (3, 4) tensor ``x.t()`` of a (4, 3) ``x`` under
+    ``RaggedShard((0,), (1, 2, 0, 1))`` is under ``RaggedRows(dim=1, local_units=(1, 2, 0, 1))``::
+
+        rank 0    rank 1   rank 2  rank 3
+        | a0 |  | b0 c0 |   |  |   | d0 |
+        | a1 |  | b1 c1 |   |  |   | d1 |
+        | a2 |  | b2 c2 |   |  |   | d2 |
+
+    Ops make it; it is not for ``distribute_tensor``. ``redistribute`` and ``contiguous()`` lead back.
+    """
+
+    __slots__ = ("_dim",)
+
+    _dim: int
+
+    def __init__(self, dim: int, local_units: Sequence[int]) -> None:
+        super().__init__((0,), local_units)
+        object.__setattr__(self, "_dim", dim)
+        object.__setattr__(self, "_key", ("rows", dim, self._key))
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is cut."""
+        return self._dim
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Nobody may take this placement for a RaggedShard, whose local tensor is flat."""
+        raise NotImplementedError(
+            f"{self!r} is the placement of a strided view: call contiguous() or redistribute(placements=[Replicate()]) first"
+        )
+
+    def normalize(self, ndim: int) -> RaggedRows:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RaggedRows, (self._dim, self._local_units)
+
+    def __copy__(self) -> RaggedRows:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedRows:
+        return self
+
+    def __repr__(self) -> str:
+        return f"RaggedRows(dim={self._dim}, local_units={self._local_units})"
+
+    def __str__(self) -> str:
+        return f"RR({self._dim})[{','.join(map(str, self._local_units))}]"
+
+
+torch.serialization.add_safe_globals([RaggedRows])
+
+
+def has_ragged_rows(placements: Sequence[Placement]) -> bool:
+    """Whether the local tensor is a strided view with all dimensions, in place of a flat one."""
+    return any(isinstance(p, RaggedRows) for p in placements)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The cut of a tensor into whole slices over ``dims``: rank ``r`` of ``mesh_dim`` holds ``counts[r]`` of them.
+
+    ``dims`` is a prefix of the dimensions where the local tensor is ``flat``, else one dimension.
+    """
+
+    mesh_dim: int
+    dims: tuple[int, ...]
+    counts: tuple[int, ...]
+    flat: bool
+
+    def count(self, spec: Spec) -> int:
+        """The number of slices of this rank; 0 on a rank that is not in the mesh."""
+        coordinate = spec.mesh.get_coordinate()
+        return self.counts[coordinate[self.mesh_dim]] if coordinate is not None else 0
+
+    def local_shape(self, shape: Sequence[int], count: int) -> tuple[int, ...]:
+        """The shape of ``count`` slices: all dimensions of the tensor, the cut ones as (1, ..., 1, count)."""
+        sizes = list(shape)
+        for dim in self.dims[:-1]:
+            sizes[dim] = 1
+        sizes[self.dims[-1]] = count
+        return tuple(sizes)
+
+
+def _only_ragged(spec: Spec) -> tuple[int, RaggedShard] | None:
+    """The mesh dimension and placement of the one RaggedShard of a tensor that no other mesh dimension shards."""
+    sharded = [(i, p) for i, p in enumerate(spec.placements) if not isinstance(p, (Replicate, Partial))]
+    if len(sharded) == 1 and isinstance(sharded[0][1], RaggedShard):
+        return sharded[0]
+    return None
+
+
+def rows_of(spec: Spec) -> Rows | None:
+    """The whole slices that ranks hold, over as few leading dimensions as the units allow.
+
+    None where there are none: a 0-D or empty tensor, or one that another mesh dimension shards too.
+    """
+    only = _only_ragged(spec)
+    if only is None or not spec.shape:
+        return None
+    mesh_dim, placement = only
+    units, total = placement.local_units, sum(placement.local_units)
+    if isinstance(placement, RaggedRows):
+        size = spec.shape[placement.dim]
+        return Rows(mesh_dim, (placement.dim,), tuple(u * size // total for u in units), flat=False)
+    if 0 in spec.shape[: max(len(placement.dims), 1)]:
+        return None
+    for length in range(1, len(spec.shape) + 1):
+        prefix = math.prod(spec.shape[:length])
+        if all(bound * prefix % total == 0 for bound in itertools.accumulate(units)):
+            return Rows(mesh_dim, tuple(range(length)), tuple(u * prefix // total for u in units), flat=True)
+    return None
+
+
+def flat_cut(spec: Spec) -> tuple[int, tuple[int, ...]] | None:
+    """The mesh dimension that cuts the row-major storage, and the number of elements of each rank; None if views or others."""
+    only = _only_ragged(spec)
+    if only is None or isinstance(only[1], RaggedRows):
+        return None
+    units = only[1].local_units
+    return only[0], tuple(u * math.prod(spec.shape) // sum(units) for u in units)
+
+
+def flat_placement(shape: Sequence[int], counts: Sequence[int]) -> RaggedShard:
+    """The placement over as few dimensions as possible under which ranks hold ``counts`` elements of the storage."""
+    if not any(counts):
+        return RaggedShard(tuple(range(len(shape))), (1,) * len(counts))
+    for length in range(min(len(shape), 1), len(shape) + 1):
+        inner = math.prod(shape[length:])
+        if all(count % inner == 0 for count in counts):
+            return RaggedShard(tuple(range(length)), [count // inner for count in counts])
+    raise AssertionError(f"a cut of {shape} into {counts} elements")
