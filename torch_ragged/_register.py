@@ -41,6 +41,7 @@ from torch_ragged._ops import (
     is_random,
     is_row_major,
     returns_alias,
+    rows_of,
     rules_of,
     unsupported,
     writes_statistics,
@@ -455,22 +456,34 @@ def _gathered(op: Any, schema: OpSchema, why: str) -> OutputSharding:
     specs = _specs((schema.args_schema, schema.kwargs_schema))
     if is_random(op):
         raise unsupported(op, specs, "its random numbers would depend on the placement")
-    if op._schema.is_mutable or returns_alias(op) or writes_statistics(op) or _ragged_specs_by_keyword(schema):
+    if _writes_to_ragged(op, schema) or returns_alias(op) or _ragged_specs_by_keyword(schema):
         raise unsupported(op, specs, why)
+    given = _specs(schema.args_schema)
     replicated = [
         DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
         if has_ragged(spec.placements)
         else spec
-        for spec in _specs(schema.args_schema)
+        for spec in given
     ]
     gathered = _with_specs(schema, replicated)
     try:
         answer = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(gathered)
     except NotImplementedError as error:
         raise unsupported(op, specs, "DTensor itself has no sharding rule for it") from error
-    schema = answer.redistribute_schema or gathered
+    wanted = answer.redistribute_schema or gathered
+    if op._schema.is_mutable and any(a != b for a, b in zip(given, _specs(wanted.args_schema)) if not has_ragged(a.placements)):
+        raise unsupported(op, specs, "the tensor that it writes to would have to be redistributed")
     values = answer.use_val_from_redistribute_schema
-    return RaggedSharding(answer.output_spec, schema, needs_redistribute=True, use_val_from_redistribute_schema=values)
+    return RaggedSharding(answer.output_spec, wanted, needs_redistribute=True, use_val_from_redistribute_schema=values)
+
+
+def _writes_to_ragged(op: Any, schema: OpSchema) -> bool:
+    written = [
+        schema.args_schema[i] if i < len(schema.args_schema) else schema.kwargs_schema.get(argument.name)
+        for i, argument in enumerate(op._schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write) or writes_statistics(op)
+    ]
+    return any(has_ragged(spec.placements) for spec in _specs(tuple(written)))
 
 
 def _ragged_specs_by_keyword(schema: OpSchema) -> bool:
@@ -493,23 +506,30 @@ def _run_ragged(op: Any, op_info: Any, sharding: RaggedSharding) -> Any:
 
 
 def _move(local: torch.Tensor, given: DTensorSpec, want: DTensorSpec) -> torch.Tensor:
-    """Redistribute a local tensor; that of a strided view by way of the flat one with its cut dimension in front."""
+    """Redistribute a local tensor; that of a strided view by way of the flat one with its cut dimensions in front."""
     redistribute = dtensor_redistribute.redistribute_local_tensor
-    if not has_ragged_rows(given.placements):
+    if not has_ragged_rows((*given.placements, *want.placements)):
         return redistribute(local, given, want)
-    if not all(p.is_replicate() for p in want.placements):
-        raise NotImplementedError(f"redistribution from {given.placements} to {want.placements}: call contiguous() first")
-    dim = next(p.dim for p in given.placements if isinstance(p, RaggedRows))
-    order = [dim, *(d for d in range(len(given.shape)) if d != dim)]
-    flat = tuple(RaggedShard((0,), p.local_units) if isinstance(p, RaggedRows) else p for p in given.placements)
-    meta = TensorMeta(torch.Size(given.shape[d] for d in order), (), given.tensor_meta.dtype)  # type: ignore[union-attr]
-    meta = meta._replace(stride=_row_major(meta.shape))
+    if given.placements == want.placements:
+        return local
+    replicated = DTensorSpec(given.mesh, (Replicate(),) * given.mesh.ndim, tensor_meta=given.tensor_meta)
+    if not has_ragged_rows(given.placements):
+        rows = rows_of(want)
+        assert rows is not None
+        return rows.narrow(redistribute(local, given, replicated), want)
+    cut = next(p.cut for p in given.placements if isinstance(p, RaggedRows))
+    order = [*cut, *(d for d in range(len(given.shape)) if d not in cut)]
+    shape = torch.Size(given.shape[d] for d in order)
+    meta = TensorMeta(shape, _row_major(shape), local.dtype)
+    front = tuple(range(len(cut)))
+    flat = tuple(RaggedShard(front, p.local_units) if isinstance(p, RaggedRows) else p for p in given.placements)
     moved = redistribute(
         local.permute(order).reshape(-1),
         DTensorSpec(given.mesh, flat, tensor_meta=meta),
-        DTensorSpec(given.mesh, want.placements, tensor_meta=meta),
+        DTensorSpec(given.mesh, replicated.placements, tensor_meta=meta),
     )
-    return moved.movedim(0, dim).contiguous()
+    whole = moved.permute(sorted(range(len(order)), key=lambda d: order[d])).contiguous()
+    return _move(whole, replicated, want)
 
 
 def _install_redistribute_rows() -> None:
@@ -519,10 +539,10 @@ def _install_redistribute_rows() -> None:
     def redistribute(self, device_mesh=None, placements=None, **kwargs):  # type: ignore[no-untyped-def]
         if placements is None or not has_ragged_rows(self._spec.placements) or tuple(placements) == self.placements:
             return original(self, device_mesh, placements, **kwargs)
-        dim = next(p.dim for p in self.placements if isinstance(p, RaggedRows))
-        front = self.movedim(dim, 0).contiguous()
+        cut = next(p.cut for p in self.placements if isinstance(p, RaggedRows))
+        front = self.movedim(cut, tuple(range(len(cut)))).contiguous()
         replicated = original(front, device_mesh, [Replicate()] * front.device_mesh.ndim)
-        return replicated.movedim(0, dim).contiguous().redistribute(device_mesh, placements, **kwargs)
+        return replicated.movedim(tuple(range(len(cut))), cut).contiguous().redistribute(device_mesh, placements, **kwargs)
 
     DTensor.redistribute = redistribute  # type: ignore[method-assign]
 

@@ -8,8 +8,8 @@ that do has a *decomposition*: a function on DTensors. An op with neither raises
 import torch
 
 from torch_ragged._ops import _math_ops, _pointwise_ops, _tensor_ops  # noqa: F401  (they register their rules)
-from torch_ragged._ops._rows import RaggedRows, has_ragged_rows
 from torch_ragged._ops._row_ops import row_rule
+from torch_ragged._ops._rows import RaggedRows, has_ragged_rows, rows_of
 from torch_ragged._ops._rules import (
     NoLocalWay,
     NormPartial,
@@ -37,6 +37,7 @@ __all__ = [
     "is_random",
     "is_row_major",
     "returns_alias",
+    "rows_of",
     "rules_of",
     "unsupported",
     "writes_statistics",

@@ -18,7 +18,17 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from torch_ragged._ops._rows import RaggedRows, Rows, rows_of
-from torch_ragged._ops._rules import Meta, NoLocalWay, OpCall, Sharding, Spec, is_random, is_row_major, returns_alias, tensor_leaves
+from torch_ragged._ops._rules import (
+    Meta,
+    NoLocalWay,
+    OpCall,
+    Sharding,
+    Spec,
+    is_random,
+    is_row_major,
+    returns_alias,
+    tensor_leaves,
+)
 from torch_ragged.placement_types import RaggedShard, has_ragged
 
 __all__ = ["row_rule"]
@@ -69,8 +79,8 @@ def row_rule(call: OpCall) -> Sharding:
     rows = rows_of(leader)
     if rows is None:
         raise NoLocalWay("ranks do not hold whole rows")
-    for cut_all in (False, True):
-        inputs = [_align(spec, leader, rows, cut_all) for spec in specs]
+    for align in (None, "left", "right"):
+        inputs = [_align(spec, leader, rows, align) for spec in specs]
         if any(i is None for i in inputs) or (call.is_inplace and inputs[0].placements != leader.placements):  # type: ignore
             continue
         outputs = _outputs(call, inputs, leader, rows)  # type: ignore[arg-type]
@@ -83,20 +93,26 @@ def _with(placements: Sequence[Placement], mesh_dim: int, placement: Placement) 
     return (*placements[:mesh_dim], placement, *placements[mesh_dim + 1 :])
 
 
-def _align(spec: Spec, leader: Spec, rows: Rows, cut_all: bool) -> _Input | None:
-    """How ``spec`` can stand beside the leader: cut in the same way, or replicated."""
+def _align(spec: Spec, leader: Spec, rows: Rows, align: str | None) -> _Input | None:
+    """How ``spec`` can stand beside the leader: cut in the same way, or replicated.
+
+    A tensor that is not ragged is cut too where ``align`` says on which side its dimensions correspond to the leader's.
+    """
     own = rows_of(spec) if has_ragged(spec.placements) else None
     if own is not None and (own.mesh_dim, own.counts, len(own.dims)) == (rows.mesh_dim, rows.counts, len(rows.dims)):
         return _Input(spec, spec.placements, own)
-    length = len(rows.dims)
-    same_prefix = rows.flat and len(spec.shape) >= length and spec.shape[:length] == leader.shape[:length]
-    if has_ragged(spec.placements) and (own is None or not own.flat or not same_prefix):
-        return None
-    if has_ragged(spec.placements) or (cut_all and same_prefix):
-        ragged = RaggedShard(rows.dims, rows.counts)
-        clean = [Replicate() if isinstance(p, (Shard, RaggedShard)) else p for p in spec.placements]
-        return _Input(spec, _with(clean, rows.mesh_dim, ragged), rows)
-    return _Input(spec, _with(spec.placements, rows.mesh_dim, Replicate()), None)
+    shift = len(spec.shape) - len(leader.shape) if align == "right" else 0
+    dims = tuple(dim + shift for dim in rows.dims)
+    fits = all(0 <= d < len(spec.shape) and spec.shape[d] == leader.shape[e] for d, e in zip(dims, rows.dims))
+    flat = dims == tuple(range(len(dims)))
+    clean = [Replicate() if isinstance(p, (Shard, RaggedShard)) else p for p in spec.placements]
+    if has_ragged(spec.placements):
+        if own is None or not own.flat or not flat or not fits:
+            return None
+    elif align is None or not fits:
+        return _Input(spec, _with(spec.placements, rows.mesh_dim, Replicate()), None)
+    cut = RaggedShard(dims, rows.counts) if flat else RaggedRows(dims, rows.counts)
+    return _Input(spec, _with(clean, rows.mesh_dim, cut), Rows(rows.mesh_dim, dims, rows.counts, flat))
 
 
 def _outputs(call: OpCall, inputs: list[_Input], leader: Spec, rows: Rows) -> list[Optional[_Output]] | None:
@@ -125,9 +141,7 @@ def _outputs(call: OpCall, inputs: list[_Input], leader: Spec, rows: Rows) -> li
     return outputs
 
 
-def _output(
-    call: OpCall, meta: Meta, specs: Sequence[Optional[Spec]], leader: Spec, rows: Rows, factor: int
-) -> _Output | None:
+def _output(call: OpCall, meta: Meta, specs: Sequence[Optional[Spec]], leader: Spec, rows: Rows, factor: int) -> _Output | None:
     placed: set[Any] = {None if s is None else _with(s.placements, rows.mesh_dim, Replicate()) for s in specs}
     if len(placed) != 1 or None in placed:
         return None
@@ -145,16 +159,12 @@ def _output(
         if shape != [size * (factor if d == dim else 1) for d, size in enumerate(meta.shape)]:
             return None
     placement, flat = _output_placement(call, meta, dims, leader, rows)
-    if placement is None:
-        return None
     count = rows.count(leader)
     local_shape = Rows(rows.mesh_dim, dims, rows.counts, flat).local_shape(meta.shape, count)
     return _Output(meta, _with(others, rows.mesh_dim, placement), local_shape, flat)
 
 
-def _output_placement(
-    call: OpCall, meta: Meta, dims: tuple[int, ...], leader: Spec, rows: Rows
-) -> tuple[RaggedShard | None, bool]:
+def _output_placement(call: OpCall, meta: Meta, dims: tuple[int, ...], leader: Spec, rows: Rows) -> tuple[RaggedShard, bool]:
     """The placement of an output cut along ``dims``: flat where these lead a row-major tensor. The leader's own if it fits."""
     own: Any = leader.placements[rows.mesh_dim]
     if call.is_inplace:
@@ -165,7 +175,7 @@ def _output_placement(
         if length >= len(dims) and dims[0] == 0 and meta.shape[:length] == leader.shape[:length]:
             return own, True
         return RaggedShard(tuple(range(dims[-1] + 1)), rows.counts), True
-    return (RaggedRows(dims[0], rows.counts), False) if len(dims) == 1 else (None, False)
+    return RaggedRows(dims, rows.counts), False
 
 
 def _sharding(call: OpCall, inputs: list[_Input], outputs: list[Optional[_Output]], rows: Rows) -> Sharding:

@@ -19,33 +19,34 @@ __all__ = ["RaggedRows", "Rows", "flat_cut", "flat_placement", "has_ragged_rows"
 
 
 class RaggedRows(RaggedShard):
-    """A strided view of a RaggedShard tensor: dimension ``dim`` is cut into units, the local tensor has all dimensions.
+    """A strided view of a RaggedShard tensor: dimensions ``dims`` are cut into units, the local tensor has all dimensions.
 
     Views such as ``t()``, ``x[:, :3]`` and ``split`` of inner dimensions give it where the result is not row-major, so
     that no flat local tensor can alias it. A (3, 4) tensor ``x.t()`` of a (4, 3) ``x`` under
-    ``RaggedShard((0,), (1, 2, 0, 1))`` is under ``RaggedRows(dim=1, local_units=(1, 2, 0, 1))``::
+    ``RaggedShard((0,), (1, 2, 0, 1))`` is under ``RaggedRows(cut=(1,), local_units=(1, 2, 0, 1))``::
 
         rank 0    rank 1   rank 2  rank 3
         | a0 |  | b0 c0 |   |  |   | d0 |
         | a1 |  | b1 c1 |   |  |   | d1 |
         | a2 |  | b2 c2 |   |  |   | d2 |
 
+    Where several dimensions are cut together, the local tensor has size 1 in all of them but the last.
     Ops make it; it is not for ``distribute_tensor``. ``redistribute`` and ``contiguous()`` lead back.
     """
 
-    __slots__ = ("_dim",)
+    __slots__ = ("_cut",)
 
-    _dim: int
+    _cut: tuple[int, ...]
 
-    def __init__(self, dim: int, local_units: Sequence[int]) -> None:
-        super().__init__((0,), local_units)
-        object.__setattr__(self, "_dim", dim)
-        object.__setattr__(self, "_key", ("rows", dim, self._key))
+    def __init__(self, cut: Sequence[int], local_units: Sequence[int]) -> None:
+        super().__init__(tuple(range(len(cut))), local_units)
+        object.__setattr__(self, "_cut", tuple(cut))
+        object.__setattr__(self, "_key", ("rows", self._cut, self._key))
 
     @property
-    def dim(self) -> int:
-        """The dimension that is cut."""
-        return self._dim
+    def cut(self) -> tuple[int, ...]:
+        """The dimensions that are cut, the outermost in storage first."""
+        return self._cut
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -58,7 +59,7 @@ class RaggedRows(RaggedShard):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RaggedRows, (self._dim, self._local_units)
+        return RaggedRows, (self._cut, self._local_units)
 
     def __copy__(self) -> RaggedRows:
         return self
@@ -67,10 +68,10 @@ class RaggedRows(RaggedShard):
         return self
 
     def __repr__(self) -> str:
-        return f"RaggedRows(dim={self._dim}, local_units={self._local_units})"
+        return f"RaggedRows(cut={self._cut}, local_units={self._local_units})"
 
     def __str__(self) -> str:
-        return f"RR({self._dim})[{','.join(map(str, self._local_units))}]"
+        return f"RR({','.join(map(str, self._cut))})[{','.join(map(str, self._local_units))}]"
 
 
 torch.serialization.add_safe_globals([RaggedRows])
@@ -85,7 +86,7 @@ def has_ragged_rows(placements: Sequence[Placement]) -> bool:
 class Rows:
     """The cut of a tensor into whole slices over ``dims``: rank ``r`` of ``mesh_dim`` holds ``counts[r]`` of them.
 
-    ``dims`` is a prefix of the dimensions where the local tensor is ``flat``, else one dimension.
+    ``dims`` is a prefix of the dimensions where the local tensor is ``flat``.
     """
 
     mesh_dim: int
@@ -97,6 +98,20 @@ class Rows:
         """The number of slices of this rank; 0 on a rank that is not in the mesh."""
         coordinate = spec.mesh.get_coordinate()
         return self.counts[coordinate[self.mesh_dim]] if coordinate is not None else 0
+
+    def start(self, spec: Spec) -> int:
+        """The number of slices of the ranks before this one."""
+        coordinate = spec.mesh.get_coordinate()
+        return sum(self.counts[: coordinate[self.mesh_dim]]) if coordinate is not None else 0
+
+    def narrow(self, whole: torch.Tensor, spec: Spec) -> torch.Tensor:
+        """This rank's slices of a tensor that it has the whole of; all dimensions."""
+        order = [*self.dims, *(d for d in range(whole.dim()) if d not in self.dims)]
+        slices = whole.permute(order).flatten(0, len(self.dims) - 1)
+        start, count = self.start(spec), self.count(spec)
+        sizes = [1] * (len(self.dims) - 1) + [count, *slices.shape[1:]]
+        inverse = sorted(range(len(order)), key=lambda d: order[d])
+        return slices[start : start + count].reshape(sizes).permute(inverse)
 
     def local_shape(self, shape: Sequence[int], count: int) -> tuple[int, ...]:
         """The shape of ``count`` slices: all dimensions of the tensor, the cut ones as (1, ..., 1, count)."""
@@ -126,8 +141,8 @@ def rows_of(spec: Spec) -> Rows | None:
     mesh_dim, placement = only
     units, total = placement.local_units, sum(placement.local_units)
     if isinstance(placement, RaggedRows):
-        size = spec.shape[placement.dim]
-        return Rows(mesh_dim, (placement.dim,), tuple(u * size // total for u in units), flat=False)
+        size = math.prod(spec.shape[d] for d in placement.cut)
+        return Rows(mesh_dim, placement.cut, tuple(u * size // total for u in units), flat=False)
     if 0 in spec.shape[: max(len(placement.dims), 1)]:
         return None
     for length in range(1, len(spec.shape) + 1):

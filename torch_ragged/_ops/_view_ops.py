@@ -40,7 +40,7 @@ def view_rule(call: OpCall) -> Sharding:
     if plain and cut is not None and all(is_row_major(_meta(out)) for out in outputs):
         return _intervals(spec, cut, outputs, single=len(call.op._schema.returns) == 1 and not _is_list(call))
     rows = rows_of(spec)
-    if rows is None or len(rows.dims) != 1:
+    if rows is None:
         raise NoLocalWay("its output would not be row-major, and ranks do not hold whole rows")
     packet = call.op.overloadpacket
     if packet in _RESHAPES or packet is aten.expand:
@@ -123,26 +123,36 @@ def _interval_placement(spec: Spec, mesh_dim: int, out: torch.Tensor, counts: li
 
 
 def _reshaped_rows(spec: Spec, rows: Rows, out: torch.Tensor, expands: bool) -> Sharding:
-    """``view``, ``squeeze``, ``expand`` and the like that leave the cut dimension as it is: on this rank's number of rows."""
-    (dim,) = rows.dims
-    dims = [dim + out.dim() - len(spec.shape)] if expands else _same_dim(spec.shape, dim, out.shape)
-    dims = [d for d in dims if d >= 0 and out.shape[d] == spec.shape[dim]]
-    if not dims:
-        raise NoLocalWay(f"a view as {tuple(out.shape)} would mix owners: it does not keep dimension {dim} as it is")
+    """``view``, ``squeeze``, ``expand`` and the like: on this rank's number of rows."""
     count = rows.count(spec)
-    sizes = [*out.shape[: dims[0]], count, *out.shape[dims[0] + 1 :]]
     before = rows.local_shape(spec.shape, count) if rows.flat else None
+    if expands:
+        shift = out.dim() - len(spec.shape)
+        dims, counts = tuple(dim + shift for dim in rows.dims), rows.counts
+        if any(out.shape[dim + shift] != spec.shape[dim] for dim in rows.dims):
+            raise NoLocalWay(f"expansion of dimensions {rows.dims}, which are cut")
+    else:
+        dims, counts = _regroup(spec.shape, rows, out.shape)
+    after = Rows(rows.mesh_dim, dims, counts, flat=False)
+    sizes = after.local_shape(out.shape, after.count(spec))
     make: Callable[..., Any] = torch.Tensor.expand if expands else torch.Tensor.view
 
     def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return make(local if before is None else local.view(before), sizes)
 
-    placement = RaggedRows(dims[0], rows.counts)
-    placements = (*spec.placements[: rows.mesh_dim], placement, *spec.placements[rows.mesh_dim + 1 :])
+    placements = (*spec.placements[: rows.mesh_dim], RaggedRows(dims, counts), *spec.placements[rows.mesh_dim + 1 :])
     return Sharding([(spec.placements, None)], placements, run)
 
 
-def _same_dim(before: Sequence[int], dim: int, after: Sequence[int]) -> list[int]:
-    """Where dimension ``dim`` is after a reshape that leaves it as it is."""
-    left, right = math.prod(before[:dim]), math.prod(before[dim + 1 :])
-    return [d for d in range(len(after)) if math.prod(after[:d]) == left and math.prod(after[d + 1 :]) == right]
+def _regroup(before: Sequence[int], rows: Rows, after: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dimensions that are cut after a reshape, and each rank's number of slices over them."""
+    first, last = rows.dims[0], rows.dims[-1]
+    if rows.dims == tuple(range(first, last + 1)):
+        inner = math.prod(before[last + 1 :])
+        starts = [d for d in range(len(after)) if math.prod(after[:d]) == math.prod(before[:first])]
+        for start, stop in itertools.product(starts, range(len(after))):
+            step = math.prod(after[stop + 1 :])
+            if start <= stop and step and all(count * inner % step == 0 for count in rows.counts):
+                if math.prod(after[start : stop + 1]) * step == math.prod(before[first : last + 1]) * inner:
+                    return tuple(range(start, stop + 1)), tuple(count * inner // step for count in rows.counts)
+    raise NoLocalWay(f"a view as {tuple(after)} would mix owners: it does not keep slices over dimensions {rows.dims} whole")
