@@ -17,7 +17,9 @@ import torch.multiprocessing as mp
 from torch.distributed.tensor import debug
 
 _TIMEOUT = datetime.timedelta(seconds=60)
-_LONGEST = 200  # seconds for a whole call; a rank that waits for another one gives up after _TIMEOUT
+_LONGEST = int(
+    os.environ.get("LONGEST", 200)
+)  # seconds for a whole call; a rank that waits for another one gives up after _TIMEOUT
 
 
 def _worker(rank: int, pipe: Connection) -> None:

@@ -37,7 +37,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._ownership import Whole, owned
 from torch_ragged._transfer import Exchange, Fill, Gather, Move, Part, Reduce, Route, Step
-from torch_ragged.placement_types import cuts_of
+from torch_ragged.placement_types import cuts_of, has_ragged
 
 __all__ = ["REDUCTIONS", "Pending", "broadcast_local", "plan", "redistribute_local"]
 
@@ -47,6 +47,11 @@ _MAX_BUFFER_RATIO = 2
 _IDENTITY = {"sum": -0.0, "avg": -0.0, "max": -math.inf, "min": math.inf}
 REDUCTIONS = frozenset(_IDENTITY)
 """The reductions of a Partial that are redistributed here."""
+
+
+# What every backend sends and reduces.
+_CARRIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_CARRIED |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 
 
 # --- planning ------------------------------------------------------------------------------------------------------
@@ -127,8 +132,11 @@ def redistribute_local(
         the local tensor under ``target``, perhaps still under way. It aliases ``local`` if both own the same elements.
 
     Raises:
-        ValueError: a placement is of an unknown kind, or averages integers.
+        ValueError: a placement is of an unknown kind, averages integers, or reduces numbers of a type that has no such order
+            or that no backend adds.
     """
+    if local.dtype not in _CARRIED:
+        return _redistribute_as_carried(local, mesh, shape, source, target)
     pairs = [p for p, q in (*zip(source, target), *zip(target, source)) if p != q and isinstance(p, Partial)]
     if any(p.reduce_op == "avg" for p in pairs) and not (local.is_floating_point() or local.is_complex()):
         raise ValueError(f"redistribution from {source} to {target}: Partial('avg') needs floating point, got {local.dtype}")
@@ -138,6 +146,31 @@ def redistribute_local(
         flat = result.wait().contiguous().view(-1)
         result = _RUN[type(step)](step, flat, mesh)
     return result
+
+
+def _redistribute_as_carried(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    source: tuple[Placement, ...],
+    target: tuple[Placement, ...],
+) -> Pending:
+    """The same for types that backends do not know: pairs of reals, or bytes, in a last dimension that is never cut."""
+    operations = {p.reduce_op for p, q in (*zip(source, target), *zip(target, source)) if p != q and isinstance(p, Partial)}
+    if not operations <= ({"sum", "avg"} if local.dtype in (torch.complex64, torch.complex128) else set()):
+        raise ValueError(f"redistribution from {source} to {target}: {local.dtype} has no {', '.join(sorted(operations))}")
+    local = local.resolve_conj().resolve_neg()
+    parts = torch.view_as_real(local) if operations else local.contiguous().unsqueeze(-1).view(torch.uint8)
+    width, dtype = parts.shape[-1], local.dtype
+    pending = redistribute_local(parts.flatten(-2) if has_ragged(source) else parts, mesh, (*shape, width), source, target)
+    numel = math.prod(pending.local_shape) // width
+    local_shape = (numel,) if has_ragged(target) else pending.local_shape[:-1]
+
+    def unpack(data: torch.Tensor) -> torch.Tensor:
+        data = data if pending.unpack is None else pending.unpack(data)
+        return data.view(-1).view(dtype) if data.numel() else data.new_empty(0, dtype=dtype)
+
+    return Pending(pending.data, local_shape, unpack, pending.in_flight)
 
 
 def broadcast_local(

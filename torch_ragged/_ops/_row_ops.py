@@ -8,7 +8,9 @@ number does not pass. Then the op runs on the local tensor viewed as rows, with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -79,13 +81,12 @@ def row_rule(call: OpCall) -> Sharding:
     rows = rows_of(leader)
     if rows is None:
         raise NoLocalWay("ranks do not hold whole rows")
-    for align in (None, "left", "right"):
-        inputs = [_align(spec, leader, rows, align) for spec in specs]
-        if any(i is None for i in inputs) or (call.is_inplace and inputs[0].placements != leader.placements):  # type: ignore
+    for inputs in _arrangements([_choices(spec, leader, rows) for spec in specs]):
+        if call.is_inplace and inputs[0].placements != leader.placements:
             continue
-        outputs = _outputs(call, inputs, leader, rows)  # type: ignore[arg-type]
+        outputs = _outputs(call, inputs, leader, rows)
         if outputs is not None:
-            return _sharding(call, inputs, outputs, rows)  # type: ignore[arg-type]
+            return _sharding(call, inputs, outputs, rows)
     raise NoLocalWay(f"it does not take rows one by one (dimensions {rows.dims} are cut)")
 
 
@@ -93,26 +94,48 @@ def _with(placements: Sequence[Placement], mesh_dim: int, placement: Placement) 
     return (*placements[:mesh_dim], placement, *placements[mesh_dim + 1 :])
 
 
-def _align(spec: Spec, leader: Spec, rows: Rows, align: str | None) -> _Input | None:
-    """How ``spec`` can stand beside the leader: cut in the same way, or replicated.
+def _choices(spec: Spec, leader: Spec, rows: Rows) -> list[_Input]:
+    """How ``spec`` can stand beside the leader, which is cut as ``rows``; no way for a ragged tensor with other rows.
 
-    A tensor that is not ragged is cut too where ``align`` says on which side its dimensions correspond to the leader's.
+    A tensor that is not ragged is replicated, or cut as the leader is where it has dimensions of the same sizes: on the left,
+    on the right, then anywhere.
     """
-    own = rows_of(spec) if has_ragged(spec.placements) else None
-    if own is not None and (own.mesh_dim, own.counts, len(own.dims)) == (rows.mesh_dim, rows.counts, len(rows.dims)):
-        return _Input(spec, spec.placements, own)
-    shift = len(spec.shape) - len(leader.shape) if align == "right" else 0
-    dims = tuple(dim + shift for dim in rows.dims)
-    fits = all(0 <= d < len(spec.shape) and spec.shape[d] == leader.shape[e] for d, e in zip(dims, rows.dims))
-    flat = dims == tuple(range(len(dims)))
-    clean = [Replicate() if isinstance(p, (Shard, RaggedShard)) else p for p in spec.placements]
-    if has_ragged(spec.placements):
-        if own is None or not own.flat or not flat or not fits:
+    same = [leader.shape[dim] for dim in rows.dims]
+    clean = [p if isinstance(p, (Replicate, Partial)) else Replicate() for p in spec.placements]
+
+    def cut(dims: tuple[int, ...]) -> _Input | None:
+        if any(d < 0 or d >= len(spec.shape) for d in dims) or [spec.shape[d] for d in dims] != same:
             return None
-    elif align is None or not fits:
-        return _Input(spec, _with(spec.placements, rows.mesh_dim, Replicate()), None)
-    cut = RaggedShard(dims, rows.counts) if flat else RaggedRows(dims, rows.counts)
-    return _Input(spec, _with(clean, rows.mesh_dim, cut), Rows(rows.mesh_dim, dims, rows.counts, flat))
+        flat = dims == tuple(range(len(dims)))
+        placement = RaggedShard(dims, rows.counts) if flat else RaggedRows(dims, rows.counts)
+        return _Input(spec, _with(clean, rows.mesh_dim, placement), Rows(rows.mesh_dim, dims, rows.counts, flat))
+
+    left, right = cut(rows.dims), cut(tuple(dim + len(spec.shape) - len(leader.shape) for dim in rows.dims))
+    if has_ragged(spec.placements):
+        own = rows_of(spec)
+        if own is None or own.mesh_dim != rows.mesh_dim:
+            return []
+        if (own.counts, len(own.dims)) == (rows.counts, len(rows.dims)):
+            return [_Input(spec, spec.placements, own)]
+        return [left] if own.flat and left is not None else []
+    replicated = _Input(spec, _with(spec.placements, rows.mesh_dim, Replicate()), None)
+    anywhere = [cut((dim,)) for dim in range(len(spec.shape))] if len(same) == 1 else []
+    return [replicated, left or replicated, right or replicated, *(choice for choice in anywhere if choice is not None)]
+
+
+def _arrangements(choices: list[list[_Input]]) -> Iterator[list[_Input]]:
+    """One choice per tensor: the same for all first, then, of few tensors, every combination."""
+    if not all(choices):
+        return
+    uniform = ([own[min(k, len(own) - 1)] for own in choices] for k in range(3))
+    several = [own for own in choices if len(own) > 1]
+    mixed = map(list, itertools.product(*choices)) if len(several) <= 2 else iter(())
+    seen = set()
+    for inputs in itertools.chain(uniform, mixed):
+        key = tuple(item.placements for item in inputs)
+        if key not in seen:
+            seen.add(key)
+            yield inputs
 
 
 def _outputs(call: OpCall, inputs: list[_Input], leader: Spec, rows: Rows) -> list[Optional[_Output]] | None:
@@ -155,6 +178,8 @@ def _output(call: OpCall, meta: Meta, specs: Sequence[Optional[Spec]], leader: S
     if not all(type(p) is Shard for p in here) or any(not p.is_replicate() and not isinstance(p, Partial) for p in others):
         return None
     dims = tuple(p.dim for p in here)  # type: ignore[attr-defined]
+    if any(dim >= len(meta.shape) for dim in dims) or math.prod(meta.shape[dim] for dim in dims) != sum(rows.counts):
+        return None
     for dim, shape in zip(dims, shapes):
         if shape != [size * (factor if d == dim else 1) for d, size in enumerate(meta.shape)]:
             return None

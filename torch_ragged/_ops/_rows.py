@@ -180,5 +180,7 @@ def redistribute_rows(
     flat = flat.view(-1) if view in source else flat
     out = redistribute_local(flat, mesh, moved, source_front, target_front).wait()
     if view in target:
-        out = out.view([1] * (len(view.dims) - 1) + [-1 if out.numel() else 0] + moved[len(view.dims) :])
+        units, mine = view.local_units, mesh.get_local_rank(target.index(view))
+        count = math.prod(moved[: len(view.dims)]) * units[mine] // sum(units)
+        out = out.view([1] * (len(view.dims) - 1) + [count] + moved[len(view.dims) :])
     return out.permute(inverse).contiguous()

@@ -186,6 +186,8 @@ def is_random(op: torch._ops.OpOverload) -> bool:
 
 def returns_alias(op: torch._ops.OpOverload) -> bool:
     """Whether an output of the op shares memory with an argument that it does not write to (a view)."""
+    if op.overloadpacket is torch.ops.aten._unsafe_view:  # A view, of a tensor that nobody else has.
+        return True
     return any(value.alias_info is not None and not value.alias_info.is_write for value in op._schema.returns)
 
 

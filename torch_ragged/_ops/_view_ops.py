@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from torch_ragged._ops._row_ops import row_rule
 from torch_ragged._ops._rows import RaggedRows, Rows, flat_cut, flat_placement, rows_of
-from torch_ragged._ops._rules import NoLocalWay, OpCall, Sharding, Spec, is_row_major, tensor_leaves
+from torch_ragged._ops._rules import NoLocalWay, OpCall, Sharding, Spec, is_row_major, rule, tensor_leaves
 from torch_ragged.placement_types import RaggedShard
 
 __all__ = ["view_rule"]
@@ -85,7 +85,7 @@ def _intervals(spec: Spec, cut: tuple[int, tuple[int, ...]], outputs: list[torch
         start, stop = out.storage_offset(), out.storage_offset() + out.numel()
         parts = [(min(max(start, a), b), min(max(stop, a), b)) for a, b in zip(bounds, bounds[1:])]
         placement = _interval_placement(spec, mesh_dim, out, [b - a for a, b in parts])
-        placements.append((*spec.placements[:mesh_dim], placement, *spec.placements[mesh_dim + 1 :]))
+        placements.append(_replace(spec, mesh_dim, placement))
         mine = coordinate[mesh_dim] if coordinate is not None else 0
         pieces.append((parts[mine][0] - bounds[mine], parts[mine][1] - bounds[mine]))
 
@@ -140,8 +140,7 @@ def _reshaped_rows(spec: Spec, rows: Rows, out: torch.Tensor, expands: bool) -> 
     def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return make(local if before is None else local.view(before), sizes)
 
-    placements = (*spec.placements[: rows.mesh_dim], RaggedRows(dims, counts), *spec.placements[rows.mesh_dim + 1 :])
-    return Sharding([(spec.placements, None)], placements, run)
+    return Sharding([(spec.placements, None)], _replace(spec, rows.mesh_dim, RaggedRows(dims, counts)), run)
 
 
 def _regroup(before: Sequence[int], rows: Rows, after: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -156,3 +155,50 @@ def _regroup(before: Sequence[int], rows: Rows, after: Sequence[int]) -> tuple[t
                 if math.prod(after[start : stop + 1]) * step == math.prod(before[first : last + 1]) * inner:
                     return tuple(range(start, stop + 1)), tuple(count * inner // step for count in rows.counts)
     raise NoLocalWay(f"a view as {tuple(after)} would mix owners: it does not keep slices over dimensions {rows.dims} whole")
+
+
+# --- backward of views ---------------------------------------------------------------------------------------------
+
+
+@rule(aten.slice_backward.default, aten.select_backward.default)
+def view_backward_rule(call: OpCall) -> Sharding:
+    """Zeros around the gradient of a slice: inside the rows, or around an interval of rows."""
+    (spec,) = tensor_leaves(call)
+    sizes, dim, is_select = tuple(call.args[1]), call.args[2] % len(call.args[1]), call.op is aten.select_backward.default
+    rows = rows_of(spec)
+    if rows is not None and (is_select or dim not in rows.dims):
+        dims = tuple(d + 1 if is_select and d >= dim else d for d in rows.dims)
+        flat = dims == tuple(range(len(dims)))
+        before = rows.local_shape(spec.shape, rows.count(spec)) if rows.flat else None
+        after = Rows(rows.mesh_dim, dims, rows.counts, flat).local_shape(sizes, rows.count(spec))
+
+        def run(local: torch.Tensor, _: Any, *args: Any) -> torch.Tensor:
+            result = call.op(local if before is None else local.view(before), after, *args)
+            return result.view(-1) if flat else result
+
+        placement: Any = RaggedShard(dims, rows.counts) if flat else RaggedRows(dims, rows.counts)
+        return Sharding([(spec.placements, None)], _replace(spec, rows.mesh_dim, placement), run)
+    cut, view = flat_cut(spec), aten.select.int if is_select else aten.slice.Tensor
+    taken = view(torch.empty(sizes, device="meta"), dim, *call.args[3:])
+    if cut is None or taken.shape != spec.shape or not is_row_major(_meta(taken)) or not spec.shape.numel():
+        raise NoLocalWay("the rows of its argument are cut")
+    return _zeros_around(spec, cut, sizes, taken.storage_offset())
+
+
+def _zeros_around(spec: Spec, cut: tuple[int, tuple[int, ...]], sizes: tuple[int, ...], start: int) -> Sharding:
+    """The gradient at ``start`` of a flat storage of ``sizes``; the first and last owners own the zeros beside it too."""
+    mesh_dim, counts = cut
+    coordinate = spec.mesh.get_coordinate()
+    mine = coordinate[mesh_dim] if coordinate is not None else -1
+    owners = [rank for rank, count in enumerate(counts) if count]
+    before, after = start, math.prod(sizes) - start - sum(counts)
+    grown = [n + before * (r == owners[0]) + after * (r == owners[-1]) for r, n in enumerate(counts)]
+
+    def run(local: torch.Tensor, *args: Any) -> torch.Tensor:
+        return torch.nn.functional.pad(local, (before * (mine == owners[0]), after * (mine == owners[-1])))
+
+    return Sharding([(spec.placements, None)], _replace(spec, mesh_dim, flat_placement(sizes, grown)), run)
+
+
+def _replace(spec: Spec, mesh_dim: int, placement: Any) -> tuple[Any, ...]:
+    return (*spec.placements[:mesh_dim], placement, *spec.placements[mesh_dim + 1 :])
