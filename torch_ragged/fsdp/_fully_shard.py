@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,8 +77,7 @@ def fully_shard(
     if params:
         device = params[0].original.device  # type: ignore[union-attr]
         originals = [(weakref.ref(p.original), id(p.original), p.fqn) for p in params if p.original is not None]
-        name = f"{type(module).__name__}({', '.join(p.fqn for p in params[:1])}{', ...' if len(params) > 1 else ''})"
-        group = ParamGroup(name, params, mesh, mp_policy, orig_param_policy, device)
+        group = ParamGroup(params, mesh, mp_policy, orig_param_policy, device)
         _sharded_originals.update({key: (ref, fqn) for ref, key, fqn in originals if ref() is not None})
     module.__dict__[_STATE] = ModuleState(module, group, mp_policy, reshard_after_forward)
     module.register_state_dict_pre_hook(_reshard_before_state_dict)
@@ -200,12 +200,50 @@ class FSDPModule(TorchFSDPModule):
         """
         group = self._ragged_states(recurse=False)[0].group
         if group is not None:
+            group.adopt_sharded()
             group.unshard(wait=not async_op)
         return _UnshardHandle(group) if async_op else None
 
     def reshard(self) -> None:
         """Give this module's gathered parameters back (not those of FSDP modules inside)."""
         _group_call(self, ParamGroup.reshard)  # type: ignore[arg-type]
+
+    def reset_iter_state(self) -> None:
+        """Recover after a forward or backward that raised: drop its gradients, give all gathered parameters back.
+
+        Gradients accumulated without gradient sync are dropped too; what is in ``.grad`` stays. The next forward of the
+        root does the same by itself after a backward that raised. No communication, but it waits for what is under way.
+
+        Raises:
+            RuntimeError: this is not the root, the outermost ``fully_shard`` module.
+        """
+        state, *inner = self._ragged_states(recurse=True)
+        if state.context is not None and not state.is_root:
+            raise RuntimeError("reset_iter_state must be called on the root, the outermost fully_shard module")
+        if state.context is not None:
+            state.context.forget_backward()
+        for each in (state, *inner):
+            each.reset()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """What ``to``, ``cpu``, ``half`` and the like call. Parameters stay where they are, in their dtype.
+
+        Raises:
+            ValueError: ``fn`` would change the dtype or device of a sharded parameter; nothing is changed then.
+        """
+        states = self._ragged_states(recurse)
+        for state in states:
+            state.give_back()
+            if state.group is not None:
+                state.group.adopt_sharded()
+                state.group.check_conversion(fn)
+        convert_rest = super(TorchFSDPModule, self)._apply  # type: ignore[misc]  # past torch's, whose state is not here
+        group = states[0].group
+        if group is None:
+            return convert_rest(fn, recurse)
+        group.convert(fn, owner=None if recurse else self)  # type: ignore[arg-type]
+        with group.hidden():
+            return convert_rest(fn, recurse)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; without, they add up in the gradient buffer with no communication."""
