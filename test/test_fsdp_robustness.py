@@ -132,20 +132,27 @@ def check_backward_that_raised():
     compare_gradients(model, single)
 
 
-def halve(model):
+def halve(model, local=False):
     with torch.no_grad():
         for param in model.parameters():
-            param.mul_(0.5)
+            (param.to_local() if local else param).mul_(0.5)
 
 
 def unused_prefetch(model, x):
-    def skip(module, args):
-        raise KeyError("skip")
-
     with torch.no_grad():
         model(x)
-        hook = model.blocks[1].register_forward_pre_hook(skip, prepend=True)
-        assert error_of(model, x) == "KeyError: 'skip'"
+        blocks, model.blocks = model.blocks, model.blocks[:1]
+        model(x)
+        model.blocks = blocks
+
+
+def forward_that_raised(model, x):
+    def stop(module, args):
+        raise KeyError("stop")
+
+    model.set_reshard_after_forward(False)
+    hook = model.blocks[1].experts.register_forward_pre_hook(stop)
+    assert error_of(model, x) == "KeyError: 'stop'"
     hook.remove()
 
 
@@ -172,12 +179,21 @@ def check_nothing_out_of_date_is_used():
     x, hidden = batch(0, False)[:, :-1], torch.ones(1, 2, CONFIG.dim)
     single = build("single")
     halve(single)
-    ways = (unused_prefetch, forward_without_backward, explicit_unshard, kept_after_backward, backward_that_raised)
-    for way, is_alone in itertools.product(ways, (False, True)):
+    ways = (
+        unused_prefetch,
+        forward_that_raised,
+        forward_without_backward,
+        explicit_unshard,
+        kept_after_backward,
+        backward_that_raised,
+    )
+    for way, is_alone, local in itertools.product(ways, (False, True), (False, True)):
+        if local and way in (explicit_unshard, kept_after_backward):
+            continue  # Who keeps parameters gathered must not write to them behind DTensor's back.
         model = build("ragged")
         params = nn.ParameterList(model.parameters())  # those that an optimizer holds: always the sharded ones
         way(model, x)
-        halve(params)
+        halve(params, local)
         if is_alone:
             assert torch.equal(model.blocks[1](hidden), single.blocks[1](hidden)), way
         assert torch.equal(model(x), single(x)), way
@@ -299,14 +315,14 @@ class Outputs(nn.Module):
     def __init__(self):
         super().__init__()
         self.opaque, self.table, self.partly, self.side = OpaqueOutput(), Table(), IgnoresInput(), nn.Linear(6, 6)
-        self.recurrent = nn.LSTM(6, 6)
+        self.keeps, self.scale = KeepsWeight(), nn.Parameter(torch.randn(6))
 
     def forward(self, x):
         x = self.opaque(x).value * self.table(3) + self.table(6)
         x = self.partly(x, self.side(x))
         (slope,) = torch.autograd.grad(self.partly(x, x).square().sum(), x, retain_graph=True)
         x = checkpoint(self.partly, x, slope, use_reentrant=False)
-        return self.recurrent(x)[0]
+        return self.keeps(x) * self.scale
 
 
 class OpaqueOutput(nn.Linear):
@@ -326,6 +342,19 @@ class Table(nn.Module):
         return self.weight[:3] if rows == 3 else self.weight.t()[:3]
 
 
+class KeepsWeight(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 6)
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "weight":
+            self.__dict__["kept"] = value
+
+    def forward(self, x):
+        return x @ self.kept
+
+
 class IgnoresInput(nn.Linear):
     def __init__(self):
         super().__init__(6, 6)
@@ -340,11 +369,15 @@ def check_unusual_modules():
     for child in model.children():
         fully_shard(child, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    x = torch.randn(3, 6)
+    x = torch.randn(3, 6, requires_grad=True)
     for _ in range(2):
         got, want = model(x), single(x)
         assert torch.equal(got, want)
-        got.sum().backward(), want.sum().backward()
+        got.sum().backward()
+        gradient, x.grad = x.grad, None
+        want.sum().backward()
+        torch.testing.assert_close(gradient, x.grad)
+        x.grad = None
         compare_gradients(model, single)
         assert model.side.weight.grad is None and all(isinstance(p, DTensor) for p in model.parameters())
     with torch.no_grad():

@@ -124,8 +124,6 @@ class ParamGroup:
             param.sharded = nn.Parameter(self._dtensor(index, local), requires_grad=original.requires_grad)
             param.unsharded = nn.Parameter(self.unsharded.tensor(index))  # A hook can be set only where a gradient can be.
             param.unsharded.register_post_accumulate_grad_hook(self._gradient_hook(index))
-            param.requires_grad = original.requires_grad
-            param.unsharded.requires_grad_(original.requires_grad)
             for name, value in vars(original).items():
                 setattr(param.sharded, name, value)
             param.original = None
@@ -146,7 +144,7 @@ class ParamGroup:
             for module, name in param.places:
                 if type(module).__setattr__ is nn.Module.__setattr__:
                     module._parameters[name] = value
-                else:  # It keeps references of its own, as nn.LSTM does.
+                else:  # It may keep references of its own.
                     setattr(module, name, value)
 
     def adopt_sharded(self) -> None:

@@ -42,7 +42,7 @@ class RootContext:
     @property
     def in_forward(self) -> bool:
         """Whether the root is in its forward."""
-        return self.states[0].is_called
+        return bool(self.states[0]._positions)
 
     @property
     def in_backward(self) -> bool:
@@ -99,11 +99,6 @@ class ModuleState:
             group.on_gradient = self._on_gradient
         module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._post_forward, always_call=True)
-
-    @property
-    def is_called(self) -> bool:
-        """Whether the module is in its forward."""
-        return bool(self._positions)
 
     # -- root ------------------------------------------------------------------------------------------------------
 
@@ -284,10 +279,12 @@ class ModuleState:
         group.start_reduction()
         context.reducing = group
 
-    def end_backward(self) -> None:
+    def end_backward(self, context: RootContext) -> None:
         """Backward is at its end, and gradients are set."""
         self._open_calls = 0
-        if self.is_called or self.group is None:  # It is called where forward itself computes gradients.
+        if context.in_forward and self._must_refresh:  # Forward itself computes gradients, and goes on with these parameters.
+            return
+        if self.group is None:
             return
         if self.reshard_after_backward or not self.group.is_unsharded:
             self.give_back()
@@ -332,7 +329,7 @@ def _end_backward(context: RootContext) -> None:
             group.set_gradients([next(used) for _ in group.params])
     context.reducing = None
     for state in context.states:
-        state.end_backward()
+        state.end_backward(context)
     context.callback = None
 
 
