@@ -36,6 +36,17 @@ class Late:
         self.collective(*self.tensors).wait()
 
 
+class LoggedCollectives:
+    """The collectives of ``inner``, which note in ``log`` when they are issued."""
+
+    def __init__(self, inner, name, log):
+        self.inner, self.name, self.log = inner, name, log
+
+    def __getattr__(self, name):
+        self.log.append(f"{name} {self.name}")
+        return getattr(self.inner, name)
+
+
 def delay_collectives(model):
     for module in model.modules():
         if hasattr(module, "_ragged_fsdp_state"):
@@ -132,6 +143,30 @@ def check_backward_that_raised():
     compare_gradients(model, single)
 
 
+def check_prefetch():
+    model, log, hidden = build("ragged"), [], torch.ones(1, 2, CONFIG.dim)
+    for index, block in enumerate(model.blocks):
+        group = block._ragged_fsdp_state.group
+        group.collectives = LoggedCollectives(group.collectives, index, log)
+        block.register_forward_pre_hook(lambda module, args, index=index: log.append(f"forward {index}"))
+
+    def step():
+        log.clear()
+        loss_of(model, batch(0, False)).backward()
+        return list(log)
+
+    backward = ["all_gather 2", "all_gather 1", "reduce_scatter 2", "all_gather 0", "reduce_scatter 1", "reduce_scatter 0"]
+    assert step() == [f"{what} {i}" for i in range(3) for what in ("all_gather", "forward")] + backward
+    ahead = ["all_gather 0", "all_gather 1", "forward 0", "all_gather 2", "forward 1", "forward 2"]
+    assert step() == ahead + backward
+    # Calls outside the root's forward change nothing in the next one, and prefetch nothing.
+    log.clear()
+    for _ in range(2):
+        model.blocks[1](hidden).sum().backward()
+    assert log == ["all_gather 1", "forward 1", "all_gather 1", "reduce_scatter 1", "all_reduce_max 1"] * 2
+    assert step() == ahead + backward
+
+
 def halve(model, local=False):
     with torch.no_grad():
         for param in model.parameters():
@@ -222,6 +257,7 @@ def check_freezing():
         if step == 5:  # between forward and backward
             for each in (model, single):
                 each.head.requires_grad_(False), each.blocks[2].norm1.requires_grad_(False)
+            params[-1].requires_grad_(False), [*single.blocks[2].parameters()][-1].requires_grad_(False)
         got.backward(), want.backward()
         compare_gradients(model, single)
         assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in single.parameters()], step
@@ -415,6 +451,9 @@ class RobustnessTest(unittest.TestCase):
 
     def test_backward_that_raised_leaves_nothing_behind(self):
         run_ranks(3, check_backward_that_raised)
+
+    def test_groups_are_gathered_one_ahead(self):
+        run_ranks(2, check_prefetch)
 
     def test_parameters_gathered_before_a_change_are_not_used(self):
         run_ranks(2, check_nothing_out_of_date_is_used)

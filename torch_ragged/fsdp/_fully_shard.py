@@ -258,8 +258,9 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether gathered parameters are given back after backward.
 
-        If they stay, the next forward uses them as they are: set it to True again before the last backward in front of
-        an optimizer step, as with FSDP2.
+        If they stay, the next forward uses them as they are (those that forward keeps too, it gathers anew): set it to
+        True again before the last backward in front of an optimizer step, as with FSDP2. What operations on the DTensor
+        parameters change is gathered anew, writes to their local tensors go unnoticed.
         """
         for state in self._ragged_states(recurse):
             state.reshard_after_backward = reshard_after_backward

@@ -303,9 +303,13 @@ class ParamGroup:
         def hook(unsharded: torch.Tensor) -> None:
             group = group_ref()
             assert group is not None
-            if unsharded.grad is None:  # Backward came here with no gradient, or the parameter was frozen since forward.
+            param = group.params[index]
+            param.sync_requires_grad()
+            if not param.requires_grad:  # frozen since forward
+                unsharded.grad = None
+            if unsharded.grad is None:  # or backward came here with no gradient
                 return
-            param, view = group.params[index], group._gradient_views()[index]
+            view = group._gradient_views()[index]
             if param.has_gradient:
                 view.add_(unsharded.grad)
             else:

@@ -169,23 +169,25 @@ class ModuleState:
                 self._start_iteration(context)
             elif not context.in_forward:  # called by itself
                 self._refresh()
-        position = len(context.order)
-        context.order.append(self)
+        position = -1  # Calls outside the root's forward have no place in the order.
+        if self.is_root or context.in_forward:
+            position = len(context.order)
+            context.order.append(self)
+        self._positions.append(position)
         if self.group is not None:
             self.group.unshard()
             self._must_refresh = True
             neighbour = self._prefetch(context.last_order, position, step=1)
             if neighbour is not None:  # It may never be called.
                 neighbour._must_refresh = True
-        self._positions.append(position)
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
 
     def _prefetch(self, order: list[ModuleState], position: int, step: int) -> ModuleState | None:
-        """Start the all-gather of the next group in ``order``, if it ran the same way up to here."""
+        """Start the all-gather of the next group in ``order``, if it ran the same way up to here; returns whose it is."""
         neighbour = position + step
-        in_order = 0 <= neighbour < len(order) and order[position] is self
+        in_order = position >= 0 and 0 <= neighbour < len(order) and order[position] is self
         while in_order and order[neighbour].group is None:
             neighbour += step
             in_order = 0 <= neighbour < len(order)
