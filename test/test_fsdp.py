@@ -1,7 +1,6 @@
 """fully_shard: the losses of one process, FSDP2's semantics, no copies on the parameter path, clear errors."""
 
 import gc
-import itertools
 import tempfile
 import unittest
 import weakref
@@ -25,6 +24,7 @@ from torch_ragged import RaggedShard
 from torch_ragged.fsdp import blocks, buffer_layouts, fully_shard, rows
 
 CONFIG = MoEConfig(dim=24, heads=2, layers=3, experts=3, hidden=16, context=12)
+STEPS = 12
 POLICIES = {"elements": None, "rows": lambda fqn, p: rows(5), "blocks": lambda fqn, p: blocks(8, 8)}
 
 
@@ -74,22 +74,22 @@ def train(model, steps, whole=False, first=0, optimizer=None):
 
 
 def check_parity_with_one_process():
-    want = {tied: train(build("single", tied=tied), 20, whole=True) for tied in (True, False)}
-    for raf, (name, policy) in itertools.product((None, True, False), POLICIES.items()):
-        got = train(build("ragged", raf, policy=policy), 20)
+    want = {tied: train(build("single", tied=tied), STEPS, whole=True) for tied in (True, False)}
+    for raf, name in ((None, "elements"), (None, "rows"), (None, "blocks"), (True, "rows"), (False, "blocks")):
+        got = train(build("ragged", raf, policy=POLICIES[name]), STEPS)
         torch.testing.assert_close(got, want[True], rtol=2e-4, atol=2e-5, msg=lambda m: f"{raf} {name}: {m}")
-    torch.testing.assert_close(train(build("ragged", tied=False), 20), want[False], rtol=2e-4, atol=2e-5)
+    torch.testing.assert_close(train(build("ragged", tied=False), STEPS), want[False], rtol=2e-4, atol=2e-5)
     assert (want[True][0] - want[True][-1])[0] > 0.5  # It learns, so equal curves mean something.
 
 
 def check_parity_with_fsdp2():
-    full = train(build("fsdp2"), 20)
+    full = train(build("fsdp2"), STEPS)
     for reduce_dtype in (torch.float32, None):
         mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         theirs, ours = build("fsdp2", mp_policy=mp_policy), build("ragged", mp_policy=mp_policy)
         if reduce_dtype == torch.float32:
             compare_first_gradients(ours, theirs)
-        want, got = train(theirs, 20), train(ours, 20)
+        want, got = train(theirs, STEPS), train(ours, STEPS)
         if reduce_dtype == torch.float32:
             torch.testing.assert_close(got[:5], want[:5], rtol=2e-4, atol=2e-5)
             # Later a last bit of a float32 master may flip a bf16 rounding, whose step is 2**-8.
@@ -326,10 +326,10 @@ class FullyShardTest(unittest.TestCase):
     def test_api(self):
         run_ranks(2, check_api)
 
-    def test_checkpoint_of_4_ranks_continues_on_other_world_sizes(self):
+    def test_checkpoint_of_3_ranks_continues_on_other_world_sizes(self):
         with tempfile.TemporaryDirectory() as path:
-            (want, values), *_ = run_ranks(4, save_trained, path)
-            for ranks in (1, 2, 3, 6):
+            (want, values), *_ = run_ranks(3, save_trained, path)
+            for ranks in (1, 2, 4):
                 with self.subTest(ranks=ranks):
                     got = run_ranks(ranks, resume_trained, path, values)[0]
                     torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
