@@ -45,7 +45,8 @@ def fully_shard(
         module: the module to shard, in place.
         mesh: a 1-D mesh; all ranks, on the parameters' device, where None.
         reshard_after_forward: give the gathered parameters back after forward. None: True, but False for the root.
-        mp_policy: dtypes to compute, reduce and return in, as in FSDP2.
+        mp_policy: dtypes to compute, reduce and return in, as in the installed FSDP2: without a ``reduce_dtype``, gradients
+            are reduced in ``param_dtype`` before torch 2.15, in the parameters' dtype from it on.
         orig_param_policy: ``(fqn, parameter) -> granularity``: what may not be cut. None: everything may be.
 
     Returns:
@@ -56,6 +57,7 @@ def fully_shard(
             on the meta device, on a device other than the mesh's, of several dtypes, or tied to an already sharded one.
         TypeError: ``module`` is not an ``nn.Module``, ``reshard_after_forward`` not a bool or None, or the policy
             returns something else than a granularity.
+        NotImplementedError: ``mp_policy`` has a ``param_dtype_override_fn``.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard expects an nn.Module, got {type(module).__name__}")
@@ -63,6 +65,8 @@ def fully_shard(
         raise ValueError(f"fully_shard cannot shard a {type(module).__name__}, which has no forward: shard its members")
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise TypeError(f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}")
+    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:  # new in torch 2.15
+        raise NotImplementedError("fully_shard does not offer param_dtype_override_fn: a group computes in one param_dtype")
     if hasattr(module, _STATE):
         raise ValueError(f"{type(module).__name__} is sharded by fully_shard already")
     if mesh is None:

@@ -22,6 +22,9 @@ from torch_ragged.fsdp._planner import plan_layout
 __all__ = ["ManagedParam", "ParamGroup", "plan_params"]
 
 _SHARD_ALIGNMENT_BYTES = 128
+# From 2.15 on FSDP2 does not round gradients to param_dtype: autograd leaves them in the dtype they are computed in, and
+# without a reduce_dtype they are reduced in the parameters' own dtype. Results follow the FSDP2 that is installed.
+_KEEPS_WIDE_GRADIENTS = torch.__version__ >= "2.15"
 
 
 @dataclass
@@ -93,7 +96,7 @@ class ParamGroup:
         self.params, self.mesh = params, mesh
         self.orig_dtype = first.dtype
         self.param_dtype = mp_policy.param_dtype or self.orig_dtype
-        self.reduce_dtype = mp_policy.reduce_dtype or self.param_dtype
+        self.reduce_dtype = mp_policy.reduce_dtype or (self.orig_dtype if _KEEPS_WIDE_GRADIENTS else self.param_dtype)
         self.rank = mesh.get_local_rank()
         self.collectives: Collectives = ProcessGroupCollectives(mesh.get_group())
         self.layout = plan_params(params, mesh.size(), policy, self.param_dtype, self.reduce_dtype)
@@ -123,6 +126,8 @@ class ParamGroup:
             local.copy_(original.detach().reshape(-1)[start:stop])
             param.sharded = nn.Parameter(self._dtensor(index, local), requires_grad=original.requires_grad)
             param.unsharded = nn.Parameter(self.unsharded.tensor(index))  # A hook can be set only where a gradient can be.
+            if _KEEPS_WIDE_GRADIENTS and self.reduce_dtype.itemsize > self.param_dtype.itemsize:
+                param.unsharded.grad_dtype = None  # The copy into the gradient buffer casts.
             param.unsharded.register_post_accumulate_grad_hook(self._gradient_hook(index))
             for name, value in vars(original).items():
                 setattr(param.sharded, name, value)
