@@ -1,7 +1,6 @@
 """fully_shard: the losses of one process, FSDP2's semantics, no copies on the parameter path, clear errors."""
 
 import gc
-import itertools
 import tempfile
 import unittest
 import weakref
@@ -25,12 +24,15 @@ from torch_ragged import RaggedShard
 from torch_ragged.fsdp import blocks, buffer_layouts, fully_shard, rows
 
 CONFIG = MoEConfig(dim=24, heads=2, layers=3, experts=3, hidden=16, context=12)
+STEPS = 12
 POLICIES = {"elements": None, "rows": lambda fqn, p: rows(5), "blocks": lambda fqn, p: blocks(8, 8)}
 
 
-def build(kind, raf=None, mp_policy=None, policy=None, tied=True, seed=0):
+def build(kind, raf=None, mp_policy=None, policy=None, tied=True, seed=0, frozen=None):
     torch.manual_seed(seed)
     model = MoETransformer(MoEConfig(**{**vars(CONFIG), "tied": tied}))
+    if frozen is not None:
+        model.blocks[frozen].requires_grad_(False)
     if kind == "single":
         return model
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -72,21 +74,24 @@ def train(model, steps, whole=False, first=0, optimizer=None):
 
 
 def check_parity_with_one_process():
-    want = {tied: train(build("single", tied=tied), 20, whole=True) for tied in (True, False)}
-    for raf, (name, policy) in itertools.product((None, True, False), POLICIES.items()):
-        got = train(build("ragged", raf, policy=policy), 20)
+    want = {tied: train(build("single", tied=tied), STEPS, whole=True) for tied in (True, False)}
+    for raf, name in ((None, "elements"), (None, "rows"), (None, "blocks"), (True, "rows"), (False, "blocks")):
+        got = train(build("ragged", raf, policy=POLICIES[name]), STEPS)
         torch.testing.assert_close(got, want[True], rtol=2e-4, atol=2e-5, msg=lambda m: f"{raf} {name}: {m}")
-    torch.testing.assert_close(train(build("ragged", tied=False), 20), want[False], rtol=2e-4, atol=2e-5)
+    torch.testing.assert_close(train(build("ragged", tied=False), STEPS), want[False], rtol=2e-4, atol=2e-5)
     assert (want[True][0] - want[True][-1])[0] > 0.5  # It learns, so equal curves mean something.
 
 
 def check_parity_with_fsdp2():
-    full = train(build("fsdp2"), 20)
+    full = train(build("fsdp2"), STEPS)
     for reduce_dtype in (torch.float32, None):
         mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-        want = train(build("fsdp2", mp_policy=mp_policy), 20)
-        got = train(build("ragged", mp_policy=mp_policy), 20)
-        if reduce_dtype == torch.float32:
+        theirs, ours = build("fsdp2", mp_policy=mp_policy), build("ragged", mp_policy=mp_policy)
+        is_exact = reduce_dtype == torch.float32 or torch.__version__ >= "2.15"  # None is the parameters' dtype since.
+        if is_exact:
+            compare_first_gradients(ours, theirs)
+        want, got = train(theirs, STEPS), train(ours, STEPS)
+        if is_exact:
             torch.testing.assert_close(got[:5], want[:5], rtol=2e-4, atol=2e-5)
             # Later a last bit of a float32 master may flip a bf16 rounding, whose step is 2**-8.
             torch.testing.assert_close(got, want, rtol=2**-9, atol=2e-5)
@@ -96,6 +101,18 @@ def check_parity_with_fsdp2():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     linear = fully_shard(nn.Linear(4, 4), mp_policy=policy)
     assert linear(torch.ones(2, 4)).dtype == torch.float32 and linear.weight.dtype == torch.bfloat16
+
+
+def compare_first_gradients(ours, theirs):
+    """Both compute the same in bf16 and sum in float32."""
+    for model in (ours, theirs):
+        loss_of(model, batch(0, False)).backward()
+    for (name, got), (_, want) in zip(ours.named_parameters(), theirs.named_parameters()):
+        assert got.grad.dtype == torch.float32 and want.grad.full_tensor().abs().max() > 1e-3, name
+        torch.testing.assert_close(
+            got.grad.full_tensor(), want.grad.full_tensor(), rtol=1e-5, atol=1e-7, msg=lambda m: f"{name}: {m}"
+        )
+    ours.zero_grad(), theirs.zero_grad()
 
 
 def check_storage_and_collectives():
@@ -166,6 +183,10 @@ def check_accumulation_and_prefetch():
 
 def compare_gradients(model, single):
     for (name, param), (_, plain) in zip(model.named_parameters(), single.named_parameters()):
+        if plain.grad is None:
+            assert param.grad is None, name
+            continue
+        assert param.grad is not None, name
         torch.testing.assert_close(param.grad.full_tensor(), plain.grad, rtol=1e-4, atol=1e-6, msg=lambda m: f"{name}: {m}")
 
 
@@ -250,6 +271,8 @@ def check_errors():
     tied[1].weight = tied[0].weight
     fully_shard(tied[0], mesh=mesh)
     twice = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    override = MixedPrecisionPolicy()
+    object.__setattr__(override, "param_dtype_override_fn", lambda param: None)  # a field from torch 2.15 on
     return [
         error_of(fully_shard, nn.Linear(4, 4), mesh=square),
         error_of(fully_shard, sharded, mesh=mesh),
@@ -261,6 +284,7 @@ def check_errors():
         error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, reshard_after_forward=2),
         error_of(fully_shard, nn.ModuleList([nn.Linear(4, 4)]), mesh=mesh),
         error_of(fully_shard, "model", mesh=mesh),
+        error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, mp_policy=override),
     ]
 
 
@@ -306,10 +330,10 @@ class FullyShardTest(unittest.TestCase):
     def test_api(self):
         run_ranks(2, check_api)
 
-    def test_checkpoint_of_4_ranks_continues_on_other_world_sizes(self):
+    def test_checkpoint_of_3_ranks_continues_on_other_world_sizes(self):
         with tempfile.TemporaryDirectory() as path:
-            (want, values), *_ = run_ranks(4, save_trained, path)
-            for ranks in (1, 2, 3, 6):
+            (want, values), *_ = run_ranks(3, save_trained, path)
+            for ranks in (1, 2, 4):
                 with self.subTest(ranks=ranks):
                     got = run_ranks(ranks, resume_trained, path, values)[0]
                     torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
@@ -326,9 +350,10 @@ class FullyShardTest(unittest.TestCase):
             "must be True, False or None, got 2",
             "which has no forward",
             "expects an nn.Module, got str",
+            "does not offer param_dtype_override_fn",
         )
         for errors in run_ranks(2, check_errors):
-            for error, text in zip(errors, words):
+            for error, text in zip(errors, words, strict=True):
                 self.assertIn(text, error)
 
 

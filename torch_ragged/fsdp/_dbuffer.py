@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged.fsdp._collectives import Collectives, Work
@@ -70,6 +70,12 @@ class DBuffer:
         tensor = self.layout.tensors[index]
         offset = self.layout.offsets[index]
         return flat[offset : offset + tensor.numel].view(tensor.shape)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in the memory of this buffer."""
+        if not self.is_allocated or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
+            return False
+        return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
     def shard(self) -> torch.Tensor:
         """This rank's shard: all of a sharded buffer, else its slice. No copy."""

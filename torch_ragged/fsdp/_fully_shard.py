@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ def fully_shard(
         module: the module to shard, in place.
         mesh: a 1-D mesh; all ranks, on the parameters' device, where None.
         reshard_after_forward: give the gathered parameters back after forward. None: True, but False for the root.
-        mp_policy: dtypes to compute, reduce and return in, as in FSDP2.
+        mp_policy: dtypes to compute, reduce and return in, as in the installed FSDP2: without a ``reduce_dtype``, gradients
+            are reduced in ``param_dtype`` before torch 2.15, in the parameters' dtype from it on.
         orig_param_policy: ``(fqn, parameter) -> granularity``: what may not be cut. None: everything may be.
 
     Returns:
@@ -55,6 +57,7 @@ def fully_shard(
             on the meta device, on a device other than the mesh's, of several dtypes, or tied to an already sharded one.
         TypeError: ``module`` is not an ``nn.Module``, ``reshard_after_forward`` not a bool or None, or the policy
             returns something else than a granularity.
+        NotImplementedError: ``mp_policy`` has a ``param_dtype_override_fn``.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard expects an nn.Module, got {type(module).__name__}")
@@ -62,6 +65,8 @@ def fully_shard(
         raise ValueError(f"fully_shard cannot shard a {type(module).__name__}, which has no forward: shard its members")
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise TypeError(f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}")
+    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:  # new in torch 2.15
+        raise NotImplementedError("fully_shard does not offer param_dtype_override_fn: a group computes in one param_dtype")
     if hasattr(module, _STATE):
         raise ValueError(f"{type(module).__name__} is sharded by fully_shard already")
     if mesh is None:
@@ -76,8 +81,7 @@ def fully_shard(
     if params:
         device = params[0].original.device  # type: ignore[union-attr]
         originals = [(weakref.ref(p.original), id(p.original), p.fqn) for p in params if p.original is not None]
-        name = f"{type(module).__name__}({', '.join(p.fqn for p in params[:1])}{', ...' if len(params) > 1 else ''})"
-        group = ParamGroup(name, params, mesh, mp_policy, orig_param_policy, device)
+        group = ParamGroup(params, mesh, mp_policy, orig_param_policy, device)
         _sharded_originals.update({key: (ref, fqn) for ref, key, fqn in originals if ref() is not None})
     module.__dict__[_STATE] = ModuleState(module, group, mp_policy, reshard_after_forward)
     module.register_state_dict_pre_hook(_reshard_before_state_dict)
@@ -200,12 +204,50 @@ class FSDPModule(TorchFSDPModule):
         """
         group = self._ragged_states(recurse=False)[0].group
         if group is not None:
+            group.adopt_sharded()
             group.unshard(wait=not async_op)
         return _UnshardHandle(group) if async_op else None
 
     def reshard(self) -> None:
         """Give this module's gathered parameters back (not those of FSDP modules inside)."""
         _group_call(self, ParamGroup.reshard)  # type: ignore[arg-type]
+
+    def reset_iter_state(self) -> None:
+        """Recover after a forward or backward that raised: drop its gradients, give all gathered parameters back.
+
+        Gradients accumulated without gradient sync are dropped too; what is in ``.grad`` stays. The next forward of the
+        root does the same by itself after a backward that raised. No communication, but it waits for what is under way.
+
+        Raises:
+            RuntimeError: this is not the root, the outermost ``fully_shard`` module.
+        """
+        state, *inner = self._ragged_states(recurse=True)
+        if state.context is not None and not state.is_root:
+            raise RuntimeError("reset_iter_state must be called on the root, the outermost fully_shard module")
+        if state.context is not None:
+            state.context.forget_backward()
+        for each in (state, *inner):
+            each.reset()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """What ``to``, ``cpu``, ``half`` and the like call. Parameters stay where they are, in their dtype.
+
+        Raises:
+            ValueError: ``fn`` would change the dtype or device of a sharded parameter; nothing is changed then.
+        """
+        states = self._ragged_states(recurse)
+        for state in states:
+            state.give_back()
+            if state.group is not None:
+                state.group.adopt_sharded()
+                state.group.check_conversion(fn)
+        convert_rest = super(TorchFSDPModule, self)._apply  # type: ignore[misc]  # past torch's, whose state is not here
+        group = states[0].group
+        if group is None:
+            return convert_rest(fn, recurse)
+        group.convert(fn, owner=None if recurse else self)  # type: ignore[arg-type]
+        with group.hidden():
+            return convert_rest(fn, recurse)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; without, they add up in the gradient buffer with no communication."""
@@ -220,8 +262,9 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether gathered parameters are given back after backward.
 
-        If they stay, the next forward uses them as they are: set it to True again before the last backward in front of
-        an optimizer step, as with FSDP2.
+        If they stay, the next forward uses them as they are (those that forward keeps too, it gathers anew): set it to
+        True again before the last backward in front of an optimizer step, as with FSDP2. What operations on the DTensor
+        parameters change is gathered anew, writes to their local tensors go unnoticed.
         """
         for state in self._ragged_states(recurse):
             state.reshard_after_backward = reshard_after_backward

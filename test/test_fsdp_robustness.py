@@ -1,0 +1,493 @@
+"""fully_shard outside the plain training loop: errors in the middle, freezing, conversions, unusual modules."""
+
+import itertools
+import unittest
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from common import error_of, run_ranks
+from test_fsdp import CONFIG, batch, build, compare_gradients, loss_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from torch_ragged.fsdp import fully_shard, time_collectives
+
+
+class LateCollectives:
+    """The collectives of ``inner``, which read and write nothing before ``wait()``."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return lambda *tensors: Late(getattr(self.inner, name), tensors)
+
+
+class Late:
+    def __init__(self, collective, tensors):
+        self.collective, self.tensors = collective, tensors
+
+    def wait(self):
+        self.collective(*self.tensors).wait()
+
+
+class LoggedCollectives:
+    """The collectives of ``inner``, which note in ``log`` when they are issued."""
+
+    def __init__(self, inner, name, log):
+        self.inner, self.name, self.log = inner, name, log
+
+    def __getattr__(self, name):
+        self.log.append(f"{name} {self.name}")
+        return getattr(self.inner, name)
+
+
+def delay_collectives(model):
+    for module in model.modules():
+        if hasattr(module, "_ragged_fsdp_state"):
+            group = module._ragged_fsdp_state.group
+            group.collectives = LateCollectives(group.collectives)
+    return model
+
+
+class Repeat(nn.Module):
+    """Calls one of its layers three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(3):
+            x = self.layer(x).tanh()
+        return x
+
+
+def check_late_collectives():
+    model, single = delay_collectives(build("ragged", raf=True)), build("single")
+    for step in range(3):
+        loss_of(model, batch(step, False)).backward()
+        loss_of(single, batch(step, True)).backward()
+    compare_gradients(model, single)
+    # The second of two backwards reduces after the first of three calls; more gradients come when that is under way.
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, single = same_twice(Repeat)
+    fully_shard(model.layer, mesh=mesh)
+    delay_collectives(fully_shard(model, mesh=mesh))
+    for each in (model, single):
+        first, second = each(torch.ones(1, 6)).sum(), each(-torch.ones(1, 6)).sum()
+        second.backward(), first.backward()
+    compare_gradients(model, single)
+
+
+def same_twice(kind):
+    torch.manual_seed(0)
+    model, single = kind(), kind()
+    single.load_state_dict(model.state_dict())
+    return model, single
+
+
+class Boom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise KeyError("boom")
+
+
+def fail_backward(model):
+    """A backward that raises behind blocks 2 and 1, whose reductions have begun by then."""
+    hook = model.blocks[0].register_forward_hook(lambda module, args, output: Boom.apply(output))
+    loss = loss_of(model, batch(0, False))
+    hook.remove()
+    assert error_of(loss.backward) == "KeyError: 'boom'"
+
+
+def check_backward_that_raised():
+    model, single = delay_collectives(build("ragged")), build("single")
+    for sync in (True, False):  # The next forward notices.
+        model.set_requires_gradient_sync(sync)
+        fail_backward(model)
+        model.set_requires_gradient_sync(True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = loss_of(model, batch(1, False))
+        assert ["a backward pass raised" in str(w.message) for w in caught] == [True], caught
+        loss.backward()
+        loss_of(single, batch(1, True)).backward()
+        compare_gradients(model, single)
+    # So does a backward whose forward was before.
+    model.zero_grad(), single.zero_grad()
+    loss = loss_of(model, batch(2, False))
+    fail_backward(model)
+    loss.backward()
+    loss_of(single, batch(2, True)).backward()
+    compare_gradients(model, single)
+    fail_backward(model)
+    assert error_of(model.blocks[0].reset_iter_state).startswith("RuntimeError: reset_iter_state must be called on the root")
+    model.reset_iter_state()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    model.zero_grad(), single.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(model, batch(3, False)).backward()
+    loss_of(single, batch(3, True)).backward()
+    compare_gradients(model, single)
+
+
+def check_prefetch():
+    model, log, hidden = build("ragged"), [], torch.ones(1, 2, CONFIG.dim)
+    for index, block in enumerate(model.blocks):
+        group = block._ragged_fsdp_state.group
+        group.collectives = LoggedCollectives(group.collectives, index, log)
+        block.register_forward_pre_hook(lambda module, args, index=index: log.append(f"forward {index}"))
+
+    def step():
+        log.clear()
+        loss_of(model, batch(0, False)).backward()
+        return list(log)
+
+    backward = ["all_gather 2", "all_gather 1", "reduce_scatter 2", "all_gather 0", "reduce_scatter 1", "reduce_scatter 0"]
+    assert step() == [f"{what} {i}" for i in range(3) for what in ("all_gather", "forward")] + backward
+    ahead = ["all_gather 0", "all_gather 1", "forward 0", "all_gather 2", "forward 1", "forward 2"]
+    assert step() == ahead + backward
+    # Calls outside the root's forward change nothing in the next one, and prefetch nothing.
+    log.clear()
+    for _ in range(2):
+        model.blocks[1](hidden).sum().backward()
+    assert log == ["all_gather 1", "forward 1", "all_gather 1", "reduce_scatter 1", "all_reduce_max 1"] * 2
+    assert step() == ahead + backward
+
+
+def halve(model, local=False):
+    with torch.no_grad():
+        for param in model.parameters():
+            (param.to_local() if local else param).mul_(0.5)
+
+
+def unused_prefetch(model, x):
+    with torch.no_grad():
+        model(x)
+        blocks, model.blocks = model.blocks, model.blocks[:1]
+        model(x)
+        model.blocks = blocks
+
+
+def forward_that_raised(model, x):
+    def stop(module, args):
+        raise KeyError("stop")
+
+    model.set_reshard_after_forward(False)
+    hook = model.blocks[1].experts.register_forward_pre_hook(stop)
+    assert error_of(model, x) == "KeyError: 'stop'"
+    hook.remove()
+
+
+def forward_without_backward(model, x):
+    model.set_reshard_after_forward(False)
+    model(x)
+
+
+def explicit_unshard(model, x):
+    model(x)
+    model.blocks[1].unshard(), model.blocks[2].unshard(async_op=True)
+
+
+def kept_after_backward(model, x):
+    model.set_reshard_after_backward(False)
+    model(x).sum().backward()
+
+
+def backward_that_raised(model, x):
+    fail_backward(model)
+
+
+def check_nothing_out_of_date_is_used():
+    x, hidden = batch(0, False)[:, :-1], torch.ones(1, 2, CONFIG.dim)
+    single = build("single")
+    halve(single)
+    ways = (
+        unused_prefetch,
+        forward_that_raised,
+        forward_without_backward,
+        explicit_unshard,
+        kept_after_backward,
+        backward_that_raised,
+    )
+    for way, is_alone, local in itertools.product(ways, (False, True), (False, True)):
+        if local and way in (explicit_unshard, kept_after_backward):
+            continue  # Who keeps parameters gathered must not write to them behind DTensor's back.
+        model = build("ragged")
+        params = nn.ParameterList(model.parameters())  # those that an optimizer holds: always the sharded ones
+        way(model, x)
+        halve(params, local)
+        if is_alone:
+            assert torch.equal(model.blocks[1](hidden), single.blocks[1](hidden)), way
+        assert torch.equal(model(x), single(x)), way
+
+
+def check_freezing():
+    model, single = build("ragged", frozen=1), build("single", frozen=1)
+    params = list(model.blocks[2].parameters())
+    for step in range(6):
+        if step == 1:
+            for each in (model, single):
+                each.blocks[1].requires_grad_(True), each.blocks[0].requires_grad_(False)
+        if step == 2:  # while they are gathered, and back again
+            model.set_reshard_after_forward(False)
+            loss_of(model, batch(0, False))
+            for each in (model, single):
+                each.blocks[0].requires_grad_(True), each.blocks[1].norm1.requires_grad_(False)
+        if step == 3:  # while they are gathered, on those that an optimizer holds
+            loss_of(model, batch(0, False))
+            for param in (*params, *single.blocks[2].parameters()):
+                param.requires_grad_(False)
+        if step == 4:
+            for each in (model, single):
+                each.requires_grad_(True)
+        got, want = loss_of(model, batch(step, False)), loss_of(single, batch(step, True))
+        if step == 5:  # between forward and backward
+            for each in (model, single):
+                each.head.requires_grad_(False), each.blocks[2].norm1.requires_grad_(False)
+            params[-1].requires_grad_(False), [*single.blocks[2].parameters()][-1].requires_grad_(False)
+        got.backward(), want.backward()
+        compare_gradients(model, single)
+        assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in single.parameters()], step
+        model.zero_grad(), single.zero_grad()
+
+
+def check_conversions():
+    model, single = build("ragged", tied=False), build("single", tied=False)
+    x = batch(0, False)[:, :-1]
+    for each in (model, single):
+        each.blocks[1].attention.register_buffer("scale", torch.ones(2))
+    params = list(model.parameters())
+    params[0].note = "kept"
+    model(x)  # The root stays gathered.
+    calls = (
+        lambda: model.to(torch.bfloat16),
+        model.half,
+        lambda: model.blocks[1].to(torch.float64),
+        lambda: model.to("meta"),
+        lambda: nn.Sequential(model).double(),
+        model.share_memory,
+    )
+    errors = [error_of(call) for call in calls]
+    model.cpu().float().to("cpu", torch.float32)
+    assert all(a is b for a, b in zip(params, model.parameters())) and params[0].note == "kept"
+    assert model.blocks[1].attention.scale.dtype == torch.float32
+    assert torch.equal(model(x), single(x))
+    # Other functions: once for every parameter and gradient.
+    loss_of(model, batch(0, False)).backward(), loss_of(single, batch(0, True)).backward()
+    for each in (model, model.blocks, model.blocks[1].attention):
+        each._apply(lambda tensor: tensor * 2)
+    for each in (single, single.blocks, single.blocks[1].attention):
+        each._apply(lambda tensor: tensor * 2)
+    compare_gradients(model, single)
+    model.set_reshard_after_forward(False)
+    assert torch.equal(model(x), single(x)) and torch.equal(*(m.blocks[1].attention.scale for m in (model, single)))
+    assert all(a is b for a, b in zip(params, model.parameters()) if isinstance(b, DTensor))
+    # A part of a group.
+    gathered = error_of(lambda: (model.blocks[1].attention.double(), model(x)))
+    assert torch.equal(model(x), single(x))
+    model.reset_iter_state()
+    model.blocks[1].attention.double()
+    return [*errors, gathered, error_of(model, x)]
+
+
+def check_changes_while_gathered():
+    model, single = build("ragged"), build("single")
+    x = batch(0, False)[:, :-1]
+    model(x)
+    with torch.no_grad():
+        model.norm.weight.fill_(2)
+    written = error_of(model, x)
+    model(x)
+    model.norm.weight = nn.Parameter(torch.ones(CONFIG.dim))
+    replaced = error_of(model.state_dict)
+    assert torch.equal(model(x), single(x))
+    model.reset_iter_state()
+    for each in (model.blocks[0], single.blocks[0]):  # Replacements that are each other's.
+        a, b = each.norm1.weight, each.norm2.weight
+        with torch.no_grad():
+            a.fill_(3), b.fill_(5)
+        each.norm1.weight, each.norm2.weight = b, a
+    assert torch.equal(model(x), single(x))
+    return written, replaced
+
+
+def check_optimizer_in_backward():
+    def step(param):
+        with torch.no_grad():
+            param.sub_(param.grad, alpha=0.1)
+        param.grad = None
+
+    model, single = build("ragged"), build("single")
+    for param in (*model.parameters(), *single.parameters()):
+        param.register_post_accumulate_grad_hook(step)
+    for i in range(3):
+        loss_of(model, batch(i, False)).backward(), loss_of(single, batch(i, True)).backward()
+    for (name, param), (_, plain) in zip(model.named_parameters(), single.named_parameters()):
+        assert param.grad is None
+        torch.testing.assert_close(param.full_tensor(), plain, rtol=1e-4, atol=1e-6, msg=lambda m: f"{name}: {m}")
+
+
+@dataclass
+class Opaque:
+    value: torch.Tensor
+
+
+class Outputs(nn.Module):
+    """Modules whose outputs, inputs and calls are unusual."""
+
+    def __init__(self):
+        super().__init__()
+        self.opaque, self.table, self.partly, self.side = OpaqueOutput(), Table(), IgnoresInput(), nn.Linear(6, 6)
+        self.keeps, self.scale = KeepsWeight(), nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        x = self.opaque(x).value * self.table(3) + self.table(6)
+        x = self.partly(x, self.side(x))
+        (slope,) = torch.autograd.grad(self.partly(x, x).square().sum(), x, retain_graph=True)
+        x = checkpoint(self.partly, x, slope, use_reentrant=False)
+        return self.keeps(x) * self.scale
+
+
+class OpaqueOutput(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 6)
+
+    def forward(self, x):
+        return Opaque(super().forward(x).tanh())
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, rows):
+        return self.weight[:3] if rows == 3 else self.weight.t()[:3]
+
+
+class KeepsWeight(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 6)
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "weight":
+            self.__dict__["kept"] = value
+
+    def forward(self, x):
+        return x @ self.kept
+
+
+class IgnoresInput(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 6)
+
+    def forward(self, x, ignored):
+        return super().forward(x).tanh()
+
+
+def check_unusual_modules():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, single = same_twice(Outputs)
+    for child in model.children():
+        fully_shard(child, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = torch.randn(3, 6, requires_grad=True)
+    for _ in range(2):
+        got, want = model(x), single(x)
+        assert torch.equal(got, want)
+        got.sum().backward()
+        gradient, x.grad = x.grad, None
+        want.sum().backward()
+        torch.testing.assert_close(gradient, x.grad)
+        x.grad = None
+        compare_gradients(model, single)
+        assert model.side.weight.grad is None and all(isinstance(p, DTensor) for p in model.parameters())
+    with torch.no_grad():
+        assert torch.equal(model.table(3), single.table(3))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    layer, gradients = fully_shard(nn.Linear(6, 6), mesh=mesh, mp_policy=policy), []
+    for call in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):  # The recomputation casts its input too.
+        call(x.clone().requires_grad_()).square().sum().backward()
+        gradients.append(layer.weight.grad.full_tensor())
+        layer.zero_grad()
+    assert torch.equal(*gradients)
+    assert "does not support create_graph=True" in error_of(model(x).sum().backward, create_graph=True)
+
+
+def check_roots():
+    mesh, square = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    x, errors = torch.ones(1, 4), []
+    for inner, is_early in (("b", False), ("a", False), ("a", True)):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[0], mesh=square[inner])
+        fully_shard(model, mesh=mesh)
+        if is_early:
+            model[0](x)
+        timer = time_collectives(model)
+        found = {error_of(model, x) for _ in range(2)}  # The second call is no better than the first.
+        assert len(found) == 1
+        errors += found
+        assert (timer.calls == 0) == bool(errors[-1])
+    return errors
+
+
+class RobustnessTest(unittest.TestCase):
+    def test_results_do_not_depend_on_when_collectives_run(self):
+        run_ranks(2, check_late_collectives)
+
+    def test_backward_that_raised_leaves_nothing_behind(self):
+        run_ranks(3, check_backward_that_raised)
+
+    def test_groups_are_gathered_one_ahead(self):
+        run_ranks(2, check_prefetch)
+
+    def test_parameters_gathered_before_a_change_are_not_used(self):
+        run_ranks(2, check_nothing_out_of_date_is_used)
+
+    def test_parameters_frozen_and_unfrozen_later(self):
+        run_ranks(3, check_freezing)
+
+    def test_conversions_keep_parameters_in_the_buffer_or_raise(self):
+        for errors in run_ranks(3, check_conversions):
+            for error, dtype in zip(errors[:5], ("bfloat16", "float16", "float64", "float32 on meta", "float64")):
+                self.assertRegex(
+                    error, f"^ValueError: .* is sharded in a buffer of torch.float32 on cpu .* become torch.{dtype}"
+                )
+            self.assertIn("cannot be moved to shared memory", errors[5])
+            self.assertIn("RuntimeError: attention.qkv.weight, attention.out.weight changed while gathered", errors[6])
+            self.assertIn("attention.qkv.weight was replaced by DTensor of torch.Size([72, 24]), torch.float64", errors[7])
+
+    def test_changes_of_gathered_parameters_raise(self):
+        for errors in run_ranks(2, check_changes_while_gathered):
+            for error in errors:
+                self.assertIn("RuntimeError: norm.weight changed while gathered by fully_shard", error)
+
+    def test_post_accumulate_hooks_of_parameters_run(self):
+        run_ranks(2, check_optimizer_in_backward)
+
+    def test_unusual_outputs_inputs_and_calls(self):
+        run_ranks(2, check_unusual_modules)
+
+    def test_one_root_with_one_mesh(self):
+        for meshes, fine, order in run_ranks(2, check_roots):
+            self.assertRegex(meshes, r"^ValueError: .* different meshes: 1.weight on ranks \[0, 1\], weight on ranks \[[01]\]")
+            self.assertEqual(fine, "")
+            self.assertIn("RuntimeError: FSDPLinear ran its forward before the module around it", order)
+
+
+if __name__ == "__main__":
+    unittest.main()
