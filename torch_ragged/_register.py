@@ -7,6 +7,7 @@ checked, so that an unknown layout of torch's internals is an ImportError and ne
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -27,6 +28,7 @@ from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, Runtim
 from torch.distributed.tensor._ops import _math_ops as dtensor_math_ops
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
+from torch.utils._debug_mode import DebugMode
 
 from torch_ragged import _checkpoint
 from torch_ragged._ops import NormPartial, OpCall, Sharding, decomposition_of, rule_of, unsupported
@@ -196,15 +198,25 @@ def _make_redistribute_local_tensor(original: Callable[..., torch.Tensor]) -> Ca
         mesh = current_spec.mesh
         if mesh.get_coordinate() is None or (source == target and current_spec.shape == target_spec.shape):
             return local_tensor
-        if current_spec.shape != target_spec.shape:
-            return broadcast_local(local_tensor, mesh, target_spec.shape, target)
-        unusual = tuple(Replicate() if _is_unusual_partial(p) else p for p in source)
-        if unusual != source:
-            middle = DTensorSpec(mesh, unusual, tensor_meta=current_spec.tensor_meta)
-            local_tensor, source = original(local_tensor, current_spec, middle), unusual
-        return redistribute_local(local_tensor, mesh, current_spec.shape, source, target)
+        with _recorded(local_tensor, source, target, kwargs.get("is_explicit", False)):
+            if current_spec.shape != target_spec.shape:
+                return broadcast_local(local_tensor, mesh, target_spec.shape, target)
+            unusual = tuple(Replicate() if _is_unusual_partial(p) else p for p in source)
+            if unusual != source:
+                middle = DTensorSpec(mesh, unusual, tensor_meta=current_spec.tensor_meta)
+                local_tensor, source = original(local_tensor, current_spec, middle), unusual
+            return redistribute_local(local_tensor, mesh, current_spec.shape, source, target)
 
     return redistribute_local_tensor
+
+
+def _recorded(local: torch.Tensor, source: Any, target: Any, is_explicit: bool) -> contextlib.AbstractContextManager[Any]:
+    """Show the redistribution in ``DebugMode``, as torch's own ones are: ``trace: RS(0)[1,2,0,1]->R``."""
+    mode = dtensor_redistribute.get_active_debug_mode()
+    if mode is None:
+        return contextlib.nullcontext()
+    trace = "->".join("".join(map(str, placements)) for placements in (source, target))
+    return mode.record_redistribute_calls(local, source, target, trace, is_explicit=is_explicit)
 
 
 def _is_unusual_partial(placement: Placement) -> bool:
@@ -419,7 +431,11 @@ _HOOKS = (
         "_redistribute.redistribute_local_tensor",
         "move data to and from ragged placements",
         _PROTOCOL,
-        lambda: _has(dtensor_redistribute.redistribute_local_tensor, "local_tensor", "current_spec", "target_spec"),
+        lambda: (
+            _has(dtensor_redistribute.redistribute_local_tensor, "local_tensor", "current_spec", "target_spec", "is_explicit")
+            and _has(DebugMode.record_redistribute_calls, "arg", "transform_info_str", "is_explicit")
+            and _has(dtensor_redistribute.get_active_debug_mode)
+        ),
         lambda: _extend_in_place(
             dtensor_redistribute.redistribute_local_tensor,  # type: ignore[arg-type]
             _make_redistribute_local_tensor,
