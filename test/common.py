@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor import debug
 
 _TIMEOUT = datetime.timedelta(seconds=60)
 _LONGEST = 200  # seconds for a whole call; a rank that waits for another one gives up after _TIMEOUT
@@ -35,6 +36,7 @@ def _worker(rank: int, pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            debug._clear_sharding_prop_cache()  # It holds meshes, whose groups are gone now.
 
 
 class _Pool:

@@ -1,72 +1,47 @@
 """Ownership against a brute-force oracle that numbers every element."""
 
+import itertools
 import math
 import unittest
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import local_of, random_placement
 
-from torch_ragged._ownership import Chunk, Run, Whole, boxes_of_interval, owned
-
-shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+from torch_ragged._ownership import Chunk, Run, Whole, boxes_of_interval, is_nested, owned
+from torch_ragged.placement_types import cuts_of, normalize_placements
 
 
 @st.composite
-def cut_tensors(draw):
-    """A shape, and a cut of it over 1 to 8 ranks."""
-    shape, ranks = draw(shapes), draw(st.integers(1, 8))
-    kinds = ["whole", "run"] + (["chunk"] if shape else [])
-    kind = draw(st.sampled_from(kinds))
-    if kind == "whole":
-        return shape, ranks, Whole()
-    if kind == "chunk":
-        return shape, ranks, Chunk(draw(st.integers(0, len(shape) - 1)))
-    ndims = draw(st.integers(0, len(shape)))
-    return shape, ranks, Run(ndims, draw(units_of(math.prod(shape[:ndims]), ranks)))
-
-
-def units_of(prefix, ranks):
-    """Units over ``ranks`` whose sum divides ``prefix``; zeros are common."""
-    totals = [d for d in range(1, prefix + 1) if prefix % d == 0] or [1, 2, 3]
-
-    def split(pair):
-        total, cuts = pair
-        edges = [0, *sorted(cut % (total + 1) for cut in cuts), total]
-        return tuple(b - a for a, b in zip(edges, edges[1:]))
-
-    return st.tuples(st.sampled_from(totals), st.lists(st.integers(0, 999), min_size=ranks - 1, max_size=ranks - 1)).map(split)
-
-
-def oracle(shape, ranks, cut, rank):
-    """The element numbers that a rank holds, by the definitions of section 2 of the design."""
-    numbers = torch.arange(math.prod(shape)).view(shape)
-    if isinstance(cut, Whole):
-        return numbers.flatten().tolist()
-    if isinstance(cut, Chunk):
-        chunks = numbers.chunk(ranks, cut.dim)
-        return chunks[rank].flatten().tolist() if rank < len(chunks) else []
-    unit = numbers.numel() // sum(cut.units)
-    return numbers.flatten().tolist()[unit * sum(cut.units[:rank]) : unit * sum(cut.units[: rank + 1])]
+def sharded_tensors(draw):
+    """A shape, a mesh shape of one to three dimensions, and placements that mean something."""
+    shape = draw(st.lists(st.sampled_from((0, 1, 2, 3, 4, 4, 6, 8)), max_size=4).map(tuple))
+    mesh_shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
+    random = draw(st.randoms(use_true_random=False))
+    while True:
+        placements = tuple(random_placement(random, shape, mesh_shape, dim) for dim in range(len(mesh_shape)))
+        try:
+            return shape, mesh_shape, normalize_placements(placements, shape, mesh_shape)
+        except ValueError:
+            continue
 
 
 class OwnershipTest(unittest.TestCase):
-    @settings(max_examples=400, deadline=None)
-    @given(cut_tensors())
+    @settings(max_examples=600, deadline=None)
+    @given(sharded_tensors())
     def test_boxes_hold_the_elements_of_the_definition(self, case):
-        shape, ranks, cut = case
+        shape, mesh_shape, placements = case
         numbers = torch.arange(math.prod(shape)).view(shape)
-        for rank in range(ranks):
-            mine = owned(shape, (ranks,), (cut,), (rank,))
-            held = []
+        for coordinate in itertools.product(*map(range, mesh_shape)):
+            mine = owned(shape, mesh_shape, cuts_of(placements), coordinate)
+            expected = local_of(numbers, mesh_shape, placements, coordinate)
+            self.assertEqual(mine.local_shape, tuple(expected.shape))
+            held = torch.full((mine.numel,), -1)
             for box in mine.boxes:
-                self.assertEqual(box.local_offset, len(held))
-                region = numbers
-                for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes)):
-                    region = region.narrow(dim, min(offset, region.shape[dim]), size)
-                held += region.flatten().tolist()
-            self.assertEqual(held, oracle(shape, ranks, cut, rank))
-            self.assertEqual(len(held), mine.numel)
+                place = held.as_strided(box.sizes, box.local_strides, box.local_offset)
+                place.copy_(numbers[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))])
+            self.assertEqual(held.tolist(), expected.flatten().tolist())
 
     @settings(max_examples=300, deadline=None)
     @given(st.lists(st.integers(1, 5), max_size=5).map(tuple), st.integers(0, 3000), st.integers(0, 3000))
@@ -91,11 +66,20 @@ class OwnershipTest(unittest.TestCase):
     def test_combinations_without_meaning(self):
         for cuts, words in (
             ((Run(1, (1, 1)), Chunk(0)), "StridedRaggedShard"),
-            ((Run(1, (1, 1)), Run(1, (1, 1))), "two RaggedShard"),
+            ((Run(1, (1, 1)), Run(1, (1, 1))), "two ragged placements"),
             ((Run(1, (1, 4)), Whole()), "do not divide into 5 units"),
+            ((Run(1, (1, 1), 3), Chunk(0)), "uneven Shard"),
+            ((Run(2, (1, 1), 4), Chunk(1)), "would cut its units"),
         ):
             with self.assertRaisesRegex(ValueError, words):
                 owned((4, 6), (2, 2), cuts, (0, 0))
+
+    def test_which_cuts_depend_on_which(self):
+        self.assertTrue(is_nested(Chunk(0), Chunk(0)))
+        self.assertTrue(is_nested(Run(2, (1, 1)), Chunk(1)))
+        self.assertFalse(is_nested(Run(1, (1, 1)), Chunk(1)))
+        self.assertFalse(is_nested(Chunk(1), Chunk(0)))
+        self.assertFalse(is_nested(Chunk(0), Run(1, (1, 1), 2)))
 
 
 def _numbers(numbers, mine):

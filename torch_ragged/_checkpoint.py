@@ -1,7 +1,7 @@
 """Checkpoint chunks of ragged DTensors, from ownership alone: no communication, no gather, no copy of the shard.
 
-A run that cuts rows becomes at most ``2 * ndim - 1`` boxes; each is a contiguous view of the flat local tensor, which
-torch.distributed.checkpoint (DCP) writes from and reads into.
+A run that cuts rows becomes at most ``2 * ndim - 1`` boxes (per piece, for a strided one); each is a view of the flat local
+tensor, contiguous but beside a _StridedShard, which torch.distributed.checkpoint (DCP) writes from and reads into.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from torch_ragged._ownership import Box, owned
+from torch_ragged._ownership import Box, owned, row_major
 from torch_ragged.placement_types import cuts_of
 
 __all__ = ["create_chunk_list", "create_write_items", "get_tensor_shard", "owned_boxes"]
@@ -28,7 +28,7 @@ def owned_boxes(tensor: DTensor) -> tuple[Box, ...]:
         return ()
     if tensor.numel() == 0:
         first = not any(coordinate)
-        return (Box((0,) * tensor.ndim, tuple(tensor.shape), 0),) if first else ()
+        return (Box((0,) * tensor.ndim, tuple(tensor.shape), 0, row_major(tensor.shape)),) if first else ()
     cuts = cuts_of(tensor.placements)
     return owned(tuple(tensor.shape), tuple(mesh.shape), cuts, tuple(coordinate)).boxes
 
@@ -60,5 +60,5 @@ def get_tensor_shard(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
     local = tensor.detach().to_local()
     for box in owned_boxes(tensor):
         if index.offset is None or tuple(index.offset) == box.offsets:
-            return local[box.local_offset : box.local_offset + box.numel].view(box.sizes)
+            return local.as_strided(box.sizes, box.local_strides, local.storage_offset() + box.local_offset)
     raise ValueError(f"{index.fqn}: this rank holds no chunk at offset {index.offset} of {tuple(tensor.shape)}")

@@ -7,13 +7,30 @@ this module as one *cut* per mesh dimension (:class:`Whole`, :class:`Chunk` or :
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Union
 
-__all__ = ["Box", "Chunk", "Cut", "Owned", "Run", "Whole", "boxes_of_interval", "chunk_range", "owned", "run_range"]
+__all__ = [
+    "Box",
+    "Chunk",
+    "Cut",
+    "Owned",
+    "Run",
+    "Whole",
+    "boxes_of_interval",
+    "check_cuts",
+    "chunk_range",
+    "is_nested",
+    "owned",
+    "piece_shape",
+    "row_major",
+    "run_range",
+]
 
 
 @dataclass(frozen=True)
@@ -23,9 +40,14 @@ class Whole:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The mesh dimension cuts tensor dimension ``dim`` as ``torch.chunk`` does (Shard)."""
+    """The mesh dimension cuts tensor dimension ``dim`` as ``torch.chunk`` does (Shard).
+
+    With a ``split_factor`` the dimension is first cut into that many pieces, and each rank gets its chunk of every
+    piece (_StridedShard).
+    """
 
     dim: int
+    split_factor: int = 1
 
 
 @dataclass(frozen=True)
@@ -33,11 +55,13 @@ class Run:
     """The mesh dimension cuts the row-major storage into runs of units (RaggedShard).
 
     ``ndims`` is the length of the dimension prefix whose slices may not be cut; ``units[r]`` is the number of
-    units of rank ``r``.
+    units of rank ``r``. With a ``split_factor`` tensor dimension 0 is first cut into that many even pieces, and each
+    rank gets its run of every piece (StridedRaggedShard); a ``Chunk(0)`` to the right then chooses among the pieces.
     """
 
     ndims: int
     units: tuple[int, ...]
+    split_factor: int = 1
 
 
 Cut = Union[Whole, Chunk, Run]
@@ -47,12 +71,13 @@ Cut = Union[Whole, Chunk, Run]
 class Box:
     """A box of the global tensor (one offset and one size per dimension), at a place in the local tensor.
 
-    ``local_offset`` counts elements of the local tensor's storage; a box of a flat local tensor is contiguous there.
+    ``local_offset`` and ``local_strides`` count elements of the local tensor's storage, as ``torch.as_strided`` does.
     """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     local_offset: int
+    local_strides: tuple[int, ...]
 
     @property
     def numel(self) -> int:
@@ -63,8 +88,8 @@ class Box:
 class Owned:
     """What one mesh coordinate holds: the shape of its local tensor and the boxes in it, in storage order.
 
-    ``flat`` says whether the local tensor is the 1-D concatenation of its boxes (some cut is a :class:`Run`)
-    or has the shape of its only box.
+    ``flat`` says whether the local tensor is 1-D (some cut is a :class:`Run`) or an array of as many dimensions as
+    the tensor.
     """
 
     local_shape: tuple[int, ...]
@@ -74,6 +99,15 @@ class Owned:
     @property
     def numel(self) -> int:
         return math.prod(self.local_shape)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor of ``shape``."""
+    stride, strides = 1, []
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -133,59 +167,202 @@ def owned(shape: tuple[int, ...], mesh_shape: tuple[int, ...], cuts: tuple[Cut, 
     Cuts apply from left to right, each to the piece that the cuts before it left over.
 
     Raises:
-        ValueError: the cuts have no meaning together (two runs; a chunk of a dimension that a run may cut), or
-            the units of a run do not divide the prefix that they cut.
+        ValueError: the cuts have no meaning together (two runs; a chunk of a dimension that a run may cut; uneven
+            pieces under a strided run), or the units of a run do not divide the prefix that they cut.
     """
-    offsets, sizes = [0] * len(shape), list(shape)
-    run: tuple[int, int, int] | None = None  # length of the prefix, start and stop of the run in it
-    for mesh_dim, cut in enumerate(cuts):
+    piece = _Piece(shape)
+    for cut, parts, index in zip(cuts, mesh_shape, coordinate):
+        piece.apply(cut, parts, index)
+    return piece.owned()
+
+
+class _Piece:
+    """What is left of a tensor while cuts are applied one after another.
+
+    ``segments[d]`` are the index ranges (start, stop) of dimension ``d`` that are left, in order: one, unless a
+    strided chunk took several. ``_runs`` are the flat intervals that a run took of the first ``_ndims``
+    dimensions of the piece, one per piece of a strided run.
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.segments = [[(0, size)] for size in shape]
+        self._run: Run | None = None
+        self._runs: list[tuple[int, int]] = []
+        self._prefix: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.segments)
+
+    def copy(self) -> _Piece:
+        other = copy.copy(self)
+        other.segments = list(self.segments)
+        return other
+
+    def apply(self, cut: Cut, parts: int, index: int) -> None:
+        """Keep what the rank at ``index`` of ``parts`` gets of this piece under ``cut``."""
         if isinstance(cut, Chunk):
-            if cut.dim >= len(shape):
-                raise ValueError(f"Shard({cut.dim}) on a tensor of shape {shape}: it has no dimension {cut.dim}")
-            if run is not None and cut.dim < run[0]:
-                raise ValueError(
-                    f"Shard({cut.dim}) after a RaggedShard over dims {tuple(range(run[0]))} of the same tensor would cut "
-                    "its units. Shard first and keep units whole: use (StridedRaggedShard, Shard) instead, or give "
-                    f"RaggedShard at most {cut.dim} dims"
-                )
-            start, stop = chunk_range(sizes[cut.dim], mesh_shape[mesh_dim], coordinate[mesh_dim])
-            offsets[cut.dim] += start
-            sizes[cut.dim] = stop - start
+            self._apply_chunk(cut, parts, index)
         elif isinstance(cut, Run):
-            if run is not None:
-                raise ValueError(
-                    f"two RaggedShard placements on one tensor of shape {shape} (mesh dimension {mesh_dim} is the "
-                    "second): use one RaggedShard on a flattened mesh dimension instead"
-                )
-            check_units(tuple(sizes), cut)
-            start, stop = run_range(math.prod(sizes[: cut.ndims]), cut.units, coordinate[mesh_dim])
-            run = (cut.ndims, start, stop)
-    if run is None:
-        return Owned(tuple(sizes), (Box(tuple(offsets), tuple(sizes), 0),), flat=False)
-    return _owned_run(offsets, sizes, *run)
+            self._apply_run(cut, index)
+
+    def _apply_chunk(self, cut: Chunk, parts: int, index: int) -> None:
+        shape = self.shape
+        if cut.dim >= len(shape):
+            raise ValueError(f"Shard({cut.dim}) on a tensor of {len(shape)} dimensions: it has no dimension {cut.dim}")
+        if parts == 1:
+            return
+        if self._run is not None and cut.dim < max(self._run.ndims, self._run.split_factor > 1):
+            self._choose_pieces(cut, parts, index)
+            return
+        ranges = []
+        for piece in range(cut.split_factor):
+            start, stop = chunk_range(shape[cut.dim], cut.split_factor, piece)
+            first, last = chunk_range(stop - start, parts, index)
+            ranges.append((start + first, start + last))
+        self.segments[cut.dim] = [part for start, stop in ranges for part in _within(self.segments[cut.dim], start, stop)]
+
+    def _choose_pieces(self, cut: Chunk, parts: int, index: int) -> None:
+        """A ``Chunk(0)`` after a strided run: the rank keeps some of the run's pieces."""
+        assert self._run is not None
+        ndims, strided = self._run.ndims, self._run.split_factor
+        if cut != Chunk(0) or strided == 1:
+            name = f"Shard({cut.dim})" if cut.split_factor == 1 else f"_StridedShard({cut.dim})"
+            raise ValueError(
+                f"{name} after a ragged placement over dims {tuple(range(ndims))} of the same tensor would cut "
+                "its units. Shard first and keep units whole: use (StridedRaggedShard, Shard(0)) instead, or give the "
+                f"ragged placement at most {cut.dim} dims"
+            )
+        if len(self._runs) % parts:
+            raise ValueError(
+                f"Shard(0) over {parts} ranks after a StridedRaggedShard with split_factor={strided}: the split_factor must "
+                "be the number of ranks that shard dimension 0 to the right of it, or a multiple of it"
+            )
+        keep = len(self._runs) // parts
+        self._runs = self._runs[index * keep : (index + 1) * keep]
+
+    def _apply_run(self, cut: Run, index: int) -> None:
+        shape = self.shape
+        if self._run is not None:
+            raise ValueError("two ragged placements on one tensor: use one RaggedShard on a flattened mesh dimension instead")
+        if cut.split_factor > 1 and (not shape or shape[0] % cut.split_factor):
+            raise ValueError(
+                f"StridedRaggedShard with split_factor={cut.split_factor} on a piece of shape {shape}: uneven Shard(0) under "
+                f"a StridedRaggedShard has no meaning, dimension 0 must divide into {cut.split_factor} pieces. Use a "
+                "dimension 0 (or a padded one) that the ranks of Shard(0) divide, or shard another dimension"
+            )
+        rows = shape[0] // cut.split_factor if shape else 1
+        check_units((rows, *shape[1:]) if shape else (), cut)
+        prefix = rows * math.prod(shape[1 : cut.ndims]) if cut.ndims else 1
+        start, stop = run_range(prefix, cut.units, index)
+        self._run, self._prefix = cut, shape[: cut.ndims]
+        if cut.ndims or cut.split_factor == 1:
+            self._runs = [(piece * prefix + start, piece * prefix + stop) for piece in range(cut.split_factor)]
+        else:  # Each piece is one unit: runs of whole pieces of dimension 0.
+            self._prefix = shape[:1]
+            self._runs = [(piece * rows + start * rows, piece * rows + stop * rows) for piece in range(cut.split_factor)]
+
+    def collapsed_shape(self) -> tuple[int, ...]:
+        """The shape, with the prefix that a run cut as one dimension."""
+        if self._run is None:
+            return self.shape
+        return (sum(stop - start for start, stop in self._runs), *self.shape[len(self._prefix) :])
+
+    def owned(self) -> Owned:
+        shape = self.shape
+        if self._run is None:
+            return Owned(shape, tuple(self._boxes([0] * len(shape), shape, 0, row_major(shape))), flat=False)
+        boxes: list[Box] = []
+        rest, position = shape[len(self._prefix) :], 0
+        inner = math.prod(rest)
+        for start, stop in _joined(self._runs):
+            for offsets, sizes in boxes_of_interval(self._prefix, start, stop) if inner else []:
+                local = (*sizes, *rest)
+                boxes += self._boxes([*offsets, *(0,) * len(rest)], local, position, row_major(local))
+                position += math.prod(local)
+        return Owned((inner * sum(stop - start for start, stop in self._runs),), tuple(boxes), flat=True)
+
+    def _boxes(self, offsets: Sequence[int], sizes: Sequence[int], position: int, strides: tuple[int, ...]) -> Iterator[Box]:
+        """The global boxes of a box of this piece, which lies at ``position`` in the local tensor."""
+        ranges = []
+        for dim, (offset, size) in enumerate(zip(offsets, sizes)):
+            place, parts = 0, []
+            for start, stop in _within(self.segments[dim], offset, offset + size) or [(self._start(dim), self._start(dim))]:
+                parts.append((start, stop - start, place))
+                place += stop - start
+            ranges.append(parts)
+        for box in itertools.product(*ranges):
+            starts, lengths, places = zip(*box) if box else ((), (), ())
+            local = position + sum(place * stride for place, stride in zip(places, strides))
+            yield Box(tuple(starts), tuple(lengths), local, strides)
+
+    def _start(self, dim: int) -> int:
+        return self.segments[dim][0][0] if self.segments[dim] else 0
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Index ranges with empty ones left out and neighbours joined."""
+    result: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if start < stop:
+            result.append((result.pop()[0] if result and result[-1][1] == start else start, stop))
+    return result
+
+
+def _within(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """The part ``[start, stop)`` of the concatenation of index ranges; empty ranges are left out, neighbours joined."""
+    result, position = [], 0
+    for first, last in ranges:
+        low, high = max(start, position), min(stop, position + last - first)
+        result.append((first + low - position, first + high - position))
+        position += last - first
+    return _joined(result)
+
+
+def piece_shape(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], cuts: tuple[Cut, ...], coordinate: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The shape of what ``coordinate`` owns under ``cuts``; the prefix that a run cuts counts as one dimension."""
+    piece = _Piece(shape)
+    for cut, parts, index in zip(cuts, mesh_shape, coordinate):
+        piece.apply(cut, parts, index)
+    return piece.collapsed_shape()
+
+
+def is_nested(inner: Cut, outer: Cut) -> bool:
+    """Whether ``inner`` cuts the pieces that ``outer``, on a mesh dimension to its left, leaves over.
+
+    Otherwise the two are orthogonal: what a rank owns under one does not depend on the other.
+    """
+    if not isinstance(outer, Chunk):
+        return False  # A chunk beside a run takes other dimensions, or chooses among a strided run's pieces.
+    if isinstance(inner, Chunk):
+        return inner.dim == outer.dim
+    return isinstance(inner, Run) and outer.dim < max(inner.ndims, inner.split_factor > 1)
+
+
+def check_cuts(shape: tuple[int, ...], mesh_shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> None:
+    """Raise ``ValueError`` unless every rank of the mesh can own a piece under ``cuts``, as :func:`owned` does."""
+    pieces = [_Piece(shape)]  # Uneven chunks leave pieces of different shapes: one of each is checked further.
+    for cut, parts in zip(cuts, mesh_shape):
+        by_shape: dict[tuple[int, ...], _Piece] = {}
+        for piece, index in itertools.product(pieces, range(parts if isinstance(cut, Chunk) else 1)):
+            smaller = piece.copy()
+            smaller.apply(cut, parts, index)
+            by_shape.setdefault(smaller.shape, smaller)
+        pieces = list(by_shape.values())
 
 
 def check_units(shape: tuple[int, ...], cut: Run) -> None:
     """Raise ``ValueError`` unless the units of ``cut`` divide the dimension prefix of ``shape`` evenly."""
+    name = "RaggedShard" if cut.split_factor == 1 else "StridedRaggedShard"
+    dims = tuple(range(cut.ndims))
     if cut.ndims > len(shape):
-        raise ValueError(
-            f"RaggedShard over dims {tuple(range(cut.ndims))} on a tensor of shape {shape}: it has only {len(shape)} dimensions"
-        )
+        raise ValueError(f"{name} over dims {dims} on a tensor of shape {shape}: it has only {len(shape)} dimensions")
     prefix, total = math.prod(shape[: cut.ndims]), sum(cut.units)
     if prefix % total:
+        piece = "" if cut.split_factor == 1 else f"each of the {cut.split_factor} pieces of "
         raise ValueError(
-            f"RaggedShard(dims={tuple(range(cut.ndims))}, local_units={cut.units}) cannot cut shape {shape}: its {prefix} "
+            f"{name}(dims={dims}, local_units={cut.units}) cannot cut {piece}shape {shape}: its {prefix} "
             f"slices along these dims do not divide into {total} units. Choose units whose sum divides {prefix}"
         )
-
-
-def _owned_run(offsets: list[int], sizes: list[int], ndims: int, start: int, stop: int) -> Owned:
-    """The boxes of a run ``[start, stop)`` over the first ``ndims`` dimensions of a box, flattened one after another."""
-    inner = math.prod(sizes[ndims:])
-    boxes, local_offset = [], 0
-    for prefix_offsets, prefix_sizes in boxes_of_interval(sizes[:ndims], start, stop) if inner else []:
-        where = tuple(o + p for o, p in zip(offsets, prefix_offsets)) + tuple(offsets[ndims:])
-        box = Box(where, prefix_sizes + tuple(sizes[ndims:]), local_offset)
-        boxes.append(box)
-        local_offset += box.numel
-    return Owned(((stop - start) * inner,), tuple(boxes), flat=True)

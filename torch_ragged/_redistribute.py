@@ -1,60 +1,113 @@
-"""Redistribution to and from RaggedShard: a pair of placements -> a transfer plan -> one collective.
+"""Redistribution to and from the ragged placements: a pair of placements -> a plan of steps -> collectives.
 
-Per mesh dimension (``numel`` elements, ``m`` ranks; "gain" is what a rank must receive):
+==================================  ===============================================================================
+change                              step
+==================================  ===============================================================================
+cut -> Replicate                    all-gather if the pieces are even; else one uneven all-to-all, or one broadcast per
+                                    owner where an all-to-all would need a much larger send buffer
+Replicate -> cut                    local copy
+cut -> another cut                  one uneven all-to-all, on the flattened mesh where several mesh dimensions take part; an
+                                    element travels only if its owner changes
+Partial -> cut                      reduce-scatter if the pieces are even; else uneven all-to-alls and a local reduction in
+                                    rank order, or one reduce per owner where these would be too many
+Partial -> Replicate                all-reduce
+cut or Replicate -> Partial         local: every other rank contributes the identity of the reduction
+equal ownership                     nothing: the local tensor is aliased
+==================================  ===============================================================================
 
-=====================  ==========================================================================
-Ragged -> Replicate    all-gather if the units are even; else one uneven all-to-all, or one broadcast per
-                       owner where an all-to-all would need a much larger send buffer
-Replicate -> Ragged    local copy
-Ragged <-> Ragged,     one uneven all-to-all; an element travels only if its owner changes
-Ragged <-> Shard
-Partial -> Ragged      reduce-scatter if the units are even; else one uneven all-to-all and a local reduction in rank
-                       order, or one reduce per owner where that would need a much larger buffer
-Ragged -> Partial      local: every other rank contributes the identity of the reduction
-=====================  ==========================================================================
-
-Collectives go through ``torch.ops._c10d_functional`` so that they trace and CommDebugMode counts them.
+A cut is any of Shard, _StridedShard, RaggedShard, StridedRaggedShard. Where a cut on one mesh dimension is nested in one that
+is pending a reduction on another, the reduction is an all-reduce. Collectives go through ``torch.ops._c10d_functional``, so
+that they trace and CommDebugMode counts them.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged._ownership import Box, Cut, owned, run_range
-from torch_ragged.placement_types import RaggedShard, cuts_of
+from torch_ragged._ownership import Whole, owned
+from torch_ragged._transfer import Exchange, Fill, Gather, Move, Part, Reduce, Route, Step
+from torch_ragged.placement_types import cuts_of
 
-__all__ = ["TransferPlan", "broadcast_local", "redistribute_local", "transfer_plan"]
+__all__ = ["REDUCTIONS", "Pending", "broadcast_local", "plan", "redistribute_local"]
 
 # Above this ratio of send (or receive) buffer to tensor, one collective per owner is used instead of one all-to-all.
 _MAX_BUFFER_RATIO = 2
 
 _IDENTITY = {"sum": -0.0, "avg": -0.0, "max": -math.inf, "min": math.inf}
+REDUCTIONS = frozenset(_IDENTITY)
+"""The reductions of a Partial that are redistributed here."""
 
 
-@dataclass(frozen=True)
-class TransferPlan:
-    """What one rank packs for, and unpacks from, every rank of a group, in rank order.
+# --- planning ------------------------------------------------------------------------------------------------------
 
-    ``sends[r]`` are the boxes of this rank's local tensor that rank ``r`` gets, ``receives[r]`` the boxes of this
-    rank's new local tensor that come from rank ``r``; both in the same order on either side. Offsets are relative
-    to the box of ``source`` / ``target`` named first in each pair.
+
+@functools.lru_cache(maxsize=16384)
+def plan(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    source: tuple[Placement, ...],
+    target: tuple[Placement, ...],
+    coordinate: tuple[int, ...],
+) -> tuple[Step, ...]:
+    """The steps by which the rank at ``coordinate`` turns ``source`` into ``target`` placements.
+
+    Its cost grows with the number of ranks, not with the size of the tensor; plans are cached.
+    """
+    route = Route(shape, mesh_shape, coordinate, cuts_of(source))
+    pairs = list(enumerate(zip(source, target)))
+    reductions = {i: s.reduce_op for i, (s, t) in pairs if isinstance(s, Partial) and s != t}
+    fills = {i: t.reduce_op for i, (s, t) in pairs if isinstance(t, Partial) and s != t}
+    goal = list(cuts_of(target))
+    for i in fills:  # A piece that can stay where it is until the fill need not be gathered.
+        kept = [*goal[:i], route.cuts[i], *goal[i + 1 :]]
+        if route.is_free(i, kept):
+            goal = kept
+    only_cuts = all(isinstance(a, Whole) for i, (a, b) in enumerate(zip(route.cuts, goal)) if a != b and i not in reductions)
+    if only_cuts and all(route.is_free(i, goal) for i in reductions):
+        route.move(tuple(Whole() if i in reductions else cut for i, cut in enumerate(goal)))  # Local: less to reduce.
+    for i, operation in reductions.items():
+        onto_owners = route.is_free(i, route.replace(i, goal[i]))
+        route.reduce(i, operation, goal[i] if onto_owners else Whole())
+    route.move(tuple(goal))
+    for i, operation in fills.items():
+        route.fill(i, operation)
+    return tuple(route.steps)
+
+
+# --- execution -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pending:
+    """A local tensor whose data may still be under way.
+
+    Attributes:
+        data: the local tensor's elements, or what the collective fills.
+        local_shape: the shape of the local tensor.
+        unpack: makes a flat local tensor of ``data`` once it is there; None where it is that already.
+        in_flight: whether ``data`` is to be waited for.
     """
 
-    send_splits: tuple[int, ...]
-    receive_splits: tuple[int, ...]
-    sends: tuple[tuple[tuple[Box, Box], ...], ...]
-    receives: tuple[tuple[tuple[Box, Box], ...], ...]
+    data: torch.Tensor
+    local_shape: tuple[int, ...]
+    unpack: Callable[[torch.Tensor], torch.Tensor] | None = None
+    in_flight: bool = False
+
+    def wait(self) -> torch.Tensor:
+        """The local tensor."""
+        data = _c10d().wait_tensor(self.data) if self.in_flight else self.data
+        return (data if self.unpack is None else self.unpack(data)).view(self.local_shape)
 
 
 def redistribute_local(
@@ -63,250 +116,212 @@ def redistribute_local(
     shape: Sequence[int],
     source: tuple[Placement, ...],
     target: tuple[Placement, ...],
-) -> torch.Tensor:
-    """Move ``local`` from ``source`` to ``target`` placements, at least one of which is a RaggedShard.
+) -> Pending:
+    """Move ``local`` from ``source`` to ``target`` placements.
 
     Args:
-        local: the local tensor under ``source``; 1-D where ``source`` holds a RaggedShard.
+        local: the local tensor under ``source``; 1-D where ``source`` holds a ragged placement.
         shape: the global shape.
 
     Returns:
-        the local tensor under ``target``. It aliases ``local`` if both own the same elements.
+        the local tensor under ``target``, perhaps still under way. It aliases ``local`` if both own the same elements.
 
     Raises:
-        NotImplementedError: another mesh dimension shards the tensor too, or a placement is of an unknown kind.
+        ValueError: a placement is of an unknown kind, or averages integers.
     """
-    steps = _steps(tuple(shape), source, target)
-    for mesh_dim, before, after in steps:
-        local = _redistribute_dim(local, mesh, mesh_dim, tuple(shape), before, after)
-    return local
-
-
-def _steps(
-    shape: tuple[int, ...], source: tuple[Placement, ...], target: tuple[Placement, ...]
-) -> list[tuple[int, Placement, Placement]]:
-    """The changes to make, one mesh dimension at a time: first those that give up a shard, then those that make one."""
-    for placements in (source, target):
-        sharded = [p for p in placements if not isinstance(p, (Replicate, Partial))]
-        if len(sharded) > 1:
-            raise NotImplementedError(
-                f"redistribution from {source} to {target}: a tensor with a RaggedShard can be redistributed only where no "
-                f"other mesh dimension shards it, got {len(sharded)} sharded mesh dimensions"
-            )
-    changes = [(i, s, t) for i, (s, t) in enumerate(zip(source, target)) if s != t]
-    if any(isinstance(p, Partial) and isinstance(q, Partial) for _, p, q in changes):
-        raise NotImplementedError(f"redistribution from {source} to {target}: one Partial cannot become another")
-    return sorted(changes, key=lambda change: not isinstance(change[2], (Replicate, Partial)))
-
-
-def _redistribute_dim(
-    local: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, shape: tuple[int, ...], source: Placement, target: Placement
-) -> torch.Tensor:
-    group, size, rank = mesh.get_group(mesh_dim), mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
-    numel = math.prod(shape)
-    if isinstance(source, RaggedShard) and isinstance(target, Replicate):
-        return _gather(local, source.local_units, numel, group, rank).view(shape)
-    if isinstance(source, RaggedShard) and isinstance(target, Partial):
-        return _to_partial(local, source.local_units, shape, size, rank, target.reduce_op)
-    if isinstance(source, Replicate) and isinstance(target, RaggedShard):
-        mine = owned(shape, (size,), cuts_of((target,)), (rank,))
-        pieces = [_narrow(local, box.offsets, box.sizes).reshape(-1) for box in mine.boxes]
-        return torch.cat(pieces) if pieces else local.new_empty(0)
-    if isinstance(source, Partial) and isinstance(target, RaggedShard):
-        return _reduce(local.reshape(-1), target.local_units, group, rank, source.reduce_op)
-    if isinstance(source, (RaggedShard, Shard)) and isinstance(target, (RaggedShard, Shard)):
-        return _exchange(local, shape, cuts_of((source,))[0], cuts_of((target,))[0], group, rank)
-    if not isinstance(source, RaggedShard) and not isinstance(target, RaggedShard):
-        raise NotImplementedError(
-            f"redistribution from {source} to {target} on mesh dimension {mesh_dim} together with a RaggedShard on "
-            "another: redistribute one mesh dimension at a time"
-        )
-    raise NotImplementedError(f"redistribution from {source} to {target}: redistribute to Replicate() in between")
+    pairs = [p for p, q in (*zip(source, target), *zip(target, source)) if p != q and isinstance(p, Partial)]
+    if any(p.reduce_op == "avg" for p in pairs) and not (local.is_floating_point() or local.is_complex()):
+        raise ValueError(f"redistribution from {source} to {target}: Partial('avg') needs floating point, got {local.dtype}")
+    coordinate = tuple(mesh.get_local_rank(dim) for dim in range(mesh.ndim))
+    result = Pending(local, tuple(local.shape))
+    for step in plan(tuple(shape), tuple(mesh.shape), source, target, coordinate):
+        flat = result.wait().contiguous().view(-1)
+        result = _RUN[type(step)](step, flat, mesh)
+    return result
 
 
 def broadcast_local(
     tensor: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: tuple[Placement, ...]
 ) -> torch.Tensor:
-    """What this rank holds, under ragged ``placements``, of the replicated ``tensor`` expanded to ``shape``; 1-D.
+    """What this rank holds, under ``placements``, of the replicated ``tensor`` expanded to ``shape``.
 
     Only elements of this rank are made, the expansion is never materialised. No communication.
     """
     coordinate = tuple(mesh.get_local_rank(dim) for dim in range(mesh.ndim))
     mine = owned(tuple(shape), tuple(mesh.shape), cuts_of(placements), coordinate)
     expanded = tensor.expand(tuple(shape))
-    pieces = [_narrow(expanded, box.offsets, box.sizes).reshape(-1) for box in mine.boxes]
-    return torch.cat(pieces) if pieces else tensor.new_empty(0)
+    result = tensor.new_empty(mine.numel)
+    for box in mine.boxes:
+        place = result.as_strided(box.sizes, box.local_strides, box.local_offset)
+        place.copy_(expanded[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))])
+    return result.view(mine.local_shape)
 
 
-def _narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(offsets, sizes)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
+def _run_move(step: Move, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
+    if step.stays:
+        return Pending(flat, step.local_shape)
+    packed = _pack(flat, step.sends)
+    if packed is flat:  # A new tensor, as redistribution gives everywhere but for equal ownership.
+        packed = flat.clone()
+    unpack = _unpacking(step.receives, step.local_shape)
+    return Pending(packed if unpack is None else unpack(packed), step.local_shape)
 
 
-# --- Ragged -> Replicate -------------------------------------------------------------------------------------------
+def _run_exchange(step: Exchange, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
+    packed = _pack(flat, step.sends)
+    received = _all_to_all(packed, step.receive_splits, step.send_splits, _group(mesh, step.mesh_dims))
+    return Pending(received, step.local_shape, _unpacking(step.receives, step.local_shape), in_flight=True)
 
 
-def _gather(local: torch.Tensor, units: tuple[int, ...], numel: int, group: dist.ProcessGroup, rank: int) -> torch.Tensor:
-    size = len(units)
-    if len(set(units)) == 1:
-        return _wait(_c10d().all_gather_into_tensor(local, size, group.group_name))
-    splits = [stop - start for start, stop in (run_range(numel, units, r) for r in range(size))]
-    if max(splits) * size <= _MAX_BUFFER_RATIO * numel:
-        return _all_to_all(local.repeat(size), splits, [splits[rank]] * size, group)
-    pieces = []
-    for owner, split in enumerate(splits):
-        if split:
-            piece = local if owner == rank else local.new_empty(split)
-            pieces.append(_wait(_c10d().broadcast(piece, owner, group.group_name)))
-    return torch.cat(pieces) if pieces else local
-
-
-# --- Ragged -> Partial, Partial -> Ragged --------------------------------------------------------------------------
-
-
-def _to_partial(
-    local: torch.Tensor, units: tuple[int, ...], shape: tuple[int, ...], size: int, rank: int, op: str
-) -> torch.Tensor:
-    if op not in _IDENTITY:
-        raise NotImplementedError(f"redistribution from RaggedShard to Partial({op!r}): redistribute to Replicate()")
-    full = local.new_full((math.prod(shape),), _fill_value(local.dtype, op))
-    start, stop = run_range(full.numel(), units, rank)
-    full[start:stop] = local * size if op == "avg" else local
-    return full.view(shape)
-
-
-def _fill_value(dtype: torch.dtype, op: str) -> float | int | bool:
-    """The identity of the reduction ``op``; minus zero for sums, so that even a sum of -0.0 comes back bitwise."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return _IDENTITY[op]
-    if dtype == torch.bool:
-        return op == "min"
-    return {"max": torch.iinfo(dtype).min, "min": torch.iinfo(dtype).max}.get(op, 0)
-
-
-def _reduce(local: torch.Tensor, units: tuple[int, ...], group: dist.ProcessGroup, rank: int, op: str) -> torch.Tensor:
-    """Reduce whole tensors straight onto the owners of their intervals."""
-    if op not in _IDENTITY:
-        raise NotImplementedError(f"redistribution from Partial({op!r}) to RaggedShard: redistribute to Replicate() first")
-    size, numel = len(units), local.numel()
-    intervals = [run_range(numel, units, r) for r in range(size)]
-    own = intervals[rank][1] - intervals[rank][0]
-    largest = max(stop - start for start, stop in intervals)
-    kernel = "sum" if op == "avg" else op
-    if len(set(units)) == 1:
-        reduced = _wait(_c10d().reduce_scatter_tensor(local.contiguous(), kernel, size, group.group_name))
-    elif largest * size <= _MAX_BUFFER_RATIO * numel:
-        received = _all_to_all(local, [own] * size, [stop - start for start, stop in intervals], group)
-        reduced = _reduce_rows(received.view(size, own), kernel)
+def _run_gather(step: Gather, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
+    group, rank = _group(mesh, (step.mesh_dim,)), mesh.get_local_rank(step.mesh_dim)
+    splits, size, flat = step.splits, len(step.splits), _pack(flat, step.sends)
+    unpack = _unpacking(step.receives, step.local_shape)
+    if len(set(splits)) == 1:
+        received = _c10d().all_gather_into_tensor(flat, size, group.group_name)
+    elif max(splits) * size <= _MAX_BUFFER_RATIO * sum(splits):
+        received = _all_to_all(flat.repeat(size), splits, (splits[rank],) * size, group)
     else:
-        reduced = local.new_empty(0)
-        for owner, (start, stop) in enumerate(intervals):
-            if start < stop:
-                piece = local[start:stop].clone()
-                dist.reduce(piece, group=group, group_dst=owner, op=getattr(dist.ReduceOp, kernel.upper()))
-                reduced = piece if owner == rank else reduced
-    return reduced / size if op == "avg" else reduced
+        pieces = [
+            _c10d().broadcast(flat if owner == rank else flat.new_empty(split), owner, group.group_name)
+            for owner, split in enumerate(splits)
+            if split
+        ]
+        if len(pieces) > 1:
+            gathered = torch.cat([_c10d().wait_tensor(piece) for piece in pieces])
+            return Pending(gathered, step.local_shape, unpack)
+        received = pieces[0]
+    return Pending(received, step.local_shape, unpack, in_flight=True)
 
 
-def _reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:
+def _run_reduce(step: Reduce, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
+    """A sum's order of additions over uneven owners is the rank order; backends choose it for even ones."""
+    group, rank = _group(mesh, (step.mesh_dim,)), mesh.get_local_rank(step.mesh_dim)
+    size, splits = mesh.size(step.mesh_dim), step.splits
+    average = step.operation == "avg"
+    kernel = "sum" if average else step.operation
+
+    unpack_parts = _unpacking(step.receives, step.local_shape)
+
+    def pending(data: torch.Tensor, in_flight: bool, combine: Callable[..., torch.Tensor] | None = None) -> Pending:
+        def unpack(data: torch.Tensor) -> torch.Tensor:
+            reduced = data if combine is None else combine(data)
+            reduced = reduced / size if average else reduced
+            return reduced if unpack_parts is None else unpack_parts(reduced)
+
+        return Pending(data, step.local_shape, unpack if combine or average or unpack_parts else None, in_flight)
+
+    if splits is None:
+        return pending(_c10d().all_reduce(flat, kernel, group.group_name), True)
+    packed, own = _pack(flat, step.sends), splits[rank]
+    if len(set(splits)) == 1:
+        return pending(_c10d().reduce_scatter_tensor(packed, kernel, size, group.group_name), True)
+    owners = [owner for owner, split in enumerate(splits) if split]
+    rounds = -(-max(splits) * size // (_MAX_BUFFER_RATIO * sum(splits)))
+    if rounds == 1:
+        received = _all_to_all(packed, (own,) * size, splits, group)
+        return pending(received, True, lambda data: _reduce_rows(data.view(size, own), kernel))
+    if len(owners) <= rounds:
+        pieces = packed.split(splits)
+        _groups[group.group_name] = group
+        reduce = _reduce if type(flat) is torch.Tensor else torch.ops.torch_ragged.reduce
+        reduced = [reduce(pieces[owner], kernel, owner, group.group_name) for owner in owners]
+        return pending(reduced[owners.index(rank)] if own else flat.new_empty(0), False)
+    return pending(_reduce_in_rounds(packed, splits, rank, kernel, group, rounds), False)
+
+
+def _reduce_in_rounds(
+    packed: torch.Tensor, splits: tuple[int, ...], rank: int, kernel: str, group: dist.ProcessGroup, rounds: int
+) -> torch.Tensor:
+    """Reduce a slice of every owner's interval at a time, so that the largest owner needs no buffer of a row per rank."""
+    size, pieces, reduced = len(splits), packed.split(splits), []
+    for turn in range(rounds):
+        ranges = [(split * turn // rounds, split * (turn + 1) // rounds) for split in splits]
+        slices = torch.cat([piece[start:stop] for piece, (start, stop) in zip(pieces, ranges)])
+        sends = tuple(stop - start for start, stop in ranges)
+        received = _c10d().wait_tensor(_all_to_all(slices, (sends[rank],) * size, sends, group))
+        reduced.append(_reduce_rows(received.view(size, sends[rank]), kernel))
+    return torch.cat(reduced)
+
+
+def _reduce_rows(rows: torch.Tensor, operation: str) -> torch.Tensor:
     """Reduce row by row, so that the order of additions is the rank order whatever the length."""
-    result = rows[0].clone()
-    combine: Any = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
-    for row in rows[1:]:
-        combine(result, row, out=result)
-    return result
+    combine: Any = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[operation]
+    return functools.reduce(combine, rows.unbind(0))
 
 
-# --- Ragged <-> Ragged, Ragged <-> Shard ---------------------------------------------------------------------------
+def _run_fill(step: Fill, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
+    size, rank = mesh.size(step.mesh_dim), mesh.get_local_rank(step.mesh_dim)
+    identity = _fill_value(flat.dtype, step.operation)
+    if step.was_whole:
+        contributes = step.operation != "sum" or rank == 0
+        return Pending(flat.clone() if contributes else torch.full_like(flat, identity), step.local_shape)
+    packed = _pack(flat * size if step.operation == "avg" else flat, step.sends)
+    result = flat.new_full((math.prod(step.local_shape),), identity)
+    _copy_into(result, packed, step.receives)
+    return Pending(result, step.local_shape)
 
 
-def _exchange(
-    local: torch.Tensor, shape: tuple[int, ...], source: Cut, target: Cut, group: dist.ProcessGroup, rank: int
-) -> torch.Tensor:
-    size = group.size()
-    plan, stays = transfer_plan(shape, source, target, size, rank)
-    here, there = (owned(shape, (size,), (cut,), (rank,)) for cut in (source, target))
-    if stays:
-        return local.reshape(there.local_shape)
-    if local.numel() != here.numel:
-        raise AssertionError(f"local tensor of {tuple(local.shape)} where {here.local_shape} was expected")
-    packed = _pack(local.reshape(here.local_shape), plan.sends)
-    received = _all_to_all(packed, list(plan.receive_splits), list(plan.send_splits), group)
-    return _unpack(received, there.local_shape, plan.receives)
+def _fill_value(dtype: torch.dtype, operation: str) -> float | int | bool:
+    """The identity of a reduction; minus zero for sums, so that even a sum of -0.0 comes back bitwise."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return _IDENTITY[operation]
+    if dtype == torch.bool:
+        return operation == "min"
+    return {"max": torch.iinfo(dtype).min, "min": torch.iinfo(dtype).max}.get(operation, 0)
 
 
-@lru_cache(maxsize=4096)
-def transfer_plan(shape: tuple[int, ...], source: Cut, target: Cut, size: int, rank: int) -> tuple[TransferPlan, bool]:
-    """The plan of ``rank`` for moving a tensor of ``shape`` from ``source`` to ``target`` over ``size`` ranks.
-
-    Returns:
-        the plan, and whether no element changes its owner on any rank (and storage order stays), so that every rank
-        keeps its local tensor. Its cost grows with the number of ranks, not with the size of the tensor.
-    """
-    before = [owned(shape, (size,), (source,), (r,)) for r in range(size)]
-    after = [owned(shape, (size,), (target,), (r,)) for r in range(size)]
-    stays = all(
-        [(b.offsets, b.sizes) for b in s.boxes if b.numel] == [(b.offsets, b.sizes) for b in t.boxes if b.numel]
-        for s, t in zip(before, after)
-    )
-    sends = tuple(tuple(_intersections(before[rank].boxes, peer.boxes, own_first=True)) for peer in after)
-    receives = tuple(tuple(_intersections(peer.boxes, after[rank].boxes, own_first=False)) for peer in before)
-    splits = [tuple(sum(part.numel for _, part in pairs) for pairs in side) for side in (sends, receives)]
-    return TransferPlan(splits[0], splits[1], sends, receives), stays
+_RUN: dict[type, Callable[[Any, torch.Tensor, DeviceMesh], Pending]] = {
+    Move: _run_move,
+    Exchange: _run_exchange,
+    Gather: _run_gather,
+    Reduce: _run_reduce,
+    Fill: _run_fill,
+}
 
 
-def _intersections(source: Sequence[Box], target: Sequence[Box], own_first: bool) -> list[tuple[Box, Box]]:
-    """Pairs (own box, common part) of all overlapping boxes, in storage order of the source, then of the target."""
-    pairs = []
-    for s, t in itertools.product(source, target):
-        starts = tuple(map(max, s.offsets, t.offsets))
-        stops = tuple(min(a + n, b + k) for a, n, b, k in zip(s.offsets, s.sizes, t.offsets, t.sizes))
-        if all(a < b for a, b in zip(starts, stops)):
-            own = s if own_first else t
-            inside = tuple(a - o for a, o in zip(starts, own.offsets))
-            pairs.append((own, Box(inside, tuple(b - a for a, b in zip(starts, stops)), own.local_offset)))
-    return pairs
+# --- packing -------------------------------------------------------------------------------------------------------
 
 
-def _views(local: torch.Tensor, pairs: Sequence[tuple[Box, Box]]) -> list[torch.Tensor]:
-    flat = local.view(-1)
-    return [
-        _narrow(flat[own.local_offset : own.local_offset + own.numel].view(own.sizes), part.offsets, part.sizes)
-        for own, part in pairs
-    ]
+def _view(flat: torch.Tensor, part: Part) -> torch.Tensor:
+    if part.is_contiguous:
+        return flat[part.offset : part.offset + part.numel]
+    return flat.as_strided(part.sizes, part.strides, flat.storage_offset() + part.offset)
 
 
-def _in_storage_order(pairs: Sequence[tuple[Box, Box]]) -> bool:
-    """Whether the parts, one after another, are the storage of the local tensor from its start."""
-    position = 0
-    for own, part in pairs:
-        start = own.local_offset + sum(o * math.prod(own.sizes[d + 1 :]) for d, o in enumerate(part.offsets))
-        if start != position or part.sizes[1:] != own.sizes[1:]:
-            return False
-        position += part.numel
-    return True
+def _covers(parts: Sequence[Part], numel: int) -> bool:
+    """Whether the parts are the whole storage in order: then nothing is packed or unpacked."""
+    if not parts:
+        return numel == 0
+    return len(parts) == 1 and parts[0].is_contiguous and parts[0].numel == numel
 
 
-def _pack(local: torch.Tensor, sends: Sequence[Sequence[tuple[Box, Box]]]) -> torch.Tensor:
-    pairs = [pair for per_rank in sends for pair in per_rank]
-    local = local.contiguous()
-    if _in_storage_order(pairs):
-        return local.view(-1)
-    return torch.cat([view.reshape(-1) for view in _views(local, pairs)])
+def _pack(flat: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
+    """The parts of a local tensor, one after another; ``flat`` itself where they are that."""
+    if _covers(parts, flat.numel()):
+        return flat
+    if not parts:
+        return flat.new_empty(0)
+    return torch.cat([_view(flat, part).reshape(-1) for part in parts])
 
 
-def _unpack(
-    received: torch.Tensor, local_shape: tuple[int, ...], receives: Sequence[Sequence[tuple[Box, Box]]]
-) -> torch.Tensor:
-    pairs = [pair for per_rank in receives for pair in per_rank]
-    if _in_storage_order(pairs):
-        return received.view(local_shape)
-    result = received.new_empty(local_shape)
-    views = _views(result, pairs)
-    for view, piece in zip(views, received.split([view.numel() for view in views])):
-        view.copy_(piece.view(view.shape))
-    return result
+def _unpacking(parts: Sequence[Part], local_shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What makes the flat local tensor of its parts, one after another; None where these are that."""
+    numel = math.prod(local_shape)
+    if _covers(parts, numel):
+        return None
+
+    def unpack(packed: torch.Tensor) -> torch.Tensor:
+        result = packed.new_empty(numel)
+        _copy_into(result, packed, parts)
+        return result
+
+    return unpack
+
+
+def _copy_into(result: torch.Tensor, packed: torch.Tensor, parts: Sequence[Part]) -> None:
+    for part, piece in zip(parts, packed.split([part.numel for part in parts])):
+        _view(result, part).copy_(piece.view(part.sizes))
 
 
 # --- collectives ---------------------------------------------------------------------------------------------------
@@ -316,11 +331,60 @@ def _c10d():  # type: ignore[no-untyped-def]
     return torch.ops._c10d_functional
 
 
-def _wait(tensor: torch.Tensor) -> torch.Tensor:
-    return _c10d().wait_tensor(tensor)
-
-
 def _all_to_all(
-    packed: torch.Tensor, receive_splits: list[int], send_splits: list[int], group: dist.ProcessGroup
+    packed: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    return _wait(_c10d().all_to_all_single(packed.contiguous(), receive_splits, send_splits, group.group_name))
+    return _c10d().all_to_all_single(packed, list(receive_splits), list(send_splits), group.group_name)
+
+
+def _reduce(tensor: torch.Tensor, operation: str, root: int, group_name: str) -> torch.Tensor:
+    """Reduce onto rank ``root`` of a group: the reduced tensor there, nothing of use elsewhere. One ``dist.reduce``.
+
+    torch's functional collectives have none: this one is an operator of its own where torch.compile traces it.
+    """
+    result = tensor.clone()
+    dist.reduce(result, group=_groups[group_name], group_dst=root, op=getattr(dist.ReduceOp, operation.upper()))
+    return result
+
+
+@torch.library.custom_op("torch_ragged::reduce", mutates_args=())
+def _traced_reduce(tensor: torch.Tensor, operation: str, root: int, group_name: str) -> torch.Tensor:
+    return _reduce(tensor, operation, root, group_name)
+
+
+@_traced_reduce.register_fake
+def _(tensor: torch.Tensor, operation: str, root: int, group_name: str) -> torch.Tensor:
+    return torch.empty_like(tensor)
+
+
+def _group(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> dist.ProcessGroup:
+    """The group of the ranks that differ from this one in ``mesh_dims`` only, in mesh order.
+
+    Groups over several dimensions are made when first needed, by their members alone, and kept with the mesh.
+    """
+    if len(mesh_dims) == 1:
+        return mesh.get_group(mesh_dims[0])
+    known = _flattened.setdefault(mesh.get_group(mesh_dims[0]), {})
+    if (mesh, mesh_dims) not in known:
+        known[mesh, mesh_dims] = _make_group(mesh, mesh_dims)
+    return known[mesh, mesh_dims]
+
+
+# Weak, so that groups over several mesh dimensions are forgotten with the mesh's own when these are destroyed.
+_flattened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
+
+
+def _make_group(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> dist.ProcessGroup:
+    where = tuple(slice(None) if i in mesh_dims else mesh.get_local_rank(i) for i in range(mesh.ndim))
+    ranks = mesh.mesh[where].flatten().tolist()
+    if ranks != sorted(ranks):
+        raise NotImplementedError(
+            f"redistribution over mesh dimensions {mesh_dims} of {mesh}: its ranks are not in ascending order. Use a mesh "
+            "whose ranks ascend, or redistribute one mesh dimension at a time"
+        )
+    if ranks == list(range(dist.get_world_size())):
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    return dist.new_group(ranks, use_local_synchronization=True)

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import _api as dtensor_api
 from torch.distributed.tensor import _dispatch as dtensor_dispatch
 from torch.distributed.tensor import _redistribute as dtensor_redistribute
 from torch.distributed.tensor import _utils as dtensor_utils
+from torch.distributed.tensor import placement_types as dtensor_placement_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from torch.distributed.tensor._ops import _math_ops as dtensor_math_ops
@@ -32,9 +34,9 @@ from torch.utils._debug_mode import DebugMode
 
 from torch_ragged import _checkpoint
 from torch_ragged._ops import NormPartial, OpCall, Sharding, decomposition_of, rule_of, unsupported
-from torch_ragged._ownership import owned
-from torch_ragged._redistribute import broadcast_local, redistribute_local
-from torch_ragged.placement_types import cuts_of, has_ragged, normalize_placements
+from torch_ragged._ownership import owned, row_major
+from torch_ragged._redistribute import REDUCTIONS, Pending, broadcast_local, redistribute_local
+from torch_ragged.placement_types import RaggedShard, StridedRaggedShard, cuts_of, has_ragged, normalize_placements
 
 __all__ = ["Hook", "register", "registration_report"]
 
@@ -97,41 +99,63 @@ def _check_local(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], kwargs: dict[str, Any]
 ) -> tuple[Placement, ...]:
     """Refuse a local tensor that is not what ownership says; on every rank if ``run_check``. Fills in the stride."""
-    shape = kwargs.get("shape")
-    if shape is None:
+    if kwargs.get("shape") is None:
         raise ValueError(
-            "DTensor.from_local with a RaggedShard needs the global shape: pass shape= (it cannot be told from 1-D locals)"
+            "DTensor.from_local with a ragged placement needs the global shape: pass shape= (it cannot be told from 1-D locals)"
         )
-    kwargs["shape"] = torch.Size(shape)
-    kwargs["stride"] = _row_major(kwargs["shape"])
-    normalized = normalize_placements(placements, kwargs["shape"], mesh.shape)
+    shape = kwargs["shape"] = torch.Size(kwargs["shape"])
+    kwargs["stride"] = row_major(shape)
+    check = functools.partial(_local_placements, local, mesh, tuple(placements), shape)
+    if kwargs.get("run_check") and mesh.get_coordinate() is not None:
+        return _on_every_rank(mesh, shape, check)
+    return check()
+
+
+def _local_placements(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
+) -> tuple[Placement, ...]:
+    normalized = normalize_placements(placements, tuple(shape), tuple(mesh.shape))
     coordinate = mesh.get_coordinate()
-    problem = None
     if coordinate is not None:
         expected = owned(tuple(shape), tuple(mesh.shape), cuts_of(normalized), tuple(coordinate)).local_shape
         if tuple(local.shape) != expected:
-            problem = f"rank {dist.get_rank()} gave a local tensor of shape {tuple(local.shape)}, expected {expected}"
-    problems: list[Any] = [problem]
-    if kwargs.get("run_check") and coordinate is not None:
-        for dim in range(mesh.ndim):
-            group = mesh.get_group(dim)
-            gathered: list[Any] = [None] * group.size()
-            dist.all_gather_object(gathered, problems, group=group)
-            problems = [p for part in gathered for p in part]
-    problems = sorted({p for p in problems if p})
-    if problems:
-        raise ValueError(
-            f"DTensor.from_local: shape {tuple(shape)} under {''.join(map(str, normalized))}: {'; '.join(problems)}"
-        )
+            raise ValueError(
+                f"shape {tuple(shape)} under {''.join(map(str, normalized))}: rank {dist.get_rank()} gave a local tensor of "
+                f"shape {tuple(local.shape)}, expected {expected}"
+            )
     return normalized
 
 
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    stride, strides = 1, []
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= max(size, 1)
-    return tuple(reversed(strides))
+def _on_every_rank(mesh: DeviceMesh, shape: torch.Size, check: Callable[[], tuple[Placement, ...]]) -> tuple[Placement, ...]:
+    """The placements that ``check`` gives, or on every rank the errors of all. One small object all-gather per mesh dim."""
+    try:
+        found = check()
+        answers = [(f"{tuple(shape)} {found}", "")]
+    except (TypeError, ValueError) as error:
+        answers = [("", str(error))]
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        gathered: list[Any] = [None] * group.size()
+        dist.all_gather_object(gathered, answers, group=group)
+        answers = [answer for part in gathered for answer in part]
+    problems = sorted({text for _, text in answers if text})
+    given = sorted({what for what, text in answers if not text})
+    if len(given) > 1:
+        problems.append(f"ranks gave different shapes or placements: {', '.join(given)}")
+    if problems:
+        raise ValueError("DTensor.from_local: " + "; ".join(problems))
+    return found
+
+
+def _install_global_tensor_info() -> None:
+    original = dtensor_api.compute_global_tensor_info
+
+    def compute_global_tensor_info(tensor, mesh, placements):  # type: ignore[no-untyped-def]
+        if has_ragged(placements):  # from_local has a shape then, which torch takes for none where it is ().
+            return [], []
+        return original(tensor, mesh, placements)
+
+    dtensor_api.compute_global_tensor_info = compute_global_tensor_info  # type: ignore[attr-defined]
 
 
 def _make_distribute_tensor(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
@@ -139,7 +163,7 @@ def _make_distribute_tensor(original: Callable[..., DTensor]) -> Callable[..., D
         if placements is None or not has_ragged(placements):
             return original(tensor, device_mesh, placements, **kwargs)
         mesh = device_mesh or dtensor_api._mesh_resources.get_current_mesh()
-        placements = normalize_placements(placements, tensor.shape, mesh.shape)
+        placements = normalize_placements(tuple(placements), tuple(tensor.shape), tuple(mesh.shape))
         if isinstance(tensor, DTensor):
             return original(tensor, mesh, placements, **kwargs)
         if any(isinstance(p, Partial) for p in placements):
@@ -147,7 +171,7 @@ def _make_distribute_tensor(original: Callable[..., DTensor]) -> Callable[..., D
         # Ranks agree on the data of the source rank first, as DTensor's own placements do.
         replicated = original(tensor.contiguous() if tensor.is_leaf else tensor, mesh, [Replicate()] * mesh.ndim, **kwargs)
         local = broadcast_local(_local(replicated).detach(), mesh, tensor.shape, placements)
-        meta = TensorMeta(tensor.shape, _row_major(tensor.shape), tensor.dtype)
+        meta = TensorMeta(tensor.shape, row_major(tensor.shape), tensor.dtype)
         spec = DTensorSpec(mesh, placements, tensor_meta=meta)
         return DTensor(local.requires_grad_(tensor.requires_grad), spec, requires_grad=tensor.requires_grad)  # type: ignore
 
@@ -169,30 +193,37 @@ def _install_redistribute() -> None:
                 raise ValueError(
                     f"cannot redistribute a DTensor on {self.device_mesh} to another mesh {mesh}: use the tensor's own mesh"
                 )
-            kwargs.pop("async_op", None)  # "May return early": to return when the data is there is a valid answer.
-            placements = normalize_placements(placements, self.shape, mesh.shape)
+            placements = normalize_placements(tuple(placements), self.shape, mesh.shape)
             if any(isinstance(p, Partial) and p != q for p, q in zip(placements, self.placements)):
-                return _to_partial(self, mesh, placements)
+                return _to_partial(self, mesh, placements, **kwargs)
         return original(self, device_mesh, placements, **kwargs)
 
     DTensor.redistribute = redistribute  # type: ignore[method-assign]
 
 
-def _to_partial(tensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+def _to_partial(
+    tensor: DTensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    *,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> DTensor:
     """RaggedShard -> Partial, which ``DTensor.redistribute`` refuses for its own placements: same autograd function."""
-    dtype = tensor.dtype
-    options = {"op_dtype": dtype, "out_dtype": dtype, "backward_options": {"op_dtype": dtype, "out_dtype": dtype}}
-    if "dtype_config" in inspect.signature(dtensor_redistribute.Redistribute.forward).parameters:
-        return dtensor_redistribute.Redistribute.apply(tensor, mesh, placements, False, options)
-    arguments = len(inspect.signature(dtensor_redistribute.Redistribute.forward).parameters) - 5
-    return dtensor_redistribute.Redistribute.apply(tensor, mesh, placements, False, *[None] * arguments)
+    function, dtype = dtensor_redistribute.Redistribute, tensor.dtype
+    if "dtype_config" not in inspect.signature(function.forward).parameters:  # Before 2.13.
+        return function.apply(tensor, mesh, placements, async_op, forward_dtype, backward_dtype)
+    backward = {"op_dtype": backward_dtype or dtype, "out_dtype": dtype}
+    forward = {"op_dtype": forward_dtype or dtype, "out_dtype": forward_dtype or dtype}
+    return function.apply(tensor, mesh, placements, async_op, {**forward, "backward_options": backward})
 
 
 def _make_redistribute_local_tensor(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def redistribute_local_tensor(local_tensor, current_spec, target_spec, **kwargs):  # type: ignore[no-untyped-def]
+    def redistribute_local_tensor(local_tensor, current_spec, target_spec, *, async_op=False, **kwargs):  # type: ignore
         source, target = current_spec.placements, target_spec.placements
         if not (has_ragged(source) or has_ragged(target)):
-            return original(local_tensor, current_spec, target_spec, **kwargs)
+            return original(local_tensor, current_spec, target_spec, async_op=async_op, **kwargs)
         if current_spec.mesh != target_spec.mesh:
             raise NotImplementedError("redistribution of a ragged DTensor to another mesh: use the tensor's own mesh")
         mesh = current_spec.mesh
@@ -201,11 +232,12 @@ def _make_redistribute_local_tensor(original: Callable[..., torch.Tensor]) -> Ca
         with _recorded(local_tensor, source, target, kwargs.get("is_explicit", False)):
             if current_spec.shape != target_spec.shape:
                 return broadcast_local(local_tensor, mesh, target_spec.shape, target)
-            unusual = tuple(Replicate() if _is_unusual_partial(p) else p for p in source)
+            unusual = tuple(Replicate() if _is_unusual_partial(p) and p != q else p for p, q in zip(source, target))
             if unusual != source:
                 middle = DTensorSpec(mesh, unusual, tensor_meta=current_spec.tensor_meta)
                 local_tensor, source = original(local_tensor, current_spec, middle), unusual
-            return redistribute_local(local_tensor, mesh, current_spec.shape, source, target)
+            pending = redistribute_local(local_tensor, mesh, current_spec.shape, source, target)
+            return _AsyncLocal.of(pending) if async_op and pending.in_flight and not _are_we_tracing() else pending.wait()
 
     return redistribute_local_tensor
 
@@ -219,9 +251,56 @@ def _recorded(local: torch.Tensor, source: Any, target: Any, is_explicit: bool) 
     return mode.record_redistribute_calls(local, source, target, trace, is_explicit=is_explicit)
 
 
+class _AsyncLocal(AsyncCollectiveTensor):
+    """A local tensor whose data is under way and must be unpacked when it is there: first use waits and unpacks."""
+
+    __slots__ = ["pending"]
+    pending: Pending
+
+    @staticmethod
+    def of(pending: Pending) -> AsyncCollectiveTensor:
+        """A tensor that waits on use; torch's own where the data needs no unpacking."""
+        if pending.unpack is None:
+            return AsyncCollectiveTensor(pending.data.view(pending.local_shape))
+        return _AsyncLocal(pending)
+
+    @staticmethod
+    def __new__(cls, pending: Pending) -> _AsyncLocal:
+        shape, data = torch.Size(pending.local_shape), pending.data
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=row_major(shape), dtype=data.dtype, device=data.device, requires_grad=data.requires_grad
+        )
+        self.pending, self.completed = pending, False
+        return self
+
+    def trigger_wait(self) -> torch.Tensor:
+        if not self.completed:
+            self.elem = self.pending.wait()
+            self.completed = True
+        return self.elem
+
+    wait = _get_acs_underlying_tensor = trigger_wait
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        self.trigger_wait()
+        return ["elem"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        (first, *rest) = args
+        if func in (_aten.detach.default, _aten.alias.default) or (
+            func is _aten.view.default and isinstance(first, _AsyncLocal) and tuple(rest[0]) == tuple(first.shape)
+        ):  # What to_local() makes of a local tensor: nothing is used yet.
+            return _AsyncLocal(Pending(first.pending.data, first.pending.local_shape, lambda _: first.trigger_wait()))
+        wait = functools.partial(pytree.tree_map_only, AsyncCollectiveTensor, lambda tensor: tensor.trigger_wait())
+        return func(*wait(args), **wait(kwargs or {}))
+
+
 def _is_unusual_partial(placement: Placement) -> bool:
-    """A Partial with a reduction of its own (torch's norm and mask partials), which only torch knows to reduce."""
-    return isinstance(placement, Partial) and type(placement)._reduce_value is not Partial._reduce_value
+    """A Partial that only torch knows to reduce: its norm and mask partials, and products."""
+    if not isinstance(placement, Partial):
+        return False
+    return placement.reduce_op not in REDUCTIONS or type(placement)._reduce_value is not Partial._reduce_value
 
 
 def _install_redistribute_function() -> None:
@@ -250,7 +329,7 @@ def _install_to_local_backward() -> None:
         if grad_output is None or not (has_ragged(spec.placements) or has_ragged(wanted)):
             return original(ctx, grad_output)
         placements = tuple(Replicate() if isinstance(p, Partial) else p for p in wanted)
-        meta = TensorMeta(spec.shape, _row_major(spec.shape), grad_output.dtype)
+        meta = TensorMeta(spec.shape, row_major(spec.shape), grad_output.dtype)
         grad_spec = DTensorSpec(spec.mesh, placements, tensor_meta=meta)
         return DTensor(grad_output.contiguous(), grad_spec, requires_grad=grad_output.requires_grad), None  # type: ignore
 
@@ -266,6 +345,24 @@ def _make_local_shape(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(global_shape, mesh, placements, *args, **kwargs)
 
     return compute_local_shape_and_global_offset
+
+
+def _install_constants() -> None:
+    if not hasattr(dtensor_placement_types, "_register_placements_as_opaque"):  # Later versions take any Placement.
+        for placement in (RaggedShard, StridedRaggedShard):
+            pytree.register_constant(placement)
+
+
+def _install_cache_key() -> None:
+    if not hasattr(DTensor, "_stable_hash_for_caching"):  # 2.11: torch does not cache graphs of DTensors.
+        return
+    original = DTensor._stable_hash_for_caching
+
+    @functools.wraps(original)
+    def _stable_hash_for_caching(self):  # type: ignore[no-untyped-def]
+        return f"{original(self)} at {self.device_mesh.get_coordinate()}"
+
+    DTensor._stable_hash_for_caching = _stable_hash_for_caching  # type: ignore[method-assign]
 
 
 # --- operators -----------------------------------------------------------------------------------------------------
@@ -325,7 +422,7 @@ def _output_sharding(schema: OpSchema, specs: list[DTensorSpec], sharding: Shard
     for spec, (placements, shape) in zip(specs, sharding.inputs):
         meta = spec.tensor_meta
         if shape is not None and meta is not None:
-            meta = TensorMeta(shape, _row_major(shape), meta.dtype)
+            meta = TensorMeta(shape, row_major(shape), meta.dtype)
         same = placements == spec.placements and shape is None
         wanted.append(spec if same else DTensorSpec(mesh, placements, tensor_meta=meta))
     moved = any(a is not b for a, b in zip(wanted, specs))
@@ -350,7 +447,7 @@ def _output_specs(schema: OpSchema, mesh: DeviceMesh, sharding: Sharding) -> Any
 
 def _output_spec(schema: OpSchema, mesh: DeviceMesh, placements: tuple[Any, ...], meta: TensorMeta) -> DTensorSpec:
     torch_placements = tuple(dtensor_math_ops._NormPartial(p.order) if isinstance(p, NormPartial) else p for p in placements)
-    if has_ragged(torch_placements) and tuple(meta.stride) != _row_major(meta.shape) and meta.shape.numel():
+    if has_ragged(torch_placements) and tuple(meta.stride) != row_major(meta.shape) and meta.shape.numel():
         specs = _ragged_specs(schema)
         raise unsupported(schema.op, specs, f"its output would not be row-major (stride {tuple(meta.stride)})")
     return DTensorSpec(mesh, torch_placements, tensor_meta=meta)
@@ -414,6 +511,13 @@ _HOOKS = (
         _install_from_local,
     ),
     Hook(
+        "_api.compute_global_tensor_info",
+        "from_local takes the shape () for none given",
+        _PROTOCOL,
+        lambda: callable(getattr(dtensor_api, "compute_global_tensor_info", None)),
+        _install_global_tensor_info,
+    ),
+    Hook(
         "distribute_tensor",
         "cut a tensor as a ragged placement says",
         _PROTOCOL,
@@ -463,6 +567,20 @@ _HOOKS = (
         lambda: _extend_in_place(dtensor_utils.compute_local_shape_and_global_offset, _make_local_shape),  # type: ignore
     ),
     Hook(
+        "_pytree.register_constant",
+        "torch.compile guards on placements: before 2.13 only on those that it knows, or on constants",
+        _PROTOCOL,
+        lambda: callable(pytree.register_constant),
+        _install_constants,
+    ),
+    Hook(
+        "DTensor._stable_hash_for_caching",
+        "ranks of one machine share compiled graphs on disk, but what ragged ranks compile differs",
+        _PROTOCOL,
+        lambda: _version() < (2, 12) or _has(DTensor._stable_hash_for_caching, "self"),
+        _install_cache_key,
+    ),
+    Hook(
         "OpDispatcher._propagate_op_sharding_dispatch_slow_path",
         "sharding rules of ops on ragged DTensors",
         "0003-ragged-shard-operators",
@@ -501,6 +619,10 @@ def _is_known(hook: Hook) -> bool:
         return False
 
 
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
 def register() -> None:
     """Install every hook, or none.
 
@@ -509,8 +631,7 @@ def register() -> None:
     """
     if _installed:
         return
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < _OLDEST:
+    if _version() < _OLDEST:
         raise ImportError(f"torch_ragged needs torch >= 2.11, found {torch.__version__}: install a newer torch")
     for hook in _HOOKS:
         if not _is_known(hook):

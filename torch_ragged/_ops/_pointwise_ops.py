@@ -25,7 +25,7 @@ Wanted = tuple[tuple[Placement, ...], "torch.Size | None"]
 def family_rule(op: torch._ops.OpOverload) -> Rule | None:
     """The rule of an op that is element-wise by torch's own tags, or the foreach or fused form of such ops."""
     name = op._schema.name.split("::")[-1]
-    if op.namespace != "aten" or torch.Tag.nondeterministic_seeded in op.tags:
+    if op.namespace not in ("aten", "prims") or torch.Tag.nondeterministic_seeded in op.tags:
         return None
     if torch.Tag.pointwise in op.tags:
         return pointwise_rule

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from torch_ragged._ops._pointwise_ops import pointwise_rule
-from torch_ragged._ops._rules import OpCall, Sharding, decomposition, rule, tensor_leaves, unsupported
+from torch_ragged._ops._rules import OpCall, Sharding, decomposition, rule, tensor_leaves
 
 aten = torch.ops.aten
 
@@ -40,14 +40,6 @@ def new_factory_rule(call: OpCall) -> Sharding:
     """A new tensor of a shape of its own belongs to no rank in particular: replicated."""
     (spec,) = tensor_leaves(call)
     return Sharding([(spec.placements, None)], (Replicate(),) * spec.mesh.ndim)
-
-
-@decomposition(aten.new_empty_strided.default)
-def new_empty_strided(op: torch._ops.OpOverload, tensor: DTensor, size: Any, stride: Any, **kwargs: Any) -> Any:
-    """Autograd copies a gradient that it cannot steal (one that DebugMode records) into such a tensor."""
-    if tuple(size) != tuple(tensor.shape) or tuple(stride) != tuple(tensor.stride()):
-        raise unsupported(op, [tensor._spec], f"only its own shape and stride, got {tuple(size)} and {tuple(stride)}")
-    return aten.empty_like.default(tensor, **kwargs)
 
 
 @decomposition(aten._local_scalar_dense.default)

@@ -1,0 +1,470 @@
+"""Transfer plans: what one rank packs, sends, receives and unpacks to change the placements of a tensor.
+
+A plan is a sequence of steps, each one collective at most, made from ownership alone: pure integers, no tensors and
+no processes. Most steps happen on one mesh dimension while the other dimensions keep their cuts; such a step is solved as a
+1-D problem on the piece of the tensor that the other dimensions leave over. Where both sides cut that piece into
+consecutive stretches of its storage (RaggedShard, Shard(0)), the splits follow from the boundaries, and nothing is packed::
+
+    before | 0 0 0 1 1 1 2 2 2 |     rank 0 sends 1 element to itself and 2 to rank 1,
+    after  | 0 1 1 1 1 1 1 2 2 |     rank 2 sends 1 to rank 1 and 2 to itself
+
+Where one side cuts columns (``Shard(d)``), storage order is kept too, and a rank's stretch is spread over the columns' owners.
+Only strided cuts, and exchanges over several mesh dimensions, are worked out box by box.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Union
+
+from torch_ragged._ownership import Chunk, Cut, Owned, Run, Whole, check_cuts, is_nested, owned, piece_shape, row_major
+
+__all__ = ["Exchange", "Fill", "Gather", "Move", "Part", "Reduce", "Route", "Step"]
+
+
+class Part(NamedTuple):
+    """A part of a local tensor's storage, as ``torch.as_strided`` describes it; contiguous ones are 1-D."""
+
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.strides == (1,)
+
+
+@dataclass(frozen=True)
+class Move:
+    """No communication: ``sends`` of the old local tensor become ``receives`` of the new one; an alias if ``stays``."""
+
+    sends: tuple[Part, ...]
+    receives: tuple[Part, ...]
+    local_shape: tuple[int, ...]
+    stays: bool = False
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One uneven all-to-all over ``mesh_dims``: an element travels only if its owner changes.
+
+    ``send_splits[p]`` elements of the packed ``sends`` go to peer ``p``, ``receive_splits[p]`` come from it and fill
+    ``receives`` of the new local tensor in order.
+    """
+
+    mesh_dims: tuple[int, ...]
+    send_splits: tuple[int, ...]
+    receive_splits: tuple[int, ...]
+    sends: tuple[Part, ...]
+    receives: tuple[Part, ...]
+    local_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Every rank of ``mesh_dim`` gets everyone's ``sends``: ``splits[p]`` elements of peer ``p`` fill ``receives``."""
+
+    mesh_dim: int
+    splits: tuple[int, ...]
+    sends: tuple[Part, ...]
+    receives: tuple[Part, ...]
+    local_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Reduce over ``mesh_dim`` by ``operation``, straight onto owners: peer ``p`` gets ``splits[p]`` of the ``sends``.
+
+    What is reduced fills ``receives``. ``splits`` is None for a reduction that everybody gets (all-reduce).
+    """
+
+    mesh_dim: int
+    operation: str
+    splits: tuple[int, ...] | None
+    sends: tuple[Part, ...]
+    receives: tuple[Part, ...]
+    local_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """No communication: a local tensor that is whole on ``mesh_dim``, this rank's part of it and the identity elsewhere.
+
+    ``was_whole`` says that the old local tensor was whole too, so that one rank's contribution may be enough.
+    """
+
+    mesh_dim: int
+    operation: str
+    was_whole: bool
+    sends: tuple[Part, ...]
+    receives: tuple[Part, ...]
+    local_shape: tuple[int, ...]
+
+
+Step = Union[Move, Exchange, Gather, Reduce, Fill]
+
+
+class Route:
+    """The steps from one set of cuts to another, for the rank at ``coordinate``; built by one method call a step.
+
+    Every rank of the mesh builds the same kinds of steps in the same order: they depend on cuts, not on coordinates.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], cuts: Sequence[Cut]
+    ) -> None:
+        self.shape, self.mesh_shape, self.coordinate = shape, mesh_shape, coordinate
+        self.cuts = tuple(cuts)
+        self.steps: list[Step] = []
+
+    def replace(self, mesh_dim: int, cut: Cut) -> tuple[Cut, ...]:
+        """The current cuts with another one on ``mesh_dim``."""
+        return (*self.cuts[:mesh_dim], cut, *self.cuts[mesh_dim + 1 :])
+
+    def is_free(self, mesh_dim: int, cuts: Sequence[Cut]) -> bool:
+        """Whether ``cuts`` mean something, and ``mesh_dim`` could be cut otherwise without a change on other dimensions."""
+        if any(is_nested(inner, cuts[mesh_dim]) for inner in cuts[mesh_dim + 1 :]):
+            return False
+        try:
+            check_cuts(self.shape, self.mesh_shape, tuple(cuts))
+        except ValueError:
+            return False
+        return True
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def move(self, target: tuple[Cut, ...]) -> None:
+        """Change ownership: no step at all, a local one, gathers, or one exchange."""
+        if target == self.cuts:
+            return
+        changed = [i for i, (old, new) in enumerate(zip(self.cuts, target)) if old != new]
+        affected = [
+            j
+            for j in range(len(target))
+            if j in changed
+            or any(i < j and (is_nested(self.cuts[j], self.cuts[i]) or is_nested(target[j], target[i])) for i in changed)
+        ]
+        crossed = [i for i in affected if not isinstance(self.cuts[i], Whole) and self.mesh_shape[i] > 1]
+        if not crossed:
+            self._stay(target)
+        elif affected == changed == crossed and all(isinstance(target[i], Whole) for i in changed):
+            for i in reversed(changed):  # What was cut last is gathered first: each gather is orthogonal to the rest.
+                self._gather(i)
+        elif affected == changed == crossed and len(changed) == 1:
+            self._exchange_dim(changed[0], target)
+        else:
+            self._exchange(tuple(crossed), target)
+        self.cuts = target
+
+    def reduce(self, mesh_dim: int, operation: str, cut: Cut) -> None:
+        """Reduce what is pending on ``mesh_dim`` onto the owners that ``cut`` gives it."""
+        local_shape = self._owned(self.replace(mesh_dim, cut)).local_shape
+        if isinstance(cut, Whole):
+            everything = _everything(math.prod(local_shape))
+            self.steps.append(Reduce(mesh_dim, operation, None, everything, everything, local_shape))
+            return
+        size, rank = self.mesh_shape[mesh_dim], self.coordinate[mesh_dim]
+        shape, cut_of_piece = self._piece(mesh_dim, cut)
+        numel = math.prod(shape)
+        bounds, columns = _boundaries(shape, cut_of_piece, size), _columns(shape, cut_of_piece, size)
+        if bounds is not None:
+            splits, sends, receives = _differences(bounds), _everything(numel), _everything(math.prod(local_shape))
+        elif columns is not None:
+            splits, sends = columns.splits(0, numel), columns.spread(0, numel)
+            receives = _everything(math.prod(local_shape))
+        else:
+            whole = owned(shape, (), (), ())
+            peers = [_pairs(whole, owned(shape, (size,), (cut_of_piece,), (p,))) for p in range(size)]
+            splits, sends = _numels(peers), _merged(part for pairs in peers for part, _ in pairs)
+            receives = _merged(part for _, part in peers[rank])
+        self.steps.append(Reduce(mesh_dim, operation, splits, sends, receives, local_shape))
+        self.cuts = self.replace(mesh_dim, cut)
+
+    def fill(self, mesh_dim: int, operation: str) -> None:
+        """Become pending on ``mesh_dim``: each rank contributes what it holds."""
+        target = self.replace(mesh_dim, Whole())
+        here, there = self._owned(self.cuts), self._owned(target)
+        pairs = _pairs(here, there)
+        sends, receives = _merged(part for part, _ in pairs), _merged(part for _, part in pairs)
+        was_whole = isinstance(self.cuts[mesh_dim], Whole)
+        self.steps.append(Fill(mesh_dim, operation, was_whole, sends, receives, there.local_shape))
+        self.cuts = target
+
+    def _stay(self, target: tuple[Cut, ...]) -> None:
+        here, there = self._owned(self.cuts), self._owned(target)
+        pairs = _pairs(here, there)
+        # The decision to alias needs no agreement: nothing is communicated.
+        stays = _contents(here) == _contents(there)
+        sends, receives = _merged(p for p, _ in pairs), _merged(p for _, p in pairs)
+        self.steps.append(Move(sends, receives, there.local_shape, stays))
+
+    def _gather(self, mesh_dim: int) -> None:
+        size, rank = self.mesh_shape[mesh_dim], self.coordinate[mesh_dim]
+        shape, cut = self._piece(mesh_dim, self.cuts[mesh_dim])
+        target = self.replace(mesh_dim, Whole())
+        local_shape = self._owned(target).local_shape
+        numel = math.prod(shape)
+        bounds, columns = _boundaries(shape, cut, size), _columns(shape, cut, size)
+        if bounds is not None:
+            splits, receives = _differences(bounds), _everything(numel)
+            sends = _everything(splits[rank])
+        elif columns is not None:
+            splits, receives = columns.splits(0, numel), columns.spread(0, numel)
+            sends = _everything(splits[rank])
+        else:
+            whole = owned(shape, (), (), ())
+            peers = [_pairs(owned(shape, (size,), (cut,), (p,)), whole) for p in range(size)]
+            splits, receives = _numels(peers), _merged(part for pairs in peers for _, part in pairs)
+            sends = _merged(part for part, _ in peers[rank])
+        self.steps.append(Gather(mesh_dim, splits, sends, receives, local_shape))
+        self.cuts = target
+
+    def _exchange_dim(self, mesh_dim: int, target: tuple[Cut, ...]) -> None:
+        """An exchange on one mesh dimension, the cuts of the others being orthogonal to it."""
+        size, rank = self.mesh_shape[mesh_dim], self.coordinate[mesh_dim]
+        local_shape = self._owned(target).local_shape
+        shape, before = self._piece(mesh_dim, self.cuts[mesh_dim])
+        same_shape, after = self._piece(mesh_dim, target[mesh_dim])
+        assert shape == same_shape
+        old, new = (_boundaries(shape, cut, size) for cut in (before, after))
+        old_columns, new_columns = (_columns(shape, cut, size) for cut in (before, after))
+        step: Step
+        if old is not None and new is not None:
+            step = _exchange_stretches(mesh_dim, old, new, rank, local_shape)
+        elif old is not None and new_columns is not None:
+            step = _exchange_columns(mesh_dim, old, new_columns, rank, local_shape, to_columns=True)
+        elif new is not None and old_columns is not None:
+            step = _exchange_columns(mesh_dim, new, old_columns, rank, local_shape, to_columns=False)
+        else:
+            peers = [tuple(owned(shape, (size,), (cut,), (p,)) for cut in (before, after)) for p in range(size)]
+            step = _exchange_boxes((mesh_dim,), peers, rank, local_shape)
+        self.steps.append(step)
+
+    def _exchange(self, mesh_dims: tuple[int, ...], target: tuple[Cut, ...]) -> None:
+        """An exchange among the ranks that differ in ``mesh_dims`` only, in row-major order of these."""
+        ranges = [range(size) if i in mesh_dims else (self.coordinate[i],) for i, size in enumerate(self.mesh_shape)]
+        coordinates = list(itertools.product(*ranges))
+        peers = [
+            tuple(owned(self.shape, self.mesh_shape, cuts, where) for cuts in (self.cuts, target)) for where in coordinates
+        ]
+        rank = coordinates.index(self.coordinate)
+        self.steps.append(_exchange_boxes(mesh_dims, peers, rank, peers[rank][1].local_shape))
+
+    # -- geometry --------------------------------------------------------------------------------------------------
+
+    def _owned(self, cuts: tuple[Cut, ...]) -> Owned:
+        return owned(self.shape, self.mesh_shape, cuts, self.coordinate)
+
+    def _piece(self, mesh_dim: int, cut: Cut) -> tuple[tuple[int, ...], Cut]:
+        """The shape that the cuts of the other mesh dimensions leave over, and ``cut`` in terms of it."""
+        others = self.replace(mesh_dim, Whole())
+        shape = piece_shape(self.shape, self.mesh_shape, others, self.coordinate)
+        run = next((other for other in others if isinstance(other, Run)), None)
+        if run is not None and isinstance(cut, Chunk):  # The prefix that the run cuts is one dimension of the piece.
+            return shape, Chunk(max(cut.dim - max(run.ndims, run.split_factor > 1) + 1, 0), cut.split_factor)
+        if isinstance(cut, Run) and cut.split_factor > 1:
+            chosen = math.prod(size for i, size in enumerate(self.mesh_shape) if i > mesh_dim and self.cuts[i] == Chunk(0))
+            return shape, Run(cut.ndims, cut.units, cut.split_factor // chosen)
+        return shape, cut
+
+
+# --- stretches of storage ------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def _boundaries(shape: tuple[int, ...], cut: Cut, size: int) -> list[int] | None:
+    """Where the storage of ``shape`` is cut among ``size`` ranks, if each rank gets one stretch in rank order."""
+    if isinstance(cut, Run) and cut.split_factor == 1:
+        unit = math.prod(shape) // sum(cut.units)
+        return [0, *(unit * total for total in itertools.accumulate(cut.units))]
+    if isinstance(cut, Chunk) and cut.split_factor == 1 and math.prod(shape[: cut.dim]) == 1:
+        rows, inner = shape[cut.dim], math.prod(shape[cut.dim + 1 :])
+        step = -(-rows // size)
+        return [min(p * step, rows) * inner for p in range(size + 1)]
+    return None
+
+
+def _differences(bounds: Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(operator.sub, bounds[1:], bounds))
+
+
+def _overlaps(start: int, stop: int, bounds: Sequence[int]) -> tuple[int, ...]:
+    """How many elements of ``[start, stop)`` lie in each stretch."""
+    size = len(bounds) - 1
+    if start >= stop:
+        return (0,) * size
+    first, last = bisect_right(bounds, start) - 1, bisect_left(bounds, stop)
+    inside = [min(stop, b) - max(start, a) for a, b in zip(bounds[first:last], bounds[first + 1 : last + 1])]
+    return (0,) * first + tuple(inside) + (0,) * (size - last)
+
+
+def _everything(numel: int) -> tuple[Part, ...]:
+    return (Part(0, (numel,), (1,)),) if numel else ()
+
+
+def _exchange_stretches(mesh_dim: int, old: Sequence[int], new: Sequence[int], rank: int, local_shape: tuple[int, ...]) -> Step:
+    if old == new:
+        return Move((), (), local_shape, stays=True)
+    sends, receives = _overlaps(old[rank], old[rank + 1], new), _overlaps(new[rank], new[rank + 1], old)
+    parts = (_everything(old[rank + 1] - old[rank]), _everything(new[rank + 1] - new[rank]))
+    return Exchange((mesh_dim,), sends, receives, *parts, local_shape)
+
+
+# --- columns -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """A storage of rows of ``row`` elements, each cut into the same columns: ``bounds`` within a row, one stretch a rank.
+
+    A rank's local tensor holds its columns of all rows, in storage order.
+    """
+
+    row: int
+    bounds: tuple[int, ...]
+
+    def counts(self, rank: int, bounds: Sequence[int]) -> tuple[int, ...]:
+        """How many elements of each stretch of storage between ``bounds`` are in the columns of ``rank``."""
+        row, first, last = self.row, self.bounds[rank], self.bounds[rank + 1]
+        width = last - first
+        # A conditional costs half of min and max: there may be a thousand bounds.
+        return _differences([x // row * width + (first if (c := x % row) < first else last if c > last else c) for x in bounds])
+
+    def splits(self, start: int, stop: int) -> tuple[int, ...]:
+        """How many elements of the stretch ``[start, stop)`` are in the columns of each rank."""
+        row = self.row
+        before, after, rows = start % row, stop % row, stop // row - start // row
+        total = [rows * x + (x if x < after else after) - (x if x < before else before) for x in self.bounds]
+        return _differences(total)
+
+    def spread(self, start: int, stop: int) -> tuple[Part, ...]:
+        """The stretch ``[start, stop)`` as parts of a tensor that holds just it: rank by rank, each in storage order."""
+        row, column = self.row, start % self.row
+        head = min(-start % row, stop - start)  # The end of a row, or the middle of one that the stretch is within.
+        rows, tail = divmod(stop - start - head, row)
+        if not head and not tail:
+            return self._spread_rows(rows)
+        parts = []
+        for a, b in zip(self.bounds, self.bounds[1:]):
+            first, last = max(a - column, 0), min(b - column, head)
+            if first < last:
+                parts.append(Part(first, (last - first,), (1,)))
+            if rows and a < b:
+                parts.append(Part(head + a, (rows, b - a), (row, 1)) if rows > 1 else Part(head + a, (b - a,), (1,)))
+            if a < min(b, tail):
+                parts.append(Part(head + rows * row + a, (min(b, tail) - a,), (1,)))
+        return _merged(parts)
+
+    def _spread_rows(self, rows: int) -> tuple[Part, ...]:
+        """Whole rows: all columns of equal width are one part, the last ones may be narrower."""
+        bounds, width = self.bounds, self.bounds[1] - self.bounds[0]
+        if not rows or not width:
+            return ()
+        equal = bounds[-1] // width
+        parts = [Part(0, (equal, rows, width), (width, self.row, 1))]
+        if equal * width < self.row:
+            parts.append(Part(equal * width, (rows, self.row - equal * width), (self.row, 1)))
+        return tuple(parts)
+
+
+@lru_cache(maxsize=4096)
+def _columns(shape: tuple[int, ...], cut: Cut, size: int) -> _Columns | None:
+    """The columns into which ``cut`` cuts the storage of ``shape``, if it cuts columns and the storage is not empty."""
+    if not isinstance(cut, Chunk) or cut.split_factor > 1 or not math.prod(shape):
+        return None
+    width, inner = shape[cut.dim], math.prod(shape[cut.dim + 1 :])
+    step = -(-width // size)
+    full = width // step
+    bounds = [*range(0, (full + 1) * step * inner, step * inner)][: size + 1]
+    return _Columns(width * inner, (*bounds, *(width * inner,) * (size + 1 - len(bounds))))
+
+
+def _exchange_columns(
+    mesh_dim: int, bounds: Sequence[int], columns: _Columns, rank: int, local_shape: tuple[int, ...], to_columns: bool
+) -> Step:
+    """Between stretches of storage, cut at ``bounds``, and columns."""
+    rows, widths = bounds[-1] // columns.row, _differences(columns.bounds)
+    lengths = _differences(bounds)
+    if all(
+        length == rows * width and columns.counts(p, bounds[p : p + 2]) == (length,)
+        for p, (length, width) in enumerate(zip(lengths, widths))
+    ):
+        return Move((), (), local_shape, stays=True)
+    start, stop = bounds[rank], bounds[rank + 1]
+    of_stretch = (columns.splits(start, stop), columns.spread(start, stop))
+    of_columns = columns.counts(rank, bounds)
+    everything = _everything(sum(of_columns))
+    if to_columns:
+        return Exchange((mesh_dim,), of_stretch[0], of_columns, of_stretch[1], everything, local_shape)
+    return Exchange((mesh_dim,), of_columns, of_stretch[0], everything, of_stretch[1], local_shape)
+
+
+# --- boxes ---------------------------------------------------------------------------------------------------------
+
+
+def _exchange_boxes(
+    mesh_dims: tuple[int, ...], peers: Sequence[tuple[Owned, ...]], rank: int, local_shape: tuple[int, ...]
+) -> Step:
+    """Between any two ownerships: ``peers`` are what each rank of the group holds before and after."""
+    if all(_contents(before) == _contents(after) for before, after in peers):  # Peers decide alike: each looks at all.
+        return Move((), (), local_shape, stays=True)
+    here, there = peers[rank]
+    sends = [_pairs(here, after) for _, after in peers]
+    receives = [_pairs(before, there) for before, _ in peers]
+    return Exchange(
+        mesh_dims,
+        _numels(sends),
+        _numels(receives),
+        _merged(part for pairs in sends for part, _ in pairs),
+        _merged(part for pairs in receives for _, part in pairs),
+        local_shape,
+    )
+
+
+def _contents(piece: Owned) -> list[object]:
+    """What is where in a local tensor, whatever its number of dimensions."""
+    return [box for box in piece.boxes if box.numel]
+
+
+def _pairs(source: Owned, target: Owned) -> list[tuple[Part, Part]]:
+    """The common parts of two local tensors, as parts of either, in storage order of the source, then of the target."""
+    pairs = []
+    for s, t in itertools.product(source.boxes, target.boxes):
+        starts = tuple(map(max, s.offsets, t.offsets))
+        sizes = tuple(min(a + n, b + k) - c for a, n, b, k, c in zip(s.offsets, s.sizes, t.offsets, t.sizes, starts))
+        if all(size > 0 for size in sizes):
+            pairs.append(tuple(_part(box.local_offset, box.offsets, box.local_strides, starts, sizes) for box in (s, t)))
+    return pairs  # type: ignore[return-value]
+
+
+def _part(position: int, origin: Sequence[int], strides: Sequence[int], starts: Sequence[int], sizes: tuple[int, ...]) -> Part:
+    offset = position + sum((a - o) * stride for a, o, stride in zip(starts, origin, strides))
+    if all(size == 1 or stride == inner for size, stride, inner in zip(sizes, strides, row_major(sizes))):
+        return Part(offset, (math.prod(sizes),), (1,))
+    return Part(offset, sizes, tuple(strides))
+
+
+def _numels(peers: Sequence[Sequence[tuple[Part, Part]]]) -> tuple[int, ...]:
+    return tuple(sum(part.numel for part, _ in pairs) for pairs in peers)
+
+
+def _merged(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Neighbours in storage become one part."""
+    result: list[Part] = []
+    for part in parts:
+        last = result[-1] if result else None
+        if last and last.is_contiguous and part.is_contiguous and last.offset + last.numel == part.offset:
+            result[-1] = Part(last.offset, (last.numel + part.numel,), (1,))
+        else:
+            result.append(part)
+    return tuple(result)
