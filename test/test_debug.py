@@ -14,32 +14,23 @@ from unittest import mock
 import torch
 from common import error_of, run_ranks
 from expecttest import TestCase
+from oracle import local_of, random_placement
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from torch_ragged import RaggedShard, debug
+from torch_ragged import RaggedShard, StridedRaggedShard, debug
 from torch_ragged.debug import visualize, visualize_sharding
+from torch_ragged.placement_types import normalize_placements
 
 
-def owners_by_hand(shape, mesh_shape, placements):
-    """For every element, the set of ranks that own it: cut the tensor of flat indices rank by rank."""
-    owners = [set() for _ in range(torch.Size(shape).numel())]
+def owners_by_definition(shape, mesh_shape, placements):
+    """For every element, the set of ranks that own it."""
+    owners = [set() for _ in range(math.prod(shape))]
+    numbers = torch.arange(len(owners)).view(shape)
     for rank, coordinate in enumerate(itertools.product(*map(range, mesh_shape))):
-        piece, flattened = torch.arange(len(owners)).view(shape), 0  # and how many dimensions a ragged cut joined
-        for placement, index, size in zip(placements, coordinate, mesh_shape):
-            if isinstance(placement, Shard):
-                dim = placement.dim - flattened
-                chunks = piece.chunk(size, dim)
-                piece = chunks[index] if index < len(chunks) else piece.narrow(dim, 0, 0)
-            elif isinstance(placement, RaggedShard):
-                rest = piece.shape[len(placement.dims) :]
-                unit = piece.numel() // sum(placement.local_units)
-                start = unit * sum(placement.local_units[:index])
-                stop = start + unit * placement.local_units[index]
-                piece = piece.reshape(-1)[start:stop].view(stop // rest.numel() - start // rest.numel(), *rest)
-                flattened = len(placement.dims) - 1
-        for element in piece.reshape(-1).tolist():
+        for element in local_of(numbers, mesh_shape, placements, coordinate).flatten().tolist():
             owners[element].add(rank)
     return owners
 
@@ -181,6 +172,65 @@ ranks  elements  share  interval  pieces
 7             9  37.5%         -  [1:4, 3:6]""",
         )
 
+    def test_strided_beside_shard_and_alone(self):
+        strided = StridedRaggedShard((0, 1), (1, 3), split_factor=2)
+        self.assertExpectedInline(
+            visualize_sharding((4, 2), (2, 2), [strided, Shard(0)]),
+            """\
+(4, 2) under SRS(0,1)[1,3]/2, S(0) on a mesh of (2, 2)
+     0:2
+0:1  0 2
+1:2  2 2
+2:3  1 3
+3:4  3 3
+
+ranks  elements  share  interval  pieces
+0             1  12.5%    [0, 1)  [0:1, 0:1]
+1             1  12.5%    [4, 5)  [2:3, 0:1]
+2             3  37.5%    [1, 4)  [0:1, 1:2] [1:2, 0:2]
+3             3  37.5%    [5, 8)  [2:3, 1:2] [3:4, 0:2]""",
+        )
+        self.assertExpectedInline(
+            visualize_sharding((4, 2), (2, 2), [strided, Replicate()]),
+            """\
+(4, 2) under SRS(0,1)[1,3]/2, R on a mesh of (2, 2)
+     0:2
+0:1  0 2
+1:2  2 2
+2:3  0 2
+3:4  2 2
+
+ranks  elements  share  interval  pieces
+0-1           2    25%         -  [0:1, 0:1] [2:3, 0:1]
+2-3           6    75%         -  [0:1, 1:2] [1:2, 0:2] [2:3, 1:2] [3:4, 0:2]""",
+        )
+
+    def test_three_mesh_dimensions(self):
+        placements = [Shard(1), StridedRaggedShard((0,), (2, 0, 1), split_factor=2), Shard(0)]
+        self.assertExpectedInline(
+            visualize_sharding((6, 4), (2, 3, 2), placements),
+            """\
+(6, 4) under S(1), SRS(0)[2,0,1]/2, S(0) on a mesh of (2, 3, 2)
+     0:4
+0:2   0  0  6  6
+      0  0  6  6
+2:3   4  4 10 10
+3:5   1  1  7  7
+      1  1  7  7
+5:6   5  5 11 11
+
+ranks  elements  share  interval  pieces
+0             4  16.7%         -  [0:2, 0:2]
+1             4  16.7%         -  [3:5, 0:2]
+4             2  8.33%   [8, 10)  [2:3, 0:2]
+5             2  8.33%  [20, 22)  [5:6, 0:2]
+6             4  16.7%         -  [0:2, 2:4]
+7             4  16.7%         -  [3:5, 2:4]
+10            2  8.33%  [10, 12)  [2:3, 2:4]
+11            2  8.33%  [22, 24)  [5:6, 2:4]
+ranks 2-3, 8-9 hold nothing""",
+        )
+
     def test_a_huge_tensor_is_to_scale_and_keeps_small_pieces(self):
         placements = [RaggedShard((0, 1), (2**20 - 3, 1, 0, 2))]
         text = visualize_sharding((2**12, 2**12), (4,), placements, max_width=60, max_height=8)
@@ -239,25 +289,27 @@ ranks  elements  share      interval  pieces
 63           16  1.56%  [1008, 1024)  [1008:1024]""",
         )
 
-    def test_drawings_agree_with_ownership_by_hand(self):
+    def test_drawings_agree_with_the_definition_of_the_placements(self):
         generator = random.Random(0)
-        for _ in range(150):
-            shape = tuple(generator.choice((1, 2, 3, 4, 6)) for _ in range(generator.randint(1, 4)))
-            placements, mesh_shape = self.random_placements(generator, shape)
+        seen = set()
+        for _ in range(200):
+            shape, mesh_shape, placements = self.random_case(generator)
+            seen |= {(type(placement), len(mesh_shape)) for placement in placements}
             with self.subTest(shape=shape, placements=placements, mesh_shape=mesh_shape):
                 text = visualize_sharding(shape, mesh_shape, placements, max_width=100, max_height=1500)
-                self.check(text, shape, owners_by_hand(shape, mesh_shape, placements), math.prod(mesh_shape))
+                self.check(text, shape, owners_by_definition(shape, mesh_shape, placements), math.prod(mesh_shape))
+        kinds = (Replicate, Partial, Shard, _StridedShard, RaggedShard, StridedRaggedShard)
+        self.assertEqual(seen, set(itertools.product(kinds, (1, 2, 3))))
 
-    def random_placements(self, generator, shape):
-        size, k = generator.randint(1, 4), generator.randint(0, len(shape))
-        prefix = torch.Size(shape[:k]).numel()
-        cuts = sorted(generator.choices(range(prefix + 1), k=size - 1))
-        units = [stop - start for start, stop in itertools.pairwise((0, *cuts, prefix))]
-        ragged = RaggedShard(tuple(range(k)), units)
-        other = generator.choice([Replicate(), Partial(), *(Shard(d) for d in range(k, len(shape)))])
-        placements = [(ragged,), (ragged, other), (Shard(generator.randrange(len(shape))),), (Replicate(), ragged)]
-        chosen = generator.choice(placements)
-        return chosen, tuple(size if p is ragged else generator.randint(1, 3) for p in chosen)
+    def random_case(self, generator):
+        while True:
+            shape = tuple(generator.choice((1, 2, 3, 4, 6)) for _ in range(generator.randint(1, 4)))
+            mesh_shape = tuple(generator.randint(1, 3) for _ in range(generator.randint(1, 3)))
+            placements = tuple(random_placement(generator, shape, mesh_shape, dim) for dim in range(len(mesh_shape)))
+            try:
+                return shape, mesh_shape, normalize_placements(placements, shape, mesh_shape)
+            except ValueError:  # They have no meaning together.
+                continue
 
     def check(self, text, shape, owners, size):
         table = torch.tensor([min(ranks) for ranks in owners]).view(shape)

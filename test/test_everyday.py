@@ -34,7 +34,8 @@ def same(left, right):
     local = left.to_local().detach(), right.to_local().detach()
     return (
         type(left) is type(right)
-        and (left.shape, left.stride(), left.dtype, left.requires_grad) == (right.shape, right.stride(), right.dtype, right.requires_grad)
+        and (left.shape, left.stride(), left.dtype, left.requires_grad)
+        == (right.shape, right.stride(), right.dtype, right.requires_grad)
         and (left.device_mesh, left.placements) == (right.device_mesh, right.placements)
         and local[0].shape == local[1].shape
         and torch.equal(*local)
@@ -185,16 +186,22 @@ def prints():
 class PrintTest(TestCase):
     def test_tensor_parameter_spec_and_number(self):
         (empty, _), (full, counts) = run_ranks(2, prints)
-        self.assertExpectedInline("\n".join(empty), """\
+        self.assertExpectedInline(
+            "\n".join(empty),
+            """\
 DTensor(local_tensor=tensor([]), device_mesh=DeviceMesh((2,), 'cpu', stride=(1,)), placements=(RaggedShard(dims=(0,), local_units=(0, 2)),))
 DTensor(local_tensor=tensor([]), device_mesh=DeviceMesh((2,), 'cpu', stride=(1,)), placements=(RaggedShard(dims=(0,), local_units=(0, 2)),))
 Spec(f32[2, 2](RS(0)[0,2]))
-6.0""")
-        self.assertExpectedInline("\n".join(full), """\
+6.0""",
+        )
+        self.assertExpectedInline(
+            "\n".join(full),
+            """\
 DTensor(local_tensor=tensor([0., 1., 2., 3.]), device_mesh=DeviceMesh((2,), 'cpu', stride=(1,)), placements=(RaggedShard(dims=(0,), local_units=(0, 2)),))
 DTensor(local_tensor=tensor([0., 1., 2., 3.]), device_mesh=DeviceMesh((2,), 'cpu', stride=(1,)), placements=(RaggedShard(dims=(0,), local_units=(0, 2)),))
 Spec(f32[2, 2](RS(0)[0,2]))
-6.0""")
+6.0""",
+        )
         self.assertEqual(counts, 1)  # of full_tensor(): printing is local
 
 
@@ -209,7 +216,10 @@ class Gathers(nn.Module):
     def forward(self, x):
         moved = self.weight.redistribute(placements=[RaggedShard((0,), (1, 3))])
         moved = torch.mul(moved, 2)
-        return x @ self.weight.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]).T + moved.sum().full_tensor()
+        return (
+            x @ self.weight.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]).T
+            + moved.sum().full_tensor()
+        )
 
 
 def communication(folder):
@@ -223,7 +233,13 @@ def communication(folder):
     mode.generate_json_dump(f"{path}.json", noise_level=3)
     mode.log_comm_debug_tracing_table_to_file(f"{path}.txt", noise_level=3)
     text = re.sub(r"\x1b\[[\d;]*m", "", Path(f"{path}.txt").read_text())
-    return counts, sharding, mode.generate_comm_debug_tracing_table(noise_level=3), text, json.loads(Path(f"{path}.json").read_text())
+    return (
+        counts,
+        sharding,
+        mode.generate_comm_debug_tracing_table(noise_level=3),
+        text,
+        json.loads(Path(f"{path}.json").read_text()),
+    )
 
 
 def records():
@@ -256,7 +272,10 @@ def records():
 
 def outline(text):
     """Redistributions with their nesting, and the names of collectives."""
-    lines = [re.match(r" *", line)[0] + re.split(r"\(t: |\(t\$", line.strip())[0] if "_c10d" in line else line for line in text.splitlines()]
+    lines = [
+        re.match(r" *", line)[0] + re.split(r"\(t: |\(t\$", line.strip())[0] if "_c10d" in line else line
+        for line in text.splitlines()
+    ]
     kept = [line for line in lines if "redistribute_input" in line or "_c10d_functional" in line]
     return [line for line in kept if not line.endswith(("wait_tensor", "_wrap_tensor_autograd"))]
 
@@ -276,7 +295,9 @@ class DebugTest(TestCase):
     def test_debug_mode_names_ragged_redistributions_as_torch_does_its_own(self):
         for shown in run_ranks(2, records):
             for name in ("explicit", "implicit", "nothing", "backward"):
-                ragged = [line.replace("RS(0)[2,2]", "S(0)").replace("t: f32[6]", "t: f32[2, 3]") for line in shown["ragged", name]]
+                ragged = [
+                    line.replace("RS(0)[2,2]", "S(0)").replace("t: f32[6]", "t: f32[2, 3]") for line in shown["ragged", name]
+                ]
                 self.assertEqual(ragged, shown["shard", name])
             self.assertExpectedInline("\n".join(shown["ragged", "explicit"]), """""")
             self.assertExpectedInline("\n".join(shown["ragged", "implicit"]), """""")

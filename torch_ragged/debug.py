@@ -16,7 +16,7 @@ from typing import Any, TextIO, TypeVar, Union
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged._ownership import owned
+from torch_ragged._ownership import owned, row_major
 from torch_ragged.placement_types import cuts_of, normalize_placements
 
 __all__ = ["visualize", "visualize_sharding"]
@@ -32,7 +32,7 @@ def visualize(
     max_width: int = 80,
     max_height: int = 24,
 ) -> str:
-    """Show who owns what of a DTensor: under any mix of Replicate, Partial, Shard and RaggedShard, on any mesh.
+    """Show who owns what of a DTensor: under any placements, on any mesh.
 
     Every rank returns the same text; only the lowest rank of the mesh prints it (or writes the file)::
 
@@ -197,7 +197,7 @@ def _make_picture(
     ranks = range(size) if ranks is None else ranks
     if len(ranks) != size:
         raise ValueError(f"a mesh of shape {mesh_shape} has {size} ranks, got {len(ranks)}: {list(ranks)}")
-    placements = normalize_placements(placements, shape, mesh_shape)
+    placements = normalize_placements(tuple(placements), shape, mesh_shape)
     cuts = cuts_of(placements)
     held: dict[Any, list[int]] = {}
     for rank, coordinate in zip(ranks, itertools.product(*map(range, mesh_shape))):
@@ -320,17 +320,11 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 
 def _interval(pieces: Sequence[_Piece], shape: tuple[int, ...]) -> str:
-    """The interval of row-major storage that the pieces, in order, fill; ``-`` if they are not one interval."""
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    begin = end = sum(map(operator.mul, pieces[0].starts, strides))
-    for piece in pieces:
-        start = sum(map(operator.mul, piece.starts, strides))
-        stop = sum((s - 1) * stride for s, stride in zip(piece.stops, strides)) + 1
-        count = piece.numel
-        if start != end or stop - start != count:
-            return "-"
-        end = stop
-    return f"[{begin}, {end})"
+    """The interval of row-major storage that the pieces fill; ``-`` if they are not one interval."""
+    strides = row_major(shape)
+    start = min(sum(map(operator.mul, piece.starts, strides)) for piece in pieces)
+    stop = max(sum((s - 1) * stride for s, stride in zip(piece.stops, strides)) + 1 for piece in pieces)
+    return f"[{start}, {stop})" if stop - start == sum(piece.numel for piece in pieces) else "-"
 
 
 # --- picture -------------------------------------------------------------------------------------------------------
