@@ -2,7 +2,6 @@
 
 import copy
 import io
-import json
 import pickle
 import re
 import tempfile
@@ -18,13 +17,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._debug_mode import DebugMode
 
-from torch_ragged import RaggedShard
+from torch_ragged import RaggedShard, StridedRaggedShard
 
 PLACEMENTS = [
     RaggedShard((0,), (1, 3)),
     RaggedShard((0, 1), (5, 7)),
     RaggedShard((), (0, 1)),
     RaggedShard((-2,), (2, 2)),
+    StridedRaggedShard((0, 1), (1, 5), split_factor=2),
 ]
 
 
@@ -176,133 +176,215 @@ class CopyTest(unittest.TestCase):
 
 
 def prints():
-    mesh = init_device_mesh("cpu", (2,))
-    tensor = distribute_tensor(torch.arange(4.0).view(2, 2), mesh, [RaggedShard((0,), (0, 2))])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    flat = distribute_tensor(torch.arange(4.0).view(2, 2), mesh["tp"], [RaggedShard((0,), (0, 2))])
+    strided = distribute_tensor(torch.arange(8).view(4, 2), mesh, [StridedRaggedShard((0, 1), (1, 3), 2), Shard(0)])
     with CommDebugMode() as mode:
-        texts = repr(tensor), str(nn.Parameter(tensor)), str(tensor._spec), f"{tensor.sum().full_tensor():.1f}"
-    return texts, mode.get_total_counts()
+        texts = [repr(flat), str(nn.Parameter(flat)), str(flat._spec), repr(strided), str(strided._spec)]
+    return [text.replace(", device_mesh", ",\n  device_mesh").replace(", placements", ",\n  placements") for text in texts] + [
+        f"{flat.sum().full_tensor():.1f}, {mode.get_total_counts()} collectives to print"
+    ]
 
 
 class PrintTest(TestCase):
     def test_tensor_parameter_spec_and_number(self):
-        (empty, _), (full, counts) = run_ranks(2, prints)
+        answers = run_ranks(4, prints)
         self.assertExpectedInline(
-            "\n".join(empty),
+            "\n".join(answers[0]),
             """\
-DTensor(local_tensor=tensor([]), device_mesh=DeviceMesh((2,), 'cpu', stride=(1,)), placements=(RaggedShard(dims=(0,), local_units=(0, 2)),))
-DTensor(local_tensor=tensor([]), device_mesh=DeviceMesh((2,), 'cpu', stride=(1,)), placements=(RaggedShard(dims=(0,), local_units=(0, 2)),))
+DTensor(local_tensor=tensor([]),
+  device_mesh=DeviceMesh((tp=2), 'cpu', stride=(1,)),
+  placements=(RaggedShard(dims=(0,), local_units=(0, 2)),))
+DTensor(local_tensor=tensor([]),
+  device_mesh=DeviceMesh((tp=2), 'cpu', stride=(1,)),
+  placements=(RaggedShard(dims=(0,), local_units=(0, 2)),))
 Spec(f32[2, 2](RS(0)[0,2]))
-6.0""",
+DTensor(local_tensor=tensor([0]),
+  device_mesh=DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1)),
+  placements=(StridedRaggedShard(dims=(0, 1), local_units=(1, 3), split_factor=2), Shard(dim=0)))
+Spec(i64[4, 2](SRS(0,1)[1,3]/2S(0)))
+6.0, 0 collectives to print""",
         )
         self.assertExpectedInline(
-            "\n".join(full),
+            "\n".join(answers[3]),
             """\
-DTensor(local_tensor=tensor([0., 1., 2., 3.]), device_mesh=DeviceMesh((2,), 'cpu', stride=(1,)), placements=(RaggedShard(dims=(0,), local_units=(0, 2)),))
-DTensor(local_tensor=tensor([0., 1., 2., 3.]), device_mesh=DeviceMesh((2,), 'cpu', stride=(1,)), placements=(RaggedShard(dims=(0,), local_units=(0, 2)),))
+DTensor(local_tensor=tensor([0., 1., 2., 3.]),
+  device_mesh=DeviceMesh((tp=2), 'cpu', stride=(1,)),
+  placements=(RaggedShard(dims=(0,), local_units=(0, 2)),))
+DTensor(local_tensor=tensor([0., 1., 2., 3.]),
+  device_mesh=DeviceMesh((tp=2), 'cpu', stride=(1,)),
+  placements=(RaggedShard(dims=(0,), local_units=(0, 2)),))
 Spec(f32[2, 2](RS(0)[0,2]))
-6.0""",
+DTensor(local_tensor=tensor([5, 6, 7]),
+  device_mesh=DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1)),
+  placements=(StridedRaggedShard(dims=(0, 1), local_units=(1, 3), split_factor=2), Shard(dim=0)))
+Spec(i64[4, 2](SRS(0,1)[1,3]/2S(0)))
+6.0, 0 collectives to print""",
         )
-        self.assertEqual(counts, 1)  # of full_tensor(): printing is local
+
+    def test_placements(self):
+        shown = [f"{placement!r} {placement}" for placement in PLACEMENTS]
+        self.assertExpectedInline(
+            "\n".join(shown),
+            """\
+RaggedShard(dims=(0,), local_units=(1, 3)) RS(0)[1,3]
+RaggedShard(dims=(0, 1), local_units=(5, 7)) RS(0,1)[5,7]
+RaggedShard(dims=(), local_units=(0, 1)) RS()[0,1]
+RaggedShard(dims=(-2,), local_units=(2, 2)) RS(-2)[2,2]
+StridedRaggedShard(dims=(0, 1), local_units=(1, 5), split_factor=2) SRS(0,1)[1,5]/2""",
+        )
 
 
 # --- CommDebugMode and DebugMode -----------------------------------------------------------------------------------
 
-
-class Gathers(nn.Module):
-    def __init__(self, mesh):
-        super().__init__()
-        self.weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [RaggedShard((0,), (2, 2))]))
-
-    def forward(self, x):
-        moved = self.weight.redistribute(placements=[RaggedShard((0,), (1, 3))])
-        moved = torch.mul(moved, 2)
-        return (
-            x @ self.weight.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]).T
-            + moved.sum().full_tensor()
-        )
+REDISTRIBUTIONS = [
+    ([RaggedShard((0,), (1, 1)), Replicate()], [Replicate(), Replicate()]),
+    ([RaggedShard((0,), (1, 3)), Replicate()], [Replicate(), Replicate()]),
+    ([RaggedShard((0,), (1, 3)), Replicate()], [RaggedShard((0, 1), (7, 1)), Replicate()]),
+    ([Replicate(), Replicate()], [RaggedShard((0,), (1, 3)), Shard(1)]),
+    ([Partial(), Replicate()], [RaggedShard((0,), (1, 1)), Replicate()]),
+    ([RaggedShard((0,), (2, 2)), Replicate()], [Shard(0), Replicate()]),
+    ([StridedRaggedShard((0, 1), (1, 3), 2), Shard(0)], [Replicate(), Shard(0)]),
+    ([StridedRaggedShard((0, 1), (1, 3), 2), Shard(0)], [Replicate(), Replicate()]),
+    ([StridedRaggedShard((0, 1), (1, 3), 2), Shard(0)], [RaggedShard((0,), (1, 3)), Replicate()]),
+]
 
 
-def communication(folder):
-    mesh = init_device_mesh("cpu", (2,))
-    model = Gathers(mesh)
-    with CommDebugMode() as mode:
-        model(torch.ones(1, 3)).sum().backward()
-    counts = {str(op): n for op, n in mode.get_comm_counts().items()}
-    sharding = {name: [str(p) for p in placements] for name, placements in mode.get_sharding_info().items()}
-    path = Path(folder) / str(mesh.get_rank())
-    mode.generate_json_dump(f"{path}.json", noise_level=3)
-    mode.log_comm_debug_tracing_table_to_file(f"{path}.txt", noise_level=3)
-    text = re.sub(r"\x1b\[[\d;]*m", "", Path(f"{path}.txt").read_text())
-    return (
-        counts,
-        sharding,
-        mode.generate_comm_debug_tracing_table(noise_level=3),
-        text,
-        json.loads(Path(f"{path}.json").read_text()),
-    )
-
-
-def records():
-    """The redistributions that DebugMode shows, and the collectives below each, for ragged and for Shard(0)."""
-    mesh = init_device_mesh("cpu", (2,))
-    shown = {}
-    for key, placement in (("ragged", RaggedShard((0,), (2, 2))), ("shard", Shard(0))):
-        tensor = distribute_tensor(torch.ones(4, 3), mesh, [placement]).requires_grad_()
-        replicated = distribute_tensor(torch.ones(4, 3), mesh, [Replicate()])
-        programs = {
-            "explicit": lambda tensor=tensor: tensor.detach().redistribute(placements=[Replicate()]),
-            "implicit": lambda tensor=tensor, replicated=replicated: torch.add(tensor.detach(), replicated),
-            "nothing": lambda tensor=tensor: tensor.detach().redistribute(placements=tensor.placements),
-            "backward": lambda tensor=tensor: (
-                tensor.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]).sum().backward()
-            ),
-        }
-        for name, program in programs.items():
-            with DebugMode() as mode:
-                program()
-            shown[key, name] = outline(mode.debug_string())
-    with DebugMode() as mode:
-        norm = torch.linalg.vector_norm(distribute_tensor(torch.ones(4, 3), mesh, [RaggedShard((0,), (1, 3))]))
-        norm.redistribute(placements=[Replicate()])
-        ragged = distribute_tensor(torch.ones(4, 3), mesh, [RaggedShard((0,), (0, 1))])
-        ragged.redistribute(placements=[RaggedShard((0, 1), (5, 7))]).redistribute(placements=[Shard(1)])
-    shown["others"] = [line for line in outline(mode.debug_string()) if "ragged" not in line]
-    return shown
+def watch_redistributions():
+    """What CommDebugMode counts of each redistribution, and what DebugMode calls it."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    seen = []
+    for source, target in REDISTRIBUTIONS:
+        start = [Replicate() if isinstance(p, Partial) else p for p in source]
+        tensor = distribute_tensor(torch.ones(4, 2), mesh, start)
+        if start != source:
+            tensor = DTensor.from_local(tensor.to_local(), mesh, source)
+        with CommDebugMode() as counted:
+            tensor.redistribute(placements=target)
+        with DebugMode() as mode:
+            tensor.redistribute(placements=target)
+        counts = {str(op): number for op, number in counted.get_comm_counts().items()}
+        seen.append((counts, outline(mode.debug_string())))
+    return seen
 
 
 def outline(text):
-    """Redistributions with their nesting, and the names of collectives."""
-    lines = [
-        re.match(r" *", line)[0] + re.split(r"\(t: |\(t\$", line.strip())[0] if "_c10d" in line else line
-        for line in text.splitlines()
-    ]
-    kept = [line for line in lines if "redistribute_input" in line or "_c10d_functional" in line]
-    return [line for line in kept if not line.endswith(("wait_tensor", "_wrap_tensor_autograd"))]
+    """The lines of DebugMode about redistributions, and below each the names of its collectives."""
+    lines = []
+    for line in text.splitlines():
+        if "redistribute_input" in line:
+            lines.append(line)
+        elif "_c10d_functional" in line and "wait_tensor" not in line and "_wrap_tensor_autograd" not in line:
+            lines.append(line.partition("(")[0])
+    return lines
+
+
+class Gathering(nn.Module):
+    def __init__(self, mesh):
+        super().__init__()
+        weight = torch.ones(4, 3)
+        self.weight = nn.Parameter(distribute_tensor(weight, mesh["dp"], [RaggedShard((0,), (1, 3))]))
+        self.strided = nn.Parameter(distribute_tensor(weight, mesh, [StridedRaggedShard((0,), (1, 1), 2), Shard(0)]))
+
+    def forward(self, x):
+        return x @ self.weight.full_tensor().T + x @ self.strided.full_tensor().T
+
+
+def watch_module():
+    """The table that CommDebugMode writes of a module: its lines about collectives and shardings."""
+    model = Gathering(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    with CommDebugMode() as mode:
+        model(torch.ones(1, 3))
+    table = mode.generate_comm_debug_tracing_table(noise_level=1)
+    placed = {name: "".join(map(str, placements)) for name, placements in mode.get_sharding_info().items()}
+    lines = re.sub(r"\x1b\[[\d;]*m", "", table).splitlines()
+    return placed, [line.strip() for line in lines if "c10d_functional" in line]
+
+
+def watch_programs(placement):
+    """What DebugMode shows of programs with a DTensor under ``placement``, explicit or not, forward and backward."""
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = distribute_tensor(torch.ones(4, 3), mesh, [placement])
+    replicated = distribute_tensor(torch.ones(4, 3), mesh, [Replicate()])
+    parameter = nn.Parameter(tensor)
+
+    def backward():
+        replicated = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        torch.autograd.grad(replicated.sum(), parameter)
+
+    programs = {
+        "explicit": lambda: tensor.redistribute(placements=[Replicate()]),
+        "implicit": lambda: torch.add(tensor, replicated),
+        "nothing": lambda: tensor.redistribute(placements=[placement]),
+        "backward": backward,
+    }
+    shown = {}
+    for name, program in programs.items():
+        with DebugMode() as mode:
+            program()
+        shown[name] = outline(mode.debug_string())
+    return shown
 
 
 class DebugTest(TestCase):
-    def test_comm_debug_mode_counts_and_writes_ragged_redistributions(self):
-        with tempfile.TemporaryDirectory() as folder:
-            answers = run_ranks(2, communication, folder)
-        for counts, sharding, table, text, dump in answers:
-            self.assertEqual(counts, {})
-            self.assertEqual(sharding, {})
-            self.assertIn("sharding: [(RaggedShard(dims=(0,), local_units=(1, 3)),)]", text)
-            self.assertIn("*c10d_functional.all_to_all_single: 1", text)
-            self.assertEqual(re.sub(r"\x1b\[[\d;]*m", "", table), text)
-            self.assertIn("RaggedShard(dims=(0,), local_units=(2, 2))", json.dumps(dump))
+    def test_redistributions_by_count_and_by_name(self):
+        answers = run_ranks(4, watch_redistributions)
+        for answer in answers:
+            self.assertEqual([counts for counts, _ in answer], [counts for counts, _ in answers[0]])
+        shown = [f"{counts}\n" + "\n".join(lines) for counts, lines in answers[0]]
+        self.assertExpectedInline(
+            "\n".join(shown),
+            """\
+{'c10d_functional.all_gather_into_tensor': 1}
+    redistribute_input [explicit] (t: f32[4], trace: RS(0)[1,1]R->RR)
+      _c10d_functional::all_gather_into_tensor
+{'c10d_functional.all_to_all_single': 1}
+    redistribute_input [explicit] (t: f32[2], trace: RS(0)[1,3]R->RR)
+      _c10d_functional::all_to_all_single
+{'c10d_functional.all_to_all_single': 1}
+    redistribute_input [explicit] (t: f32[2], trace: RS(0)[1,3]R->RS(0,1)[7,1]R)
+      _c10d_functional::all_to_all_single
+{}
+    redistribute_input [explicit] (t: f32[4, 2], trace: RR->RS(0)[1,3]S(1))
+{'c10d_functional.reduce_scatter_tensor': 1}
+    redistribute_input [explicit] (t: f32[4, 2], trace: P(sum)R->RS(0)[1,1]R)
+      _c10d_functional::reduce_scatter_tensor
+{}
+    redistribute_input [explicit] (t: f32[4], trace: RS(0)[1,1]R->S(0)R)
+{'c10d_functional.all_to_all_single': 1}
+    redistribute_input [explicit] (t: f32[1], trace: SRS(0,1)[1,3]/2S(0)->RS(0))
+      _c10d_functional::all_to_all_single
+{'c10d_functional.all_gather_into_tensor': 1, 'c10d_functional.all_to_all_single': 1}
+    redistribute_input [explicit] (t: f32[1], trace: SRS(0,1)[1,3]/2S(0)->RR)
+      _c10d_functional::all_gather_into_tensor
+      _c10d_functional::all_to_all_single
+{'c10d_functional.all_to_all_single': 1}
+    redistribute_input [explicit] (t: f32[1], trace: SRS(0,1)[1,3]/2S(0)->RS(0)[1,3]R)
+      _c10d_functional::all_to_all_single""",
+        )
 
-    def test_debug_mode_names_ragged_redistributions_as_torch_does_its_own(self):
-        for shown in run_ranks(2, records):
-            for name in ("explicit", "implicit", "nothing", "backward"):
-                ragged = [
-                    line.replace("RS(0)[2,2]", "S(0)").replace("t: f32[6]", "t: f32[2, 3]") for line in shown["ragged", name]
-                ]
-                self.assertEqual(ragged, shown["shard", name])
-            self.assertExpectedInline("\n".join(shown["ragged", "explicit"]), """""")
-            self.assertExpectedInline("\n".join(shown["ragged", "implicit"]), """""")
-            self.assertExpectedInline("\n".join(shown["ragged", "backward"]), """""")
-            self.assertExpectedInline("\n".join(shown["others"]), """""")
+    def test_the_table_of_a_module(self):
+        for placed, lines in run_ranks(4, watch_module):
+            self.assertEqual(placed, {"Gathering.weight": "RS(0)[1,3]", "Gathering.strided": "SRS(0)[1,1]/2S(0)"})
+            self.assertExpectedInline(
+                "\n".join(lines),
+                """\
+*c10d_functional.all_to_all_single: 1
+*c10d_functional.all_gather_into_tensor: 2
+*c10d_functional.all_to_all_single: 1
+*c10d_functional.all_gather_into_tensor: 2""",
+            )
+
+    def test_programs_look_as_under_shard(self):
+        ragged = run_ranks(2, watch_programs, RaggedShard((0,), (2, 2)))
+        shard = run_ranks(2, watch_programs, Shard(0))
+        for mine, theirs in zip(ragged, shard):
+            self.assertEqual([len(lines) for lines in theirs.values()], [2, 2, 0, 4])
+            as_shard = {
+                name: [line.replace("RS(0)[2,2]", "S(0)").replace("t: f32[6]", "t: f32[2, 3]") for line in lines]
+                for name, lines in mine.items()
+            }
+            self.assertEqual(as_shard, theirs)
 
 
 if __name__ == "__main__":
