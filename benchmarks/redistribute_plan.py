@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/redistribute_plan.py [--json PATH] [--ranks 1024]
 
 Plans are integers only: no process group, no tensors. Each rank makes its own. The first time is measured at several ranks,
-with all caches cleared before each; "largest" is the worst of these. Units are random; the tensor has 8 rows of 4,096 for each rank.
+with all caches cleared before each; "largest" is the worst of these. Units are random, the tensor has 8 rows for each rank.
 """
 
 from __future__ import annotations

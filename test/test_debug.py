@@ -21,6 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import RaggedShard, StridedRaggedShard, debug
+from torch_ragged._ops import RaggedRows
 from torch_ragged.debug import visualize, visualize_sharding
 from torch_ragged.placement_types import normalize_placements
 
@@ -346,6 +347,8 @@ ranks  elements  share      interval  pieces
     def test_bad_input(self):
         ragged = RaggedShard((0,), (1, 2))
         self.assertIn("cannot cut shape (4, 3)", error_of(visualize_sharding, (4, 3), (2,), [ragged]))
+        view = RaggedRows((1,), (1, 2))
+        self.assertIn("is the placement of a strided view", error_of(visualize_sharding, (4, 3), (2,), [view]))
         self.assertExpectedInline(
             error_of(visualize_sharding, (3, 3), (2,), [ragged], ranks=[0]),
             """ValueError: a mesh of shape (2,) has 2 ranks, got 1: [0]""",

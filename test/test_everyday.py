@@ -309,8 +309,7 @@ def watch_programs(placement):
     parameter = nn.Parameter(tensor)
 
     def backward():
-        replicated = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        torch.autograd.grad(replicated.sum(), parameter)
+        parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]).sum().backward()
 
     programs = {
         "explicit": lambda: tensor.redistribute(placements=[Replicate()]),
@@ -380,6 +379,7 @@ class DebugTest(TestCase):
         shard = run_ranks(2, watch_programs, Shard(0))
         for mine, theirs in zip(ragged, shard):
             self.assertEqual([len(lines) for lines in theirs.values()], [2, 2, 0, 4])
+            theirs["implicit"] = [line[2:] for line in theirs["implicit"] if "[implicit]" not in line]  # Around ours is none.
             as_shard = {
                 name: [line.replace("RS(0)[2,2]", "S(0)").replace("t: f32[6]", "t: f32[2, 3]") for line in lines]
                 for name, lines in mine.items()

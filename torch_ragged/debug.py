@@ -62,7 +62,8 @@ def visualize(
 
     Raises:
         TypeError: something other than DTensors was given.
-        ValueError: no tensor was given, or ``file`` is a path with another ending.
+        ValueError: no tensor was given; one is a strided view, such as ``t()``, of a ragged one; or ``file`` is a path with
+            another ending.
         ImportError: ``file`` is a path and matplotlib is not installed.
     """
     named = _named(tensors)

@@ -5,7 +5,49 @@ the op to run on local tensors, and how the outputs are placed then. An op that 
 that do has a *decomposition*: a function on DTensors. An op with neither raises ``NotImplementedError``.
 """
 
-from torch_ragged._ops import _math_ops, _pointwise_ops, _tensor_ops  # noqa: F401  (they register their rules)
-from torch_ragged._ops._rules import NormPartial, OpCall, Sharding, decomposition_of, rule_of, unsupported
+import torch
 
-__all__ = ["NormPartial", "OpCall", "Sharding", "decomposition_of", "rule_of", "unsupported"]
+from torch_ragged._ops import _math_ops, _pointwise_ops, _tensor_ops  # noqa: F401  (they register their rules)
+from torch_ragged._ops._row_ops import row_rule
+from torch_ragged._ops._rows import RaggedRows, has_ragged_rows, redistribute_rows
+from torch_ragged._ops._rules import (
+    NoLocalWay,
+    NormPartial,
+    OpCall,
+    Rule,
+    Sharding,
+    decomposition_of,
+    is_random,
+    is_row_major,
+    returns_alias,
+    rule_of,
+    unsupported,
+    writes_statistics,
+)
+from torch_ragged._ops._view_ops import view_rule
+
+__all__ = [
+    "NoLocalWay",
+    "NormPartial",
+    "OpCall",
+    "RaggedRows",
+    "Sharding",
+    "decomposition_of",
+    "has_ragged_rows",
+    "redistribute_rows",
+    "is_random",
+    "is_row_major",
+    "returns_alias",
+    "rules_of",
+    "unsupported",
+    "writes_statistics",
+]
+
+
+def rules_of(op: torch._ops.OpOverload) -> list[Rule]:
+    """The rules that may answer for ``op``, best first: its own or its family's, that of views, that of whole rows."""
+    own = rule_of(op)
+    first = [own] if own is not None else []
+    if returns_alias(op) and own is None:
+        return [view_rule]
+    return [*first, row_rule]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from torch_ragged._ops._rules import NormPartial, OpCall, Sharding, decomposition, rule, tensor_leaves, unsupported
+from torch_ragged._ops._rules import NoLocalWay, NormPartial, OpCall, Sharding, decomposition, rule, tensor_leaves
 from torch_ragged.placement_types import has_ragged
 
 aten = torch.ops.aten
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 def _pending(spec: Any, pending: Any, call: OpCall) -> tuple[Any, ...]:
     """Output placements: replicated dimensions stay, sharded ones are pending a reduction."""
     if any(isinstance(p, Partial) and (call.op is not aten.sum.default or pending != p) for p in spec.placements):
-        raise unsupported(call.op, [spec], "a Partial tensor must be reduced first")
+        raise NoLocalWay("a Partial tensor must be reduced first")
     return tuple(p if p.is_replicate() else pending for p in spec.placements)
 
 
@@ -35,6 +35,8 @@ def _norm_placement(order: float) -> Partial | NormPartial:
 def vector_norm_rule(call: OpCall) -> Sharding:
     """The p-norm over all elements; 0 < p < inf and p = 0."""
     (spec,) = tensor_leaves(call)
+    if call.argument("dim") or call.argument("keepdim", False) or not 0 <= call.argument("ord", 2) < math.inf:
+        raise NoLocalWay("its norms are over some dimensions, or of an order that does not add up over shards")
     return Sharding([(spec.placements, None)], _pending(spec, _norm_placement(call.argument("ord", 2)), call))
 
 
@@ -43,7 +45,7 @@ def foreach_norm_rule(call: OpCall) -> Sharding:
     """The p-norm of every tensor of a list that may mix ragged and other placements."""
     specs = tensor_leaves(call)
     order = call.argument("ord", 2)
-    outputs = [_pending(spec, _norm_placement(order), call) for spec in specs]
+    outputs: Any = [_pending(spec, _norm_placement(order), call) for spec in specs]
     return Sharding([(spec.placements, None) for spec in specs], outputs)
 
 
@@ -58,20 +60,19 @@ def foreach_norm(op: torch._ops.OpOverload, tensors: list[DTensor], order: float
 def vector_norm(
     op: torch._ops.OpOverload, tensor: Any, order: float = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
 ) -> Any:
-    if dim is not None or keepdim:
-        result = op(tensor, order, **kwargs)
-        return _whole(op, tensor, dim, keepdim, result)
-    if 0 <= order < math.inf:
+    if not _is_whole(tensor, dim):
         return NotImplemented
-    if not math.isinf(order):
-        raise unsupported(op, [tensor], f"a norm of negative order {order} has no value for an empty shard")
+    if dim or keepdim:
+        return _kept(tensor, keepdim, op(tensor, order, **kwargs))
+    if order != math.inf:
+        return NotImplemented
     dtype = kwargs.get("dtype")
-    return _extreme(torch.abs(tensor if dtype is None else tensor.to(dtype)), "amax" if order > 0 else "amin")
+    return _extreme(torch.abs(tensor if dtype is None else tensor.to(dtype)), "amax")
 
 
 @decomposition(aten.sum.dim_IntList)
 def sum_dim(op: torch._ops.OpOverload, tensor: DTensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
-    return _whole(op, tensor, dim, keepdim, aten.sum.default(tensor, **kwargs))
+    return _kept(tensor, keepdim, aten.sum.default(tensor, **kwargs)) if _is_whole(tensor, dim) else NotImplemented
 
 
 @decomposition(aten.mean.default)
@@ -87,7 +88,7 @@ def mean(op: torch._ops.OpOverload, tensor: DTensor, *, dtype: torch.dtype | Non
 
 @decomposition(aten.mean.dim)
 def mean_dim(op: torch._ops.OpOverload, tensor: DTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return _whole(op, tensor, dim, keepdim, aten.mean.default(tensor, dtype=dtype))
+    return _kept(tensor, keepdim, aten.mean.default(tensor, dtype=dtype)) if _is_whole(tensor, dim) else NotImplemented
 
 
 @decomposition(aten.max.default, aten.min.default)
@@ -97,14 +98,31 @@ def extreme(op: torch._ops.OpOverload, tensor: DTensor) -> Any:
 
 @decomposition(aten.amax.default, aten.amin.default)
 def extreme_dim(op: torch._ops.OpOverload, tensor: DTensor, dim: Any = (), keepdim: bool = False) -> Any:
-    return _whole(op, tensor, dim, keepdim, _extreme(tensor, "amax" if op is aten.amax.default else "amin"))
+    if not _is_whole(tensor, dim):
+        return NotImplemented
+    result = _extreme(tensor, "amax" if op is aten.amax.default else "amin")
+    return result if result is NotImplemented else _kept(tensor, keepdim, result)
 
 
-def _whole(op: torch._ops.OpOverload, tensor: Any, dim: Any, keepdim: bool, result: Any) -> Any:
-    """``result`` over all elements, if ``dim`` does name all dimensions; dims kept as size 1 where asked."""
+@decomposition(aten.all.default, aten.any.default)
+def all_or_any(op: torch._ops.OpOverload, tensor: DTensor) -> Any:
+    """Whether all (any) elements are true: the smallest (largest) of them."""
+    if not tensor.numel():
+        return NotImplemented
+    result = _extreme(tensor != 0, "amin" if op is aten.all.default else "amax")
+    return result.to(torch.uint8) if tensor.dtype == torch.uint8 and result is not NotImplemented else result
+
+
+def _is_whole(tensor: Any, dim: Any) -> bool:
+    """Whether ``dim`` names all dimensions of a ragged tensor (none named means all)."""
+    if not isinstance(tensor, DTensor):
+        return False
     dims = [dim] if isinstance(dim, int) else list(dim or [])
-    if dims and sorted(d % max(tensor.ndim, 1) for d in dims) != list(range(tensor.ndim)):
-        raise unsupported(op, [tensor], f"only a reduction over all dimensions can run on shards, got dim={dims}")
+    return not dims or sorted(d % max(tensor.ndim, 1) for d in dims) == list(range(tensor.ndim))
+
+
+def _kept(tensor: Any, keepdim: bool, result: Any) -> Any:
+    """``result`` of a reduction over all elements, dimensions kept as size 1 where asked."""
     return result.view([1] * tensor.ndim) if keepdim else result
 
 
@@ -112,10 +130,8 @@ def _extreme(tensor: Any, kind: str) -> Any:
     """Largest or smallest element, NaN included: one gather of a value per rank; owners of nothing give none."""
     if not has_ragged(tensor.placements):
         return getattr(torch, kind)(tensor)
-    if any(isinstance(p, Partial) for p in tensor.placements):
-        raise unsupported(getattr(aten, kind).default, [tensor], "a Partial tensor must be reduced first")
-    if not tensor.numel():
-        raise IndexError(f"{kind}(): expected a tensor with elements, got shape {tuple(tensor.shape)}")
+    if any(isinstance(p, Partial) for p in tensor.placements) or not tensor.numel() or tensor.dtype.is_complex:
+        return NotImplemented
     local = tensor.to_local()
     floating = local.dtype.is_floating_point
     bound = (-math.inf if kind == "amax" else math.inf) if floating else None

@@ -12,7 +12,8 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged._ops._rules import OpCall, Rule, Sharding, Spec, tensor_leaves, unsupported
+from torch_ragged._ops._rows import has_ragged_rows
+from torch_ragged._ops._rules import NoLocalWay, OpCall, Rule, Sharding, Spec, tensor_leaves
 from torch_ragged.placement_types import has_ragged
 
 __all__ = ["family_rule", "pointwise_rule"]
@@ -66,11 +67,11 @@ def list_rule(call: OpCall) -> Sharding:
             inputs += [_follow(call, spec, leader, column) for spec, leader, column in zip(arg, leaders, columns)]
         elif hasattr(arg, "placements"):
             if arg.shape:
-                raise unsupported(call.op, [arg], "a tensor beside tensor lists must be a scalar")
+                raise NoLocalWay("a tensor beside tensor lists must be a scalar")
             inputs.append(_replicated(arg))
     for value in call.kwargs.values():
         if hasattr(value, "placements") and not _is_replicated(value):
-            raise unsupported(call.op, [value], "a tensor given by keyword must be replicated")
+            raise NoLocalWay("a tensor given by keyword must be replicated")
     has_outputs = bool(call.op._schema.returns)
     return Sharding(inputs, [leader.placements for leader in leaders] if has_outputs else None)
 
@@ -78,19 +79,21 @@ def list_rule(call: OpCall) -> Sharding:
 def _leader(call: OpCall, specs: Any) -> Spec:
     """The tensor that decides shape and placements."""
     ragged = [spec for spec in specs if has_ragged(spec.placements)]
+    if any(has_ragged_rows(spec.placements) for spec in ragged):
+        raise NoLocalWay("strided views take part as rows only")
     leader = specs[0] if call.is_inplace or not ragged else ragged[0]
     if any(isinstance(p, Partial) for p in leader.placements):
-        raise unsupported(call.op, specs, "a Partial tensor cannot take part before it is reduced")
+        raise NoLocalWay("a Partial tensor cannot take part before it is reduced")
     shape = torch.broadcast_shapes(*(spec.shape for spec in specs)) if ragged else leader.shape
     if tuple(shape) != tuple(leader.shape):
-        raise unsupported(call.op, specs, f"a ragged tensor cannot be broadcast to {tuple(shape)}")
+        raise NoLocalWay(f"a ragged tensor cannot be broadcast to {tuple(shape)}")
     return leader
 
 
 def _check_out(call: OpCall, specs: list[Spec], leader: Spec) -> None:
     for value in call.kwargs.values():
         if hasattr(value, "placements") and (value.placements != leader.placements or value.shape != leader.shape):
-            raise unsupported(call.op, [*specs, value], f"out= must be {tuple(leader.shape)} {leader.placements}")
+            raise NoLocalWay(f"out= must be {tuple(leader.shape)} {leader.placements}")
 
 
 def _follow(call: OpCall, spec: Spec, leader: Spec, specs: Any) -> Wanted:
@@ -99,7 +102,7 @@ def _follow(call: OpCall, spec: Spec, leader: Spec, specs: Any) -> Wanted:
     if not spec.shape:
         return _replicated(spec)
     if not _is_replicated(spec) or not has_ragged(leader.placements):
-        raise unsupported(call.op, specs, f"only a replicated tensor can be broadcast, to a ragged {tuple(leader.shape)}")
+        raise NoLocalWay(f"only a replicated tensor can be broadcast, to a ragged {tuple(leader.shape)}")
     return leader.placements, leader.shape
 
 

@@ -11,7 +11,36 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-__all__ = ["NormPartial", "OpCall", "Sharding", "Spec", "decomposition", "decomposition_of", "rule", "rule_of", "unsupported"]
+__all__ = [
+    "Meta",
+    "NoLocalWay",
+    "NormPartial",
+    "OpCall",
+    "Sharding",
+    "Spec",
+    "Torch",
+    "decomposition",
+    "decomposition_of",
+    "is_random",
+    "is_row_major",
+    "returns_alias",
+    "rule",
+    "rule_of",
+    "tensor_leaves",
+    "unsupported",
+    "writes_statistics",
+]
+
+
+class Meta(Protocol):
+    """The part of torch's TensorMeta that rules read."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def stride(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 class Spec(Protocol):
@@ -23,6 +52,23 @@ class Spec(Protocol):
     def placements(self) -> tuple[Placement, ...]: ...
     @property
     def shape(self) -> torch.Size: ...
+    @property
+    def tensor_meta(self) -> Any: ...
+
+
+class Torch(Protocol):
+    """What rules ask of torch's own sharding propagation."""
+
+    def output_meta(self, call: OpCall) -> list[Optional[Meta]]:
+        """Metadata of the outputs that one device would give."""
+
+    def output_specs(
+        self, call: OpCall, inputs: Sequence[tuple[tuple[Placement, ...], Sequence[int]]]
+    ) -> Optional[list[Optional[Spec]]]:
+        """The outputs of torch's own rule, were the tensor arguments placed and shaped as ``inputs`` say.
+
+        None where torch has no rule for that, or would redistribute an argument first.
+        """
 
 
 @dataclass(frozen=True)
@@ -39,6 +85,7 @@ class OpCall:
     op: torch._ops.OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    torch: Torch
 
     @property
     def name(self) -> str:
@@ -68,12 +115,18 @@ class Sharding:
     Attributes:
         inputs: placements wanted of each tensor argument, in the order of the flattened positional arguments,
             and the shape to broadcast it to (its own where None).
-        outputs: placements of the output; a list of them for an op that returns several; None for one that
-            returns no tensor.
+        outputs: placements of the output; a list of them (None for an output that is None) for an op that returns
+            several; None for one that returns no tensor.
+        run: computes the local outputs from the local arguments; the op itself where None.
     """
 
     inputs: Sequence[tuple[tuple[Placement, ...], Optional[torch.Size]]]
-    outputs: Union[OutputPlacements, list[OutputPlacements], None]
+    outputs: Union[OutputPlacements, list[Optional[OutputPlacements]], None]
+    run: Optional[Callable[..., Any]] = None
+
+
+class NoLocalWay(Exception):
+    """A rule cannot run this call on local tensors; the text says why."""
 
 
 Rule = Callable[[OpCall], Sharding]
@@ -117,13 +170,38 @@ def rule_of(op: torch._ops.OpOverload) -> Rule | None:
 
 
 def decomposition_of(op: torch._ops.OpOverload) -> Decomposition | None:
-    """The function on DTensors that computes ``op``, if it has one."""
+    """The function on DTensors that computes ``op``, if it has one. ``NotImplemented`` from it leaves the op to its rule."""
     return _decompositions.get(op)
 
 
 def tensor_leaves(call: OpCall) -> list[Any]:
     """The specs among the flattened positional arguments."""
     return [leaf for leaf in pytree.tree_leaves(call.args) if hasattr(leaf, "placements")]
+
+
+def is_random(op: torch._ops.OpOverload) -> bool:
+    """Whether the op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def returns_alias(op: torch._ops.OpOverload) -> bool:
+    """Whether an output of the op shares memory with an argument that it does not write to (a view)."""
+    return any(value.alias_info is not None and not value.alias_info.is_write for value in op._schema.returns)
+
+
+def writes_statistics(op: torch._ops.OpOverload) -> bool:
+    """Whether the op updates running statistics, though its schema does not say so: it must not see a gathered copy."""
+    return any(argument.name == "running_mean" for argument in op._schema.arguments)
+
+
+def is_row_major(meta: Meta) -> bool:
+    """Whether a tensor of this shape and stride is contiguous."""
+    expected = 1
+    for size, stride in zip(reversed(meta.shape), reversed(meta.stride)):
+        if size != 1 and stride != expected:
+            return 0 in meta.shape
+        expected *= size
+    return True
 
 
 def unsupported(op: torch._ops.OpOverload, specs: Sequence[Spec], why: str = "") -> NotImplementedError:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torch_ragged._ops._pointwise_ops import pointwise_rule
-from torch_ragged._ops._rules import OpCall, Sharding, decomposition, rule, tensor_leaves
+from torch_ragged._ops._rows import has_ragged_rows, rows_of
+from torch_ragged._ops._rules import OpCall, Sharding, decomposition, is_row_major, rule, tensor_leaves
+from torch_ragged.placement_types import RaggedShard
 
 aten = torch.ops.aten
 
@@ -35,11 +37,31 @@ rule(
 )(pointwise_rule)
 
 
-@rule(aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default)
+@rule(
+    aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default, aten.new_empty_strided.default
+)
 def new_factory_rule(call: OpCall) -> Sharding:
-    """A new tensor of a shape of its own belongs to no rank in particular: replicated."""
+    """A tensor of the same shape is cut as the old one (DTensor's way), of another shape it is replicated."""
     (spec,) = tensor_leaves(call)
-    return Sharding([(spec.placements, None)], (Replicate(),) * spec.mesh.ndim)
+    (meta,) = call.torch.output_meta(call)
+    clean = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
+    rows = rows_of(spec) if has_ragged_rows(spec.placements) else None
+    if (
+        meta is None
+        or meta.shape != spec.shape
+        or not is_row_major(meta)
+        or (rows and rows.dims != tuple(range(len(rows.dims))))
+    ):
+        return Sharding([(spec.placements, None)], (Replicate(),) * spec.mesh.ndim)
+    if rows:
+        clean = (*clean[: rows.mesh_dim], RaggedShard(rows.dims, rows.counts), *clean[rows.mesh_dim + 1 :])
+    strided = call.op is aten.new_empty_strided.default
+
+    def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        size = (local.numel(),)
+        return local.new_empty(size, **kwargs) if strided else call.op(local, size, *args[1:], **kwargs)
+
+    return Sharding([(spec.placements, None)], clean, run)
 
 
 @decomposition(aten._local_scalar_dense.default)
@@ -55,3 +77,13 @@ def equal(op: torch._ops.OpOverload, left: DTensor, right: DTensor) -> bool:
         return False
     different = torch.ne(left, right).sum()
     return bool(different.full_tensor() == 0)
+
+
+@decomposition(aten._amp_foreach_non_finite_check_and_unscale_.default)
+def unscale_(op: torch._ops.OpOverload, tensors: list[DTensor], found: torch.Tensor, inverse: torch.Tensor) -> None:
+    """``GradScaler.unscale_``: local, then one all-reduce per mesh of whether any rank found an infinity or NaN."""
+    here, scale = (t.to_local() if isinstance(t, DTensor) else t for t in (found, inverse))
+    op([t.to_local() if isinstance(t, DTensor) else t for t in tensors], here, scale)
+    for mesh in dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor)):
+        everywhere = DTensor.from_local(here, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
+        here.copy_(everywhere)

@@ -1,0 +1,236 @@
+"""Ops on whole rows: softmax, norms and sorts of inner dimensions, matrix products with a replicated weight, and so on.
+
+A rank that holds whole slices of the leading dimensions holds what ``Shard`` of these dimensions would give it, if only
+``Shard`` knew other sizes than ``torch.chunk``'s. So torch's own rule for ``Shard`` says whether an op treats the cut
+dimensions as batch dimensions. It is asked about *another number of rows* than there are: an op whose arguments depend on that
+number does not pass. Then the op runs on the local tensor viewed as rows, with no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
+
+from torch_ragged._ops._rows import RaggedRows, Rows, rows_of
+from torch_ragged._ops._rules import (
+    Meta,
+    NoLocalWay,
+    OpCall,
+    Sharding,
+    Spec,
+    is_random,
+    is_row_major,
+    returns_alias,
+    tensor_leaves,
+)
+from torch_ragged.placement_types import RaggedShard, has_ragged
+
+__all__ = ["row_rule"]
+
+
+@dataclass(frozen=True)
+class _Input:
+    """How a tensor argument takes part: placements to give it, and the rows that it is cut into then."""
+
+    spec: Spec
+    placements: tuple[Placement, ...]
+    rows: Optional[Rows]
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A local output: its local shape as rows (None if it is pending a sum), and whether it is stored flat."""
+
+    meta: Meta
+    placements: tuple[Placement, ...]
+    local_shape: Optional[tuple[int, ...]]
+    flat: bool
+
+    def store(self, local: torch.Tensor, alias: bool) -> torch.Tensor:
+        expected = self.meta.shape if self.local_shape is None else self.local_shape
+        if tuple(local.shape) != tuple(expected) or local.dtype != self.meta.dtype:
+            raise AssertionError(f"local result {tuple(local.shape)} {local.dtype}, expected {expected} {self.meta.dtype}")
+        if not self.flat:
+            return local
+        return local.view(-1) if alias else local.reshape(-1)
+
+    def of_nothing(self, device: torch.device) -> torch.Tensor:
+        """The output of a rank that has no rows; no kernel needs to know what to do with none."""
+        if self.local_shape is None:
+            return torch.zeros(self.meta.shape, dtype=self.meta.dtype, device=device)
+        return torch.empty(0 if self.flat else self.local_shape, dtype=self.meta.dtype, device=device)
+
+
+def row_rule(call: OpCall) -> Sharding:
+    """Run an op on whole rows, where it treats the dimensions that are cut as batch dimensions."""
+    specs = tensor_leaves(call)
+    ragged = [spec for spec in specs if has_ragged(spec.placements)]
+    if not ragged or any(has_ragged(getattr(v, "placements", ())) for v in pytree.tree_leaves(call.kwargs)):
+        raise NoLocalWay("a ragged tensor given by keyword must have the placements of the others")
+    if is_random(call.op):
+        raise NoLocalWay("its random numbers would depend on the placement")
+    leader = specs[0] if call.is_inplace else ragged[0]
+    rows = rows_of(leader)
+    if rows is None:
+        raise NoLocalWay("ranks do not hold whole rows")
+    for align in (None, "left", "right"):
+        inputs = [_align(spec, leader, rows, align) for spec in specs]
+        if any(i is None for i in inputs) or (call.is_inplace and inputs[0].placements != leader.placements):  # type: ignore
+            continue
+        outputs = _outputs(call, inputs, leader, rows)  # type: ignore[arg-type]
+        if outputs is not None:
+            return _sharding(call, inputs, outputs, rows)  # type: ignore[arg-type]
+    raise NoLocalWay(f"it does not take rows one by one (dimensions {rows.dims} are cut)")
+
+
+def _with(placements: Sequence[Placement], mesh_dim: int, placement: Placement) -> tuple[Placement, ...]:
+    return (*placements[:mesh_dim], placement, *placements[mesh_dim + 1 :])
+
+
+def _align(spec: Spec, leader: Spec, rows: Rows, align: str | None) -> _Input | None:
+    """How ``spec`` can stand beside the leader: cut in the same way, or replicated.
+
+    A tensor that is not ragged is cut too where ``align`` says on which side its dimensions correspond to the leader's.
+    """
+    own = rows_of(spec) if has_ragged(spec.placements) else None
+    if own is not None and (own.mesh_dim, own.counts, len(own.dims)) == (rows.mesh_dim, rows.counts, len(rows.dims)):
+        return _Input(spec, spec.placements, own)
+    shift = len(spec.shape) - len(leader.shape) if align == "right" else 0
+    dims = tuple(dim + shift for dim in rows.dims)
+    fits = all(0 <= d < len(spec.shape) and spec.shape[d] == leader.shape[e] for d, e in zip(dims, rows.dims))
+    flat = dims == tuple(range(len(dims)))
+    clean = [Replicate() if isinstance(p, (Shard, RaggedShard)) else p for p in spec.placements]
+    if has_ragged(spec.placements):
+        if own is None or not own.flat or not flat or not fits:
+            return None
+    elif align is None or not fits:
+        return _Input(spec, _with(spec.placements, rows.mesh_dim, Replicate()), None)
+    cut = RaggedShard(dims, rows.counts) if flat else RaggedRows(dims, rows.counts)
+    return _Input(spec, _with(clean, rows.mesh_dim, cut), Rows(rows.mesh_dim, dims, rows.counts, flat))
+
+
+def _outputs(call: OpCall, inputs: list[_Input], leader: Spec, rows: Rows) -> list[Optional[_Output]] | None:
+    """Where torch puts the outputs when each cut dimension is sharded, over another number of slices; None if it cannot."""
+    factor = max(leader.mesh.size(rows.mesh_dim), 2)
+    answers = []
+    for position in range(len(rows.dims)):
+        asked: list[tuple[tuple[Placement, ...], Sequence[int]]] = []
+        for item in inputs:
+            placements, shape = item.placements, list(item.spec.shape)
+            if item.rows is not None:
+                dim = item.rows.dims[position]
+                shape[dim] *= factor
+                placements = _with(placements, rows.mesh_dim, Shard(dim))
+            asked.append((placements, shape))
+        answer = call.torch.output_specs(call, asked)
+        if answer is None:
+            return None
+        answers.append(answer)
+    outputs = []
+    for meta, *specs in zip(call.torch.output_meta(call), *answers):
+        output = None if meta is None else _output(call, meta, specs, leader, rows, factor)
+        if meta is not None and output is None:
+            return None
+        outputs.append(output)
+    return outputs
+
+
+def _output(call: OpCall, meta: Meta, specs: Sequence[Optional[Spec]], leader: Spec, rows: Rows, factor: int) -> _Output | None:
+    placed: set[Any] = {None if s is None else _with(s.placements, rows.mesh_dim, Replicate()) for s in specs}
+    if len(placed) != 1 or None in placed:
+        return None
+    others = placed.pop()
+    here = [s.placements[rows.mesh_dim] for s in specs if s is not None]
+    shapes = [list(s.shape) for s in specs if s is not None]
+    if all(type(p) is Partial and p.reduce_op == "sum" for p in here):
+        if returns_alias(call.op) or any(shape != list(meta.shape) for shape in shapes):
+            return None
+        return _Output(meta, _with(others, rows.mesh_dim, Partial("sum")), None, flat=False)
+    if not all(type(p) is Shard for p in here) or any(not p.is_replicate() and not isinstance(p, Partial) for p in others):
+        return None
+    dims = tuple(p.dim for p in here)  # type: ignore[attr-defined]
+    for dim, shape in zip(dims, shapes):
+        if shape != [size * (factor if d == dim else 1) for d, size in enumerate(meta.shape)]:
+            return None
+    placement, flat = _output_placement(call, meta, dims, leader, rows)
+    count = rows.count(leader)
+    local_shape = Rows(rows.mesh_dim, dims, rows.counts, flat).local_shape(meta.shape, count)
+    return _Output(meta, _with(others, rows.mesh_dim, placement), local_shape, flat)
+
+
+def _output_placement(call: OpCall, meta: Meta, dims: tuple[int, ...], leader: Spec, rows: Rows) -> tuple[Placement, bool]:
+    """The placement of an output cut along ``dims``: flat where these lead a row-major tensor. The leader's own if it fits."""
+    own: Any = leader.placements[rows.mesh_dim]
+    if call.is_inplace:
+        return own, not isinstance(own, RaggedRows)
+    leading = dims == tuple(range(dims[0], dims[0] + len(dims))) and all(size == 1 for size in meta.shape[: dims[0]])
+    if leading and is_row_major(meta):
+        length = len(own.dims) if not isinstance(own, RaggedRows) else 0
+        if length >= len(dims) and dims[0] == 0 and meta.shape[:length] == leader.shape[:length]:
+            return own, True
+        return RaggedShard(tuple(range(dims[-1] + 1)), rows.counts), True
+    return RaggedRows(dims, rows.counts), False
+
+
+def _sharding(call: OpCall, inputs: list[_Input], outputs: list[Optional[_Output]], rows: Rows) -> Sharding:
+    shapes = [
+        i.rows.local_shape(i.spec.shape, rows.count(i.spec)) if i.rows is not None and i.rows.flat else None for i in inputs
+    ]
+    wanted = [(i.placements, None) for i in inputs]
+    returns = call.op._schema.returns
+    is_list = len(returns) == 1 and str(returns[0].type) != "Tensor"
+    placements: Any = [None if o is None else o.placements for o in outputs]
+    if not returns:
+        placements = None
+    elif len(returns) == 1 and not is_list:
+        placements = placements[0]
+    has_rows = any(i.rows is not None and rows.count(i.spec) for i in inputs)
+    return Sharding(wanted, placements, _runner(call, shapes, outputs, is_list, has_rows))
+
+
+def _runner(
+    call: OpCall, shapes: list[Optional[tuple[int, ...]]], outputs: list[Optional[_Output]], is_list: bool, has_rows: bool
+) -> Any:
+    op, alias = call.op, returns_alias(call.op)
+    nested = any(isinstance(arg, (list, tuple)) and tensor_leaves_of(arg) for arg in call.args)
+    positions = [i for i, arg in enumerate(call.args) if hasattr(arg, "placements")]
+
+    def as_rows(args: tuple[Any, ...]) -> Sequence[Any]:
+        if nested:
+            leaves, tree = pytree.tree_flatten(args)
+            where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        else:
+            leaves, where = list(args), positions
+        for i, shape in zip(where, shapes):
+            if shape is not None:
+                leaves[i] = leaves[i].view(shape)
+        return pytree.tree_unflatten(leaves, tree) if nested else leaves
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if call.is_inplace:
+            if has_rows:
+                op(*as_rows(args), **kwargs)
+            return args[0]
+        if has_rows or alias:
+            result = op(*as_rows(args), **kwargs)
+            results = [result] if isinstance(result, torch.Tensor) else result
+            stored = [None if o is None else o.store(r, alias) for o, r in zip(outputs, results)]
+        else:
+            device = next(leaf.device for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor))
+            stored = [None if o is None else o.of_nothing(device) for o in outputs]
+        if is_list:
+            return stored
+        return stored[0] if len(op._schema.returns) == 1 else tuple(stored)
+
+    return run
+
+
+def tensor_leaves_of(arg: Any) -> list[Any]:
+    """The specs in a (nested) argument."""
+    return [leaf for leaf in pytree.tree_leaves(arg) if hasattr(leaf, "placements")]

@@ -1,0 +1,184 @@
+"""Whole rows: which slices of a ragged tensor each rank holds, and the placement of views that leave storage order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from torch_ragged._ops._rules import Spec
+from torch_ragged._ownership import Run
+from torch_ragged._redistribute import redistribute_local
+from torch_ragged.placement_types import RaggedShard, _Ragged
+
+__all__ = ["RaggedRows", "Rows", "flat_cut", "flat_placement", "has_ragged_rows", "redistribute_rows", "rows_of"]
+
+
+class RaggedRows(_Ragged):
+    """A strided view of a RaggedShard tensor: any dimensions ``dims`` are cut into units, the local tensor has all dimensions.
+
+    Views such as ``t()``, ``x[:, :3]`` and ``split`` of inner dimensions give it where the result is not row-major, so
+    that no flat local tensor can alias it. A (3, 4) tensor ``x.t()`` of a (4, 3) ``x`` under
+    ``RaggedShard((0,), (1, 2, 0, 1))`` is under ``RaggedRows((1,), (1, 2, 0, 1))``::
+
+        rank 0    rank 1   rank 2  rank 3
+        | a0 |  | b0 c0 |   |  |   | d0 |
+        | a1 |  | b1 c1 |   |  |   | d1 |
+        | a2 |  | b2 c2 |   |  |   | d2 |
+
+    Where several dimensions are cut together, the outermost in storage first, the local tensor has size 1 in all of them
+    but the last. Ops make it; it is not for ``distribute_tensor``. ``redistribute`` to Replicate or Shard leads back.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, dims: Sequence[int], local_units: Sequence[int]) -> None:
+        super().__init__(range(len(dims)), local_units, *dims)
+        object.__setattr__(self, "_dims", tuple(dims))
+
+    @property
+    def cut(self) -> Run:
+        raise ValueError(
+            f"{self!r} is the placement of a strided view of whole rows, for which flat local tensors have no place: "
+            "redistribute it to Replicate or Shard first"
+        )
+
+    def normalize(self, ndim: int) -> RaggedRows:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RaggedRows, (self._dims, self._local_units)
+
+    def __repr__(self) -> str:
+        return f"RaggedRows(dims={self._dims}, local_units={self._local_units})"
+
+    def __str__(self) -> str:
+        return f"RR({','.join(map(str, self._dims))})[{','.join(map(str, self._local_units))}]"
+
+
+torch.serialization.add_safe_globals([RaggedRows])
+
+
+def has_ragged_rows(placements: Sequence[Placement]) -> bool:
+    """Whether the local tensor is a strided view with all dimensions, in place of a flat one."""
+    return any(isinstance(p, RaggedRows) for p in placements)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The cut of a tensor into whole slices over ``dims``: rank ``r`` of ``mesh_dim`` holds ``counts[r]`` of them.
+
+    ``dims`` is a prefix of the dimensions where the local tensor is ``flat``.
+    """
+
+    mesh_dim: int
+    dims: tuple[int, ...]
+    counts: tuple[int, ...]
+    flat: bool
+
+    def count(self, spec: Spec) -> int:
+        """The number of slices of this rank; 0 on a rank that is not in the mesh."""
+        coordinate = spec.mesh.get_coordinate()
+        return self.counts[coordinate[self.mesh_dim]] if coordinate is not None else 0
+
+    def local_shape(self, shape: Sequence[int], count: int) -> tuple[int, ...]:
+        """The shape of ``count`` slices: all dimensions of the tensor, the cut ones as (1, ..., 1, count)."""
+        sizes = list(shape)
+        for dim in self.dims[:-1]:
+            sizes[dim] = 1
+        sizes[self.dims[-1]] = count
+        return tuple(sizes)
+
+
+def _only_ragged(spec: Spec) -> tuple[int, RaggedShard | RaggedRows] | None:
+    """The mesh dimension and placement of the one ragged cut of a tensor that no other mesh dimension shards."""
+    sharded = [(i, p) for i, p in enumerate(spec.placements) if not isinstance(p, (Replicate, Partial))]
+    mesh_dim, placement = sharded[0] if len(sharded) == 1 else (0, None)
+    return (mesh_dim, placement) if isinstance(placement, (RaggedShard, RaggedRows)) else None
+
+
+def rows_of(spec: Spec) -> Rows | None:
+    """The whole slices that ranks hold, over as few leading dimensions as the units allow.
+
+    None where there are none: a 0-D or empty tensor, or one that another mesh dimension shards too.
+    """
+    only = _only_ragged(spec)
+    if only is None or not spec.shape:
+        return None
+    mesh_dim, placement = only
+    units, total = placement.local_units, sum(placement.local_units)
+    if isinstance(placement, RaggedRows):
+        size = math.prod(spec.shape[d] for d in placement.dims)
+        return Rows(mesh_dim, placement.dims, tuple(u * size // total for u in units), flat=False)
+    if 0 in spec.shape[: max(len(placement.dims), 1)]:
+        return None
+    for length in range(1, len(spec.shape) + 1):
+        prefix = math.prod(spec.shape[:length])
+        if all(bound * prefix % total == 0 for bound in itertools.accumulate(units)):
+            return Rows(mesh_dim, tuple(range(length)), tuple(u * prefix // total for u in units), flat=True)
+    return None
+
+
+def flat_cut(spec: Spec) -> tuple[int, tuple[int, ...]] | None:
+    """The mesh dimension that cuts the row-major storage, and the number of elements of each rank; None if views or others."""
+    only = _only_ragged(spec)
+    if only is None or isinstance(only[1], RaggedRows):
+        return None
+    units = only[1].local_units
+    return only[0], tuple(u * math.prod(spec.shape) // sum(units) for u in units)
+
+
+def flat_placement(shape: Sequence[int], counts: Sequence[int]) -> RaggedShard:
+    """The placement over as few dimensions as possible under which ranks hold ``counts`` elements of the storage."""
+    if not any(counts):
+        return RaggedShard(tuple(range(len(shape))), (1,) * len(counts))
+    for length in range(min(len(shape), 1), len(shape) + 1):
+        inner = math.prod(shape[length:])
+        if all(count % inner == 0 for count in counts):
+            return RaggedShard(tuple(range(length)), [count // inner for count in counts])
+    raise AssertionError(f"a cut of {shape} into {counts} elements")
+
+
+def redistribute_rows(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    source: tuple[Placement, ...],
+    target: tuple[Placement, ...],
+) -> torch.Tensor:
+    """:func:`redistribute_local` from or to a strided view, by way of the tensor with its cut dimensions in front.
+
+    Issues the collectives of that redistribution.
+
+    Raises:
+        ValueError: the other placement is a ragged one, which has no meaning with the dimensions in another order.
+    """
+    views = {p for p in (*source, *target) if isinstance(p, RaggedRows)}
+    (view,) = views if len(views) == 1 else (None,)
+    others = [p for p in (*source, *target) if isinstance(p, _Ragged) and p != view]
+    if view is None or others:
+        raise ValueError(f"redistribution from {source} to {target}: redistribute the strided view to Replicate or Shard first")
+    order = [*view.dims, *(d for d in range(len(shape)) if d not in view.dims)]
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    front = RaggedShard(tuple(range(len(view.dims))), view.local_units)
+
+    def in_front(placement: Placement) -> Placement:
+        if type(placement) is Shard:
+            return Shard(inverse[placement.dim])
+        return front if placement == view else placement
+
+    moved = [shape[d] for d in order]
+    flat = local.permute(order).contiguous()
+    source_front, target_front = tuple(map(in_front, source)), tuple(map(in_front, target))
+    flat = flat.view(-1) if view in source else flat
+    out = redistribute_local(flat, mesh, moved, source_front, target_front).wait()
+    if view in target:
+        out = out.view([1] * (len(view.dims) - 1) + [-1 if out.numel() else 0] + moved[len(view.dims) :])
+    return out.permute(inverse).contiguous()

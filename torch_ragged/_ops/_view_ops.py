@@ -1,0 +1,158 @@
+"""Views: outputs that share memory with their input. No communication, or an error.
+
+A view whose outputs are row-major takes intervals of the flat storage; each rank's part of them is an interval of its
+local tensor, whatever the view is called (``view``, ``unsqueeze``, ``x[2:5]``, ``unbind``). Other views keep whole rows and
+give strided local tensors (:class:`RaggedRows`): they run on rows, see ``_row_ops``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torch_ragged._ops._row_ops import row_rule
+from torch_ragged._ops._rows import RaggedRows, Rows, flat_cut, flat_placement, rows_of
+from torch_ragged._ops._rules import NoLocalWay, OpCall, Sharding, Spec, is_row_major, tensor_leaves
+from torch_ragged.placement_types import RaggedShard
+
+__all__ = ["view_rule"]
+
+aten = torch.ops.aten
+
+# Views whose local sizes differ from the global ones that they are called with, or that look for sizes of 1.
+_RESHAPES = {aten.view, aten._unsafe_view, aten._reshape_alias, aten.squeeze, aten.unsqueeze}
+
+
+def view_rule(call: OpCall) -> Sharding:
+    """A view of one ragged tensor: intervals of its flat storage, or strided rows."""
+    specs = tensor_leaves(call)
+    if len(specs) != 1 or torch.Tag.inplace_view in call.op.tags:
+        raise NoLocalWay("a view that changes its argument's shape in place cannot be told to all ranks")
+    (spec,) = specs
+    outputs = _outputs_on_one_device(call)
+    plain = all(out.dtype == spec.tensor_meta.dtype and not (out.is_conj() or out.is_neg()) for out in outputs)
+    cut = flat_cut(spec)
+    if plain and cut is not None and all(is_row_major(_meta(out)) for out in outputs):
+        return _intervals(spec, cut, outputs, single=len(call.op._schema.returns) == 1 and not _is_list(call))
+    rows = rows_of(spec)
+    if rows is None:
+        raise NoLocalWay("its output would not be row-major, and ranks do not hold whole rows")
+    packet = call.op.overloadpacket
+    if packet in _RESHAPES or packet is aten.expand:
+        return _reshaped_rows(spec, rows, outputs[0], expands=packet is aten.expand)
+    return row_rule(call)
+
+
+def _is_list(call: OpCall) -> bool:
+    return "[]" in str(call.op._schema.returns[0].type) or "List" in str(call.op._schema.returns[0].type)
+
+
+def _outputs_on_one_device(call: OpCall) -> list[torch.Tensor]:
+    """The outputs as meta tensors: their shapes, strides and offsets into the storage of the argument."""
+
+    def stand_in(leaf: Any) -> Any:
+        meta = getattr(leaf, "tensor_meta", None)
+        return leaf if meta is None else torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+
+    args, kwargs = pytree.tree_map(stand_in, (call.args, call.kwargs))
+    result = call.op(*args, **kwargs)
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+class _Layout:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _meta(tensor: torch.Tensor) -> Any:
+    return _Layout(tensor)
+
+
+# --- intervals of the flat storage ---------------------------------------------------------------------------------
+
+
+def _intervals(spec: Spec, cut: tuple[int, tuple[int, ...]], outputs: list[torch.Tensor], single: bool) -> Sharding:
+    mesh_dim, counts = cut
+    coordinate = spec.mesh.get_coordinate()
+    bounds = [0, *itertools.accumulate(counts)]
+    placements, pieces = [], []
+    for out in outputs:
+        start, stop = out.storage_offset(), out.storage_offset() + out.numel()
+        parts = [(min(max(start, a), b), min(max(stop, a), b)) for a, b in zip(bounds, bounds[1:])]
+        placement = _interval_placement(spec, mesh_dim, out, [b - a for a, b in parts])
+        placements.append((*spec.placements[:mesh_dim], placement, *spec.placements[mesh_dim + 1 :]))
+        mine = coordinate[mesh_dim] if coordinate is not None else 0
+        pieces.append((parts[mine][0] - bounds[mine], parts[mine][1] - bounds[mine]))
+
+    def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        results = [local[start:stop] for start, stop in pieces]
+        return results[0] if single else results
+
+    return Sharding([(spec.placements, None)], placements[0] if single else list(placements), run)
+
+
+def _interval_placement(spec: Spec, mesh_dim: int, out: torch.Tensor, counts: list[int]) -> RaggedShard:
+    """The placement of a view: the argument's own where it still means the same cut.
+
+    Raises:
+        NoLocalWay: slices that one rank held as a whole would be merged into dimensions that several share.
+    """
+    placement: Any = spec.placements[mesh_dim]
+    smallest = flat_placement(out.shape, counts)
+    length = len(smallest.dims)
+    kept = math.prod(spec.shape[len(placement.dims) :])
+    if length > 1 and math.prod(out.shape[length:]) < kept and out.numel() == math.prod(spec.shape):
+        raise NoLocalWay(
+            f"a view as {tuple(out.shape)} would mix owners: its dimensions would cut across slices of {kept} elements "
+            "that one rank holds as a whole"
+        )
+    prefix = math.prod(out.shape[: len(placement.dims)])
+    total = sum(placement.local_units)
+    if len(placement.dims) <= out.dim() and prefix % total == 0:
+        if [u * out.numel() // total for u in placement.local_units] == counts:
+            return placement
+    return smallest
+
+
+# --- strided rows --------------------------------------------------------------------------------------------------
+
+
+def _reshaped_rows(spec: Spec, rows: Rows, out: torch.Tensor, expands: bool) -> Sharding:
+    """``view``, ``squeeze``, ``expand`` and the like: on this rank's number of rows."""
+    count = rows.count(spec)
+    before = rows.local_shape(spec.shape, count) if rows.flat else None
+    if expands:
+        shift = out.dim() - len(spec.shape)
+        dims, counts = tuple(dim + shift for dim in rows.dims), rows.counts
+        if any(out.shape[dim + shift] != spec.shape[dim] for dim in rows.dims):
+            raise NoLocalWay(f"expansion of dimensions {rows.dims}, which are cut")
+    else:
+        dims, counts = _regroup(spec.shape, rows, out.shape)
+    after = Rows(rows.mesh_dim, dims, counts, flat=False)
+    sizes = after.local_shape(out.shape, after.count(spec))
+    make: Callable[..., Any] = torch.Tensor.expand if expands else torch.Tensor.view
+
+    def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return make(local if before is None else local.view(before), sizes)
+
+    placements = (*spec.placements[: rows.mesh_dim], RaggedRows(dims, counts), *spec.placements[rows.mesh_dim + 1 :])
+    return Sharding([(spec.placements, None)], placements, run)
+
+
+def _regroup(before: Sequence[int], rows: Rows, after: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dimensions that are cut after a reshape, and each rank's number of slices over them."""
+    first, last = rows.dims[0], rows.dims[-1]
+    if rows.dims == tuple(range(first, last + 1)):
+        inner = math.prod(before[last + 1 :])
+        starts = [d for d in range(len(after)) if math.prod(after[:d]) == math.prod(before[:first])]
+        for start, stop in itertools.product(starts, range(len(after))):
+            step = math.prod(after[stop + 1 :])
+            if start <= stop and step and all(count * inner % step == 0 for count in rows.counts):
+                if math.prod(after[start : stop + 1]) * step == math.prod(before[first : last + 1]) * inner:
+                    return tuple(range(start, stop + 1)), tuple(count * inner // step for count in rows.counts)
+    raise NoLocalWay(f"a view as {tuple(after)} would mix owners: it does not keep slices over dimensions {rows.dims} whole")

@@ -1,0 +1,320 @@
+"""Hooks on ``torch/distributed/tensor/_dispatch.py``: how an op on ragged DTensors finds its sharding, and runs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import _dispatch as dtensor_dispatch
+from torch.distributed.tensor import _redistribute as dtensor_redistribute
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
+from torch.distributed.tensor._ops import _math_ops as dtensor_math_ops
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
+
+from torch_ragged._ops import (
+    NoLocalWay,
+    NormPartial,
+    OpCall,
+    Sharding,
+    decomposition_of,
+    has_ragged_rows,
+    is_random,
+    is_row_major,
+    returns_alias,
+    rules_of,
+    unsupported,
+    writes_statistics,
+)
+from torch_ragged._ownership import row_major
+from torch_ragged._register._hook import OPERATORS, has, hook
+from torch_ragged.placement_types import has_ragged
+
+_aten = torch.ops.aten
+_fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@dataclass
+class RaggedSharding(OutputSharding):
+    """An OutputSharding that tells how the op runs on the local tensors, once they are as ``redistribute_schema`` says."""
+
+    run: Callable[..., Any] | None = None
+
+
+class _Propagation:
+    """What rules ask of torch, for one call (the protocol ``_ops.Torch``)."""
+
+    def __init__(self, schema: OpSchema) -> None:
+        self._schema = schema
+        self._propagator = DTensor._op_dispatcher.sharding_propagator
+
+    @functools.cached_property
+    def metas(self) -> Any:
+        return self._propagator._propagate_tensor_meta_non_cached(self._schema)
+
+    def output_meta(self, call: OpCall) -> list[Any]:
+        if self.metas is None:
+            return []
+        return [self.metas] if isinstance(self.metas, TensorMeta) else list(self.metas)
+
+    def output_specs(self, call: OpCall, inputs: Sequence[tuple[tuple[Placement, ...], Sequence[int]]]) -> Any:
+        specs = [
+            DTensorSpec(spec.mesh, placements, tensor_meta=_resized(spec.tensor_meta, shape))
+            for spec, (placements, shape) in zip(_specs(call.args), inputs)
+        ]
+        schema = _with_specs(self._schema, specs)
+        silent = _fake_tensor_log.disabled
+        _fake_tensor_log.disabled = True  # It reports shapes that do not fit together, which here is an answer.
+        try:
+            answer = self._propagator.propagate_op_sharding_non_cached(schema)
+        except Exception:
+            return None
+        finally:
+            _fake_tensor_log.disabled = silent
+        if answer.needs_redistribute or answer.use_val_from_redistribute_schema:
+            return None
+        outputs = answer.output_spec
+        if isinstance(outputs, DTensorSpec):
+            return [outputs] if len(self.output_meta(call)) == 1 else None
+        return list(outputs or ())
+
+
+def _specs(arguments: Any) -> list[DTensorSpec]:
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, DTensorSpec)]
+
+
+def _resized(meta: TensorMeta | None, shape: Sequence[int]) -> TensorMeta | None:
+    """``meta`` with another shape, its dimensions in the same order in memory."""
+    if meta is None or tuple(meta.shape) == tuple(shape):
+        return meta
+    stride = list(meta.stride)
+    for dim, (old, size) in enumerate(zip(meta.shape, shape)):
+        if old != size and old:
+            stride = [s * size // old if s > meta.stride[dim] else s for s in stride]
+    return TensorMeta(torch.Size(shape), tuple(stride), meta.dtype)
+
+
+def _with_specs(schema: OpSchema, specs: Sequence[DTensorSpec]) -> OpSchema:
+    """``schema`` with other specs in the place of those of its positional arguments."""
+    replacements = iter(specs)
+    leaves, tree = pytree.tree_flatten(schema.args_schema)
+    leaves = [next(replacements) if isinstance(leaf, DTensorSpec) else leaf for leaf in leaves]
+    return OpSchema(schema.op, pytree.tree_unflatten(leaves, tree), schema.kwargs_schema, schema_info=schema.schema_info)
+
+
+@hook(
+    "OpDispatcher._propagate_op_sharding_dispatch_slow_path, _dispatch_get_local_results_slow_path",
+    "sharding rules of ops on ragged DTensors, and how they run on local tensors",
+    OPERATORS,
+    lambda: (
+        has(dtensor_dispatch.OpDispatcher._propagate_op_sharding_dispatch_slow_path, "op_call", "args", "kwargs", "op_info")
+        and has(dtensor_dispatch.OpDispatcher._dispatch_get_local_results_slow_path, "op_call", "args", "op_info")
+        and hasattr(DTensor._op_dispatcher.sharding_propagator, "_propagate_tensor_meta_non_cached")
+        and hasattr(dtensor_math_ops, "_NormPartial")
+    ),
+)
+def _install_dispatch() -> None:
+    dispatcher = DTensor._op_dispatcher
+    propagate_original = dispatcher._propagate_op_sharding_dispatch_slow_path
+    results_original = dispatcher._dispatch_get_local_results_slow_path
+
+    def propagate(op_call, args, kwargs, op_info, *rest, **named):  # type: ignore[no-untyped-def]
+        schema = op_info.schema
+        if not _ragged_specs(schema):
+            return propagate_original(op_call, args, kwargs, op_info, *rest, **named)
+        return _dispatch_ragged(op_call, args, kwargs, schema)
+
+    def local_results(op_call, args, op_info):  # type: ignore[no-untyped-def]
+        sharding = op_info.output_sharding
+        if not isinstance(sharding, RaggedSharding) or not op_info.compute_mesh._is_current_rank_part_of_mesh():
+            return results_original(op_call, args, op_info)
+        return _run_ragged(op_call, op_info, sharding)
+
+    dispatcher._propagate_op_sharding_dispatch_slow_path = propagate  # type: ignore[method-assign]
+    dispatcher._dispatch_get_local_results_slow_path = local_results  # type: ignore[method-assign]
+
+
+def _ragged_specs(schema: OpSchema) -> list[DTensorSpec]:
+    return [spec for spec in _specs((schema.args_schema, schema.kwargs_schema)) if has_ragged(spec.placements)]
+
+
+def _dispatch_ragged(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: OpSchema) -> Any:
+    """The sharding of an op on ragged DTensors (the C++ dispatcher caches and runs it), or its decomposed result."""
+    function = decomposition_of(op)
+    if function is not None:
+        result = function(op, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    try:
+        sharding, why = _local_sharding(op, schema)
+        if sharding is not None:
+            return sharding
+        if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd):
+            return op.decompose(*args, **kwargs)
+        return _gathered(op, schema, why)
+    except NotImplementedError:
+        raise
+    except Exception as error:  # As torch does: a bad argument, found on the global shapes, on every rank alike.
+        raise RuntimeError(f"{error}\n\nSharding propagation failed for {schema}") from error
+
+
+def _local_sharding(op: Any, schema: OpSchema) -> tuple[OutputSharding | None, str]:
+    """The sharding under which the op runs on local tensors, or why it does not."""
+    specs = _specs(schema.args_schema)
+    if any(spec.mesh != specs[0].mesh for spec in specs):
+        raise ValueError(f"{op}: its DTensors are on different meshes: {[spec.mesh for spec in specs]}")
+    _hash_scalars(op)
+    call = OpCall(op, schema.args_schema, schema.kwargs_schema, _Propagation(schema))
+    why = ""
+    for rule in rules_of(op):
+        try:
+            return _output_sharding(schema, call, specs, rule(call)), ""
+        except NoLocalWay as reason:
+            why = why or str(reason)
+    return None, why
+
+
+def _hash_scalars(op: Any) -> None:
+    """Have the C++ cache look at non-tensor arguments too, for ops that torch has no rule (so no cache key) for."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    tables = (propagator.op_to_schema_info, getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}))
+    if any(op in table for table in tables):
+        return
+    names = [a.name for a in op._schema.arguments if a.kwarg_only]
+    has_list = any("[]" in str(a.type) or "List[Tensor]" in str(a.type) for a in op._schema.arguments)
+    propagator.op_to_schema_info[op] = RuntimeSchemaInfo(1, static_kwargkey=names or None, needs_pytree=has_list)
+
+
+def _output_sharding(schema: OpSchema, call: OpCall, specs: list[DTensorSpec], sharding: Sharding) -> OutputSharding:
+    mesh = specs[0].mesh
+    wanted = []
+    for spec, (placements, shape) in zip(specs, sharding.inputs):
+        meta = spec.tensor_meta
+        if shape is not None and meta is not None:
+            meta = TensorMeta(shape, row_major(shape), meta.dtype)
+        same = placements == spec.placements and shape is None
+        wanted.append(spec if same else DTensorSpec(mesh, placements, tensor_meta=meta))
+    outputs = _output_specs(call, mesh, sharding)
+    if sharding.run is None and all(a is b for a, b in zip(wanted, specs)):
+        return OutputSharding(outputs)
+    return RaggedSharding(outputs, _with_specs(schema, wanted), needs_redistribute=True, run=sharding.run)
+
+
+def _output_specs(call: OpCall, mesh: DeviceMesh, sharding: Sharding) -> Any:
+    if sharding.outputs is None:
+        return None
+    metas = call.torch.output_meta(call)
+    if isinstance(sharding.outputs, tuple):
+        return _output_spec(mesh, sharding.outputs, metas[0])  # type: ignore[arg-type]
+    return tuple(None if p is None else _output_spec(mesh, p, m) for p, m in zip(sharding.outputs, metas))  # type: ignore
+
+
+def _output_spec(mesh: DeviceMesh, placements: tuple[Any, ...], meta: TensorMeta) -> DTensorSpec:
+    torch_placements = tuple(dtensor_math_ops._NormPartial(p.order) if isinstance(p, NormPartial) else p for p in placements)
+    if has_ragged(torch_placements) and not has_ragged_rows(torch_placements) and not is_row_major(meta):
+        raise NoLocalWay(f"its output would not be row-major (stride {tuple(meta.stride)})")
+    return DTensorSpec(mesh, torch_placements, tensor_meta=meta)
+
+
+def _gathered(op: Any, schema: OpSchema, why: str) -> OutputSharding:
+    """DTensor's way for an op with no local one: replicate the ragged tensors, and ask torch.
+
+    Raises:
+        NotImplementedError: the op writes to or aliases an argument, draws random numbers, or torch has no rule for it.
+    """
+    specs = _specs((schema.args_schema, schema.kwargs_schema))
+    if is_random(op):
+        raise unsupported(op, specs, "its random numbers would depend on the placement")
+    if _writes_to_ragged(op, schema) or returns_alias(op) or _ragged_specs_by_keyword(schema):
+        raise unsupported(op, specs, why)
+    given = _specs(schema.args_schema)
+    replicated = [
+        DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
+        if has_ragged(spec.placements)
+        else spec
+        for spec in given
+    ]
+    gathered = _with_specs(schema, replicated)
+    try:
+        answer = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(gathered)
+    except NotImplementedError as error:
+        raise unsupported(op, specs, "DTensor itself has no sharding rule for it") from error
+    wanted = answer.redistribute_schema or gathered
+    if op._schema.is_mutable and any(a != b for a, b in zip(given, _specs(wanted.args_schema)) if not has_ragged(a.placements)):
+        raise unsupported(op, specs, "the tensor that it writes to would have to be redistributed")
+    values = answer.use_val_from_redistribute_schema
+    return RaggedSharding(answer.output_spec, wanted, needs_redistribute=True, use_val_from_redistribute_schema=values)
+
+
+def _writes_to_ragged(op: Any, schema: OpSchema) -> bool:
+    written = [
+        schema.args_schema[i] if i < len(schema.args_schema) else schema.kwargs_schema.get(argument.name)
+        for i, argument in enumerate(op._schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write) or writes_statistics(op)
+    ]
+    return any(has_ragged(spec.placements) for spec in _specs(tuple(written)))
+
+
+def _ragged_specs_by_keyword(schema: OpSchema) -> bool:
+    return any(has_ragged(spec.placements) for spec in _specs(tuple(schema.kwargs_schema.values())))
+
+
+def _run_ragged(op: Any, op_info: Any, sharding: RaggedSharding) -> Any:
+    """Redistribute the local arguments as ``sharding`` says and run the op on them."""
+    schema = sharding.redistribute_schema
+    wanted = pytree.tree_leaves(schema.args_schema) if op_info.args_tree_spec is not None else schema.args_schema  # type: ignore
+    arguments = []
+    for local, given, want in zip(op_info.local_args, op_info.flat_args_schema, wanted):
+        if not isinstance(given, DTensorSpec):
+            arguments.append(want if sharding.use_val_from_redistribute_schema else given)
+        elif given is want or given == want:
+            arguments.append(local)
+        else:
+            arguments.append(dtensor_redistribute.redistribute_local_tensor(local, given, want))
+    if op_info.args_tree_spec is not None:
+        arguments = pytree.tree_unflatten(arguments, op_info.args_tree_spec)
+    return (sharding.run or op)(*arguments, **op_info.local_kwargs)
+
+
+@hook(
+    "OpDispatcher._custom_op_handlers",
+    "handlers that look at placements would take a ragged one for another",
+    OPERATORS,
+    lambda: isinstance(getattr(DTensor._op_dispatcher, "_custom_op_handlers", None), dict),
+)
+def _install_op_handlers() -> None:
+    """Ops that DTensor handles before sharding rules are asked; those that look at placements do not know ours."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    safe = {_aten.is_same_size.default, _aten.as_strided.default, _aten.is_pinned.default}
+
+    def guard(handler: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(op_call, args, kwargs):  # type: ignore[no-untyped-def]
+            leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, DTensor)]
+            if any(has_ragged(t.placements) for t in leaves):
+                return _dispatch_now(op_call, args, kwargs)
+            return handler(op_call, args, kwargs)
+
+        return guarded
+
+    for op, handler in handlers.items():
+        if op not in safe:
+            handlers[op] = guard(handler)
+
+
+def _dispatch_now(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Dispatch an op on ragged DTensors without the C++ cache, which does not serve ops that have a handler."""
+    dispatcher = DTensor._op_dispatcher
+    op_info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    answer = _dispatch_ragged(op, args, kwargs, op_info.schema)  # type: ignore[arg-type]
+    if not isinstance(answer, OutputSharding):
+        return answer
+    op_info.output_sharding = answer
+    local = dispatcher._dispatch_get_local_results_slow_path(op, args, op_info)
+    return dispatcher.wrap(local, answer.output_spec)

@@ -1,0 +1,192 @@
+"""Hooks on ``torch/distributed/tensor/_redistribute.py`` and ``DTensor.redistribute``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import _redistribute as dtensor_redistribute
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
+from torch.utils._debug_mode import DebugMode
+
+from torch_ragged._ops import has_ragged_rows, redistribute_rows
+from torch_ragged._ownership import row_major
+from torch_ragged._redistribute import REDUCTIONS, Pending, broadcast_local, redistribute_local
+from torch_ragged._register._hook import PROTOCOL, extend_in_place, has, hook
+from torch_ragged.placement_types import has_ragged, normalize_placements
+
+_aten = torch.ops.aten
+
+
+@hook(
+    "DTensor.redistribute",
+    "check ragged placements before any communication",
+    PROTOCOL,
+    lambda: has(DTensor.redistribute, "device_mesh", "placements", "async_op"),
+)
+def _install_redistribute() -> None:
+    original = DTensor.redistribute
+
+    @functools.wraps(original)
+    def redistribute(self, device_mesh=None, placements=None, **kwargs):  # type: ignore[no-untyped-def]
+        if placements is not None and (has_ragged(placements) or has_ragged(self._spec.placements)):
+            mesh = device_mesh or self.device_mesh
+            if mesh != self.device_mesh:
+                raise ValueError(
+                    f"cannot redistribute a DTensor on {self.device_mesh} to another mesh {mesh}: use the tensor's own mesh"
+                )
+            placements = normalize_placements(tuple(placements), self.shape, mesh.shape)
+            if any(isinstance(p, Partial) and p != q for p, q in zip(placements, self.placements)):
+                return _to_partial(self, mesh, placements, **kwargs)
+        return original(self, device_mesh, placements, **kwargs)
+
+    DTensor.redistribute = redistribute  # type: ignore[method-assign]
+
+
+def _to_partial(
+    tensor: DTensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    *,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> DTensor:
+    """RaggedShard -> Partial, which ``DTensor.redistribute`` refuses for its own placements: same autograd function."""
+    function, dtype = dtensor_redistribute.Redistribute, tensor.dtype
+    if "dtype_config" not in inspect.signature(function.forward).parameters:  # Before 2.13.
+        return function.apply(tensor, mesh, placements, async_op, forward_dtype, backward_dtype)
+    backward = {"op_dtype": backward_dtype or dtype, "out_dtype": dtype}
+    forward = {"op_dtype": forward_dtype or dtype, "out_dtype": forward_dtype or dtype}
+    return function.apply(tensor, mesh, placements, async_op, {**forward, "backward_options": backward})
+
+
+@hook(
+    "_redistribute.redistribute_local_tensor",
+    "move data to and from ragged placements",
+    PROTOCOL,
+    lambda: (
+        has(dtensor_redistribute.redistribute_local_tensor, "local_tensor", "current_spec", "target_spec", "is_explicit")
+        and has(dtensor_redistribute.get_active_debug_mode)
+        and has(DebugMode.record_redistribute_calls, "arg", "transform_info_str", "is_explicit")
+    ),
+)
+def _install_redistribute_local_tensor() -> None:
+    extend_in_place(dtensor_redistribute.redistribute_local_tensor, _make_redistribute_local_tensor)  # type: ignore[arg-type]
+
+
+def _make_redistribute_local_tensor(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def redistribute_local_tensor(local_tensor, current_spec, target_spec, *, async_op=False, **kwargs):  # type: ignore
+        source, target = current_spec.placements, target_spec.placements
+        if not (has_ragged(source) or has_ragged(target)):
+            return original(local_tensor, current_spec, target_spec, async_op=async_op, **kwargs)
+        if current_spec.mesh != target_spec.mesh:
+            raise NotImplementedError("redistribution of a ragged DTensor to another mesh: use the tensor's own mesh")
+        mesh = current_spec.mesh
+        if mesh.get_coordinate() is None or (source == target and current_spec.shape == target_spec.shape):
+            return local_tensor
+        with _recorded(local_tensor, source, target, kwargs.get("is_explicit", False)):
+            if current_spec.shape != target_spec.shape:
+                return broadcast_local(local_tensor, mesh, target_spec.shape, target)
+            if has_ragged_rows((*source, *target)):
+                return redistribute_rows(local_tensor, mesh, current_spec.shape, source, target)
+            unusual = tuple(Replicate() if _is_unusual_partial(p) and p != q else p for p, q in zip(source, target))
+            if unusual != source:
+                middle = DTensorSpec(mesh, unusual, tensor_meta=current_spec.tensor_meta)
+                local_tensor, source = original(local_tensor, current_spec, middle), unusual
+            pending = redistribute_local(local_tensor, mesh, current_spec.shape, source, target)
+            return _AsyncLocal.of(pending) if async_op and pending.in_flight and not _are_we_tracing() else pending.wait()
+
+    return redistribute_local_tensor
+
+
+def _recorded(local: torch.Tensor, source: Any, target: Any, is_explicit: bool) -> contextlib.AbstractContextManager[Any]:
+    """Show the redistribution in ``DebugMode``, as torch's own ones are: ``trace: RS(0)[1,2,0,1]->R``."""
+    mode = dtensor_redistribute.get_active_debug_mode()
+    if mode is None:
+        return contextlib.nullcontext()
+    trace = "->".join("".join(map(str, placements)) for placements in (source, target))
+    return mode.record_redistribute_calls(local, source, target, trace, is_explicit=is_explicit)
+
+
+class _AsyncLocal(AsyncCollectiveTensor):
+    """A local tensor whose data is under way and must be unpacked when it is there: first use waits and unpacks."""
+
+    __slots__ = ["pending"]
+    pending: Pending
+
+    @staticmethod
+    def of(pending: Pending) -> AsyncCollectiveTensor:
+        """A tensor that waits on use; torch's own where the data needs no unpacking."""
+        if pending.unpack is None:
+            return AsyncCollectiveTensor(pending.data.view(pending.local_shape))
+        return _AsyncLocal(pending)
+
+    @staticmethod
+    def __new__(cls, pending: Pending) -> _AsyncLocal:
+        shape, data = torch.Size(pending.local_shape), pending.data
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=row_major(shape), dtype=data.dtype, device=data.device, requires_grad=data.requires_grad
+        )
+        self.pending, self.completed = pending, False
+        return self
+
+    def trigger_wait(self) -> torch.Tensor:
+        if not self.completed:
+            self.elem = self.pending.wait()
+            self.completed = True
+        return self.elem
+
+    wait = _get_acs_underlying_tensor = trigger_wait
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        self.trigger_wait()
+        return ["elem"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        (first, *rest) = args
+        if func in (_aten.detach.default, _aten.alias.default) or (
+            func is _aten.view.default and isinstance(first, _AsyncLocal) and tuple(rest[0]) == tuple(first.shape)
+        ):  # What to_local() makes of a local tensor: nothing is used yet.
+            return _AsyncLocal(Pending(first.pending.data, first.pending.local_shape, lambda _: first.trigger_wait()))
+        wait = functools.partial(pytree.tree_map_only, AsyncCollectiveTensor, lambda tensor: tensor.trigger_wait())
+        return func(*wait(args), **wait(kwargs or {}))
+
+
+def _is_unusual_partial(placement: Placement) -> bool:
+    """A Partial that only torch knows to reduce: its norm and mask partials, and products."""
+    if not isinstance(placement, Partial):
+        return False
+    return placement.reduce_op not in REDUCTIONS or type(placement)._reduce_value is not Partial._reduce_value
+
+
+@hook(
+    "_redistribute.Redistribute.forward",
+    "the gradient of a Partial is Replicate, as for Shard",
+    PROTOCOL,
+    lambda: has(dtensor_redistribute.Redistribute.forward, "ctx", "input", "device_mesh", "placements"),
+)
+def _install_redistribute_function() -> None:
+    function = dtensor_redistribute.Redistribute
+    original = function.forward
+
+    @functools.wraps(original)
+    def forward(ctx, tensor, device_mesh, placements, *args, **kwargs):  # type: ignore[no-untyped-def]
+        output = original(ctx, tensor, device_mesh, placements, *args, **kwargs)
+        spec = ctx.current_spec  # what backward redistributes the gradient to
+        if has_ragged(placements) and any(isinstance(p, Partial) for p in spec.placements):
+            wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
+            ctx.current_spec = DTensorSpec(spec.mesh, wanted, tensor_meta=spec.tensor_meta)
+        return output
+
+    function.forward = staticmethod(forward)  # type: ignore[method-assign, assignment]
