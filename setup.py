@@ -2,7 +2,7 @@ from setuptools import find_packages, setup
 
 _TEST = ["pytest", "hypothesis", "expecttest", "numpy"]
 _DEMO = ["tqdm", "matplotlib", "numpy"]
-_DOCS = ["matplotlib"]
+_VIZ = ["matplotlib"]
 
 setup(
     name="torch_ragged",
@@ -16,7 +16,8 @@ setup(
     extras_require={
         "demo": _DEMO,
         "test": [*_TEST, *_DEMO],
-        "docs": _DOCS,
+        "docs": _VIZ,
+        "viz": _VIZ,
         "dev": [*_TEST, *_DEMO, "ruff", "mypy"],
     },
 )

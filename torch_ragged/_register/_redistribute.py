@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
@@ -14,6 +16,7 @@ from torch.distributed.tensor import _redistribute as dtensor_redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
+from torch.utils._debug_mode import DebugMode
 
 from torch_ragged._ops import has_ragged_rows, redistribute_rows
 from torch_ragged._ownership import row_major
@@ -71,7 +74,11 @@ def _to_partial(
     "_redistribute.redistribute_local_tensor",
     "move data to and from ragged placements",
     PROTOCOL,
-    lambda: has(dtensor_redistribute.redistribute_local_tensor, "local_tensor", "current_spec", "target_spec"),
+    lambda: (
+        has(dtensor_redistribute.redistribute_local_tensor, "local_tensor", "current_spec", "target_spec", "is_explicit")
+        and has(dtensor_redistribute.get_active_debug_mode)
+        and has(DebugMode.record_redistribute_calls, "arg", "transform_info_str", "is_explicit")
+    ),
 )
 def _install_redistribute_local_tensor() -> None:
     extend_in_place(dtensor_redistribute.redistribute_local_tensor, _make_redistribute_local_tensor)  # type: ignore[arg-type]
@@ -87,18 +94,28 @@ def _make_redistribute_local_tensor(original: Callable[..., torch.Tensor]) -> Ca
         mesh = current_spec.mesh
         if mesh.get_coordinate() is None or (source == target and current_spec.shape == target_spec.shape):
             return local_tensor
-        if current_spec.shape != target_spec.shape:
-            return broadcast_local(local_tensor, mesh, target_spec.shape, target)
-        if has_ragged_rows((*source, *target)):
-            return redistribute_rows(local_tensor, mesh, current_spec.shape, source, target)
-        unusual = tuple(Replicate() if _is_unusual_partial(p) and p != q else p for p, q in zip(source, target))
-        if unusual != source:
-            middle = DTensorSpec(mesh, unusual, tensor_meta=current_spec.tensor_meta)
-            local_tensor, source = original(local_tensor, current_spec, middle), unusual
-        pending = redistribute_local(local_tensor, mesh, current_spec.shape, source, target)
-        return _AsyncLocal.of(pending) if async_op and pending.in_flight and not _are_we_tracing() else pending.wait()
+        with _recorded(local_tensor, source, target, kwargs.get("is_explicit", False)):
+            if current_spec.shape != target_spec.shape:
+                return broadcast_local(local_tensor, mesh, target_spec.shape, target)
+            if has_ragged_rows((*source, *target)):
+                return redistribute_rows(local_tensor, mesh, current_spec.shape, source, target)
+            unusual = tuple(Replicate() if _is_unusual_partial(p) and p != q else p for p, q in zip(source, target))
+            if unusual != source:
+                middle = DTensorSpec(mesh, unusual, tensor_meta=current_spec.tensor_meta)
+                local_tensor, source = original(local_tensor, current_spec, middle), unusual
+            pending = redistribute_local(local_tensor, mesh, current_spec.shape, source, target)
+            return _AsyncLocal.of(pending) if async_op and pending.in_flight and not _are_we_tracing() else pending.wait()
 
     return redistribute_local_tensor
+
+
+def _recorded(local: torch.Tensor, source: Any, target: Any, is_explicit: bool) -> contextlib.AbstractContextManager[Any]:
+    """Show the redistribution in ``DebugMode``, as torch's own ones are: ``trace: RS(0)[1,2,0,1]->R``."""
+    mode = dtensor_redistribute.get_active_debug_mode()
+    if mode is None:
+        return contextlib.nullcontext()
+    trace = "->".join("".join(map(str, placements)) for placements in (source, target))
+    return mode.record_redistribute_calls(local, source, target, trace, is_explicit=is_explicit)
 
 
 class _AsyncLocal(AsyncCollectiveTensor):

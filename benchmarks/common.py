@@ -1,0 +1,76 @@
+"""What the benchmarks share: timing, tables, and a record of where the numbers come from."""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def microseconds(function: Callable[[], Any], calls: int = 1) -> float:
+    """CPU time of this thread per call: what other programs on the machine do is not counted."""
+    start = time.thread_time_ns()
+    for _ in range(calls):
+        function()
+    return (time.thread_time_ns() - start) / calls / 1e3
+
+
+def interleaved(functions: dict[str, Callable[[], Any]], rounds: int, target: float = 2000.0) -> dict[str, list[float]]:
+    """Microseconds per call of each function, in rounds that time all of them, each round in another order.
+
+    A timing is as many calls as take about ``target`` microseconds.
+    """
+    names = list(functions)
+    warm = [microseconds(functions[name], 5) for name in (*names, *names)]
+    calls = max(1, round(target / max(warm[len(names) :])))
+    times: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(rounds):
+            for index in range(len(names)):
+                name = names[(turn + index) % len(names)]
+                times[name].append(microseconds(functions[name], calls))
+    finally:
+        gc.enable()
+    return times
+
+
+def print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """The rows, which have the same keys, below these."""
+    lines = [
+        list(rows[0]),
+        *([f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows),
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    print(f"\n{title}\n")
+    for first, *others in lines:
+        print("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
+
+
+def write_json(path: str | None, results: dict[str, Any]) -> None:
+    """Write the results with torch's and Python's versions, the CPU and the command; nothing without a path."""
+    if path is not None:
+        where = {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "cpu": _cpu(),
+            "command": shlex.join(sys.orig_argv),
+        }
+        Path(path).write_text(json.dumps({**where, **results}, indent=1) + "\n")
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())

@@ -1,0 +1,371 @@
+"""Pictures of who owns what: text for a terminal, SVG or PNG with matplotlib. From ownership alone, no communication."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import operator
+import os
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO, TypeVar, Union
+
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from torch_ragged._ownership import owned, row_major
+from torch_ragged.placement_types import cuts_of, normalize_placements
+
+__all__ = ["visualize", "visualize_sharding"]
+
+Tensors = Union[DTensor, Sequence[DTensor], Mapping[str, DTensor]]
+T = TypeVar("T")
+
+
+def visualize(
+    tensors: Tensors,
+    *,
+    file: str | os.PathLike[str] | TextIO | None = None,
+    max_width: int = 80,
+    max_height: int = 24,
+) -> str:
+    """Show who owns what of a DTensor: under any placements, on any mesh.
+
+    Every rank returns the same text; only the lowest rank of the mesh prints it (or writes the file)::
+
+        visualize(distribute_tensor(w, mesh, [RaggedShard((0,), (1, 2, 0, 1))]))
+
+        (4, 3) under RS(0)[1,2,0,1] on a mesh of (4)
+             0:3
+        0:1  0 0 0
+        1:3  1 1 1
+             1 1 1
+        3:4  3 3 3
+
+        ranks  elements  share  interval  pieces
+        0             3    25%    [0, 3)  [0:1, 0:3]
+        1             6    50%    [3, 9)  [1:3, 0:3]
+        3             3    25%   [9, 12)  [3:4, 0:3]
+        rank 2 holds nothing
+
+    See :func:`visualize_sharding` on how to read it. No communication.
+
+    Args:
+        tensors: a DTensor, several of them, or a mapping of names to DTensors (``dict(model.named_parameters())``).
+        file: where to draw it. A text stream; or a path, ending in ``.svg`` or ``.png``, for a picture to scale,
+            coloured by owner (the ``viz`` extra: ``pip install torch_ragged[viz]``). Default: standard output.
+        max_width: characters in a line.
+        max_height: lines of the drawing, and lines of the legend, of each tensor.
+
+    Raises:
+        TypeError: something other than DTensors was given.
+        ValueError: no tensor was given; one is a strided view, such as ``t()``, of a ragged one; or ``file`` is a path with
+            another ending.
+        ImportError: ``file`` is a path and matplotlib is not installed.
+    """
+    named = _named(tensors)
+    pictures = [_picture(tensor, name) for name, tensor in named]
+    text = "\n\n".join(_text(picture, max_width, max_height) for picture in pictures)
+    meshes = [tensor.device_mesh for _, tensor in named]
+    first = meshes[0].get_rank() == min(int(mesh.mesh.min()) for mesh in meshes)
+    if isinstance(file, (str, os.PathLike)):
+        _save(pictures, os.fspath(file), draw=first)
+    elif first:
+        print(text, file=file or sys.stdout)
+    return text
+
+
+def visualize_sharding(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    *,
+    ranks: Sequence[int] | None = None,
+    max_width: int = 80,
+    max_height: int = 24,
+) -> str:
+    """The text of :func:`visualize` for a tensor that need not exist: no process group, no mesh, no memory.
+
+    The drawing shows the tensor as a matrix whose columns are the last dimension and whose rows are all others. A cell
+    names the rank that owns it: the first one, where several hold the same. One cell is one element where that fits, else
+    cells are to scale, but the smallest piece has one too. To the left stand the slices of the leading dimensions.
+
+    The legend gives the elements of each owner, their interval in row-major storage if they are one, and the pieces as
+    indices into the whole tensor. Ranks that hold the same pieces (``Replicate``, ``Partial``) share a line.
+
+    Args:
+        shape: the global shape; any number of dimensions.
+        mesh_shape: the shape of the device mesh.
+        placements: one placement per mesh dimension.
+        ranks: the ranks of the mesh in row-major order; 0, 1, 2, ... by default.
+        max_width: characters in a line.
+        max_height: lines of the drawing, and lines of the legend.
+
+    Raises:
+        ValueError: the placements have no meaning for this shape and mesh, or ``ranks`` has not one rank per coordinate.
+    """
+    return _text(_make_picture(shape, mesh_shape, placements, ranks), max_width, max_height)
+
+
+# --- what to draw --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A box of the tensor and the number of its owner in :attr:`_Picture.owners`."""
+
+    owner: int
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(stop - start for start, stop in zip(self.starts, self.stops))
+
+    @property
+    def index(self) -> str:
+        """``[0:1, 0:3]``, as one would index the whole tensor."""
+        return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(self.starts, self.stops)) or '()'}]"
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A band of the drawing: a slice of each leading dimension, and the segments ``(start, stop, owner)`` along the last."""
+
+    slices: tuple[tuple[int, int], ...]
+    segments: tuple[tuple[int, int, int], ...]
+
+    @property
+    def size(self) -> int:
+        """The number of rows of the matrix that this band stands for."""
+        return math.prod(stop - start for start, stop in self.slices)
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """A tensor, the groups of ranks that hold the same pieces of it, those pieces, and the ranks that hold none."""
+
+    title: str
+    shape: tuple[int, ...]
+    owners: tuple[tuple[int, ...], ...]
+    pieces: tuple[tuple[_Piece, ...], ...]
+    idle: tuple[int, ...]
+
+    def rows(self) -> list[_Row]:
+        """The bands of the drawing, top to bottom. A tensor of fewer than two dimensions has one."""
+        pieces = [piece for held in self.pieces for piece in held]
+        if not self.shape:
+            pieces = [_Piece(piece.owner, (0,), (1,)) for piece in pieces]
+        return _rows(pieces, 0, max(len(self.shape) - 1, 0)) if pieces else []
+
+
+def _named(tensors: Tensors) -> list[tuple[str, DTensor]]:
+    if isinstance(tensors, DTensor):
+        tensors = [tensors]
+    if isinstance(tensors, Mapping):
+        named = list(tensors.items())
+    elif isinstance(tensors, Sequence):
+        named = [("", tensor) for tensor in tensors]
+    else:
+        raise TypeError(f"visualize takes a DTensor, a sequence or a mapping of them, got {type(tensors).__name__}")
+    if not named:
+        raise ValueError("visualize got no tensor: there is nothing to draw")
+    for _, tensor in named:
+        if not isinstance(tensor, DTensor):
+            raise TypeError(f"visualize takes DTensors, got {type(tensor).__name__}: only they know who owns what")
+    return named
+
+
+def _picture(tensor: DTensor, name: str) -> _Picture:
+    mesh = tensor.device_mesh
+    ranks = mesh.mesh.flatten().tolist()
+    return _make_picture(tensor.shape, mesh.shape, tensor.placements, ranks, name, mesh.mesh_dim_names or ())
+
+
+def _make_picture(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Placement],
+    ranks: Sequence[int] | None,
+    name: str = "",
+    mesh_dim_names: Sequence[str] = (),
+) -> _Picture:
+    shape, mesh_shape = tuple(shape), tuple(mesh_shape)
+    size = math.prod(mesh_shape)
+    ranks = range(size) if ranks is None else ranks
+    if len(ranks) != size:
+        raise ValueError(f"a mesh of shape {mesh_shape} has {size} ranks, got {len(ranks)}: {list(ranks)}")
+    placements = normalize_placements(tuple(placements), shape, mesh_shape)
+    cuts = cuts_of(placements)
+    held: dict[Any, list[int]] = {}
+    for rank, coordinate in zip(ranks, itertools.product(*map(range, mesh_shape))):
+        boxes = owned(shape, mesh_shape, cuts, coordinate).boxes
+        held.setdefault(tuple((box.offsets, box.sizes) for box in boxes if box.numel), []).append(rank)
+    idle = held.pop((), [])
+    pieces = [
+        tuple(_Piece(owner, offsets, tuple(map(sum, zip(offsets, sizes)))) for offsets, sizes in boxes)
+        for owner, boxes in enumerate(held)
+    ]
+    where = ", ".join(f"{dim}={size}" for dim, size in zip(mesh_dim_names, mesh_shape)) or ", ".join(map(str, mesh_shape))
+    title = f"{name and name + ': '}{shape} under {', '.join(map(str, placements))} on a mesh of ({where})"
+    return _Picture(title, shape, tuple(map(tuple, held.values())), tuple(pieces), tuple(idle))
+
+
+def _rows(pieces: list[_Piece], dim: int, last: int) -> list[_Row]:
+    """Cut dimension ``dim`` wherever a piece begins or ends; in each band only those pieces matter that lie in it."""
+    if dim == last:
+        return [_Row((), _segments((p.starts[dim], p.stops[dim], p.owner) for p in pieces))]
+    beginning: dict[int, list[_Piece]] = {}
+    for piece in pieces:
+        beginning.setdefault(piece.starts[dim], []).append(piece)
+    rows: list[_Row] = []
+    inside: list[_Piece] = []
+    for start, stop in itertools.pairwise(sorted({edge for p in pieces for edge in (p.starts[dim], p.stops[dim])})):
+        inside = [piece for piece in inside if piece.stops[dim] > start] + beginning.get(start, [])
+        rows += [_Row(((start, stop), *row.slices), row.segments) for row in _rows(inside, dim + 1, last)]
+    return rows
+
+
+def _segments(segments: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Segments in order; neighbours of one owner become one."""
+    joined: list[tuple[int, int, int]] = []
+    for start, stop, owner in sorted(segments):
+        if joined and joined[-1][1:] == (start, owner):
+            start = joined.pop()[0]
+        joined.append((start, stop, owner))
+    return tuple(joined)
+
+
+# --- text ----------------------------------------------------------------------------------------------------------
+
+
+def _text(picture: _Picture, max_width: int, max_height: int) -> str:
+    body = ["it has no elements"]
+    if picture.owners:
+        body = [*_drawing(picture, max_width, max_height), "", *_legend(picture, max_height)]
+    return "\n".join(line if len(line) <= max_width else line[: max_width - 3] + "..." for line in [picture.title, *body])
+
+
+def _drawing(picture: _Picture, max_width: int, max_height: int) -> list[str]:
+    rows = picture.rows()
+    labels = [", ".join(f"{start}:{stop}" for start, stop in row.slices) for row in rows]
+    margin = max(map(len, labels)) + 2 if picture.shape[1:] else 0
+    columns = picture.shape[-1] if picture.shape else 1
+    width = max(len(str(ranks[0])) for ranks in picture.owners)
+    room = max((max_width - margin + 1) // (width + 1), 3)
+    blocks = []
+    for row, label, height in zip(rows, labels, _share([row.size for row in rows], max_height)):
+        cells = _cells(row, picture, width, room)
+        blocks.append([label.ljust(margin) + cells] + [" " * margin + cells] * (height - 1))
+    head, hidden, tail = _ends(blocks, max_height)
+    middle = [[f"... {hidden} more bands"]] if hidden else []
+    return [" " * margin + f"0:{columns}", *itertools.chain(*head, *middle, *tail)]
+
+
+def _cells(row: _Row, picture: _Picture, width: int, room: int) -> str:
+    names = [str(picture.owners[owner][0]).rjust(width) for _, _, owner in row.segments]
+    cells = [[name] * n for name, n in zip(names, _share([stop - start for start, stop, _ in row.segments], room))]
+    head, hidden, tail = _ends(cells, room - 1)
+    return " ".join(itertools.chain(*head, ["..."] if hidden else [], *tail))
+
+
+def _share(sizes: Sequence[int], room: int) -> list[int]:
+    """The sizes, if ``room`` is enough for them; else shares of ``room`` to scale, but at least one for each size."""
+    total, free = sum(sizes), room - len(sizes)
+    if total <= room:
+        return list(sizes)
+    edges = [count + max(free, 0) * edge // total for count, edge in enumerate([0, *itertools.accumulate(sizes)])]
+    return [stop - start for start, stop in itertools.pairwise(edges)]
+
+
+def _ends(items: Sequence[T], room: int) -> tuple[Sequence[T], int, Sequence[T]]:
+    """All items if there is room; else the first and the last ones, and how many between them give way to one line."""
+    if len(items) <= room:
+        return items, 0, ()
+    head, tail = room // 2, (room - 1) // 2
+    return items[:head], len(items) - head - tail, items[len(items) - tail :]
+
+
+def _legend(picture: _Picture, max_height: int) -> list[str]:
+    numel = math.prod(picture.shape)
+    table = [("ranks", "elements", "share", "interval", "pieces")]
+    head, hidden, tail = _ends(list(zip(picture.owners, picture.pieces)), max_height)
+    for ranks, pieces in (*head, *tail):
+        count = sum(piece.numel for piece in pieces)
+        where = " ".join(piece.index for piece in pieces)
+        table.append((_ranges(ranks), str(count), f"{100 * count / numel:.3g}%", _interval(pieces, picture.shape), where))
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:4], widths[1:4]), line[4]]) for line in table]
+    if hidden:
+        lines.insert(1 + len(head), f"... {hidden} more owners")
+    return lines + _idle(picture)
+
+
+def _idle(picture: _Picture) -> list[str]:
+    many = len(picture.idle) > 1
+    return [f"rank{'s' * many} {_ranges(picture.idle)} hold{'s' * (not many)} nothing"] if picture.idle else []
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """``0-3, 7``"""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _interval(pieces: Sequence[_Piece], shape: tuple[int, ...]) -> str:
+    """The interval of row-major storage that the pieces fill; ``-`` if they are not one interval."""
+    strides = row_major(shape)
+    start = min(sum(map(operator.mul, piece.starts, strides)) for piece in pieces)
+    stop = max(sum((s - 1) * stride for s, stride in zip(piece.stops, strides)) + 1 for piece in pieces)
+    return f"[{start}, {stop})" if stop - start == sum(piece.numel for piece in pieces) else "-"
+
+
+# --- picture -------------------------------------------------------------------------------------------------------
+
+
+def _save(pictures: Sequence[_Picture], path: str, draw: bool) -> None:
+    """Write the drawings, one below the other, to ``path``; the same bytes each time. Only check it unless ``draw``."""
+    kind = os.path.splitext(path)[1]
+    if kind not in (".svg", ".png"):
+        raise ValueError(f"visualize draws to a .svg or .png file, got {path!r}: give it one of these endings")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(f"drawing {path!r} needs matplotlib: pip install 'torch_ragged[viz]', or leave out file=")
+    if not draw:
+        return
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3 * len(pictures)), layout="constrained")
+    for axes, picture in zip(figure.subplots(len(pictures), squeeze=False)[:, 0], pictures):
+        _draw(axes, picture, matplotlib.colormaps["tab20"].colors)
+    with matplotlib.rc_context({"svg.hashsalt": "torch_ragged", "svg.fonttype": "none"}):
+        whole = f"{path}.{os.getpid()}"  # Ranks of several meshes may write it: no reader shall see a half.
+        figure.savefig(whole, format=kind[1:], metadata={"Date": None} if kind == ".svg" else None)
+    os.replace(whole, path)
+
+
+def _draw(axes: Any, picture: _Picture, colours: Sequence[Any]) -> None:
+    """Rectangles to scale, coloured by owner; the ranks of each owner stand in its largest one."""
+    rows = picture.rows()
+    height, top = sum(row.size for row in rows), 0
+    largest: dict[int, tuple[int, float, float, float]] = {}  # Per owner: the area, centre and font size.
+    for row in rows:
+        for start, stop, owner in row.segments:
+            axes.broken_barh([(start, stop - start)], (top, row.size), facecolors=[colours[owner % len(colours)]])
+            middle = ((stop - start) * row.size, (start + stop) / 2, top + row.size / 2, min(10, 150 * row.size / height))
+            largest[owner] = max(largest.get(owner, middle), middle)
+        top += row.size
+    for owner, (_, x, y, size) in largest.items():
+        axes.text(x, y, _ranges(picture.owners[owner]), ha="center", va="center", fontsize=size)
+    axes.set(xlim=(0, (picture.shape or (1,))[-1] or 1), ylim=(height or 1, 0), xlabel="".join(_idle(picture)))
+    if len(picture.shape) < 2:
+        axes.set_yticks([])
+    axes.set_title(textwrap.fill(picture.title, 80), fontsize=10)
