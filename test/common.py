@@ -17,9 +17,7 @@ import torch.multiprocessing as mp
 from torch.distributed.tensor import debug
 
 _TIMEOUT = datetime.timedelta(seconds=60)
-_LONGEST = int(
-    os.environ.get("LONGEST", 200)
-)  # seconds for a whole call; a rank that waits for another one gives up after _TIMEOUT
+_LONGEST = 200.0  # seconds for a whole call; a rank that waits for another one gives up after _TIMEOUT
 
 
 def _worker(rank: int, pipe: Connection) -> None:
@@ -54,7 +52,7 @@ class _Pool:
             process.join()
         self.workers.clear()
 
-    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], size: int) -> list[Any]:
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], size: int, timeout: float) -> list[Any]:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = mp.get_context("spawn")
         while len(self.workers) < size:
@@ -67,7 +65,7 @@ class _Pool:
                 pipe.send((function, arguments, size, os.path.join(folder, "store")))
             answers = []
             for rank, (_, pipe) in enumerate(self.workers[:size]):
-                if not pipe.poll(_LONGEST):
+                if not pipe.poll(timeout):
                     answers.append((False, f"rank {rank} of {size} hangs"))
                     continue
                 answers.append(pipe.recv())
@@ -81,13 +79,13 @@ class _Pool:
 _pool = _Pool()
 
 
-def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout: float = _LONGEST) -> list[Any]:
     """Run a module-level ``function`` on ``size`` ranks of a fresh gloo group; returns what each rank returned.
 
     Raises:
         AssertionError: a rank raised or hung; with every rank's traceback.
     """
-    return _pool.run(function, arguments, size)
+    return _pool.run(function, arguments, size, timeout)
 
 
 def error_of(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:

@@ -1,24 +1,33 @@
 """Torch's own OpInfo database on ragged DTensors: does every op give the single-device result, or a clear error?
 
-``python test/op_conformance.py`` sweeps everything on 4 ranks and writes ``docs/op_coverage.md``; the test takes samples.
+``python test/op_conformance.py --write docs/op_coverage.md`` sweeps everything on 4 ranks; the test takes a sample.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import itertools
+import logging
 import math
+import pathlib
+import platform
+import random
 import re
+import sys
 import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from common import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
@@ -30,6 +39,7 @@ CLEAR = (
     "in-place operations that require placement changes are not supported",  # torch's: and how to write it instead
     "got mixed torch.Tensor and DTensor",  # torch's: the op makes plain tensors inside, so no DTensor can take it
 )
+UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 
 
@@ -98,9 +108,10 @@ def tensors_of(sample: Any) -> list[torch.Tensor]:
 
 def cases_of(op: Any, dtype: torch.dtype, samples: int, every: int) -> list[Case]:
     """Cases of ``op``: up to ``samples`` samples, of whose patterns and variants each ``every``-th is taken."""
-    torch.manual_seed(0)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):  # Ranks must agree on the samples.
+        seed(0)
     found = []
-    for sample in itertools.islice(op.sample_inputs("cpu", dtype), samples):
+    for sample in itertools.islice(op.sample_inputs_func(op, "cpu", dtype, False), samples):
         given = tensors_of(sample)
         usable = [i for i, t in enumerate(given) if t.layout is torch.strided and t.is_contiguous() and not t.is_quantized]
         if not usable or any(t.layout is not torch.strided for t in given) or sum(t.numel() for t in given) > 20000:
@@ -113,20 +124,21 @@ def cases_of(op: Any, dtype: torch.dtype, samples: int, every: int) -> list[Case
             for which in range(len(patterns(given[ragged[0]].shape))):
                 found.append(Case(op, sample, variant, which, ragged))
     start = zlib.crc32(op.formatted_name.encode()) % every
-    return found[start::every]
+    return found[start % max(len(found), 1) :: every]
 
 
-def to_dtensors(case: Case, mesh: DeviceMesh, ragged: bool) -> list[DTensor]:
+def to_dtensors(case: Case, mesh: DeviceMesh, placement: Placement | None = None) -> list[DTensor]:
+    """The tensors of the case: those to be ragged as its pattern says, or under ``placement``; the others replicated."""
     results = []
     for position, tensor in enumerate(tensors_of(case.sample)):
         result = DTensor.from_local(tensor.detach().clone(), mesh, [Replicate()], run_check=False)
-        if ragged and position in case.ragged:
-            result = result.redistribute(placements=[patterns(tuple(tensor.shape))[case.which]])
+        if position in case.ragged and (tensor.dim() or placement is None):
+            result = result.redistribute(placements=[placement or patterns(tuple(tensor.shape))[case.which]])
         results.append(result)
     return results
 
 
-def difference(got: Any, expected: Any) -> str:
+def difference(got: Any, expected: Any, uninitialized: bool = False) -> str:
     """How the gathered results differ from the single-device ones; empty if they do not."""
     found, wanted = pytree.tree_leaves(got), pytree.tree_leaves(expected)
     if len(found) != len(wanted):
@@ -145,6 +157,10 @@ def difference(got: Any, expected: Any) -> str:
             if one.shape != declared:
                 return f"a DTensor of shape {tuple(declared)} that gathers to {tuple(one.shape)}"
         rtol, atol = TOLERANCE.get(other.dtype, (1e-7, 1e-7))
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return f"{one.dtype} {tuple(one.shape)} in place of {other.dtype} {tuple(other.shape)}"
+        if uninitialized:
+            continue
         try:
             torch.testing.assert_close(one, other, rtol=rtol, atol=atol, equal_nan=True, check_stride=False)
         except AssertionError as error:
@@ -159,7 +175,7 @@ def agree(mesh: DeviceMesh, state: int) -> bool:
     return bounds.tolist() == [state, -state]
 
 
-def run_case(case: Case, mesh: DeviceMesh, tally: Tally) -> None:
+def run_case(case: Case, mesh: DeviceMesh, tally: Tally, count: bool) -> None:
     try:
         torch.manual_seed(1)
         expected = case.call([t.detach().clone() for t in tensors_of(case.sample)])
@@ -167,9 +183,9 @@ def run_case(case: Case, mesh: DeviceMesh, tally: Tally) -> None:
         return  # A sample that this machine cannot run is no case.
     error, got = None, None
     try:
-        arguments = to_dtensors(case, mesh, ragged=True)
+        arguments = to_dtensors(case, mesh)
         torch.manual_seed(1)
-        with CommDebugMode() as comm:
+        with CommDebugMode() if count else contextlib.nullcontext() as comm:
             got = case.call(arguments)
     except Exception as exception:
         error = exception
@@ -177,75 +193,121 @@ def run_case(case: Case, mesh: DeviceMesh, tally: Tally) -> None:
         tally.wrong.append(f"{case}: ranks disagree: rank {dist.get_rank()} has {error!r}")
     elif error is not None:
         text = " ".join(str(error).split())
-        if not any(clear in text for clear in CLEAR) and not fails_replicated(case, mesh, expected):
+        if not any(clear in text for clear in CLEAR) and not same_in_torch(case, mesh, expected, None):
             tally.wrong.append(f"{case}: {type(error).__name__}: {text}")
         tally.error += 1
         tally.texts[text] += 1
     else:
         try:
-            problem = difference(got, expected)
+            problem = difference(got, expected, case.op.name in UNINITIALIZED)
         except Exception as exception:
             problem = f"gathering fails: {exception!r}"
         if not agree(mesh, bool(problem)):
             tally.wrong.append(f"{case}: ranks disagree: rank {dist.get_rank()}: {problem}")
-        elif problem and fails_replicated(case, mesh, expected):
+        elif problem and same_in_torch(case, mesh, expected, problem):
             tally.torch.append(f"{case}: {problem}")
         elif problem:
             tally.wrong.append(f"{case}: {problem}")
         else:
             tally.equal += 1
-            tally.local += comm.get_total_counts() == 0
+            tally.local += comm is not None and comm.get_total_counts() == 0
 
 
-def fails_replicated(case: Case, mesh: DeviceMesh, expected: Any) -> bool:
-    """Whether DTensor itself, with no ragged tensor, fails or is wrong too: ragged DTensors cannot do better."""
-    try:
-        return bool(difference(case.call(to_dtensors(case, mesh, ragged=False)), expected))
-    except Exception:
-        return True
+def same_in_torch(case: Case, mesh: DeviceMesh, expected: Any, failure: str | None) -> bool:
+    """Whether DTensor itself, with Replicate or Shard(0) in place of the ragged placements, fails alike (None: raises)."""
+    for placement in (Replicate(), Shard(0)):
+        try:
+            found: str | None = difference(
+                case.call(to_dtensors(case, mesh, placement)), expected, case.op.name in UNINITIALIZED
+            )
+        except Exception:
+            found = None
+        if found == failure:
+            return True
+    return False
 
 
-def sweep(names: str, dtypes: list[torch.dtype], samples: int, every: int, verbose: bool = False) -> dict[str, Tally]:
-    """Run on every rank of the default group. The tally of each op whose name matches, by name."""
+def sweep(names: str, samples: int, every: int, count: bool = False) -> dict[str, Tally]:
+    """Run on every rank of the default group. The tally of each op whose name matches, by name.
+
+    float32 in full, bfloat16 and int64 in every fourth case; ``count`` tells which cases communicate.
+    """
     mesh = init_device_mesh("cpu", (RANKS,))
+    logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # It reports bad samples that torch skips itself.
     tallies: dict[str, Tally] = {}
     for op in op_db:
-        if not re.fullmatch(names, op.name) or "cpu" in str(op.skips) and False:
+        if not re.fullmatch(names, op.name):
             continue
         tally = tallies.setdefault(op.formatted_name, Tally())
-        for dtype in dtypes:
-            if dtype not in op.supported_dtypes("cpu"):
-                continue
-            try:
-                cases = cases_of(op, dtype, samples, every)
-            except Exception:
-                continue
-            for case in cases:
-                run_case(case, mesh, tally)
-        if verbose and dist.get_rank() == 0:
-            print(op.formatted_name, tally.equal, tally.local, tally.error, len(tally.wrong), flush=True)
-            for text in tally.wrong[:3]:
-                print("   WRONG", text, flush=True)
+        for dtype, share in ((torch.float32, 1), (torch.bfloat16, 4), (torch.int64, 4)):
+            if dtype in op.supported_dtypes("cpu"):
+                for case in cases_of(op, dtype, samples, every * share):
+                    run_case(case, mesh, tally, count)
+        if count and dist.get_rank() == 0:
+            print(f"{op.formatted_name}: {tally.equal} equal, {tally.error} errors, {len(tally.wrong)} wrong", flush=True)
     return tallies
 
 
+def wrong_of(answers: list[dict[str, Tally]]) -> list[str]:
+    """The wrong results that any rank saw."""
+    return sorted({text for tallies in answers for tally in tallies.values() for text in tally.wrong})
+
+
+def reason_of(tally: Tally) -> str:
+    """The most frequent error, without what it says of the tensors given."""
+    if not tally.texts:
+        return ""
+    text = max(tally.texts, key=lambda t: tally.texts[t])
+    found = re.match(r"(\S+) is not supported on a DTensor with RaggedShard placements:? ?(.*?) \(got ", text)
+    return f"`{found[1]}`: {found[2]}" if found else text.split(". ")[0].split(", need to")[0][:150]
+
+
+def table(tallies: dict[str, Tally], command: str) -> str:
+    """``docs/op_coverage.md``."""
+    taken = {name: t for name, t in tallies.items() if t.equal or t.error or t.torch}
+    full = sum(not t.error for t in taken.values())
+    none = sum(not t.equal for t in taken.values())
+    known = sorted(name for name, t in taken.items() if t.torch)
+    lines = [
+        "# Operators on ragged DTensors",
+        "",
+        f"Written by `{command}` with torch {torch.__version__} on {platform.machine()} CPUs, {RANKS} ranks, gloo: every op of "
+        "torch's OpInfo database (`op_db`) that has a tensor argument, as a function and in place, with its samples' tensors "
+        "under even and uneven units, units with zeros, one owner, and units that cut rows. The result is compared with a "
+        "single device: shape, stride, type and values.",
+        "",
+        f"- {len(taken)} ops: {full} always equal, {len(taken) - full - none} equal or a clear error by placement, "
+        f"{none} always a clear error.",
+        f"- {sum(t.equal for t in taken.values())} cases equal, {sum(t.local for t in taken.values())} of them with no "
+        f"communication; {sum(t.error for t in taken.values())} clear errors; "
+        f"{sum(len(t.wrong) for t in taken.values())} wrong.",
+        f"- Left out: {sum(len(t.torch) for t in taken.values())} cases in which this torch is wrong in the same way with "
+        f"`Replicate` or `Shard(0)` and no ragged tensor at all ({', '.join(known) or 'none'}).",
+        "",
+        "Cases that are equal but communicate redistribute to what torch's own rule takes, as DTensor does.",
+        "",
+        "| op | equal | no communication | clear error | most frequent error |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {n} | {t.equal} | {t.local} | {t.error} | {reason_of(t).replace('|', '/')} |" for n, t in sorted(taken.items())
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    import pickle
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--names", default=".*")
-    parser.add_argument("--samples", type=int, default=12)
-    parser.add_argument("--every", type=int, default=1)
-    args = parser.parse_args()
-    from common import run_ranks
-
-    tallies = run_ranks(RANKS, sweep, args.names, [torch.float32], args.samples, args.every, True)[0]
-    pickle.dump(tallies, open("/tmp/tallies.pkl", "wb"))
-    print(
-        sum(t.equal for t in tallies.values()),
-        sum(t.error for t in tallies.values()),
-        sum(len(t.wrong) for t in tallies.values()),
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--names", default=".*", help="a regular expression of op names")
+    parser.add_argument("--samples", type=int, default=6, help="samples of each op")
+    parser.add_argument("--every", type=int, default=1, help="take each n-th case")
+    parser.add_argument("--write", type=pathlib.Path, help="the table to write")
+    options = parser.parse_args()
+    answers = run_ranks(RANKS, sweep, options.names, options.samples, options.every, True, timeout=3 * 3600)
+    for text in wrong_of(answers):
+        print("WRONG", text)
+    if options.write:
+        options.write.write_text(table(answers[0], f"python test/op_conformance.py --write {options.write}"))
+    sys.exit(bool(wrong_of(answers)))
 
 
 if __name__ == "__main__":

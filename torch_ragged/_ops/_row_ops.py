@@ -2,8 +2,8 @@
 
 A rank that holds whole slices of the leading dimensions holds what ``Shard`` of these dimensions would give it, if only
 ``Shard`` knew other sizes than ``torch.chunk``'s. So torch's own rule for ``Shard`` says whether an op treats the cut
-dimensions as batch dimensions. It is asked about *another number of rows* than there are: an op whose arguments depend on that
-number does not pass. Then the op runs on the local tensor viewed as rows, with no communication.
+dimensions as batch dimensions. It is asked about *other numbers of rows* than there are, many and one per rank: an op whose
+arguments depend on that number does not pass. Then the op runs on the local tensor viewed as rows, with no communication.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Optional
 
 import torch
@@ -139,32 +140,38 @@ def _arrangements(choices: list[list[_Input]]) -> Iterator[list[_Input]]:
 
 
 def _outputs(call: OpCall, inputs: list[_Input], leader: Spec, rows: Rows) -> list[Optional[_Output]] | None:
-    """Where torch puts the outputs when each cut dimension is sharded, over another number of slices; None if it cannot."""
-    factor = max(leader.mesh.size(rows.mesh_dim), 2)
-    answers = []
-    for position in range(len(rows.dims)):
+    """Where torch puts the outputs when each cut dimension is sharded, over other numbers of slices; None if it cannot."""
+    ranks = max(leader.mesh.size(rows.mesh_dim), 2)
+    ratios, answers = [], []
+    for position, one_each in itertools.product(range(len(rows.dims)), (False, True)):
+        size = leader.shape[rows.dims[position]]
+        slices = ranks if one_each else size * ranks
         asked: list[tuple[tuple[Placement, ...], Sequence[int]]] = []
         for item in inputs:
             placements, shape = item.placements, list(item.spec.shape)
             if item.rows is not None:
                 dim = item.rows.dims[position]
-                shape[dim] *= factor
+                shape[dim] = slices
                 placements = _with(placements, rows.mesh_dim, Shard(dim))
             asked.append((placements, shape))
-        answer = call.torch.output_specs(call, asked)
+        answer = call.torch.output_specs(asked)
         if answer is None:
             return None
+        ratios.append(Fraction(slices, size))
         answers.append(answer)
     outputs = []
-    for meta, *specs in zip(call.torch.output_meta(call), *answers):
-        output = None if meta is None else _output(call, meta, specs, leader, rows, factor)
+    for meta, *specs in zip(call.torch.output_meta(), *answers):
+        output = None if meta is None else _output(call, meta, specs, leader, rows, ratios)
         if meta is not None and output is None:
             return None
         outputs.append(output)
     return outputs
 
 
-def _output(call: OpCall, meta: Meta, specs: Sequence[Optional[Spec]], leader: Spec, rows: Rows, factor: int) -> _Output | None:
+def _output(
+    call: OpCall, meta: Meta, specs: Sequence[Optional[Spec]], leader: Spec, rows: Rows, ratios: list[Fraction]
+) -> _Output | None:
+    """The output that torch describes in ``specs``, given ``ratios`` of the true number of slices; None if they disagree."""
     placed: set[Any] = {None if s is None else _with(s.placements, rows.mesh_dim, Replicate()) for s in specs}
     if len(placed) != 1 or None in placed:
         return None
@@ -177,16 +184,16 @@ def _output(call: OpCall, meta: Meta, specs: Sequence[Optional[Spec]], leader: S
         return _Output(meta, _with(others, rows.mesh_dim, Partial("sum")), None, flat=False)
     if not all(type(p) is Shard for p in here) or any(not p.is_replicate() and not isinstance(p, Partial) for p in others):
         return None
-    dims = tuple(p.dim for p in here)  # type: ignore[attr-defined]
+    dims = tuple(p.dim for p in here)[::2]  # type: ignore[attr-defined]
     if any(dim >= len(meta.shape) for dim in dims) or math.prod(meta.shape[dim] for dim in dims) != sum(rows.counts):
         return None
-    for dim, shape in zip(dims, shapes):
-        if shape != [size * (factor if d == dim else 1) for d, size in enumerate(meta.shape)]:
+    for placement, ratio, shape in zip(here, ratios, shapes):
+        if shape != [size * ratio if d == placement.dim else size for d, size in enumerate(meta.shape)]:  # type: ignore
             return None
-    placement, flat = _output_placement(call, meta, dims, leader, rows)
+    own, flat = _output_placement(call, meta, dims, leader, rows)
     count = rows.count(leader)
     local_shape = Rows(rows.mesh_dim, dims, rows.counts, flat).local_shape(meta.shape, count)
-    return _Output(meta, _with(others, rows.mesh_dim, placement), local_shape, flat)
+    return _Output(meta, _with(others, rows.mesh_dim, own), local_shape, flat)
 
 
 def _output_placement(call: OpCall, meta: Meta, dims: tuple[int, ...], leader: Spec, rows: Rows) -> tuple[Placement, bool]:

@@ -59,12 +59,10 @@ class Spec(Protocol):
 class Torch(Protocol):
     """What rules ask of torch's own sharding propagation."""
 
-    def output_meta(self, call: OpCall) -> list[Optional[Meta]]:
+    def output_meta(self) -> list[Optional[Meta]]:
         """Metadata of the outputs that one device would give."""
 
-    def output_specs(
-        self, call: OpCall, inputs: Sequence[tuple[tuple[Placement, ...], Sequence[int]]]
-    ) -> Optional[list[Optional[Spec]]]:
+    def output_specs(self, inputs: Sequence[tuple[tuple[Placement, ...], Sequence[int]]]) -> Optional[list[Optional[Spec]]]:
         """The outputs of torch's own rule, were the tensor arguments placed and shaped as ``inputs`` say.
 
         None where torch has no rule for that, or would redistribute an argument first.

@@ -43,7 +43,7 @@ rule(
 def new_factory_rule(call: OpCall) -> Sharding:
     """A tensor of the same shape is cut as the old one (DTensor's way), of another shape it is replicated."""
     (spec,) = tensor_leaves(call)
-    (meta,) = call.torch.output_meta(call)
+    (meta,) = call.torch.output_meta()
     clean = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
     rows = rows_of(spec) if has_ragged_rows(spec.placements) else None
     if (

@@ -59,17 +59,29 @@ class _Propagation:
     def metas(self) -> Any:
         return self._propagator._propagate_tensor_meta_non_cached(self._schema)
 
-    def output_meta(self, call: OpCall) -> list[Any]:
+    @functools.cached_property
+    def _from_the_left(self) -> OpSchema:
+        """The schema with a non-negative ``dim``: some of torch's rules take -1 for no dimension that is sharded."""
+        specs = _specs(self._schema.args_schema)
+        args = list(self._schema.args_schema)
+        for position, argument in enumerate(self._schema.op._schema.arguments[: len(args)]):
+            value, ndim = args[position], len(specs[0].shape)
+            same = all(meta is None or len(meta.shape) == ndim for meta in self.output_meta())
+            if argument.name == "dim" and isinstance(value, int) and value < 0 and ndim and same:
+                args[position] = value + ndim
+        return OpSchema(self._schema.op, tuple(args), self._schema.kwargs_schema, schema_info=self._schema.schema_info)
+
+    def output_meta(self) -> list[Any]:
         if self.metas is None:
             return []
         return [self.metas] if isinstance(self.metas, TensorMeta) else list(self.metas)
 
-    def output_specs(self, call: OpCall, inputs: Sequence[tuple[tuple[Placement, ...], Sequence[int]]]) -> Any:
+    def output_specs(self, inputs: Sequence[tuple[tuple[Placement, ...], Sequence[int]]]) -> Any:
         specs = [
             DTensorSpec(spec.mesh, placements, tensor_meta=_resized(spec.tensor_meta, shape))
-            for spec, (placements, shape) in zip(_specs(call.args), inputs)
+            for spec, (placements, shape) in zip(_specs(self._schema.args_schema), inputs)
         ]
-        schema = _with_specs(self._schema, specs)
+        schema = _with_specs(self._from_the_left, specs)
         silent = _fake_tensor_log.disabled
         _fake_tensor_log.disabled = True  # It reports shapes that do not fit together, which here is an answer.
         try:
@@ -82,7 +94,7 @@ class _Propagation:
             return None
         outputs = answer.output_spec
         if isinstance(outputs, DTensorSpec):
-            return [outputs] if len(self.output_meta(call)) == 1 else None
+            return [outputs] if len(self.output_meta()) == 1 else None
         return list(outputs or ())
 
 
@@ -210,7 +222,7 @@ def _output_sharding(schema: OpSchema, call: OpCall, specs: list[DTensorSpec], s
 def _output_specs(call: OpCall, mesh: DeviceMesh, sharding: Sharding) -> Any:
     if sharding.outputs is None:
         return None
-    metas = call.torch.output_meta(call)
+    metas = call.torch.output_meta()
     if isinstance(sharding.outputs, tuple):
         return _output_spec(mesh, sharding.outputs, metas[0])  # type: ignore[arg-type]
     return tuple(None if p is None else _output_spec(mesh, p, m) for p, m in zip(sharding.outputs, metas))  # type: ignore
