@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -16,6 +17,7 @@ import platform
 import random
 import re
 import sys
+import warnings
 import zlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +34,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 from torch_ragged import RaggedShard
+from torch_ragged.placement_types import has_ragged
 
 RANKS = 4
 CLEAR = (
@@ -40,6 +43,7 @@ CLEAR = (
     "got mixed torch.Tensor and DTensor",  # torch's: the op makes plain tensors inside, so no DTensor can take it
 )
 UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+DTYPES = {torch.float32: 1, torch.bfloat16: 4, torch.int64: 4}
 TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 
 
@@ -85,10 +89,31 @@ class Case:
         positions = iter(tensors)
         leaves = [next(positions) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         first, args, kwargs = pytree.tree_unflatten(leaves, tree)
+        if self.variant == "gradient":
+            return self.gradient(tensors, first, args, kwargs)
+        if self.variant == "out":
+            out = self.out_like(tensors, self.op(first, *args, **kwargs))
+            return self.op(first, *args, out=out, **kwargs), out
         if self.variant == "in-place":
             result = self.op.get_inplace()(first, *args, **kwargs)
             return result, first
         return self.op(first, *args, **kwargs)
+
+    def gradient(self, tensors: list[Any], first: Any, args: Any, kwargs: Any) -> Any:
+        leaves = [tensors[i].requires_grad_() for i in self.ragged if tensors[i].is_floating_point()]
+        result = self.op(first, *args, **kwargs)
+        terms = [(r * r.detach()).sum() for r in pytree.tree_leaves(result) if isinstance(r, torch.Tensor) and r.requires_grad]
+        return torch.autograd.grad(functools.reduce(torch.add, terms), leaves)
+
+    def out_like(self, tensors: list[Any], result: Any) -> Any:
+        """An uninitialised tensor for the result; ragged where the tensors are DTensors."""
+        if not isinstance(result, torch.Tensor):
+            raise TypeError("several outputs")
+        if not isinstance(tensors[0], DTensor):
+            return torch.empty_like(result)
+        found = patterns(tuple(result.shape))
+        meta = {"dtype": result.dtype, "placements": [found[self.which % len(found)]]}
+        return torch.distributed.tensor.zeros(result.shape, device_mesh=tensors[0].device_mesh, **meta)
 
     def __str__(self) -> str:
         given = tensors_of(self.sample)
@@ -106,8 +131,8 @@ def tensors_of(sample: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def cases_of(op: Any, dtype: torch.dtype, samples: int, every: int) -> list[Case]:
-    """Cases of ``op``: up to ``samples`` samples, of whose patterns and variants each ``every``-th is taken."""
+def cases_of(op: Any, dtype: torch.dtype, samples: int) -> list[Case]:
+    """All cases of ``op`` on up to ``samples`` samples."""
     for seed in (torch.manual_seed, np.random.seed, random.seed):  # Ranks must agree on the samples.
         seed(0)
     found = []
@@ -119,12 +144,13 @@ def cases_of(op: Any, dtype: torch.dtype, samples: int, every: int) -> list[Case
         first = usable[0]
         same = tuple(i for i in usable if given[i].shape == given[first].shape)
         choices = [(first,)] + ([same] if len(same) > 1 else []) + [(i,) for i in usable[1:] if i not in same]
-        variants = ["function"] + (["in-place"] if op.get_inplace() and first == 0 else [])
-        for variant, ragged in itertools.product(variants, choices):
-            for which in range(len(patterns(given[ragged[0]].shape))):
-                found.append(Case(op, sample, variant, which, ragged))
-    start = zlib.crc32(op.formatted_name.encode()) % every
-    return found[start % max(len(found), 1) :: every]
+        variants = {"function": 1, "in-place": op.get_inplace() and first == 0, "out": op.supports_out}
+        for variant, fits in {**variants, "gradient": op.supports_autograd}.items():
+            some = variant in ("out", "gradient")  # Their work is that of the function: fewer patterns will do.
+            for ragged in choices[: (1 if some else None) if fits else 0]:
+                for which in range(0, len(patterns(tuple(given[ragged[0]].shape))), 3 if some else 1):
+                    found.append(Case(op, sample, variant, which, ragged))
+    return found
 
 
 def to_dtensors(case: Case, mesh: DeviceMesh, placement: Placement | None = None) -> list[DTensor]:
@@ -138,7 +164,7 @@ def to_dtensors(case: Case, mesh: DeviceMesh, placement: Placement | None = None
     return results
 
 
-def difference(got: Any, expected: Any, uninitialized: bool = False) -> str:
+def difference(got: Any, expected: Any, case: Case) -> str:
     """How the gathered results differ from the single-device ones; empty if they do not."""
     found, wanted = pytree.tree_leaves(got), pytree.tree_leaves(expected)
     if len(found) != len(wanted):
@@ -150,7 +176,7 @@ def difference(got: Any, expected: Any, uninitialized: bool = False) -> str:
             continue
         if isinstance(one, DTensor):
             strides = [(a, b) for a, b, size in zip(one.stride(), other.stride(), other.shape) if size > 1]
-            if any(a != b for a, b in strides) and other.numel() and one.placements != (Replicate(),):
+            if any(a != b for a, b in strides) and other.numel() and has_ragged(one.placements) and case.variant != "gradient":
                 return f"stride {one.stride()} in place of {other.stride()}"
             declared = one.shape
             one = one.full_tensor()
@@ -159,7 +185,7 @@ def difference(got: Any, expected: Any, uninitialized: bool = False) -> str:
         rtol, atol = TOLERANCE.get(other.dtype, (1e-7, 1e-7))
         if one.shape != other.shape or one.dtype != other.dtype:
             return f"{one.dtype} {tuple(one.shape)} in place of {other.dtype} {tuple(other.shape)}"
-        if uninitialized:
+        if case.op.name in UNINITIALIZED:
             continue
         try:
             torch.testing.assert_close(one, other, rtol=rtol, atol=atol, equal_nan=True, check_stride=False)
@@ -199,7 +225,7 @@ def run_case(case: Case, mesh: DeviceMesh, tally: Tally, count: bool) -> None:
         tally.texts[text] += 1
     else:
         try:
-            problem = difference(got, expected, case.op.name in UNINITIALIZED)
+            problem = difference(got, expected, case)
         except Exception as exception:
             problem = f"gathering fails: {exception!r}"
         if not agree(mesh, bool(problem)):
@@ -227,24 +253,29 @@ def same_in_torch(case: Case, mesh: DeviceMesh, expected: Any, failure: str | No
     return False
 
 
-def sweep(names: str, samples: int, every: int, count: bool = False) -> dict[str, Tally]:
+def sweep(names: str, samples: int, one: bool = False, count: bool = False) -> dict[str, Tally]:
     """Run on every rank of the default group. The tally of each op whose name matches, by name.
 
-    float32 in full, bfloat16 and int64 in every fourth case; ``count`` tells which cases communicate.
+    float32 in full, bfloat16 and int64 in every fourth case. ``one`` takes one case of each op, ``count`` tells which cases
+    communicate.
     """
     mesh = init_device_mesh("cpu", (RANKS,))
+    warnings.simplefilter("ignore")
     logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # It reports bad samples that torch skips itself.
     tallies: dict[str, Tally] = {}
     for op in op_db:
         if not re.fullmatch(names, op.name):
             continue
         tally = tallies.setdefault(op.formatted_name, Tally())
-        for dtype, share in ((torch.float32, 1), (torch.bfloat16, 4), (torch.int64, 4)):
-            if dtype in op.supported_dtypes("cpu"):
-                for case in cases_of(op, dtype, samples, every * share):
-                    run_case(case, mesh, tally, count)
+        choice = zlib.crc32(op.formatted_name.encode())
+        dtypes = [(d, share) for d, share in DTYPES.items() if d in op.supported_dtypes("cpu")]
+        for dtype, share in [dtypes[choice % len(dtypes)]] if one and dtypes else dtypes:
+            cases = cases_of(op, dtype, samples)[::share]
+            for case in [cases[choice % len(cases)]] if one and cases else cases:
+                run_case(case, mesh, tally, count)
         if count and dist.get_rank() == 0:
             print(f"{op.formatted_name}: {tally.equal} equal, {tally.error} errors, {len(tally.wrong)} wrong", flush=True)
+            print(*tally.wrong[:3], sep="\n", flush=True)
     return tallies
 
 
@@ -298,11 +329,10 @@ def table(tallies: dict[str, Tally], command: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--names", default=".*", help="a regular expression of op names")
-    parser.add_argument("--samples", type=int, default=6, help="samples of each op")
-    parser.add_argument("--every", type=int, default=1, help="take each n-th case")
+    parser.add_argument("--samples", type=int, default=3, help="samples of each op")
     parser.add_argument("--write", type=pathlib.Path, help="the table to write")
     options = parser.parse_args()
-    answers = run_ranks(RANKS, sweep, options.names, options.samples, options.every, True, timeout=3 * 3600)
+    answers = run_ranks(RANKS, sweep, options.names, options.samples, False, True, timeout=3 * 3600)
     for text in wrong_of(answers):
         print("WRONG", text)
     if options.write:

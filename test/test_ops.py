@@ -72,33 +72,32 @@ REDUCTIONS = {
     "item": lambda x: torch.tensor(x.sum().item()) if not isinstance(x, DTensor) else x.sum().full_tensor(),
 }
 
+# No local way: gathered, as DTensor does. Of x (8, 6), its twin on the same placement as a DTensor or not.
+GATHERED = {
+    "matmul": lambda x, place: x @ x.mT,
+    "cat of rows": lambda x, place: torch.cat([x, x]),
+    "sort of rows": lambda x, place: x.sort(dim=0).values,
+    "cumsum of rows": lambda x, place: x.cumsum(0),
+    "softmax of rows": lambda x, place: x.softmax(0),
+    "argmax": lambda x, place: x.argmax(),
+    "flip": lambda x, place: x.flip(0),
+    "norm of negative order": lambda x, place: torch.linalg.vector_norm(x, -1),
+    "foreach on a Partial": lambda x, place: torch._foreach_add([x, x.sum()], 1.0)[1],
+    "foreach 0-norm of a Partial": lambda x, place: torch._foreach_norm([x, x.sum()], 0)[0],
+    "broadcast up": lambda x, place: x + place(torch.ones(2, 8, 6), Replicate()),
+    "broadcast beside a Shard": lambda x, place: place(torch.zeros(8, 6), Shard(0)).addcmul_(
+        x, place(torch.ones(6), Replicate())
+    ),
+}
+
 UNSUPPORTED = {
-    "view": lambda x: x.view(-1),
     "reshape": lambda x: x.reshape(2, -1),
-    "transpose": lambda x: x.t(),
-    "select": lambda x: x[0],
-    "matmul": lambda x: torch.mm(x, x),
-    "cat": lambda x: torch.cat([x, x]),
-    "sort": lambda x: x.sort(),
-    "cumsum": lambda x: x.cumsum(0),
-    "softmax": lambda x: x.softmax(-1),
-    "sum of one dim": lambda x: x.sum(0),
-    "argmax": lambda x: x.argmax(),
-    "unsqueeze": lambda x: x.unsqueeze(0),
-    "expand": lambda x: x.expand(2, 8, 6),
     "rand_like": lambda x: torch.rand_like(x),
     "normal_": lambda x: torch.nn.init.normal_(x.clone()),
     "dropout": lambda x: torch.nn.functional.dropout(x),
-    "broadcast up": lambda x: x + distribute_tensor(torch.zeros(2, 8, 6), x.device_mesh, [Replicate()]),
-    "flip": lambda x: x.flip(0),
-    "chunk": lambda x: x.chunk(2),
-    "norm of negative order": lambda x: torch.linalg.vector_norm(x, -1),
-    "foreach on a Partial": lambda x: torch._foreach_add([x, x.sum()], 1.0),
-    "foreach 0-norm of a Partial": lambda x: torch._foreach_norm([x, x.sum()], 0),
-    "broadcast beside a Shard": lambda x: distribute_tensor(torch.zeros(8, 6), x.device_mesh, [Shard(0)]).addcmul_(
-        x, distribute_tensor(torch.zeros(6), x.device_mesh, [Replicate()])
-    ),
-    "out of another shape": lambda x: torch.add(x, 1, out=x.new_empty(3)),
+    "cumsum_": lambda x: x.cumsum_(0),
+    "out of other placements": lambda x: torch.cumsum(x, 0, out=x.clone()),
+    "view in place": lambda x: x.t_(),
 }
 
 
@@ -169,12 +168,23 @@ def check_backward():
                 assert torch.allclose(m.grad.full_tensor(), p.grad, rtol=1e-5, atol=1e-7)
 
 
+def check_gathered():
+    mesh = init_device_mesh("cpu", (4,))
+    x = torch.randn(8, 6)
+    for units in UNITS:
+        a = distribute_tensor(x, mesh, [RaggedShard((0,), units)])
+        for name, function in GATHERED.items():
+            got = function(a, lambda tensor, placement: distribute_tensor(tensor, mesh, [placement]))
+            want = function(x, lambda tensor, placement: tensor)
+            torch.testing.assert_close(got.full_tensor(), want, rtol=1e-5, atol=1e-5, msg=f"{name} {units}")
+
+
 def check_unsupported():
     mesh = init_device_mesh("cpu", (4,))
     a = distribute_tensor(torch.randn(8, 6), mesh, [RaggedShard((0,), (1, 2, 0, 5))])
     errors = {name: error_of(function, a) for name, function in UNSUPPORTED.items()}
     with torch.inference_mode():
-        errors["inference"] = error_of(lambda: a.reshape(-1))
+        errors["inference"] = error_of(lambda: a.reshape(2, -1))
     return errors
 
 
@@ -263,6 +273,9 @@ class OpsTest(unittest.TestCase):
 
     def test_everyday_tools(self):
         run_ranks(4, check_everyday)
+
+    def test_ops_without_a_local_way_are_gathered(self):
+        run_ranks(4, check_gathered)
 
     def test_unsupported_ops_say_so_on_every_rank(self):
         answers = run_ranks(4, check_unsupported)

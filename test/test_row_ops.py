@@ -37,6 +37,7 @@ FORWARD = {
     "cumsum of inner": lambda x, w, b, v, m: x.cumsum(1),
     "sort of inner": lambda x, w, b, v, m: x.sort(dim=1).values,
     "topk": lambda x, w, b, v, m: x.topk(2, dim=-1).values,
+    "more of topk": lambda x, w, b, v, m: x.topk(3, dim=-1).values,
     "view": lambda x, w, b, v, m: x.view(8, 2, 3),
     "flatten": lambda x, w, b, v, m: x.view(-1),
     "unsqueeze": lambda x, w, b, v, m: x.unsqueeze(1),
@@ -138,12 +139,13 @@ def check_views_back():
 
 
 ERRORS = {
-    "view that cuts rows": lambda x: x.view(6, 8),
-    "view of a prefix": lambda x: x.view(2, 24).t(),
-    "resize": lambda x: x.t_(),
-    "rand_like": lambda x: torch.rand_like(x),
-    "in-place of gathered": lambda x: x.cumsum_(0),
+    "a view that cuts rows": lambda x: x.view(6, 8),
+    "a view in place": lambda x: x.t_(),
+    "random numbers": lambda x: torch.rand_like(x),
+    "in place, across rows": lambda x: x.cumsum_(0),
     "to another ragged": lambda x: x.t().redistribute(placements=[RaggedShard((0,), (1, 1, 2, 2))]),
+    "no rule in DTensor": lambda x: torch.searchsorted(x, x),
+    "mixed with a plain tensor": lambda x: torch.mm(x, torch.ones(6, 2)),
 }
 
 
@@ -169,7 +171,21 @@ class RowOpsTest(ExpectTestCase):
     def test_errors(self):
         answers = run_ranks(4, check_errors)
         self.assertEqual(answers, [answers[0]] * 4)
-        self.assertExpectedInline(answers[0], """""")
+        self.assertExpectedInline(answers[0], """\
+a view that cuts rows
+    NotImplementedError: aten.view.default is not supported on a DTensor with RaggedShard placements: a view as (6, 8) would mix owners: its dimensions would cut across slices of 6 elements that one rank holds as a whole (got (8, 6) RS(0)[3,1,0,4]). Redistribute first, as in t.redistribute(placements=[Replicate()]) or [Shard(0)], or work on t.to_local()
+a view in place
+    NotImplementedError: aten.t_.default is not supported on a DTensor with RaggedShard placements: it does not take rows one by one (dimensions (0,) are cut) (got (8, 6) RS(0)[3,1,0,4]). Redistribute first, as in t.redistribute(placements=[Replicate()]) or [Shard(0)], or work on t.to_local()
+random numbers
+    NotImplementedError: aten.rand_like.default is not supported on a DTensor with RaggedShard placements: its random numbers would depend on the placement (got (8, 6) RS(0)[3,1,0,4]). Redistribute first, as in t.redistribute(placements=[Replicate()]) or [Shard(0)], or work on t.to_local()
+in place, across rows
+    NotImplementedError: aten.cumsum_.default is not supported on a DTensor with RaggedShard placements: it does not take rows one by one (dimensions (0,) are cut) (got (8, 6) RS(0)[3,1,0,4]). Redistribute first, as in t.redistribute(placements=[Replicate()]) or [Shard(0)], or work on t.to_local()
+to another ragged
+    ValueError: redistribution from (RaggedRows(dims=(1,), local_units=(3, 1, 0, 4)),) to (RaggedShard(dims=(0,), local_units=(1, 1, 2, 2)),): redistribute the strided view to Replicate or Shard first
+no rule in DTensor
+    NotImplementedError: aten.searchsorted.Tensor is not supported on a DTensor with RaggedShard placements: DTensor itself has no sharding rule for it (got (8, 6) RS(0)[3,1,0,4], (8, 6) RS(0)[3,1,0,4]). Redistribute first, as in t.redistribute(placements=[Replicate()]) or [Shard(0)], or work on t.to_local()
+mixed with a plain tensor
+    RuntimeError: aten.mm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling distributed operators!""")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,6 +28,7 @@ __all__ = [
     "chunk_range",
     "is_nested",
     "owned",
+    "owned_near",
     "piece_shape",
     "row_major",
     "run_range",
@@ -176,6 +178,37 @@ def owned(shape: tuple[int, ...], mesh_shape: tuple[int, ...], cuts: tuple[Cut, 
     return piece.owned()
 
 
+def owned_near(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    cuts: tuple[Cut, ...],
+    coordinate: tuple[int, ...],
+    mesh_dims: tuple[int, ...],
+    other: Owned,
+) -> list[tuple[int, Owned]]:
+    """What the ranks own that differ from ``coordinate`` in ``mesh_dims`` only, less those that share nothing with ``other``.
+
+    Returns:
+        the index of each rank, in row-major order over ``mesh_dims``, and what it owns; perhaps some that share nothing too.
+    """
+    if not other.numel:
+        return []
+    lows = [min(box.offsets[d] for box in other.boxes) for d in range(len(shape))]
+    highs = [max(box.offsets[d] + box.sizes[d] for box in other.boxes) for d in range(len(shape))]
+    bounds = list(zip(lows, highs))
+    pieces = [(0, _Piece(shape))]
+    for mesh_dim, (cut, parts) in enumerate(zip(cuts, mesh_shape)):
+        free, smaller = mesh_dim in mesh_dims, []
+        for position, piece in pieces:
+            for index in piece.indices_near(cut, parts, bounds) if free else (coordinate[mesh_dim],):
+                part = piece if isinstance(cut, Whole) else piece.copy()
+                part.apply(cut, parts, index)
+                if part.may_share(bounds):
+                    smaller.append((position * parts + index if free else position, part))
+        pieces = smaller
+    return [(position, piece.owned()) for position, piece in pieces]
+
+
 class _Piece:
     """What is left of a tensor while cuts are applied one after another.
 
@@ -198,6 +231,35 @@ class _Piece:
         other = copy.copy(self)
         other.segments = list(self.segments)
         return other
+
+    def may_share(self, bounds: Sequence[tuple[int, int]]) -> bool:
+        """Whether some element may lie in the box of ``bounds``: (start, stop) of each dimension."""
+        for ranges, (low, high) in zip(self.segments, bounds):
+            if not any(start < high and low < stop for start, stop in ranges):
+                return False
+        if not self._prefix or len(self.segments[0]) > 1:
+            return True
+        inner, first = math.prod(self._prefix[1:]), self.segments[0][0][0]
+        low, high = ((bound - first) * inner for bound in bounds[0])
+        return any(start < high and low < stop for start, stop in self._runs)
+
+    def indices_near(self, cut: Cut, parts: int, bounds: Sequence[tuple[int, int]]) -> range:
+        """The ranks, of ``parts`` under ``cut``, that may own elements in the box of ``bounds``; all where it is not plain."""
+        dim = cut.dim if isinstance(cut, Chunk) else 0
+        if isinstance(cut, Whole) or cut.split_factor > 1 or self._run or not self.segments or len(self.segments[dim]) > 1:
+            return range(parts)
+        start, stop = self.segments[dim][0]
+        low, high = (min(max(bound, start), stop) - start for bound in bounds[dim])
+        if isinstance(cut, Chunk):
+            step = -(-(stop - start) // parts) or 1
+            return range(low // step, min(-(-high // step), parts))
+        if not cut.ndims:
+            return range(parts)
+        prefix = math.prod(self.shape[: cut.ndims])
+        unit, inner, edges = prefix // sum(cut.units), prefix // (stop - start or 1), _edges(cut.units)
+        if not unit:
+            return range(parts)
+        return range(bisect_right(edges, low * inner // unit), min(bisect_left(edges, -(-high * inner // unit)) + 1, parts))
 
     def apply(self, cut: Cut, parts: int, index: int) -> None:
         """Keep what the rank at ``index`` of ``parts`` gets of this piece under ``cut``."""
@@ -298,6 +360,12 @@ class _Piece:
 
     def _start(self, dim: int) -> int:
         return self.segments[dim][0][0] if self.segments[dim] else 0
+
+
+@lru_cache(maxsize=1024)
+def _edges(units: tuple[int, ...]) -> list[int]:
+    """The number of units of the first rank, of the first two, and so on."""
+    return list(itertools.accumulate(units))
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

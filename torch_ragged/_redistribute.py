@@ -102,12 +102,14 @@ class Pending:
         local_shape: the shape of the local tensor.
         unpack: makes a flat local tensor of ``data`` once it is there; None where it is that already.
         in_flight: whether ``data`` is to be waited for.
+        dtype: of the local tensor, where ``data`` carries it as another type.
     """
 
     data: torch.Tensor
     local_shape: tuple[int, ...]
     unpack: Callable[[torch.Tensor], torch.Tensor] | None = None
     in_flight: bool = False
+    dtype: torch.dtype | None = None
 
     def wait(self) -> torch.Tensor:
         """The local tensor."""
@@ -140,12 +142,16 @@ def redistribute_local(
     pairs = [p for p, q in (*zip(source, target), *zip(target, source)) if p != q and isinstance(p, Partial)]
     if any(p.reduce_op == "avg" for p in pairs) and not (local.is_floating_point() or local.is_complex()):
         raise ValueError(f"redistribution from {source} to {target}: Partial('avg') needs floating point, got {local.dtype}")
-    coordinate = tuple(mesh.get_local_rank(dim) for dim in range(mesh.ndim))
+    coordinate = _coordinate(mesh)
     result = Pending(local, tuple(local.shape))
     for step in plan(tuple(shape), tuple(mesh.shape), source, target, coordinate):
         flat = result.wait().contiguous().view(-1)
         result = _RUN[type(step)](step, flat, mesh)
     return result
+
+
+def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.get_coordinate() or ())
 
 
 def _redistribute_as_carried(
@@ -170,7 +176,7 @@ def _redistribute_as_carried(
         data = data if pending.unpack is None else pending.unpack(data)
         return data.view(-1).view(dtype) if data.numel() else data.new_empty(0, dtype=dtype)
 
-    return Pending(pending.data, local_shape, unpack, pending.in_flight)
+    return Pending(pending.data, local_shape, unpack, pending.in_flight, dtype)
 
 
 def broadcast_local(
@@ -180,7 +186,7 @@ def broadcast_local(
 
     Only elements of this rank are made, the expansion is never materialised. No communication.
     """
-    coordinate = tuple(mesh.get_local_rank(dim) for dim in range(mesh.ndim))
+    coordinate = _coordinate(mesh)
     mine = owned(tuple(shape), tuple(mesh.shape), cuts_of(placements), coordinate)
     expanded = tensor.expand(tuple(shape))
     result = tensor.new_empty(mine.numel)
@@ -207,13 +213,13 @@ def _run_exchange(step: Exchange, flat: torch.Tensor, mesh: DeviceMesh) -> Pendi
 
 
 def _run_gather(step: Gather, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
-    group, rank = _group(mesh, (step.mesh_dim,)), mesh.get_local_rank(step.mesh_dim)
+    group, rank = _group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
     splits, size, flat = step.splits, len(step.splits), _pack(flat, step.sends)
     unpack = _unpacking(step.receives, step.local_shape)
     if len(set(splits)) == 1:
         received = _c10d().all_gather_into_tensor(flat, size, group.group_name)
     elif max(splits) * size <= _MAX_BUFFER_RATIO * sum(splits):
-        received = _all_to_all(flat.repeat(size), splits, (splits[rank],) * size, group)
+        received = _all_to_all(flat.expand(size, -1).reshape(-1), splits, (splits[rank],) * size, group)
     else:
         pieces = [
             _c10d().broadcast(flat if owner == rank else flat.new_empty(split), owner, group.group_name)
@@ -229,7 +235,7 @@ def _run_gather(step: Gather, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
 
 def _run_reduce(step: Reduce, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
     """A sum's order of additions over uneven owners is the rank order; backends choose it for even ones."""
-    group, rank = _group(mesh, (step.mesh_dim,)), mesh.get_local_rank(step.mesh_dim)
+    group, rank = _group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
     size, splits = mesh.size(step.mesh_dim), step.splits
     average = step.operation == "avg"
     kernel = "sum" if average else step.operation
@@ -284,7 +290,7 @@ def _reduce_rows(rows: torch.Tensor, operation: str) -> torch.Tensor:
 
 
 def _run_fill(step: Fill, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
-    size, rank = mesh.size(step.mesh_dim), mesh.get_local_rank(step.mesh_dim)
+    size, rank = mesh.size(step.mesh_dim), _coordinate(mesh)[step.mesh_dim]
     identity = _fill_value(flat.dtype, step.operation)
     if step.was_whole:
         contributes = step.operation != "sum" or rank == 0

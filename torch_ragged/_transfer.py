@@ -14,6 +14,7 @@ Only strided cuts, and exchanges over several mesh dimensions, are worked out bo
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -23,7 +24,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Union
 
-from torch_ragged._ownership import Chunk, Cut, Owned, Run, Whole, check_cuts, is_nested, owned, piece_shape, row_major
+from torch_ragged._ownership import (
+    Chunk,
+    Cut,
+    Owned,
+    Run,
+    Whole,
+    check_cuts,
+    is_nested,
+    owned,
+    owned_near,
+    piece_shape,
+    row_major,
+)
 
 __all__ = ["Exchange", "Fill", "Gather", "Move", "Part", "Reduce", "Route", "Step"]
 
@@ -42,6 +55,9 @@ class Part(NamedTuple):
     @property
     def is_contiguous(self) -> bool:
         return self.strides == (1,)
+
+
+_Pair = tuple[Part, Part]
 
 
 @dataclass(frozen=True)
@@ -158,7 +174,9 @@ class Route:
         if not crossed:
             self._stay(target)
         elif affected == changed == crossed and all(isinstance(target[i], Whole) for i in changed):
-            for i in reversed(changed):  # What was cut last is gathered first: each gather is orthogonal to the rest.
+            # What was cut last is gathered first, so that each gather is orthogonal to the rest. A strided run is orthogonal to
+            # the chunks that choose among its pieces, and contiguous while these choose: it goes before them.
+            for i in sorted(changed, key=lambda i: (not _is_strided(self.cuts[i]), -i)):
                 self._gather(i)
         elif affected == changed == crossed and len(changed) == 1:
             self._exchange_dim(changed[0], target)
@@ -252,13 +270,28 @@ class Route:
 
     def _exchange(self, mesh_dims: tuple[int, ...], target: tuple[Cut, ...]) -> None:
         """An exchange among the ranks that differ in ``mesh_dims`` only, in row-major order of these."""
+        here, there = self._owned(self.cuts), self._owned(target)
+        if self._all_stay(mesh_dims, target):
+            self.steps.append(Move((), (), there.local_shape, stays=True))
+            return
+        size = math.prod(self.mesh_shape[i] for i in mesh_dims)
+        near = functools.partial(owned_near, self.shape, self.mesh_shape)
+        sends: list[list[_Pair]] = [[]] * size
+        receives: list[list[_Pair]] = [[]] * size
+        for peer, after in near(target, self.coordinate, mesh_dims, here):
+            sends[peer] = _pairs(here, after)
+        for peer, before in near(self.cuts, self.coordinate, mesh_dims, there):
+            receives[peer] = _pairs(before, there)
+        self.steps.append(_exchange_of(mesh_dims, sends, receives, there.local_shape))
+
+    def _all_stay(self, mesh_dims: tuple[int, ...], target: tuple[Cut, ...]) -> bool:
+        """Whether no rank of the group owns anything new. Peers decide alike, since each looks at all until one differs."""
         ranges = [range(size) if i in mesh_dims else (self.coordinate[i],) for i, size in enumerate(self.mesh_shape)]
-        coordinates = list(itertools.product(*ranges))
-        peers = [
-            tuple(owned(self.shape, self.mesh_shape, cuts, where) for cuts in (self.cuts, target)) for where in coordinates
-        ]
-        rank = coordinates.index(self.coordinate)
-        self.steps.append(_exchange_boxes(mesh_dims, peers, rank, peers[rank][1].local_shape))
+        pairs = (
+            [owned(self.shape, self.mesh_shape, cuts, where) for cuts in (self.cuts, target)]
+            for where in itertools.chain([self.coordinate], itertools.product(*ranges))
+        )
+        return all(_contents(before) == _contents(after) for before, after in pairs)
 
     # -- geometry --------------------------------------------------------------------------------------------------
 
@@ -421,6 +454,12 @@ def _exchange_boxes(
     here, there = peers[rank]
     sends = [_pairs(here, after) for _, after in peers]
     receives = [_pairs(before, there) for before, _ in peers]
+    return _exchange_of(mesh_dims, sends, receives, local_shape)
+
+
+def _exchange_of(
+    mesh_dims: tuple[int, ...], sends: list[list[_Pair]], receives: list[list[_Pair]], local_shape: tuple[int, ...]
+) -> Step:
     return Exchange(
         mesh_dims,
         _numels(sends),
@@ -431,12 +470,16 @@ def _exchange_boxes(
     )
 
 
+def _is_strided(cut: Cut) -> bool:
+    return isinstance(cut, Run) and cut.split_factor > 1
+
+
 def _contents(piece: Owned) -> list[object]:
     """What is where in a local tensor, whatever its number of dimensions."""
     return [box for box in piece.boxes if box.numel]
 
 
-def _pairs(source: Owned, target: Owned) -> list[tuple[Part, Part]]:
+def _pairs(source: Owned, target: Owned) -> list[_Pair]:
     """The common parts of two local tensors, as parts of either, in storage order of the source, then of the target."""
     pairs = []
     for s, t in itertools.product(source.boxes, target.boxes):
@@ -454,7 +497,7 @@ def _part(position: int, origin: Sequence[int], strides: Sequence[int], starts: 
     return Part(offset, sizes, tuple(strides))
 
 
-def _numels(peers: Sequence[Sequence[tuple[Part, Part]]]) -> tuple[int, ...]:
+def _numels(peers: Sequence[Sequence[_Pair]]) -> tuple[int, ...]:
     return tuple(sum(part.numel for part, _ in pairs) for pairs in peers)
 
 

@@ -11,12 +11,14 @@ from torch_ragged._ops import _math_ops, _pointwise_ops, _tensor_ops  # noqa: F4
 from torch_ragged._ops._row_ops import row_rule
 from torch_ragged._ops._rows import RaggedRows, has_ragged_rows, redistribute_rows
 from torch_ragged._ops._rules import (
+    Layout,
     NoLocalWay,
     NormPartial,
     OpCall,
     Rule,
     Sharding,
     decomposition_of,
+    fits_out,
     is_random,
     is_row_major,
     returns_alias,
@@ -27,12 +29,14 @@ from torch_ragged._ops._rules import (
 from torch_ragged._ops._view_ops import view_rule
 
 __all__ = [
+    "Layout",
     "NoLocalWay",
     "NormPartial",
     "OpCall",
     "RaggedRows",
     "Sharding",
     "decomposition_of",
+    "fits_out",
     "has_ragged_rows",
     "redistribute_rows",
     "is_random",

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._ops._rows import has_ragged_rows
-from torch_ragged._ops._rules import NoLocalWay, OpCall, Rule, Sharding, Spec, tensor_leaves
+from torch_ragged._ops._rules import NoLocalWay, OpCall, Rule, Sharding, Spec, averages, tensor_leaves
 from torch_ragged.placement_types import has_ragged
 
 __all__ = ["family_rule", "pointwise_rule"]
@@ -48,6 +48,8 @@ def _is_pointwise_name(name: str) -> bool:
 
 def pointwise_rule(call: OpCall) -> Sharding:
     """All tensors follow the leader; every output has its shape and placements."""
+    if averages(call):
+        raise NoLocalWay("it averages over all elements")
     specs = tensor_leaves(call)
     leader = _leader(call, specs)
     _check_out(call, specs, leader)

@@ -2,8 +2,8 @@
 
 A rank that holds whole slices of the leading dimensions holds what ``Shard`` of these dimensions would give it, if only
 ``Shard`` knew other sizes than ``torch.chunk``'s. So torch's own rule for ``Shard`` says whether an op treats the cut
-dimensions as batch dimensions. It is asked about *other numbers of rows* than there are, many and one per rank: an op whose
-arguments depend on that number does not pass. Then the op runs on the local tensor viewed as rows, with no communication.
+dimensions as batch dimensions. It is asked about *other numbers of rows* than there are: an op whose arguments depend on that
+number does not pass. Then the op runs on the local tensor viewed as rows, with no communication.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from torch.utils import _pytree as pytree
 
 from torch_ragged._ops._rows import RaggedRows, Rows, rows_of
 from torch_ragged._ops._rules import (
+    Layout,
     Meta,
     NoLocalWay,
     OpCall,
     Sharding,
     Spec,
+    averages,
+    fits_out,
     is_random,
     is_row_major,
     returns_alias,
@@ -48,26 +51,37 @@ class _Input:
 
 @dataclass(frozen=True)
 class _Output:
-    """A local output: its local shape as rows (None if it is pending a sum), and whether it is stored flat."""
+    """A local output: how it is cut into rows (None if it is pending a sum), and this rank's shape of them."""
 
     meta: Meta
     placements: tuple[Placement, ...]
+    rows: Optional[Rows]
     local_shape: Optional[tuple[int, ...]]
-    flat: bool
+
+    @property
+    def flat(self) -> bool:
+        return self.rows is not None and self.rows.flat
 
     def store(self, local: torch.Tensor, alias: bool) -> torch.Tensor:
         expected = self.meta.shape if self.local_shape is None else self.local_shape
         if tuple(local.shape) != tuple(expected) or local.dtype != self.meta.dtype:
             raise AssertionError(f"local result {tuple(local.shape)} {local.dtype}, expected {expected} {self.meta.dtype}")
-        if not self.flat:
-            return local
-        return local.view(-1) if alias else local.reshape(-1)
+        if self.flat:
+            return local.view(-1) if alias else local.reshape(-1)
+        return local if alias or self.local_shape is None else _in_order(local, self.meta.stride)
 
     def of_nothing(self, device: torch.device) -> torch.Tensor:
         """The output of a rank that has no rows; no kernel needs to know what to do with none."""
         if self.local_shape is None:
             return torch.zeros(self.meta.shape, dtype=self.meta.dtype, device=device)
         return torch.empty(0 if self.flat else self.local_shape, dtype=self.meta.dtype, device=device)
+
+
+def _in_order(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """``local`` with its dimensions in memory in the order of ``stride``, so that views of it can be what is declared."""
+    order = sorted(range(local.dim()), key=lambda dim: -stride[dim])
+    moved = local.permute(order)
+    return local if moved.is_contiguous() else moved.contiguous().permute(sorted(range(local.dim()), key=order.__getitem__))
 
 
 def row_rule(call: OpCall) -> Sharding:
@@ -78,6 +92,10 @@ def row_rule(call: OpCall) -> Sharding:
         raise NoLocalWay("a ragged tensor given by keyword must have the placements of the others")
     if is_random(call.op):
         raise NoLocalWay("its random numbers would depend on the placement")
+    if averages(call):
+        raise NoLocalWay("it averages over all elements")
+    if int(call.argument("beta", 1)) == 0:
+        raise NoLocalWay("it does not look at its first argument, nor checks its shape, while kernels do")
     leader = specs[0] if call.is_inplace else ragged[0]
     rows = rows_of(leader)
     if rows is None:
@@ -86,7 +104,7 @@ def row_rule(call: OpCall) -> Sharding:
         if call.is_inplace and inputs[0].placements != leader.placements:
             continue
         outputs = _outputs(call, inputs, leader, rows)
-        if outputs is not None:
+        if outputs is not None and fits_out(call, [o and o.placements for o in outputs]):
             return _sharding(call, inputs, outputs, rows)
     raise NoLocalWay(f"it does not take rows one by one (dimensions {rows.dims} are cut)")
 
@@ -140,13 +158,14 @@ def _arrangements(choices: list[list[_Input]]) -> Iterator[list[_Input]]:
 
 
 def _outputs(call: OpCall, inputs: list[_Input], leader: Spec, rows: Rows) -> list[Optional[_Output]] | None:
-    """Where torch puts the outputs when each cut dimension is sharded, over other numbers of slices; None if it cannot."""
+    """Where torch puts the outputs when each cut dimension is sharded; None if it cannot.
+
+    It is asked about one and three slices per rank, so that answers serve any number of slices.
+    """
     ranks = max(leader.mesh.size(rows.mesh_dim), 2)
     ratios, answers = [], []
-    for position, one_each in itertools.product(range(len(rows.dims)), (False, True)):
-        size = leader.shape[rows.dims[position]]
-        slices = ranks if one_each else size * ranks
-        asked: list[tuple[tuple[Placement, ...], Sequence[int]]] = []
+    for position, slices in itertools.product(range(len(rows.dims)), (ranks, 3 * ranks)):
+        asked: list[Layout] = []
         for item in inputs:
             placements, shape = item.placements, list(item.spec.shape)
             if item.rows is not None:
@@ -154,34 +173,48 @@ def _outputs(call: OpCall, inputs: list[_Input], leader: Spec, rows: Rows) -> li
                 shape[dim] = slices
                 placements = _with(placements, rows.mesh_dim, Shard(dim))
             asked.append((placements, shape))
-        answer = call.torch.output_specs(asked)
+        answer = call.torch.output_layouts(asked)
         if answer is None:
             return None
-        ratios.append(Fraction(slices, size))
+        ratios.append(Fraction(slices, leader.shape[rows.dims[position]]))
         answers.append(answer)
     outputs = []
-    for meta, *specs in zip(call.torch.output_meta(), *answers):
-        output = None if meta is None else _output(call, meta, specs, leader, rows, ratios)
+    for meta, *layouts in zip(call.torch.output_meta(), *answers):
+        output = None if meta is None or None in layouts else _output(call, meta, layouts, leader, rows, ratios)
         if meta is not None and output is None:
             return None
         outputs.append(output)
-    return outputs
+    return outputs if _runs_on_rows(call, inputs, rows, outputs) else None
+
+
+def _runs_on_rows(call: OpCall, inputs: list[_Input], rows: Rows, outputs: list[Optional[_Output]]) -> bool:
+    """Whether the op takes local tensors of one row and of several, for what they are: some look for sizes of 1, or fit."""
+    for count in (1, 3):
+
+        def local(own: Rows | None, shape: Sequence[int]) -> tuple[int, ...]:
+            return tuple(shape) if own is None else own.local_shape(shape, count)
+
+        shapes = call.torch.output_shapes([local(item.rows, item.spec.shape) for item in inputs])
+        expected = [None if o is None else local(o.rows, o.meta.shape) for o in outputs]
+        if shapes is None or [None if shape is None else tuple(shape) for shape in shapes] != expected:
+            return False
+    return True
 
 
 def _output(
-    call: OpCall, meta: Meta, specs: Sequence[Optional[Spec]], leader: Spec, rows: Rows, ratios: list[Fraction]
+    call: OpCall, meta: Meta, layouts: Sequence[Layout], leader: Spec, rows: Rows, ratios: list[Fraction]
 ) -> _Output | None:
-    """The output that torch describes in ``specs``, given ``ratios`` of the true number of slices; None if they disagree."""
-    placed: set[Any] = {None if s is None else _with(s.placements, rows.mesh_dim, Replicate()) for s in specs}
-    if len(placed) != 1 or None in placed:
+    """The output that torch's ``layouts`` agree on, each asked about ``ratios`` of the true number of slices; None if none."""
+    placed = {_with(placements, rows.mesh_dim, Replicate()) for placements, _ in layouts}
+    if len(placed) != 1:
         return None
     others = placed.pop()
-    here = [s.placements[rows.mesh_dim] for s in specs if s is not None]
-    shapes = [list(s.shape) for s in specs if s is not None]
+    here = [placements[rows.mesh_dim] for placements, _ in layouts]
+    shapes = [list(shape) for _, shape in layouts]
     if all(type(p) is Partial and p.reduce_op == "sum" for p in here):
         if returns_alias(call.op) or any(shape != list(meta.shape) for shape in shapes):
             return None
-        return _Output(meta, _with(others, rows.mesh_dim, Partial("sum")), None, flat=False)
+        return _Output(meta, _with(others, rows.mesh_dim, Partial("sum")), None, None)
     if not all(type(p) is Shard for p in here) or any(not p.is_replicate() and not isinstance(p, Partial) for p in others):
         return None
     dims = tuple(p.dim for p in here)[::2]  # type: ignore[attr-defined]
@@ -191,9 +224,8 @@ def _output(
         if shape != [size * ratio if d == placement.dim else size for d, size in enumerate(meta.shape)]:  # type: ignore
             return None
     own, flat = _output_placement(call, meta, dims, leader, rows)
-    count = rows.count(leader)
-    local_shape = Rows(rows.mesh_dim, dims, rows.counts, flat).local_shape(meta.shape, count)
-    return _Output(meta, _with(others, rows.mesh_dim, own), local_shape, flat)
+    cut = Rows(rows.mesh_dim, dims, rows.counts, flat)
+    return _Output(meta, _with(others, rows.mesh_dim, own), cut, cut.local_shape(meta.shape, rows.count(leader)))
 
 
 def _output_placement(call: OpCall, meta: Meta, dims: tuple[int, ...], leader: Spec, rows: Rows) -> tuple[Placement, bool]:

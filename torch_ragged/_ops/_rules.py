@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 __all__ = [
+    "Layout",
     "Meta",
     "NoLocalWay",
     "NormPartial",
@@ -19,8 +20,10 @@ __all__ = [
     "Sharding",
     "Spec",
     "Torch",
+    "averages",
     "decomposition",
     "decomposition_of",
+    "fits_out",
     "is_random",
     "is_row_major",
     "returns_alias",
@@ -56,17 +59,24 @@ class Spec(Protocol):
     def tensor_meta(self) -> Any: ...
 
 
+Layout = tuple[tuple[Placement, ...], Sequence[int]]
+"""The placements and global shape of a tensor."""
+
+
 class Torch(Protocol):
-    """What rules ask of torch's own sharding propagation."""
+    """What rules ask of torch's own sharding propagation. Answers are cached."""
 
     def output_meta(self) -> list[Optional[Meta]]:
         """Metadata of the outputs that one device would give."""
 
-    def output_specs(self, inputs: Sequence[tuple[tuple[Placement, ...], Sequence[int]]]) -> Optional[list[Optional[Spec]]]:
+    def output_layouts(self, inputs: Sequence[Layout]) -> Optional[Sequence[Optional[Layout]]]:
         """The outputs of torch's own rule, were the tensor arguments placed and shaped as ``inputs`` say.
 
         None where torch has no rule for that, or would redistribute an argument first.
         """
+
+    def output_shapes(self, shapes: Sequence[Sequence[int]]) -> Optional[Sequence[Optional[Sequence[int]]]]:
+        """The shapes of the outputs that one device would give for tensor arguments of ``shapes``; None if it would raise."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +105,10 @@ class OpCall:
         return self.name.endswith("_") and not self.name.endswith("__")
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """The value given for argument ``name``, by position or keyword."""
+        """The value of argument ``name``: as given, else as the schema says; ``default`` where it says nothing."""
         for position, argument in enumerate(self.op._schema.arguments):
             if argument.name == name:
+                default = argument.default_value if argument.has_default_value() else default
                 return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
         return default
 
@@ -187,6 +198,17 @@ def returns_alias(op: torch._ops.OpOverload) -> bool:
     if op.overloadpacket is torch.ops.aten._unsafe_view:  # A view, of a tensor that nobody else has.
         return True
     return any(value.alias_info is not None and not value.alias_info.is_write for value in op._schema.returns)
+
+
+def fits_out(call: OpCall, placements: Sequence[Optional[OutputPlacements]]) -> bool:
+    """Whether the outputs have the placements of the tensors given as ``out=``, if any are."""
+    given = [call.kwargs.get(a.name) for a in call.op._schema.arguments if a.is_out]
+    return all(out is None or tuple(out.placements) == wanted for out, wanted in zip(given, placements))
+
+
+def averages(call: OpCall) -> bool:
+    """Whether the op divides by the number of elements that it sees (``reduction="mean"`` of losses and their backward)."""
+    return call.argument("reduction", 0) == 1
 
 
 def writes_statistics(op: torch._ops.OpOverload) -> bool:

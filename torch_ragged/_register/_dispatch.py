@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _dispatch as dtensor_dispatch
-from torch.distributed.tensor import _redistribute as dtensor_redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from torch.distributed.tensor._ops import _math_ops as dtensor_math_ops
-from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from torch_ragged._ops import (
+    Layout,
     NoLocalWay,
     NormPartial,
     OpCall,
     Sharding,
     decomposition_of,
+    fits_out,
     has_ragged_rows,
     is_random,
     is_row_major,
@@ -38,6 +43,19 @@ from torch_ragged._register._hook import OPERATORS, has, hook
 from torch_ragged.placement_types import has_ragged
 
 _aten = torch.ops.aten
+# Ops for which torch's cache key lacks an argument that is a size of the output, or a tensor given by keyword.
+_INCOMPLETE_KEYS = (
+    _aten.histc.default,
+    _aten.histogram.bin_ct,
+    _aten.histogram.bins_tensor,
+    _aten.linalg_pinv.atol_rtol_tensor,
+    _aten.searchsorted.Scalar,
+    _aten.searchsorted.Tensor,
+    _aten.segment_reduce.default,
+    _aten.topk.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
 _fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -76,26 +94,64 @@ class _Propagation:
             return []
         return [self.metas] if isinstance(self.metas, TensorMeta) else list(self.metas)
 
-    def output_specs(self, inputs: Sequence[tuple[tuple[Placement, ...], Sequence[int]]]) -> Any:
+    def output_layouts(self, inputs: Sequence[Layout]) -> Sequence[Layout | None] | None:
+        layouts = self._asked(_layouts_by_torch, inputs)
+        return layouts if layouts is not None and len(layouts) == len(self.output_meta()) else None
+
+    def output_shapes(self, shapes: Sequence[Sequence[int]]) -> Sequence[Sequence[int] | None] | None:
+        specs = _specs(self._schema.args_schema)
+        return self._asked(_shapes_by_torch, [((Replicate(),) * spec.mesh.ndim, s) for spec, s in zip(specs, shapes)])
+
+    def _asked(self, question: Any, inputs: Sequence[Layout]) -> Any:
         specs = [
             DTensorSpec(spec.mesh, placements, tensor_meta=_resized(spec.tensor_meta, shape))
             for spec, (placements, shape) in zip(_specs(self._schema.args_schema), inputs)
         ]
         schema = _with_specs(self._from_the_left, specs)
-        silent = _fake_tensor_log.disabled
-        _fake_tensor_log.disabled = True  # It reports shapes that do not fit together, which here is an answer.
         try:
-            answer = self._propagator.propagate_op_sharding_non_cached(schema)
-        except Exception:
-            return None
-        finally:
-            _fake_tensor_log.disabled = silent
-        if answer.needs_redistribute or answer.use_val_from_redistribute_schema:
-            return None
-        outputs = answer.output_spec
-        if isinstance(outputs, DTensorSpec):
-            return [outputs] if len(self.output_meta()) == 1 else None
-        return list(outputs or ())
+            hash(schema)
+        except TypeError:  # An argument has no hash.
+            return question.__wrapped__(schema)
+        return question(schema)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Have torch not report shapes that do not fit together, where that is an answer."""
+    silent = _fake_tensor_log.disabled
+    _fake_tensor_log.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        _fake_tensor_log.disabled = silent
+
+
+@functools.lru_cache(maxsize=4096)
+def _shapes_by_torch(schema: OpSchema) -> tuple[tuple[int, ...] | None, ...] | None:
+    """The shapes of the op's outputs; None where its arguments do not fit together."""
+    try:
+        with _quiet():
+            metas = DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_non_cached(schema)
+    except Exception:
+        return None
+    metas = (metas,) if isinstance(metas, TensorMeta) else metas or ()
+    return tuple(None if meta is None else tuple(meta.shape) for meta in metas)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layouts_by_torch(schema: OpSchema) -> tuple[Layout | None, ...] | None:
+    """The outputs of torch's own rule; None where it has none, or would redistribute an argument first."""
+    try:
+        with _quiet():
+            answer = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
+    except Exception:
+        return None
+    if answer.needs_redistribute or answer.use_val_from_redistribute_schema:
+        return None
+    specs = (answer.output_spec,) if isinstance(answer.output_spec, DTensorSpec) else answer.output_spec or ()
+    return tuple(None if spec is None else (spec.placements, spec.shape) for spec in specs)
 
 
 def _specs(arguments: Any) -> list[DTensorSpec]:
@@ -126,7 +182,7 @@ def _with_specs(schema: OpSchema, specs: Sequence[DTensorSpec]) -> OpSchema:
     "sharding rules of ops on ragged DTensors, and how they run on local tensors",
     OPERATORS,
     lambda: (
-        has(dtensor_dispatch.OpDispatcher._propagate_op_sharding_dispatch_slow_path, "op_call", "args", "kwargs", "op_info")
+        has(dtensor_dispatch.OpDispatcher._propagate_op_sharding_dispatch_slow_path, "args", "kwargs", "op_info", "try_cache")
         and has(dtensor_dispatch.OpDispatcher._dispatch_get_local_results_slow_path, "op_call", "args", "op_info")
         and hasattr(DTensor._op_dispatcher.sharding_propagator, "_propagate_tensor_meta_non_cached")
         and hasattr(dtensor_math_ops, "_NormPartial")
@@ -137,11 +193,12 @@ def _install_dispatch() -> None:
     propagate_original = dispatcher._propagate_op_sharding_dispatch_slow_path
     results_original = dispatcher._dispatch_get_local_results_slow_path
 
-    def propagate(op_call, args, kwargs, op_info, *rest, **named):  # type: ignore[no-untyped-def]
+    def propagate(op_call, args, kwargs, op_info, try_cache):  # type: ignore[no-untyped-def]
         schema = op_info.schema
-        if not _ragged_specs(schema):
-            return propagate_original(op_call, args, kwargs, op_info, *rest, **named)
-        return _dispatch_ragged(op_call, args, kwargs, schema)
+        for value in itertools.chain(op_info.flat_args_schema, schema.kwargs_schema.values()):
+            if isinstance(value, DTensorSpec) and has_ragged(value.placements):
+                return _dispatch_ragged(op_call, args, kwargs, schema, try_cache and not _are_we_tracing())
+        return propagate_original(op_call, args, kwargs, op_info, try_cache)
 
     def local_results(op_call, args, op_info):  # type: ignore[no-untyped-def]
         sharding = op_info.output_sharding
@@ -149,6 +206,7 @@ def _install_dispatch() -> None:
             return results_original(op_call, args, op_info)
         return _run_ragged(op_call, op_info, sharding)
 
+    _complete_keys()
     dispatcher._propagate_op_sharding_dispatch_slow_path = propagate  # type: ignore[method-assign]
     dispatcher._dispatch_get_local_results_slow_path = local_results  # type: ignore[method-assign]
 
@@ -157,15 +215,18 @@ def _ragged_specs(schema: OpSchema) -> list[DTensorSpec]:
     return [spec for spec in _specs((schema.args_schema, schema.kwargs_schema)) if has_ragged(spec.placements)]
 
 
-def _dispatch_ragged(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: OpSchema) -> Any:
-    """The sharding of an op on ragged DTensors (the C++ dispatcher caches and runs it), or its decomposed result."""
+def _dispatch_ragged(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: OpSchema, try_cache: bool = False) -> Any:
+    """The sharding of an op on ragged DTensors, or its decomposed result.
+
+    The C++ dispatcher caches and runs the sharding; ``try_cache`` where it has no key for the call, so cannot.
+    """
     function = decomposition_of(op)
     if function is not None:
         result = function(op, *args, **kwargs)
         if result is not NotImplemented:
             return result
     try:
-        sharding, why = _local_sharding(op, schema)
+        sharding, why = _cached_sharding(op, schema) if try_cache else _local_sharding(op, schema)
         if sharding is not None:
             return sharding
         if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd):
@@ -175,6 +236,20 @@ def _dispatch_ragged(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sch
         raise
     except Exception as error:  # As torch does: a bad argument, found on the global shapes, on every rank alike.
         raise RuntimeError(f"{error}\n\nSharding propagation failed for {schema}") from error
+
+
+def _cached_sharding(op: Any, schema: OpSchema) -> tuple[OutputSharding | None, str]:
+    """:func:`_local_sharding` from a cache, whose keys hold the mesh itself: an equal one may be of other process groups."""
+    meshes = {id(spec.mesh) for spec in _specs((schema.args_schema, schema.kwargs_schema))}
+    key = (*sorted(meshes), schema)
+    if key not in _shardings:
+        if len(_shardings) >= 4096:
+            _shardings.clear()
+        _shardings[key] = _local_sharding(op, schema)
+    return _shardings[key]
+
+
+_shardings: dict[Any, tuple[OutputSharding | None, str]] = {}
 
 
 def _local_sharding(op: Any, schema: OpSchema) -> tuple[OutputSharding | None, str]:
@@ -195,13 +270,36 @@ def _local_sharding(op: Any, schema: OpSchema) -> tuple[OutputSharding | None, s
 
 def _hash_scalars(op: Any) -> None:
     """Have the C++ cache look at non-tensor arguments too, for ops that torch has no rule (so no cache key) for."""
+    if not any(op in table for table in _key_tables()):
+        _key_tables()[0][op] = _complete_key(op)
+
+
+def _complete_keys() -> None:
+    """Have the C++ cache tell apart calls that differ in a tensor given by keyword (``out=``), or in the size of an output."""
+    for op in _INCOMPLETE_KEYS:
+        for table in _key_tables()[1:]:
+            table.pop(op, None)
+        _key_tables()[0][op] = _complete_key(op)
+    for table in _key_tables():
+        for op, info in table.items():
+            named = [a.name for a in op._schema.arguments if a.kwarg_only and "Tensor" in str(a.type)]
+            missing = [name for name in named if name not in (info.static_kwargkey or [])]
+            if missing:
+                table[op] = dataclasses.replace(info, static_kwargkey=[*(info.static_kwargkey or []), *missing])
+
+
+def _key_tables() -> list[dict[Any, RuntimeSchemaInfo]]:
+    """Torch's tables of what belongs to the cache key of an op beside its positional tensors."""
     propagator = DTensor._op_dispatcher.sharding_propagator
-    tables = (propagator.op_to_schema_info, getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}))
-    if any(op in table for table in tables):
-        return
+    second = getattr(propagator, "op_to_schema_info_for_single_dim_strategy", None)
+    return [propagator.op_to_schema_info] + ([second] if second is not None else [])
+
+
+def _complete_key(op: Any) -> RuntimeSchemaInfo:
+    """All arguments belong to the key."""
     names = [a.name for a in op._schema.arguments if a.kwarg_only]
     has_list = any("[]" in str(a.type) or "List[Tensor]" in str(a.type) for a in op._schema.arguments)
-    propagator.op_to_schema_info[op] = RuntimeSchemaInfo(1, static_kwargkey=names or None, needs_pytree=has_list)
+    return RuntimeSchemaInfo(1, static_kwargkey=names or None, needs_pytree=has_list)
 
 
 def _output_sharding(schema: OpSchema, call: OpCall, specs: list[DTensorSpec], sharding: Sharding) -> OutputSharding:
@@ -261,6 +359,9 @@ def _gathered(op: Any, schema: OpSchema, why: str) -> OutputSharding:
     wanted = answer.redistribute_schema or gathered
     if op._schema.is_mutable and any(a != b for a, b in zip(given, _specs(wanted.args_schema)) if not has_ragged(a.placements)):
         raise unsupported(op, specs, "the tensor that it writes to would have to be redistributed")
+    outputs = [spec and spec.placements for spec in pytree.tree_leaves(answer.output_spec)]
+    if not fits_out(OpCall(op, schema.args_schema, schema.kwargs_schema, _Propagation(schema)), outputs):
+        raise unsupported(op, specs, f"out= must have the placements of the result, {outputs}")
     values = answer.use_val_from_redistribute_schema
     return RaggedSharding(answer.output_spec, wanted, needs_redistribute=True, use_val_from_redistribute_schema=values)
 
@@ -280,16 +381,9 @@ def _ragged_specs_by_keyword(schema: OpSchema) -> bool:
 
 def _run_ragged(op: Any, op_info: Any, sharding: RaggedSharding) -> Any:
     """Redistribute the local arguments as ``sharding`` says and run the op on them."""
-    schema = sharding.redistribute_schema
-    wanted = pytree.tree_leaves(schema.args_schema) if op_info.args_tree_spec is not None else schema.args_schema  # type: ignore
-    arguments = []
-    for local, given, want in zip(op_info.local_args, op_info.flat_args_schema, wanted):
-        if not isinstance(given, DTensorSpec):
-            arguments.append(want if sharding.use_val_from_redistribute_schema else given)
-        elif given is want or given == want:
-            arguments.append(local)
-        else:
-            arguments.append(dtensor_redistribute.redistribute_local_tensor(local, given, want))
+    schema, values = sharding.redistribute_schema, sharding.use_val_from_redistribute_schema
+    dtensor_dispatch.OpDispatcher.redistribute_local_args(op_info, schema, values)  # type: ignore[arg-type]
+    arguments = op_info.local_args
     if op_info.args_tree_spec is not None:
         arguments = pytree.tree_unflatten(arguments, op_info.args_tree_spec)
     return (sharding.run or op)(*arguments, **op_info.local_kwargs)

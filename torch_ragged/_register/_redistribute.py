@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import _redistribute as dtensor_redistribute
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 from torch.utils._debug_mode import DebugMode
@@ -37,37 +36,49 @@ def _install_redistribute() -> None:
     original = DTensor.redistribute
 
     @functools.wraps(original)
-    def redistribute(self, device_mesh=None, placements=None, **kwargs):  # type: ignore[no-untyped-def]
-        if placements is not None and (has_ragged(placements) or has_ragged(self._spec.placements)):
-            mesh = device_mesh or self.device_mesh
-            if mesh != self.device_mesh:
-                raise ValueError(
-                    f"cannot redistribute a DTensor on {self.device_mesh} to another mesh {mesh}: use the tensor's own mesh"
-                )
-            placements = normalize_placements(tuple(placements), self.shape, mesh.shape)
-            if any(isinstance(p, Partial) and p != q for p, q in zip(placements, self.placements)):
-                return _to_partial(self, mesh, placements, **kwargs)
-        return original(self, device_mesh, placements, **kwargs)
+    def redistribute(self, device_mesh=None, placements=None, **options):  # type: ignore[no-untyped-def]
+        if placements is None or not (has_ragged(placements) or has_ragged(self._spec.placements)):
+            return original(self, device_mesh, placements, **options)
+        mesh = self.device_mesh
+        if device_mesh not in (None, mesh):
+            raise ValueError(
+                f"cannot redistribute a DTensor on {mesh} to another mesh {device_mesh}: use the tensor's own mesh"
+            )
+        placements = normalize_placements(tuple(placements), self.shape, mesh.shape)
+        return _RaggedRedistribute.apply(self, placements, *_options(**options))
 
     DTensor.redistribute = redistribute  # type: ignore[method-assign]
 
 
-def _to_partial(
-    tensor: DTensor,
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    *,
-    async_op: bool = False,
-    forward_dtype: torch.dtype | None = None,
-    backward_dtype: torch.dtype | None = None,
-) -> DTensor:
-    """RaggedShard -> Partial, which ``DTensor.redistribute`` refuses for its own placements: same autograd function."""
-    function, dtype = dtensor_redistribute.Redistribute, tensor.dtype
-    if "dtype_config" not in inspect.signature(function.forward).parameters:  # Before 2.13.
-        return function.apply(tensor, mesh, placements, async_op, forward_dtype, backward_dtype)
-    backward = {"op_dtype": backward_dtype or dtype, "out_dtype": dtype}
-    forward = {"op_dtype": forward_dtype or dtype, "out_dtype": forward_dtype or dtype}
-    return function.apply(tensor, mesh, placements, async_op, {**forward, "backward_options": backward})
+def _options(
+    *, async_op: bool = False, forward_dtype: torch.dtype | None = None, backward_dtype: torch.dtype | None = None
+) -> tuple[Any, ...]:
+    """The keyword arguments of ``DTensor.redistribute``."""
+    return async_op, forward_dtype, backward_dtype
+
+
+class _RaggedRedistribute(torch.autograd.Function):
+    """To other placements; the gradient goes back, to Replicate for a Partial. Differentiable any number of times."""
+
+    @staticmethod
+    def forward(ctx, tensor, placements, async_op, forward_dtype, backward_dtype, is_explicit=True):  # type: ignore[no-untyped-def]
+        spec, local, dtype = tensor._spec, tensor._local_tensor, tensor.dtype
+        ctx.placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
+        ctx.async_op, ctx.dtype, ctx.backward_dtype = async_op, dtype, backward_dtype or dtype
+        if forward_dtype not in (None, dtype):
+            local = local.to(forward_dtype)
+        if placements == spec.placements and local is tensor._local_tensor:
+            return DTensor(local, spec, requires_grad=tensor.requires_grad)  # type: ignore[call-arg]
+        meta = TensorMeta(spec.shape, row_major(spec.shape), local.dtype)
+        target = DTensorSpec(spec.mesh, placements, tensor_meta=meta)
+        moved = dtensor_redistribute.redistribute_local_tensor(local, spec, target, async_op=async_op, is_explicit=is_explicit)
+        return DTensor(moved, target, requires_grad=tensor.requires_grad)  # type: ignore[call-arg]
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        gradient = gradient.to(ctx.backward_dtype)
+        moved = _RaggedRedistribute.apply(gradient, ctx.placements, ctx.async_op, None, None, False)
+        return moved.to(ctx.dtype), *[None] * 5
 
 
 @hook(
@@ -133,9 +144,9 @@ class _AsyncLocal(AsyncCollectiveTensor):
 
     @staticmethod
     def __new__(cls, pending: Pending) -> _AsyncLocal:
-        shape, data = torch.Size(pending.local_shape), pending.data
+        shape, data, dtype = torch.Size(pending.local_shape), pending.data, pending.dtype or pending.data.dtype
         self = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=row_major(shape), dtype=data.dtype, device=data.device, requires_grad=data.requires_grad
+            cls, shape, strides=row_major(shape), dtype=dtype, device=data.device, requires_grad=data.requires_grad
         )
         self.pending, self.completed = pending, False
         return self
@@ -158,7 +169,7 @@ class _AsyncLocal(AsyncCollectiveTensor):
         if func in (_aten.detach.default, _aten.alias.default) or (
             func is _aten.view.default and isinstance(first, _AsyncLocal) and tuple(rest[0]) == tuple(first.shape)
         ):  # What to_local() makes of a local tensor: nothing is used yet.
-            return _AsyncLocal(Pending(first.pending.data, first.pending.local_shape, lambda _: first.trigger_wait()))
+            return _AsyncLocal(dataclasses.replace(first.pending, unpack=lambda _: first.trigger_wait(), in_flight=False))
         wait = functools.partial(pytree.tree_map_only, AsyncCollectiveTensor, lambda tensor: tensor.trigger_wait())
         return func(*wait(args), **wait(kwargs or {}))
 
@@ -168,25 +179,3 @@ def _is_unusual_partial(placement: Placement) -> bool:
     if not isinstance(placement, Partial):
         return False
     return placement.reduce_op not in REDUCTIONS or type(placement)._reduce_value is not Partial._reduce_value
-
-
-@hook(
-    "_redistribute.Redistribute.forward",
-    "the gradient of a Partial is Replicate, as for Shard",
-    PROTOCOL,
-    lambda: has(dtensor_redistribute.Redistribute.forward, "ctx", "input", "device_mesh", "placements"),
-)
-def _install_redistribute_function() -> None:
-    function = dtensor_redistribute.Redistribute
-    original = function.forward
-
-    @functools.wraps(original)
-    def forward(ctx, tensor, device_mesh, placements, *args, **kwargs):  # type: ignore[no-untyped-def]
-        output = original(ctx, tensor, device_mesh, placements, *args, **kwargs)
-        spec = ctx.current_spec  # what backward redistributes the gradient to
-        if has_ragged(placements) and any(isinstance(p, Partial) for p in spec.placements):
-            wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
-            ctx.current_spec = DTensorSpec(spec.mesh, wanted, tensor_meta=spec.tensor_meta)
-        return output
-
-    function.forward = staticmethod(forward)  # type: ignore[method-assign, assignment]
