@@ -171,7 +171,9 @@ class RowOpsTest(ExpectTestCase):
     def test_errors(self):
         answers = run_ranks(4, check_errors)
         self.assertEqual(answers, [answers[0]] * 4)
-        self.assertExpectedInline(answers[0], """\
+        self.assertExpectedInline(
+            answers[0],
+            """\
 a view that cuts rows
     NotImplementedError: aten.view.default is not supported on a DTensor with RaggedShard placements: a view as (6, 8) would mix owners: its dimensions would cut across slices of 6 elements that one rank holds as a whole (got (8, 6) RS(0)[3,1,0,4]). Redistribute first, as in t.redistribute(placements=[Replicate()]) or [Shard(0)], or work on t.to_local()
 a view in place
@@ -185,7 +187,8 @@ to another ragged
 no rule in DTensor
     NotImplementedError: aten.searchsorted.Tensor is not supported on a DTensor with RaggedShard placements: DTensor itself has no sharding rule for it (got (8, 6) RS(0)[3,1,0,4], (8, 6) RS(0)[3,1,0,4]). Redistribute first, as in t.redistribute(placements=[Replicate()]) or [Shard(0)], or work on t.to_local()
 mixed with a plain tensor
-    RuntimeError: aten.mm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling distributed operators!""")
+    RuntimeError: aten.mm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling distributed operators!""",  # noqa: E501
+        )
 
 
 if __name__ == "__main__":
