@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_ragged import RaggedShard
+from torch_ragged import RaggedShard, StridedRaggedShard
 
 SHAPES = {"matrix": (7, 6), "cube": (3, 4, 5), "vector": (11,), "scalar": (), "empty": (0, 4), "one": (1, 1)}
 
@@ -67,7 +67,36 @@ def load(path, flavour):
         assert torch.equal(tensor.full_tensor(), full(name)), (name, flavour)
 
 
+def check_tensor_parallel(path):
+    """FSDP on top of tensor parallelism, and back to one mesh dimension."""
+    grid, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
+    value = torch.randn(8, 6)
+    layouts = (
+        (grid, [StridedRaggedShard((0,), (1, 3), 2), Shard(0)]),
+        (grid, [StridedRaggedShard((0, 1), (5, 19), 2), Shard(0)]),
+        (grid, [RaggedShard((0,), (5, 3)), Shard(1)]),
+        (line, [RaggedShard((0, 1), (7, 0, 30, 11))]),
+        (line, [Shard(1)]),
+    )
+    for number, (mesh, placements) in enumerate(layouts):
+        folder = f"{path}/{number}"
+        tensor = distribute_tensor(value, mesh, placements)
+        with CommDebugMode() as mode:
+            tensor.__create_chunk_list__()
+        assert mode.get_total_counts() == 0
+        dcp.save({"w": tensor}, checkpoint_id=folder)
+        for other_mesh, other in layouts:
+            blank = {"w": distribute_tensor(torch.zeros(8, 6), other_mesh, other)}
+            dcp.load(blank, checkpoint_id=folder)
+            assert blank["w"].placements == tuple(other)
+            assert torch.equal(blank["w"].full_tensor(), value), (placements, other)
+
+
 class CheckpointTest(unittest.TestCase):
+    def test_tensor_parallel_layouts_load_as_each_other(self):
+        with tempfile.TemporaryDirectory() as path:
+            run_ranks(4, check_tensor_parallel, path)
+
     def test_saved_at_4_ranks_loads_at_1_2_3_and_8(self):
         with tempfile.TemporaryDirectory() as path:
             chunks = run_ranks(4, save, path, "elements")

@@ -242,6 +242,40 @@ def check_clipping():
                     assert torch.allclose(a.grad.full_tensor(), b.grad), order
 
 
+def check_dot():
+    mesh = init_device_mesh("cpu", (4,))
+    x, y = torch.randn(24), torch.randn(24)
+    for units in UNITS:
+        a = distribute_tensor(x, mesh, [RaggedShard((0,), units)])
+        for other in (a.placements[0], Replicate(), Shard(0)):
+            b = distribute_tensor(y, mesh, [other])
+            with CommDebugMode() as mode:
+                got = torch.dot(a, b)
+            assert mode.get_total_counts() <= (other == Shard(0)), (units, other)  # None where both own the same.
+            torch.testing.assert_close(got.full_tensor(), torch.dot(x, y))
+
+
+def check_grad_scaler():
+    mesh = init_device_mesh("cpu", (4,))
+    placements = [RaggedShard((0,), (1, 2, 0, 5)), Shard(0), RaggedShard((0, 1), (0, 48, 0, 0))]
+    for bad in (None, math.inf, math.nan):
+        parameters = [torch.nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [p])) for p in placements]
+        optimizer = torch.optim.SGD(parameters, lr=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))  # Makes the scale.
+        gradient = torch.full((8, 6), 8.0)
+        if bad is not None:
+            gradient[7, 5] = bad  # One rank only sees it.
+        for parameter, placement in zip(parameters, placements):
+            parameter.grad = distribute_tensor(gradient, mesh, [placement])
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (4.0 if bad is None else 2.0)
+        for parameter in parameters:  # Stepped on every rank, or on none.
+            assert torch.equal(parameter.detach().full_tensor(), torch.full((8, 6), 0.0 if bad is None else 1.0)), bad
+
+
 def check_everyday():
     mesh = init_device_mesh("cpu", (4,))
     a = distribute_tensor(torch.randn(8, 6), mesh, [RaggedShard((0,), (1, 2, 0, 5))])
@@ -270,6 +304,12 @@ class OpsTest(unittest.TestCase):
 
     def test_clip_grad_norm(self):
         run_ranks(4, check_clipping)
+
+    def test_dot(self):
+        run_ranks(4, check_dot)
+
+    def test_grad_scaler_unscales_and_skips_alike_on_every_rank(self):
+        run_ranks(4, check_grad_scaler)
 
     def test_everyday_tools(self):
         run_ranks(4, check_everyday)
