@@ -132,11 +132,12 @@ def tensors_of(sample: Any) -> list[torch.Tensor]:
 
 
 def cases_of(op: Any, dtype: torch.dtype, samples: int) -> list[Case]:
-    """All cases of ``op`` on up to ``samples`` samples."""
+    """The cases of ``op`` on up to ``samples`` samples, which take turns at the patterns."""
     for seed in (torch.manual_seed, np.random.seed, random.seed):  # Ranks must agree on the samples.
         seed(0)
     found = []
-    for sample in itertools.islice(op.sample_inputs_func(op, "cpu", dtype, False), samples):
+    taken = itertools.islice(op.sample_inputs_func(op, "cpu", dtype, False), samples)
+    for number, sample in enumerate(taken):
         given = tensors_of(sample)
         usable = [i for i, t in enumerate(given) if t.layout is torch.strided and t.is_contiguous() and not t.is_quantized]
         if not usable or any(t.layout is not torch.strided for t in given) or sum(t.numel() for t in given) > 20000:
@@ -147,8 +148,9 @@ def cases_of(op: Any, dtype: torch.dtype, samples: int) -> list[Case]:
         variants = {"function": 1, "in-place": op.get_inplace() and first == 0, "out": op.supports_out}
         for variant, fits in {**variants, "gradient": op.supports_autograd}.items():
             some = variant in ("out", "gradient")  # Their work is that of the function: fewer patterns will do.
+            step = 3 if some else 2  # Samples take turns.
             for ragged in choices[: (1 if some else None) if fits else 0]:
-                for which in range(0, len(patterns(tuple(given[ragged[0]].shape))), 3 if some else 1):
+                for which in range(number % step, len(patterns(tuple(given[ragged[0]].shape))), step):
                     found.append(Case(op, sample, variant, which, ragged))
     return found
 
