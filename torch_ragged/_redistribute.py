@@ -219,7 +219,7 @@ def _run_gather(step: Gather, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
     if len(set(splits)) == 1:
         received = _c10d().all_gather_into_tensor(flat, size, group.group_name)
     elif max(splits) * size <= _MAX_BUFFER_RATIO * sum(splits):
-        received = _all_to_all(flat.expand(size, -1).reshape(-1), splits, (splits[rank],) * size, group)
+        received = _all_to_all(flat.expand(size, -1).contiguous().view(-1), splits, (splits[rank],) * size, group)
     else:
         pieces = [
             _c10d().broadcast(flat if owner == rank else flat.new_empty(split), owner, group.group_name)
