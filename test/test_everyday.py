@@ -379,6 +379,8 @@ class DebugTest(TestCase):
         shard = run_ranks(2, watch_programs, Shard(0))
         for mine, theirs in zip(ragged, shard):
             self.assertEqual([len(lines) for lines in theirs.values()], [2, 2, 0, 4])
+            if torch.__version__ < "2.12":  # It calls what backward redistributes explicit.
+                theirs["backward"] = [line.replace(" [explicit] (t: f32[4, 3]", "(t: f32[4, 3]") for line in theirs["backward"]]
             as_shard = {
                 name: [line.replace("RS(0)[2,2]", "S(0)").replace("t: f32[6]", "t: f32[2, 3]") for line in lines]
                 for name, lines in mine.items()

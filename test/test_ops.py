@@ -80,7 +80,6 @@ GATHERED = {
     "cumsum of rows": lambda x, place: x.cumsum(0),
     "softmax of rows": lambda x, place: x.softmax(0),
     "argmax": lambda x, place: x.argmax(),
-    "flip": lambda x, place: x.flip(0),
     "norm of negative order": lambda x, place: torch.linalg.vector_norm(x, -1),
     "foreach on a Partial": lambda x, place: torch._foreach_add([x, x.sum()], 1.0)[1],
     "foreach 0-norm of a Partial": lambda x, place: torch._foreach_norm([x, x.sum()], 0)[0],

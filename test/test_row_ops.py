@@ -55,6 +55,12 @@ FORWARD = {
 }
 
 
+# Before 2.12 no DTensor takes what their backward does: a scatter into a plain tensor, a flip.
+NO_BACKWARD = (
+    {"cumsum of inner", "max of inner", "sort of inner", "topk", "more of topk"} if torch.__version__ < "2.12" else set()
+)
+
+
 def tensors():
     torch.manual_seed(5)
     return [torch.randn(s) for s in ((8, 6), (5, 6), (5,), (6,), (6, 6))]
@@ -74,12 +80,14 @@ def check_rows():
                 got = function(x, *rest)
                 assert not got.placements[0].is_replicate() and not got.placements[0].is_shard(), (name, got.placements)
                 gradient = DTensor.from_local(seed, mesh, [Replicate()], run_check=False)
-                (got * gradient).sum().backward()
+                if name not in NO_BACKWARD:
+                    (got * gradient).sum().backward()
             # One all-reduce for the gradient of the sum, which is pending: none for the op or its backward.
             assert mode.get_total_counts() == 0, (name, units, mode.get_comm_counts())
             assert got.shape == want.shape and got.stride() == want.stride(), (name, got.stride(), want.stride())
             torch.testing.assert_close(got.full_tensor(), want.detach(), rtol=1e-5, atol=1e-6, msg=f"{name} {units}")
-            (want * seed).sum().backward()
+            if name not in NO_BACKWARD:
+                (want * seed).sum().backward()
             for mine, theirs in zip((x, *rest), want_in):
                 assert (mine.grad is None) == (theirs.grad is None), name
                 if mine.grad is not None:
