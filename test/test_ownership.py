@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import local_of, random_placement
 
-from torch_ragged._ownership import Chunk, Run, Whole, boxes_of_interval, is_nested, owned
+from torch_ragged._ownership import Chunk, Run, Whole, boxes_of_interval, is_nested, owned, owned_near
 from torch_ragged.placement_types import cuts_of, normalize_placements
 
 
@@ -42,6 +42,29 @@ class OwnershipTest(unittest.TestCase):
                 place = held.as_strided(box.sizes, box.local_strides, box.local_offset)
                 place.copy_(numbers[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))])
             self.assertEqual(held.tolist(), expected.flatten().tolist())
+
+    @settings(max_examples=300, deadline=None)
+    @given(sharded_tensors(), st.randoms(use_true_random=False))
+    def test_ranks_left_out_of_the_near_ones_share_nothing(self, case, random):
+        shape, mesh_shape, placements = case
+        coordinate = tuple(map(random.randrange, mesh_shape))
+        mesh_dims = tuple(dim for dim in range(len(mesh_shape)) if random.random() < 0.8)
+        chunks = tuple(Chunk(random.randrange(len(shape))) if shape else Whole() for _ in mesh_shape)
+        other = owned(shape, mesh_shape, chunks, coordinate)
+        numbers = torch.arange(math.prod(shape)).view(shape)
+        near = dict(owned_near(shape, mesh_shape, cuts_of(placements), coordinate, mesh_dims, other))
+        ranges = [range(size) if dim in mesh_dims else (coordinate[dim],) for dim, size in enumerate(mesh_shape)]
+        for position, peer in enumerate(itertools.product(*ranges)):
+            mine = owned(shape, mesh_shape, cuts_of(placements), peer)
+            self.assertEqual(near.get(position, mine), mine)
+            if position not in near:
+                self.assertFalse(set(_numbers(numbers, mine)) & set(_numbers(numbers, other)))
+
+    def test_few_of_many_ranks_are_near(self):
+        strided = (Run(1, (1,) * 128, 8), Chunk(0))
+        for cuts, most in ((strided, 16), ((Run(1, (1,) * 128), Whole()), 8), ((Chunk(0), Chunk(1)), 8)):
+            other = owned((8192, 8), (128, 8), (Run(1, (1,) * 128), Whole()), (77, 3))
+            self.assertLessEqual(len(owned_near((8192, 8), (128, 8), cuts, (77, 3), (0, 1), other)), most)
 
     @settings(max_examples=300, deadline=None)
     @given(st.lists(st.integers(1, 5), max_size=5).map(tuple), st.integers(0, 3000), st.integers(0, 3000))

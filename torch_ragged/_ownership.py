@@ -7,11 +7,10 @@ this module as one *cut* per mesh dimension (:class:`Whole`, :class:`Chunk` or :
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Union
@@ -228,8 +227,8 @@ class _Piece:
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.segments)
 
     def copy(self) -> _Piece:
-        other = copy.copy(self)
-        other.segments = list(self.segments)
+        other = _Piece.__new__(_Piece)
+        vars(other).update(vars(self), segments=list(self.segments))
         return other
 
     def may_share(self, bounds: Sequence[tuple[int, int]]) -> bool:
@@ -237,29 +236,38 @@ class _Piece:
         for ranges, (low, high) in zip(self.segments, bounds):
             if not any(start < high and low < stop for start, stop in ranges):
                 return False
+        return self._run is None or bool(self._runs_near(bounds))
+
+    def _runs_near(self, bounds: Sequence[tuple[int, int]]) -> Sequence[int]:
+        """Which of the run's pieces may have elements in the box of ``bounds``; all where it is not plain."""
         if not self._prefix or len(self.segments[0]) > 1:
-            return True
+            return range(len(self._runs))
         inner, first = math.prod(self._prefix[1:]), self.segments[0][0][0]
         low, high = ((bound - first) * inner for bound in bounds[0])
-        return any(start < high and low < stop for start, stop in self._runs)
+        return [piece for piece, (start, stop) in enumerate(self._runs) if start < high and low < stop]
 
-    def indices_near(self, cut: Cut, parts: int, bounds: Sequence[tuple[int, int]]) -> range:
+    def indices_near(self, cut: Cut, parts: int, bounds: Sequence[tuple[int, int]]) -> Iterable[int]:
         """The ranks, of ``parts`` under ``cut``, that may own elements in the box of ``bounds``; all where it is not plain."""
         dim = cut.dim if isinstance(cut, Chunk) else 0
-        if isinstance(cut, Whole) or cut.split_factor > 1 or self._run or not self.segments or len(self.segments[dim]) > 1:
+        if self._run and cut == Chunk(0) and len(self._runs) % parts == 0:
+            return sorted({piece * parts // len(self._runs) for piece in self._runs_near(bounds)})
+        if isinstance(cut, Whole) or self._run or not self.segments or len(self.segments[dim]) > 1:
             return range(parts)
         start, stop = self.segments[dim][0]
         low, high = (min(max(bound, start), stop) - start for bound in bounds[dim])
         if isinstance(cut, Chunk):
             step = -(-(stop - start) // parts) or 1
-            return range(low // step, min(-(-high // step), parts))
-        if not cut.ndims:
+            return range(parts) if cut.split_factor > 1 else range(low // step, min(-(-high // step), parts))
+        rows = (stop - start) // cut.split_factor  # Of each piece, if the run is strided.
+        inner = math.prod(self.shape[1 : cut.ndims])
+        unit, edges = rows * inner // sum(cut.units), _edges(cut.units)
+        if not (cut.ndims and unit) or high - low > rows:
             return range(parts)
-        prefix = math.prod(self.shape[: cut.ndims])
-        unit, inner, edges = prefix // sum(cut.units), prefix // (stop - start or 1), _edges(cut.units)
-        if not unit:
-            return range(parts)
-        return range(bisect_right(edges, low * inner // unit), min(bisect_left(edges, -(-high * inner // unit)) + 1, parts))
+        near: set[int] = set()
+        for piece in range(low // rows, -(-high // rows)):
+            first, last = max(low - piece * rows, 0) * inner, min(high - piece * rows, rows) * inner
+            near.update(range(bisect_right(edges, first // unit), min(bisect_left(edges, -(-last // unit)) + 1, parts)))
+        return sorted(near)
 
     def apply(self, cut: Cut, parts: int, index: int) -> None:
         """Keep what the rank at ``index`` of ``parts`` gets of this piece under ``cut``."""

@@ -202,8 +202,8 @@ class Route:
             receives = _everything(math.prod(local_shape))
         else:
             whole = owned(shape, (), (), ())
-            peers = [_pairs(whole, owned(shape, (size,), (cut_of_piece,), (p,))) for p in range(size)]
-            splits, sends = _numels(peers), _merged(part for pairs in peers for part, _ in pairs)
+            peers = {p: _pairs(whole, owned(shape, (size,), (cut_of_piece,), (p,))) for p in range(size)}
+            splits, sends = _numels(peers, size), _merged(part for pairs in peers.values() for part, _ in pairs)
             receives = _merged(part for _, part in peers[rank])
         self.steps.append(Reduce(mesh_dim, operation, splits, sends, receives, local_shape))
         self.cuts = self.replace(mesh_dim, cut)
@@ -241,8 +241,8 @@ class Route:
             sends = _everything(splits[rank])
         else:
             whole = owned(shape, (), (), ())
-            peers = [_pairs(owned(shape, (size,), (cut,), (p,)), whole) for p in range(size)]
-            splits, receives = _numels(peers), _merged(part for pairs in peers for _, part in pairs)
+            peers = {p: _pairs(owned(shape, (size,), (cut,), (p,)), whole) for p in range(size)}
+            splits, receives = _numels(peers, size), _merged(part for pairs in peers.values() for _, part in pairs)
             sends = _merged(part for part, _ in peers[rank])
         self.steps.append(Gather(mesh_dim, splits, sends, receives, local_shape))
         self.cuts = target
@@ -264,8 +264,8 @@ class Route:
         elif new is not None and old_columns is not None:
             step = _exchange_columns(mesh_dim, new, old_columns, rank, local_shape, to_columns=False)
         else:
-            peers = [tuple(owned(shape, (size,), (cut,), (p,)) for cut in (before, after)) for p in range(size)]
-            step = _exchange_boxes((mesh_dim,), peers, rank, local_shape)
+            owners = [tuple(owned(shape, (size,), (cut,), (p,)) for cut in (before, after)) for p in range(size)]
+            step = _exchange_boxes((mesh_dim,), owners, rank, local_shape)
         self.steps.append(step)
 
     def _exchange(self, mesh_dims: tuple[int, ...], target: tuple[Cut, ...]) -> None:
@@ -276,13 +276,9 @@ class Route:
             return
         size = math.prod(self.mesh_shape[i] for i in mesh_dims)
         near = functools.partial(owned_near, self.shape, self.mesh_shape)
-        sends: list[list[_Pair]] = [[]] * size
-        receives: list[list[_Pair]] = [[]] * size
-        for peer, after in near(target, self.coordinate, mesh_dims, here):
-            sends[peer] = _pairs(here, after)
-        for peer, before in near(self.cuts, self.coordinate, mesh_dims, there):
-            receives[peer] = _pairs(before, there)
-        self.steps.append(_exchange_of(mesh_dims, sends, receives, there.local_shape))
+        sends = {peer: _pairs(here, after) for peer, after in near(target, self.coordinate, mesh_dims, here)}
+        receives = {peer: _pairs(before, there) for peer, before in near(self.cuts, self.coordinate, mesh_dims, there)}
+        self.steps.append(_exchange_of(mesh_dims, size, sends, receives, there.local_shape))
 
     def _all_stay(self, mesh_dims: tuple[int, ...], target: tuple[Cut, ...]) -> bool:
         """Whether no rank of the group owns anything new. Peers decide alike, since each looks at all until one differs."""
@@ -381,33 +377,33 @@ class _Columns:
         return _differences(total)
 
     def spread(self, start: int, stop: int) -> tuple[Part, ...]:
-        """The stretch ``[start, stop)`` as parts of a tensor that holds just it: rank by rank, each in storage order."""
-        row, column = self.row, start % self.row
-        head = min(-start % row, stop - start)  # The end of a row, or the middle of one that the stretch is within.
-        rows, tail = divmod(stop - start - head, row)
-        if not head and not tail:
-            return self._spread_rows(rows)
-        parts = []
-        for a, b in zip(self.bounds, self.bounds[1:]):
-            first, last = max(a - column, 0), min(b - column, head)
-            if first < last:
-                parts.append(Part(first, (last - first,), (1,)))
-            if rows and a < b:
-                parts.append(Part(head + a, (rows, b - a), (row, 1)) if rows > 1 else Part(head + a, (b - a,), (1,)))
-            if a < min(b, tail):
-                parts.append(Part(head + rows * row + a, (min(b, tail) - a,), (1,)))
-        return _merged(parts)
+        """The stretch ``[start, stop)`` as parts of a tensor that holds just it: rank by rank, each in storage order.
 
-    def _spread_rows(self, rows: int) -> tuple[Part, ...]:
-        """Whole rows: all columns of equal width are one part, the last ones may be narrower."""
-        bounds, width = self.bounds, self.bounds[1] - self.bounds[0]
-        if not rows or not width:
-            return ()
-        equal = bounds[-1] // width
-        parts = [Part(0, (equal, rows, width), (width, self.row, 1))]
-        if equal * width < self.row:
-            parts.append(Part(equal * width, (rows, self.row - equal * width), (self.row, 1)))
-        return tuple(parts)
+        A column that the stretch starts or stops within gives up to three parts; neighbours in the same rows are one part::
+
+            columns  0 0 1 1 2 2 3 3     column 0 is one part, column 1 two parts,
+                           x x x x x     columns 2 and 3 are one
+                     x x x x x x x x
+        """
+        row, width = self.row, self.bounds[1]
+        begin, end, last = start % row, stop % row, stop // row - start // row
+        parts: list[Part] = []
+
+        def add(column: int, columns: int, width: int, first: int, rows: int) -> None:
+            if width > 0 and rows > 0:
+                parts.append(_part(first * row + column - begin, (), (width, row, 1), (), (columns, rows, width)))
+
+        edges = sorted({0, *(x // width for x in (begin, end, row)), *(-(-x // width) for x in (begin, end, row))})
+        for low, high in zip(edges, edges[1:]):
+            a, b = low * width, min(low * width + width, row)
+            if a < begin < b or a < end < b:
+                add(max(a, begin), 1, (b if last else min(b, end)) - max(a, begin), 0, 1)
+                add(a, 1, b - a, 1, last - 1)
+                add(a, 1, min(b, end) - a, last, min(last, 1))
+            else:
+                first = int(a < begin)
+                add(a, high - low, b - a, first, last + (a < end) - first)
+        return _merged(parts)
 
 
 @lru_cache(maxsize=4096)
@@ -452,20 +448,25 @@ def _exchange_boxes(
     if all(_contents(before) == _contents(after) for before, after in peers):  # Peers decide alike: each looks at all.
         return Move((), (), local_shape, stays=True)
     here, there = peers[rank]
-    sends = [_pairs(here, after) for _, after in peers]
-    receives = [_pairs(before, there) for before, _ in peers]
-    return _exchange_of(mesh_dims, sends, receives, local_shape)
+    sends = {peer: _pairs(here, after) for peer, (_, after) in enumerate(peers)}
+    receives = {peer: _pairs(before, there) for peer, (before, _) in enumerate(peers)}
+    return _exchange_of(mesh_dims, len(peers), sends, receives, local_shape)
 
 
 def _exchange_of(
-    mesh_dims: tuple[int, ...], sends: list[list[_Pair]], receives: list[list[_Pair]], local_shape: tuple[int, ...]
+    mesh_dims: tuple[int, ...],
+    size: int,
+    sends: dict[int, list[_Pair]],
+    receives: dict[int, list[_Pair]],
+    local_shape: tuple[int, ...],
 ) -> Step:
+    """The common parts with each of ``size`` peers, in ascending order; peers with none may be missing."""
     return Exchange(
         mesh_dims,
-        _numels(sends),
-        _numels(receives),
-        _merged(part for pairs in sends for part, _ in pairs),
-        _merged(part for pairs in receives for _, part in pairs),
+        _numels(sends, size),
+        _numels(receives, size),
+        _merged(part for pairs in sends.values() for part, _ in pairs),
+        _merged(part for pairs in receives.values() for _, part in pairs),
         local_shape,
     )
 
@@ -497,8 +498,11 @@ def _part(position: int, origin: Sequence[int], strides: Sequence[int], starts: 
     return Part(offset, sizes, tuple(strides))
 
 
-def _numels(peers: Sequence[Sequence[_Pair]]) -> tuple[int, ...]:
-    return tuple(sum(part.numel for part, _ in pairs) for pairs in peers)
+def _numels(peers: dict[int, list[_Pair]], size: int) -> tuple[int, ...]:
+    numels = [0] * size
+    for peer, pairs in peers.items():
+        numels[peer] = sum(part.numel for part, _ in pairs)
+    return tuple(numels)
 
 
 def _merged(parts: Iterable[Part]) -> tuple[Part, ...]:

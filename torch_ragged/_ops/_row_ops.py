@@ -261,7 +261,7 @@ def _runner(
     call: OpCall, shapes: list[Optional[tuple[int, ...]]], outputs: list[Optional[_Output]], is_list: bool, has_rows: bool
 ) -> Any:
     op, alias = call.op, returns_alias(call.op)
-    nested = any(isinstance(arg, (list, tuple)) and tensor_leaves_of(arg) for arg in call.args)
+    nested = len(tensor_leaves(call)) > sum(hasattr(arg, "placements") for arg in call.args)
     positions = [i for i, arg in enumerate(call.args) if hasattr(arg, "placements")]
 
     def as_rows(args: tuple[Any, ...]) -> Sequence[Any]:
@@ -292,8 +292,3 @@ def _runner(
         return stored[0] if len(op._schema.returns) == 1 else tuple(stored)
 
     return run
-
-
-def tensor_leaves_of(arg: Any) -> list[Any]:
-    """The specs in a (nested) argument."""
-    return [leaf for leaf in pytree.tree_leaves(arg) if hasattr(leaf, "placements")]
