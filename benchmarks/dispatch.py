@@ -1,25 +1,27 @@
 """CPU time per op of ragged DTensors against Shard(0) DTensors, and what ``import torch_ragged`` costs plain DTensors.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/dispatch.py [--json PATH] [--rounds 50] [--repetitions 7]
+    PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/dispatch.py [--json PATH] [--rounds 50] [--repetitions 5]
 
 One process is rank 0 of 8 on the fake process group, so nothing is sent. Tensors are small: what is timed is dispatch. All
 have the same global shape, and on rank 0 the same number of elements. A ratio is the median over the rounds of the ratio in a
-round. The cost of the import is told from processes with and without it, which take turns.
+round. The cost of the import is told from two forks of one process, which take turns round by round; one of them imports.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import interleaved, print_table, write_json
+from common import interleaved, microseconds, print_table, write_json
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, debug, distribute_tensor
@@ -97,24 +99,64 @@ def against_shard(mesh: DeviceMesh, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def plain(mesh: DeviceMesh, rounds: int) -> dict[str, float]:
-    """Microseconds of each op under Shard(0)."""
-    return {op: statistics.median(times["plain"]) for op, times in times_of(mesh, {"plain": Shard(0)}, rounds).items()}
+def plain(mesh: DeviceMesh, requests: Connection, registers: bool) -> None:
+    """Serve timings of ops on Shard(0): answers ``(op, calls)`` with microseconds per call, None with new tensors' ops."""
+    if registers:
+        import torch_ragged  # noqa: F401
+    functions: dict[str, Callable[[], Any]] = {}
+    while (request := requests.recv()) != "stop":
+        if request is None:
+            debug._clear_sharding_prop_cache()
+            functions = operations(mesh, Shard(0))
+            requests.send(list(functions))
+        else:
+            op, calls = request
+            requests.send(microseconds(functions[op], calls))
+
+
+def import_times(mesh: DeviceMesh, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Per plain op and round: microseconds without and with the import, in two forks of this process that take turns."""
+    context = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    for registers in (False, True):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=plain, args=(mesh, theirs, registers), daemon=True))
+        processes[-1].start()
+        pipes.append(ours)
+
+    def ask(pipe: Connection, request: Any) -> Any:
+        pipe.send(request)
+        return pipe.recv()
+
+    times: dict[str, list[tuple[float, float]]] = {}
+    for build in range(BUILDS):
+        (ops, _) = [ask(pipe, None) for pipe in pipes]
+        for op in ops:
+            warm = [ask(pipe, (op, 5)) for pipe in (*pipes, *pipes)]
+            calls = max(1, round(2000 / max(warm[2:])))
+            for turn in range(-(-rounds // BUILDS)):
+                order = (0, 1) if (build + turn) % 2 else (1, 0)
+                found = {i: ask(pipes[i], (op, calls)) for i in order}
+                times.setdefault(op, []).append((found[0], found[1]))
+    for pipe, process in zip(pipes, processes):
+        pipe.send("stop")
+        process.join()
+    return times
 
 
 def cost_of_import(rounds: int, repetitions: int) -> list[dict[str, Any]]:
-    """Per plain op: medians over processes without and with the import, and the difference."""
-    found: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
-    for turn in range(repetitions):
-        for kind in ("without", "with") if turn % 2 else ("with", "without"):
-            command = [sys.executable, __file__, "--rounds", str(rounds), "--plain", kind]
-            found[kind].append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
+    """Per plain op: medians without and with the import, and of what the import adds in a round."""
+    command = [sys.executable, __file__, "--rounds", str(rounds), "--import-times"]
+    times: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(repetitions):
+        for op, found in json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout).items():
+            times.setdefault(op, []).extend(found)
     rows = []
-    for op in found["with"][0]:
-        before, after = (statistics.median(times[op] for times in found[kind]) for kind in ("without", "with"))
-        rows.append(
-            {"op": op, "without us": before, "with us": after, "difference us": after - before, "%": 100 * (after / before - 1)}
-        )
+    for op, found in times.items():
+        medians = [statistics.median(column) for column in zip(*found)]
+        difference = statistics.median(after - before for before, after in found)
+        percent = 100 * (statistics.median(after / before for before, after in found) - 1)
+        rows.append({"op": op, "without us": medians[0], "with us": medians[1], "difference us": difference, "%": percent})
     return rows
 
 
@@ -122,17 +164,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write the results to this file too")
     parser.add_argument("--rounds", type=int, default=50, help="timings of each op in a process")
-    parser.add_argument("--repetitions", type=int, default=7, help="processes with and without the import; 0 for none")
-    parser.add_argument("--plain", choices=("with", "without"), help=argparse.SUPPRESS)  # One of these processes.
+    parser.add_argument("--repetitions", type=int, default=5, help="pairs of processes without and with the import")
+    parser.add_argument("--import-times", action="store_true", help=argparse.SUPPRESS)  # One of these pairs.
     options = parser.parse_args()
-    if options.plain != "without":
+    if not options.import_times:
         import torch_ragged  # noqa: F401
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
     with torch.no_grad():
-        if options.plain:
-            print(json.dumps(plain(mesh, options.rounds)))
+        if options.import_times:
+            print(json.dumps(import_times(mesh, options.rounds)))
             return
         results = {"ops": against_shard(mesh, options.rounds)}
     print_table(
@@ -140,7 +182,7 @@ def main() -> None:
     )
     if options.repetitions:
         results["import"] = cost_of_import(options.rounds, options.repetitions)
-        print_table("ops on Shard(0), in processes without and with torch_ragged imported", results["import"])
+        print_table("ops on Shard(0) in two processes that take turns, without and with the import", results["import"])
     write_json(options.json, results)
 
 

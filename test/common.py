@@ -6,6 +6,7 @@ import atexit
 import datetime
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -63,9 +64,9 @@ class _Pool:
         with tempfile.TemporaryDirectory() as folder:
             for _, pipe in self.workers[:size]:
                 pipe.send((function, arguments, size, os.path.join(folder, "store")))
-            answers = []
+            answers, deadline = [], time.monotonic() + timeout
             for rank, (_, pipe) in enumerate(self.workers[:size]):
-                if not pipe.poll(timeout):
+                if not pipe.poll(max(deadline - time.monotonic(), 0)):
                     answers.append((False, f"rank {rank} of {size} hangs"))
                     continue
                 answers.append(pipe.recv())

@@ -244,6 +244,21 @@ def count_collectives():
     return counts
 
 
+def check_groups_of_some_ranks():
+    """Half of the ranks make a group of their own; others, that some of them are in too, are made after it."""
+    mesh, rank = init_device_mesh("cpu", (2, 2, 2)), dist.get_rank()
+    owner = RaggedShard((), (0, 1))
+    numbers = torch.arange(8.0)
+    few = distribute_tensor(numbers, mesh, [owner, Shard(0), Shard(0)]).redistribute(placements=[owner, Replicate(), Shard(0)])
+    assert few.to_local().tolist() == (numbers.chunk(2)[rank % 2].tolist() if rank >= 4 else [])
+    ragged = RaggedShard((0,), (3, 1))
+    all_ranks = distribute_tensor(numbers, mesh, [Shard(0), ragged, Replicate()])
+    moved = all_ranks.redistribute(placements=[ragged, Replicate(), Replicate()])
+    assert moved.to_local().tolist() == (numbers[:6] if rank < 4 else numbers[6:]).tolist()
+    again = init_device_mesh("cpu", (4, 2))  # Groups that every rank of the world makes: they agree on names too.
+    assert torch.equal(distribute_tensor(numbers, again, [Replicate(), owner]).full_tensor(), numbers)
+
+
 def check_errors():
     rank = dist.get_rank()
     mesh, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
@@ -299,6 +314,9 @@ class RedistributeTest(expecttest.TestCase):
 
     def test_async(self):
         run_ranks(4, check_async)
+
+    def test_groups_of_some_ranks(self):
+        run_ranks(8, check_groups_of_some_ranks, timeout=30)
 
     def test_dtypes(self):
         run_ranks(4, check_dtypes)

@@ -22,7 +22,9 @@ that they trace and CommDebugMode counts them.
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import hashlib
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -39,7 +41,7 @@ from torch_ragged._ownership import Whole, owned
 from torch_ragged._transfer import Exchange, Fill, Gather, Move, Part, Reduce, Route, Step
 from torch_ragged.placement_types import cuts_of, has_ragged
 
-__all__ = ["REDUCTIONS", "Pending", "broadcast_local", "plan", "redistribute_local"]
+__all__ = ["REDUCTIONS", "Pending", "broadcast_local", "group_name", "plan", "redistribute_local"]
 
 # Above this ratio of send (or receive) buffer to tensor, one collective per owner is used instead of one all-to-all.
 _MAX_BUFFER_RATIO = 2
@@ -399,31 +401,39 @@ def _(tensor: torch.Tensor, operation: str, root: int, group_name: str) -> torch
 def _group(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> dist.ProcessGroup:
     """The group of the ranks that differ from this one in ``mesh_dims`` only, in mesh order.
 
-    Groups over several dimensions are made when first needed, by their members alone, and kept with the mesh.
+    Groups over several dimensions are made when first needed, by their members alone, and kept as long as the world's is.
     """
     if len(mesh_dims) == 1:
         return mesh.get_group(mesh_dims[0])
-    known = _flattened.setdefault(mesh.get_group(mesh_dims[0]), {})
-    if (mesh, mesh_dims) not in known:
-        known[mesh, mesh_dims] = _make_group(mesh, mesh_dims)
-    return known[mesh, mesh_dims]
-
-
-# Weak, so that groups over several mesh dimensions are forgotten with the mesh's own when these are destroyed.
-_flattened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-_groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
-
-
-def _make_group(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
     where = tuple(slice(None) if i in mesh_dims else mesh.get_local_rank(i) for i in range(mesh.ndim))
-    ranks = mesh.mesh[where].flatten().tolist()
-    if ranks != sorted(ranks):
+    ranks = tuple(mesh.mesh[where].flatten().tolist())
+    if list(ranks) != sorted(ranks):
         raise NotImplementedError(
             f"redistribution over mesh dimensions {mesh_dims} of {mesh}: its ranks are not in ascending order. Use a mesh "
             "whose ranks ascend, or redistribute one mesh dimension at a time"
         )
-    if ranks == list(range(dist.get_world_size())):
-        world = dist.group.WORLD
-        assert world is not None
-        return world
-    return dist.new_group(ranks, use_local_synchronization=True)
+    known = _flattened.setdefault(world, {})
+    if ranks not in known:
+        known[ranks] = world if len(ranks) == world.size() else _make_group(world, ranks)
+    return known[ranks]
+
+
+# Weak, so that groups are forgotten when the world's is destroyed, and theirs with it.
+_flattened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
+
+group_name: contextvars.ContextVar[str | None] = contextvars.ContextVar("group_name", default=None)
+"""The name of the process group that is being made: its members must agree on it, whatever other groups each of them has."""
+
+
+def _make_group(world: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    name = group_name.set("ragged_" + hashlib.sha1(str(ranks).encode(), usedforsecurity=False).hexdigest())
+    # A world that is bound to a device would split its communicator, which all of its ranks must take part in.
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+    finally:
+        world.bound_device_id = device
+        group_name.reset(name)
