@@ -46,7 +46,7 @@ def programs(mesh):
         "partial": lambda: place(x, Shard(1)) @ place(w, Shard(0)),
         "view": lambda: place(x, Shard(0)).view(-1, 3),
         "softmax": lambda: place(x, Shard(0)).softmax(-1),
-        "argmax": lambda: place(x, Shard(0)).argmax(),
+        "argmax": lambda: place(x, Shard(0)).argmax(0),
         "sum": lambda: place(x, Shard(1)).sum(0),
         "mean": lambda: place(x, Shard(0)).mean(),
         "norm": lambda: torch.linalg.vector_norm(place(x, Shard(1))),

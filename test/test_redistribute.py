@@ -13,6 +13,7 @@ from oracle import RAGGED, local_of, random_placement
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_ragged import RaggedShard, StridedRaggedShard
@@ -244,6 +245,14 @@ def count_collectives():
     return counts
 
 
+def check_nested_cuts_that_become_pending():
+    mesh = init_device_mesh("cpu", (2, 2, 2))
+    for nested in ((_StridedShard(0, split_factor=2), Shard(0), Shard(0)), (Replicate(), Shard(0), Shard(0))):
+        owner = RaggedShard((), (0, 1))
+        for operation in ("sum", "avg", "max", "min"):
+            check_case(mesh, ((2,), nested, (owner, Partial(operation), Partial(operation))), torch.float32, 0)
+
+
 def check_groups_of_some_ranks():
     """Half of the ranks make a group of their own; others, that some of them are in too, are made after it."""
     mesh, rank = init_device_mesh("cpu", (2, 2, 2)), dist.get_rank()
@@ -314,6 +323,9 @@ class RedistributeTest(expecttest.TestCase):
 
     def test_async(self):
         run_ranks(4, check_async)
+
+    def test_nested_cuts_that_become_pending(self):
+        run_ranks(8, check_nested_cuts_that_become_pending)
 
     def test_groups_of_some_ranks(self):
         run_ranks(8, check_groups_of_some_ranks, timeout=30)

@@ -87,7 +87,7 @@ def plan(
         onto_owners = route.is_free(i, route.replace(i, goal[i]))
         route.reduce(i, operation, goal[i] if onto_owners else Whole())
     route.move(tuple(goal))
-    for i, operation in fills.items():
+    for i, operation in reversed(fills.items()):  # A cut that is nested in another becomes pending before it.
         route.fill(i, operation)
     return tuple(route.steps)
 
