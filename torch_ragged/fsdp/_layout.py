@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Optional
+
+import torch
 
 from torch_ragged.placement_types import RaggedShard
 
@@ -16,13 +19,26 @@ class TensorSpec:
     """A tensor to lay out: its name and shape, the RaggedShard dims it is cut along, and the size of its blocks.
 
     No shard boundary may fall inside a block of ``block`` elements, counted from the tensor's start; the last
-    block may be shorter.
+    block may be shorter. With a ``period`` blocks are counted anew every ``period`` elements, and the last one of each
+    may be shorter: matrices of a fused tensor, whose blocks must not straddle two of them. ``dtype`` is for the planner
+    to check: a buffer has one.
+
+    Raises:
+        ValueError: ``block`` is not positive, ``period`` negative, or the tensor is not made of whole periods.
     """
 
     name: str
     shape: tuple[int, ...]
     dims: tuple[int, ...]
     block: int
+    period: int = 0
+    dtype: Optional[torch.dtype] = None
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ValueError(f"{self.name}: block of {self.block} elements, expected at least 1")
+        if self.period < 0 or (self.period and self.numel % self.period):
+            raise ValueError(f"{self.name}: {self.numel} elements are not made of whole periods of {self.period} elements")
 
     @property
     def numel(self) -> int:
@@ -45,6 +61,7 @@ class BufferLayout:
         ranks: number of shards.
         alignment: ``shard_numel`` is a multiple of it.
         lower_bound: no layout of these tensors has a smaller ``shard_numel``.
+        forced_by: why, in words: the tensor or the divisor that forces it.
         order: name of the order that the planner laid the tensors out in.
 
     Raises:
@@ -57,6 +74,7 @@ class BufferLayout:
     ranks: int
     alignment: int
     lower_bound: int
+    forced_by: str
     order: str
 
     def __post_init__(self) -> None:
@@ -74,12 +92,15 @@ class BufferLayout:
             raise ValueError(f"{previous} ends at {position}, beyond the buffer of {self.numel} elements")
 
     def _check_cuts(self, offset: int, tensor: TensorSpec) -> None:
-        first = offset // self.shard_numel + 1
-        last = (offset + tensor.numel - 1) // self.shard_numel if tensor.numel else 0
-        for boundary in {first, first + 1, last} if first <= last else ():
-            cut = boundary * self.shard_numel - offset
-            if 0 < cut < tensor.numel and cut % tensor.block:
-                raise ValueError(f"shard boundary {boundary} cuts {tensor.name} at {cut}, inside a block of {tensor.block}")
+        shard, numel, block, period = self.shard_numel, tensor.numel, tensor.block, tensor.period or tensor.numel
+        first = shard - offset % shard
+        if first + shard < numel and first % period % block == 0:
+            if shard % (block if period == numel or period % block == 0 else period) == 0:
+                return  # All further cuts are like the first.
+        for cut in range(first, numel, shard):
+            if cut % period % block:
+                where = f"shard boundary {(offset + cut) // shard} cuts {tensor.name} at {cut}"
+                raise ValueError(f"{where}, inside a block of {block}{f', counted from each {period}' if tensor.period else ''}")
 
     @property
     def numel(self) -> int:
@@ -106,8 +127,11 @@ class BufferLayout:
         """The RaggedShard of tensor ``index``: each rank's share in slices of the prefix that it is cut along."""
         tensor = self.tensors[index]
         unit = max(1, math.prod(tensor.shape[len(tensor.dims) :]))
-        ranges = [self.local_range(index, rank) for rank in range(self.ranks)]
-        units = tuple((stop - start) // unit for start, stop in ranges)
+        first = self.offsets[index] // self.shard_numel
+        last = (self.offsets[index] + max(tensor.numel, 1) - 1) // self.shard_numel
+        ranges = [self.local_range(index, rank) for rank in range(first, last + 1)]
+        mine = tuple((stop - start) // unit for start, stop in ranges)
+        units = (0,) * first + mine + (0,) * (self.ranks - last - 1)
         if not tensor.numel:  # Without elements any units do; a single one divides every prefix.
             units = (1,) + (0,) * (self.ranks - 1)
         return RaggedShard(tensor.dims, units)

@@ -1,150 +1,218 @@
 """The planner: the smallest equal shards that hold a group of tensors without cutting their blocks.
 
-For a fixed order and shard size, placing each tensor as early as possible is exact and takes O(n). Feasibility is not
-monotone in the shard size S: a tensor that contains whole shards needs S to be a multiple of its block, one that
-crosses a single boundary does not. So for each set of block sizes allowed to contain whole shards, the search runs over
-multiples of their least common multiple, where feasibility is monotone, and keeps the smallest S of all sets and orders.
+For a fixed order and shard size S, placing each tensor as early as possible is exact and takes O(n). Feasibility is not
+monotone in S: a tensor that contains whole shards needs S to be a multiple of its block, one that crosses a single boundary
+does not. So for each set of blocks allowed to contain whole shards the search runs over multiples of their least common
+multiple, where feasibility is monotone, and keeps the smallest S of all sets and orders. No cost grows with the number of
+elements, and none with the number of ranks beyond that of tensors. ``docs/planner.md`` has the proofs and the measurements.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
-from torch_ragged.fsdp._layout import BufferLayout, TensorSpec, total_numel
+from torch_ragged.fsdp._bound import Bound, lower_bound
+from torch_ragged.fsdp._interleave import interleaved_order
+from torch_ragged.fsdp._layout import BufferLayout, TensorSpec
+from torch_ragged.fsdp._packing import Kind, fits, place
 
-__all__ = ["place", "plan_layout", "smallest_shard"]
+__all__ = ["plan_layout", "smallest_shard"]
 
-_MAX_SUBSET_BLOCKS = 5  # Above it, only prefixes of the ascending block sizes are tried, not all subsets.
+_MAX_SUBSET_BLOCKS = 5  # Above it, only prefixes of the ascending blocks are tried, not all subsets.
+_MAX_PERMUTATIONS = 720  # Up to it, all orders are tried.
+_MAX_MIXED = 6  # Shard sizes that interleaved orders are sought for.
+_CLOSE = 1e-4  # Interleaved orders are not sought within this fraction of the bound.
 
 
-def plan_layout(tensors: Sequence[TensorSpec], ranks: int, alignment: int = 1) -> BufferLayout:
+def plan_layout(
+    tensors: Sequence[TensorSpec], ranks: int, alignment: int = 1, *, order: str = "auto", threshold: float = 0.0
+) -> BufferLayout:
     """Lay ``tensors`` out over ``ranks`` equal shards, the same on every rank without communication.
 
-    Several orders are tried and the best is kept; the order given wins ties, so that debugging stays easy.
-
     Args:
-        tensors: what to lay out, in the user's order.
+        tensors: what to lay out, in the user's order; of one dtype.
         ranks: number of shards.
         alignment: the shard size is a multiple of it, in elements.
+        order: ``"auto"`` takes another order than the given one where that makes shards smaller by more than ``threshold``;
+            ``"default"`` keeps the given one, so that the buffer reads as the module does.
+        threshold: a fraction of the shard size in the given order.
 
     Returns:
-        A validated layout, with a lower bound on the shard size of any layout.
+        A validated layout, with a lower bound on the shard size of any layout and what forces it. Groups of the same sizes and
+        blocks are planned once.
 
     Raises:
-        ValueError: no tensors, ``ranks`` or ``alignment`` below 1, or a block size below 1.
+        ValueError: no tensors, mixed dtypes, a block below 1, or another argument out of range.
     """
     tensors = tuple(tensors)
-    if not tensors or ranks < 1 or alignment < 1:
-        raise ValueError(f"plan_layout needs tensors, ranks >= 1 and alignment >= 1, got {len(tensors)}, {ranks}, {alignment}")
-    for tensor in tensors:
-        if tensor.block < 1:
-            raise ValueError(f"{tensor.name}: block of {tensor.block} elements, expected at least 1")
-    bound = lower_bound(tensors, ranks, alignment)
-    best: tuple[int, str, list[int]] | None = None
-    for name, order in _orders(tensors).items():
-        ordered = [tensors[i] for i in order]
-        shard = smallest_shard(ordered, ranks, alignment, bound, None if best is None else best[0])
-        if shard is not None and (best is None or shard < best[0]):
-            best = (shard, name, order)
-            if shard == bound:
-                break
-    assert best is not None, "one shard that holds everything always fits"
-    shard, name, order = best
-    placed = place([tensors[i] for i in order], ranks, shard)
+    _check(tensors, ranks, alignment, order, threshold)
+    plan = _plan(tuple(Kind.of(tensor) for tensor in tensors), ranks, alignment, order, threshold)
+    bound = plan.bound
+    forced_by = bound.explain(tensors)
+    return BufferLayout(tensors, plan.offsets, plan.shard, ranks, alignment, bound.shard, forced_by, plan.order)
+
+
+def _check(tensors: Sequence[TensorSpec], ranks: int, alignment: int, order: str, threshold: float) -> None:
+    for name, value in (("ranks", ranks), ("alignment", alignment)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"plan_layout: {name} must be a positive integer, got {value!r}")
+    if order not in ("auto", "default"):
+        raise ValueError(f"plan_layout: order must be 'auto' or 'default', got {order!r}")
+    if not 0 <= threshold < math.inf:
+        raise ValueError(f"plan_layout: threshold must be a fraction of the shard size, at least 0, got {threshold!r}")
+    if not tensors:
+        raise ValueError("plan_layout: no tensors to lay out, expected at least one")
+    dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
+    if len(dtypes) > 1:
+        examples = ", ".join(f"{dtype} ({next(t.name for t in tensors if t.dtype == dtype)})" for dtype in dtypes)
+        raise ValueError(f"plan_layout: one buffer has one dtype, got {examples}: plan the tensors of each dtype by themselves")
+
+
+class _Plan(NamedTuple):
+    shard: int
+    offsets: tuple[int, ...]
+    order: str
+    bound: Bound
+
+
+@lru_cache(maxsize=4096)
+def _plan(kinds: tuple[Kind, ...], ranks: int, alignment: int, policy: str, threshold: float) -> _Plan:
+    bound = lower_bound(kinds, ranks, alignment)
+    indices = list(range(len(kinds)))
+    given = smallest_shard(kinds, ranks, alignment, bound.shard)
+    assert given is not None, "one shard that holds everything always fits"
+    best, name, order = given, "given", indices
+    if policy == "auto" and given > bound.shard:
+        limit = math.ceil(given - threshold * given)
+        for other, candidate, shard in _improvements(kinds, ranks, alignment, bound.shard, limit):
+            best, name, order = shard, other, candidate
+    placed = place([kinds[i] for i in order], ranks, best)
     assert placed is not None
     offsets = dict(zip(order, placed))
-    return BufferLayout(tensors, tuple(offsets[i] for i in range(len(tensors))), shard, ranks, alignment, bound, name)
+    return _Plan(best, tuple(offsets[i] for i in indices), name, bound)
 
 
-def lower_bound(tensors: Sequence[TensorSpec], ranks: int, alignment: int) -> int:
-    """A shard size below which nothing fits: everything must fit, and so must the largest block."""
-    blocks = [min(tensor.block, tensor.numel) for tensor in tensors]
-    return max(alignment, _round_up(max(-(-total_numel(tensors) // ranks), *blocks), alignment))
+def _improvements(
+    kinds: tuple[Kind, ...], ranks: int, alignment: int, bound: int, below: int
+) -> Iterator[tuple[str, list[int], int]]:
+    """Orders with ever smaller shards than ``below``, with their names and shard sizes; stops at the bound."""
+    for name, order in _sorted_orders(kinds):
+        shard = smallest_shard([kinds[i] for i in order], ranks, alignment, bound, below)
+        if shard is not None:
+            yield name, order, shard
+            below = shard
+        if below == bound:
+            return
+    if _permutations(kinds) <= _MAX_PERMUTATIONS:
+        for candidate in _distinct_orders(kinds):
+            shard = smallest_shard([kinds[i] for i in candidate], ranks, alignment, bound, below)
+            if shard is not None:
+                yield "permuted", candidate, shard
+                below = shard
+            if below == bound:
+                return
+        return
+    if below <= bound * (1 + _CLOSE):
+        return
+    for shard in _round_shards(kinds, alignment, bound, below):
+        mixed = interleaved_order(kinds, ranks, shard)
+        if mixed is not None:
+            yield "interleaved", mixed, shard
+            return
 
 
-def _orders(tensors: Sequence[TensorSpec]) -> dict[str, list[int]]:
-    indices = list(range(len(tensors)))
-    return {
-        "given": indices,
-        "block ascending": sorted(indices, key=lambda i: tensors[i].block),
-        "block descending": sorted(indices, key=lambda i: -tensors[i].block),
-        "size descending": sorted(indices, key=lambda i: -tensors[i].numel),
-    }
+def _sorted_orders(kinds: Sequence[Kind]) -> Iterator[tuple[str, list[int]]]:
+    indices = range(len(kinds))
+    yield "block ascending", sorted(indices, key=lambda i: kinds[i].block)
+    yield "block descending", sorted(indices, key=lambda i: -kinds[i].block)
+    yield "size descending", sorted(indices, key=lambda i: -kinds[i].numel)
+    yield "size ascending", sorted(indices, key=lambda i: kinds[i].numel)
+    yield "block ascending, size descending", sorted(indices, key=lambda i: (kinds[i].block, -kinds[i].numel))
 
 
-def place(tensors: Sequence[TensorSpec], ranks: int, shard: int, spanning: frozenset[int] | None = None) -> list[int] | None:
-    """Offsets of ``tensors`` placed in order, each as early as possible, in ``ranks`` shards; None if they do not fit.
-
-    Args:
-        spanning: block sizes whose tensors may contain whole shards (all where None).
-    """
-    offsets, position = [], 0
-    for tensor in tensors:
-        offset = _earliest(tensor, position, shard, spanning)
-        if offset is None or offset + tensor.numel > ranks * shard:
-            return None
-        offsets.append(offset)
-        position = offset + tensor.numel
-    return offsets
+def _permutations(kinds: Sequence[Kind]) -> int:
+    """The number of orders that differ."""
+    return math.factorial(len(kinds)) // math.prod(map(math.factorial, Counter(kinds).values()))
 
 
-def _earliest(tensor: TensorSpec, position: int, shard: int, spanning: frozenset[int] | None) -> int | None:
-    """The first offset from ``position`` on at which no shard boundary cuts a block of ``tensor``.
+def _distinct_orders(kinds: Sequence[Kind]) -> Iterator[list[int]]:
+    """Every order, less those that only swap equal tensors."""
+    if not kinds:
+        yield []
+        return
 
-    If it does not work out in the shard of ``position`` nor in the next one, it works out nowhere: within a shard, the
-    earliest aligned start leaves the least behind the boundary, and all further shards are alike.
-    """
-    may_span = shard % tensor.block == 0 and (spanning is None or tensor.block in spanning)
-    boundary = _round_up(position + 1, shard)
-    for start, end in ((position, boundary), (boundary, boundary + shard)):
-        if start + tensor.numel <= end:
-            return start
-        offset = start + (end - start) % tensor.block
-        crosses_one = offset + tensor.numel <= end + shard
-        if offset < end and (crosses_one or may_span):
-            return offset
-    return None
+    def orders(left: dict[Kind, list[int]]) -> Iterator[list[int]]:
+        if not left:
+            yield []
+        for kind, (first, *others) in left.items():
+            rest = {k: others if k == kind else v for k, v in left.items()}
+            for tail in orders({k: v for k, v in rest.items() if v}):
+                yield [first, *tail]
+
+    grouped: dict[Kind, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        grouped.setdefault(kind, []).append(index)
+    yield from orders(grouped)
 
 
-def smallest_shard(
-    tensors: Sequence[TensorSpec], ranks: int, alignment: int, bound: int, below: int | None = None
-) -> int | None:
-    """The smallest shard size at which ``tensors`` fit in this order; None if none is smaller than ``below``."""
+def _round_shards(kinds: Iterable[Kind], alignment: int, bound: int, below: int) -> list[int]:
+    """Shard sizes from ``bound`` to less than ``below`` at which cuts repeat: multiples of blocks, or of what two have in common."""
+    units = sorted({kind.block for kind in kinds if kind.block > 1})
+    common = {math.gcd(a, b) for a, b in itertools.combinations(units[-_MAX_SUBSET_BLOCKS:], 2)}
+    steps = [math.lcm(alignment, unit) for unit in {*units, *common}]
+    shards = {(-(-bound // step) + n) * step for step in steps for n in range(_MAX_MIXED)}
+    return sorted(shard for shard in shards if shard < below)[:_MAX_MIXED]
+
+
+# --- the smallest shard of an order --------------------------------------------------------------------------------
+
+
+def smallest_shard(kinds: Sequence[Kind], ranks: int, alignment: int, bound: int, below: int | None = None) -> int | None:
+    """The smallest shard size, at least ``bound``, at which tensors fit in this order; None if none is less than ``below``."""
+    runs = [(kind, len(list(same))) for kind, same in itertools.groupby(kinds)]
+    enough = max(alignment, sum(kind.numel for kind in kinds))  # One shard holds everything.
     best = below
-    for spanning in _spanning_sets(tensors):
-        step = math.lcm(alignment, *spanning)
+    for step in _steps({kind for kind, _ in runs}, alignment, bound):
+        spans = {kind: step % kind.unit == 0 for kind, _ in runs}
         low = -(-bound // step)
-        high = -(-_upper_bound(tensors) // step) if best is None else (best - 1) // step
-        if high < low or place(tensors, ranks, high * step, spanning) is None:
-            continue
-        while low < high:
-            middle = (low + high) // 2
-            if place(tensors, ranks, middle * step, spanning) is None:
-                low = middle + 1
-            else:
-                high = middle
-        best = high * step
+        high = max(low, -(-enough // step)) if best is None else (best - 1) // step
+        found = _first(lambda multiple: fits(runs, ranks, multiple * step, spans), low, high)
+        if found is not None:
+            best = found * step
         if best == bound:
             break
-    return best if best != below else None
+    return None if best == below else best
 
 
-def _upper_bound(tensors: Sequence[TensorSpec]) -> int:
-    return max(1, total_numel(tensors))
+def _steps(kinds: Iterable[Kind], alignment: int, bound: int) -> list[int]:
+    """What shards are multiples of, for each set of units whose tensors may contain whole shards; smallest first.
+
+    Only tensors of at least ``bound`` elements can; one whose unit divides another's costs nothing.
+    """
+    units = sorted({kind.unit for kind in kinds if kind.numel >= bound})
+    if len(units) <= _MAX_SUBSET_BLOCKS:
+        subsets = itertools.chain.from_iterable(itertools.combinations(units, n) for n in range(len(units) + 1))
+    else:
+        subsets = (tuple(units[:n]) for n in range(len(units) + 1))
+    return sorted({math.lcm(alignment, *subset) for subset in subsets})
 
 
-def _spanning_sets(tensors: Sequence[TensorSpec]) -> list[frozenset[int]]:
-    """Sets of block sizes to try; one that divides another member costs nothing, so blocks of 1 are in all."""
-    sizes = sorted({tensor.block for tensor in tensors})
-    free = {size for size in sizes if size == 1}
-    rest = [size for size in sizes if size > 1]
-    if len(rest) <= _MAX_SUBSET_BLOCKS:
-        subsets = itertools.chain.from_iterable(itertools.combinations(rest, n) for n in range(len(rest) + 1))
-        return [frozenset(free.union(subset)) for subset in subsets]
-    return [frozenset(free.union(rest[:n])) for n in range(len(rest) + 1)]
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def _first(works: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The first of ``low`` to ``high`` that works, where all after it do too; None if ``high`` does not. It is often near ``low``."""
+    if low > high or not works(high):
+        return None
+    failed, reach = low - 1, 1
+    while low < high and not works(low):
+        failed, low, reach = low, min(low + reach, high), 2 * reach
+    while low - failed > 1:
+        middle = (failed + low) // 2
+        if works(middle):
+            low = middle
+        else:
+            failed = middle
+    return low
