@@ -4,12 +4,13 @@
 
 One process is rank 0 of 8 on the fake process group, so nothing is sent. Tensors are small: what is timed is dispatch. All
 have the same global shape, and on rank 0 the same number of elements. A ratio is the median over the rounds of the ratio in a
-round. The cost of the import is told from two forks of one process, which take turns round by round; one of them imports.
+round. The cost of the import is told from forks of one process, two without it and one with, which take turns round by round.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import statistics
@@ -103,60 +104,75 @@ def plain(mesh: DeviceMesh, requests: Connection, registers: bool) -> None:
     """Serve timings of ops on Shard(0): answers ``(op, calls)`` with microseconds per call, None with new tensors' ops."""
     if registers:
         import torch_ragged  # noqa: F401
+    gc.disable()
     functions: dict[str, Callable[[], Any]] = {}
     while (request := requests.recv()) != "stop":
         if request is None:
             debug._clear_sharding_prop_cache()
             functions = operations(mesh, Shard(0))
             requests.send(list(functions))
+            gc.collect()
         else:
             op, calls = request
             requests.send(microseconds(functions[op], calls))
 
 
-def import_times(mesh: DeviceMesh, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Per plain op and round: microseconds without and with the import, in two forks of this process that take turns."""
+KINDS = {"without": False, "again without": False, "with": True}
+
+
+def import_times(mesh: DeviceMesh, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Per plain op and kind: microseconds per round, in forks of this process that take turns round by round."""
     context = multiprocessing.get_context("fork")
-    pipes, processes = [], []
-    for registers in (False, True):
-        ours, theirs = context.Pipe()
+    pipes: dict[str, Connection] = {}
+    processes = []
+    for kind, registers in KINDS.items():
+        pipes[kind], theirs = context.Pipe()
         processes.append(context.Process(target=plain, args=(mesh, theirs, registers), daemon=True))
         processes[-1].start()
-        pipes.append(ours)
 
-    def ask(pipe: Connection, request: Any) -> Any:
-        pipe.send(request)
-        return pipe.recv()
+    def ask(kind: str, request: Any) -> Any:
+        pipes[kind].send(request)
+        return pipes[kind].recv()
 
-    times: dict[str, list[tuple[float, float]]] = {}
-    for build in range(BUILDS):
-        (ops, _) = [ask(pipe, None) for pipe in pipes]
+    names = list(KINDS)
+    times: dict[str, dict[str, list[float]]] = {}
+    for _ in range(BUILDS):
+        (ops, *_) = [ask(kind, None) for kind in names]
         for op in ops:
-            warm = [ask(pipe, (op, 5)) for pipe in (*pipes, *pipes)]
-            calls = max(1, round(2000 / max(warm[2:])))
+            warm = [ask(kind, (op, 5)) for kind in (*names, *names)]
+            calls = max(1, round(10_000 / max(warm[len(names) :])))  # Enough that caches, which processes share, are warm.
+            found = times.setdefault(op, {kind: [] for kind in names})
             for turn in range(-(-rounds // BUILDS)):
-                order = (0, 1) if (build + turn) % 2 else (1, 0)
-                found = {i: ask(pipes[i], (op, calls)) for i in order}
-                times.setdefault(op, []).append((found[0], found[1]))
-    for pipe, process in zip(pipes, processes):
-        pipe.send("stop")
+                for index in range(len(names)):
+                    kind = names[(turn + index) % len(names)]
+                    found[kind].append(ask(kind, (op, calls)))
+    for kind, process in zip(names, processes):
+        pipes[kind].send("stop")
         process.join()
     return times
 
 
 def cost_of_import(rounds: int, repetitions: int) -> list[dict[str, Any]]:
-    """Per plain op: medians without and with the import, and of what the import adds in a round."""
+    """Per plain op: medians of microseconds without and with the import, and what that adds in a round.
+
+    The last column is what another process without it adds: two processes never lie alike in memory.
+    """
     command = [sys.executable, __file__, "--rounds", str(rounds), "--import-times"]
-    times: dict[str, list[tuple[float, float]]] = {}
+    times: dict[str, dict[str, list[float]]] = {}
     for _ in range(repetitions):
         for op, found in json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout).items():
-            times.setdefault(op, []).extend(found)
+            for kind, values in found.items():
+                times.setdefault(op, {}).setdefault(kind, []).extend(values)
     rows = []
     for op, found in times.items():
-        medians = [statistics.median(column) for column in zip(*found)]
-        difference = statistics.median(after - before for before, after in found)
-        percent = 100 * (statistics.median(after / before for before, after in found) - 1)
-        rows.append({"op": op, "without us": medians[0], "with us": medians[1], "difference us": difference, "%": percent})
+        base, medians = found["without"], {kind: statistics.median(values) for kind, values in found.items()}
+
+        def percent(kind: str, found: dict[str, list[float]] = found, base: list[float] = base) -> float:
+            return 100 * (statistics.median(mine / other for mine, other in zip(found[kind], base)) - 1)
+
+        difference = statistics.median(mine - other for mine, other in zip(found["with"], base))
+        row = {"op": op, "without us": medians["without"], "with us": medians["with"], "difference us": difference}
+        rows.append({**row, "%": percent("with"), "% of a second one without": percent("again without")})
     return rows
 
 
@@ -164,8 +180,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write the results to this file too")
     parser.add_argument("--rounds", type=int, default=50, help="timings of each op in a process")
-    parser.add_argument("--repetitions", type=int, default=5, help="pairs of processes without and with the import")
-    parser.add_argument("--import-times", action="store_true", help=argparse.SUPPRESS)  # One of these pairs.
+    parser.add_argument("--repetitions", type=int, default=5, help="sets of processes without and with the import; 0 for none")
+    parser.add_argument("--import-times", action="store_true", help=argparse.SUPPRESS)  # One of these sets.
     options = parser.parse_args()
     if not options.import_times:
         import torch_ragged  # noqa: F401
@@ -182,7 +198,7 @@ def main() -> None:
     )
     if options.repetitions:
         results["import"] = cost_of_import(options.rounds, options.repetitions)
-        print_table("ops on Shard(0) in two processes that take turns, without and with the import", results["import"])
+        print_table("ops on Shard(0) in processes that take turns, without and with the import", results["import"])
     write_json(options.json, results)
 
 

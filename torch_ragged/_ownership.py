@@ -224,7 +224,7 @@ class _Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.segments)
+        return tuple([sum([stop - start for start, stop in ranges]) for ranges in self.segments])
 
     def copy(self) -> _Piece:
         other = _Piece.__new__(_Piece)
@@ -354,6 +354,10 @@ class _Piece:
 
     def _boxes(self, offsets: Sequence[int], sizes: Sequence[int], position: int, strides: tuple[int, ...]) -> Iterator[Box]:
         """The global boxes of a box of this piece, which lies at ``position`` in the local tensor."""
+        if all([len(ranges) == 1 for ranges in self.segments]):  # One box, in well under half the time.
+            starts = tuple([ranges[0][0] + offset for ranges, offset in zip(self.segments, offsets)])
+            yield Box(starts, tuple(sizes), position, strides)
+            return
         ranges = []
         for dim, (offset, size) in enumerate(zip(offsets, sizes)):
             place, parts = 0, []

@@ -35,7 +35,6 @@ from torch_ragged._ownership import (
     owned,
     owned_near,
     piece_shape,
-    row_major,
 )
 
 __all__ = ["Exchange", "Fill", "Gather", "Move", "Part", "Reduce", "Route", "Step"]
@@ -486,16 +485,19 @@ def _pairs(source: Owned, target: Owned) -> list[_Pair]:
     for s, t in itertools.product(source.boxes, target.boxes):
         starts = tuple(map(max, s.offsets, t.offsets))
         sizes = tuple(min(a + n, b + k) - c for a, n, b, k, c in zip(s.offsets, s.sizes, t.offsets, t.sizes, starts))
-        if all(size > 0 for size in sizes):
-            pairs.append(tuple(_part(box.local_offset, box.offsets, box.local_strides, starts, sizes) for box in (s, t)))
+        if not sizes or min(sizes) > 0:
+            pairs.append(tuple([_part(box.local_offset, box.offsets, box.local_strides, starts, sizes) for box in (s, t)]))
     return pairs  # type: ignore[return-value]
 
 
 def _part(position: int, origin: Sequence[int], strides: Sequence[int], starts: Sequence[int], sizes: tuple[int, ...]) -> Part:
-    offset = position + sum((a - o) * stride for a, o, stride in zip(starts, origin, strides))
-    if all(size == 1 or stride == inner for size, stride, inner in zip(sizes, strides, row_major(sizes))):
-        return Part(offset, (math.prod(sizes),), (1,))
-    return Part(offset, sizes, tuple(strides))
+    offset = position + sum([(a - o) * stride for a, o, stride in zip(starts, origin, strides)])
+    numel = 1
+    for size, stride in zip(reversed(sizes), reversed(strides)):
+        if size != 1 and stride != numel:
+            return Part(offset, sizes, tuple(strides))
+        numel *= size
+    return Part(offset, (numel,), (1,))
 
 
 def _numels(peers: dict[int, list[_Pair]], size: int) -> tuple[int, ...]:
