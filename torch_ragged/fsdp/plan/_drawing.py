@@ -223,7 +223,8 @@ def draw_svg(layout: BufferLayout, title: str, height: int = 64) -> str:
         body.append(_label(_LEFT + 32, top + 13, text))
         top += _HEIGHT
     size = f'width="{_LEFT + _WIDTH + 16}" height="{top + 8}"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', _STYLE, *body, "</svg>", ""])
+    paper = '<rect width="100%" height="100%" fill="white"/>'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', _STYLE, paper, *body, "</svg>", ""])
 
 
 def _piece(piece: tuple[int, int, int], kinds: list[_Kind], shard: int, top: int) -> str:

@@ -112,12 +112,12 @@ def _from_callable(source: str) -> Model:
         build: Any = importlib.import_module(module_name)
         for name in attribute.split("."):
             build = getattr(build, name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"cannot import {source}: {error}") from None
+    except Exception as error:  # Anything may go wrong in the user's code; the tool says what.
+        raise ValueError(f"cannot import {source}: {type(error).__name__}: {error}") from None
     try:
         with torch.device("meta"):
             module = build()
-    except Exception as error:  # Anything may go wrong in the user's code; the tool says where.
+    except Exception as error:
         raise ValueError(f"{source}() failed on the meta device: {type(error).__name__}: {error}") from None
     if not isinstance(module, nn.Module):
         raise ValueError(f"{source}() returned {type(module).__name__}, expected an nn.Module")

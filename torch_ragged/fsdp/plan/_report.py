@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from torch_ragged.fsdp._advice import advise
@@ -38,6 +39,7 @@ class Report:
     def recommended(self) -> list[ModelPlan]:
         return [plan for plan in self.plans if plan.ragged.padding_fraction <= self.limit]
 
+    @cached_property
     def advice(self) -> list[str]:
         """Advice for the groups over the limit, at the smallest FSDP size that is not recommended."""
         over = [plan for plan in self.plans if plan.ragged.padding_fraction > self.limit]
@@ -59,7 +61,7 @@ class Report:
             _table("Bytes per collective: of the largest group, and of all groups together", self._collective_rows()),
             _table("Memory per rank: torch_ragged's, and the totals of the others", self._memory_rows()),
         ]
-        return "\n\n".join(["\n".join(title), *tables, "\n".join([*self._recommendation(), *self.advice()])])
+        return "\n\n".join(["\n".join(title), *tables, "\n".join([*self._recommendation(), *self.advice])])
 
     def as_dict(self) -> dict[str, Any]:
         """All of it for JSON: sizes in elements and bytes, padding as fractions of the elements."""
@@ -79,7 +81,7 @@ class Report:
             "limit": self.limit,
             "sizes": [self._size_dict(plan) for plan in self.plans],
             "recommended": [plan.ranks for plan in self.recommended],
-            "advice": self.advice(),
+            "advice": self.advice,
         }
 
     # -- rows of the tables ----------------------------------------------------------------------------------------
