@@ -160,7 +160,7 @@ def _rows(tensor: TensorSpec) -> int:
 
 def _recut(tensor: TensorSpec, rows: int) -> TensorSpec:
     ndim = len(tensor.shape)
-    if not rows or (ndim < 2 and rows == 1):
+    if not rows:
         return replace(tensor, block=1, dims=tuple(range(ndim)))
     row, dims = (tensor.shape[-1], tuple(range(ndim - 1))) if ndim > 1 else (1, tuple(range(ndim)))
     return replace(tensor, block=rows * row, dims=dims)
