@@ -95,6 +95,15 @@ def spec(shape, block=1, name="t"):
     return TensorSpec(name, tuple(shape), tuple(range(len(shape))), block)
 
 
+class Fused:
+    """A fused (4, 6, 2) tensor in blocks of 8 elements, counted anew every ``period`` elements."""
+
+    name, shape, dims, block, numel = "w", (4, 6, 2), (0, 1), 8, 48
+
+    def __init__(self, period):
+        self.period = period
+
+
 def run(*arguments):
     """Exit status, standard output and standard error of the tool."""
     out, error = io.StringIO(), io.StringIO()
@@ -283,6 +292,10 @@ class PeersTest(TestCase):
         buffer = RowBuffer.pack([spec((5, 2)), spec((8,)), spec((1, 3))], 1)
         self.assertEqual((buffer.cell, buffer.offsets, buffer.cells), (6, (0, 10, 18), 4))
         self.assertEqual([buffer.shard(ranks) for ranks in (1, 2, 3, 4, 9)], [21, 12, 12, 6, 6])
+
+    def test_cells_where_blocks_begin_anew_in_each_matrix(self):
+        cells = [RowBuffer.pack([Fused(period)], 1).cell for period in (0, 12, 24)]
+        self.assertEqual(cells, [24, 12, 24])
 
     def test_what_peers_lose_on_gpt_oss(self):
         model = load_model("gpt-oss-120b")

@@ -136,6 +136,7 @@ def _group_kinds(model: Model, policy: Policy) -> tuple[GroupKind, ...]:
     kinds: dict[object, tuple[list[str], tuple[TensorSpec, ...]]] = {}
     for group, parameters in model.groups.items():
         specs = tensor_specs(group, parameters, policy)
-        names, _ = kinds.setdefault(tuple((spec.shape, spec.dims, spec.block) for spec in specs), ([], specs))
+        cuts = tuple((spec.shape, spec.dims, spec.block, getattr(spec, "period", 0)) for spec in specs)
+        names, _ = kinds.setdefault(cuts, ([], specs))
         names.append(group)
     return tuple(GroupKind(tuple(names), specs) for names, specs in kinds.values())

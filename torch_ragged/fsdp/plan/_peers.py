@@ -30,7 +30,7 @@ class RowBuffer:
     Megatron-FSDP's row-only buffer.
 
     A *unit* of a tensor is a slice of dimension 0, or the least common multiple of that and the tensor's block if it has
-    one. A *cell* is the least common multiple of all units and of the alignment. Shards are whole cells, so that no
+    one (of that and the period, where blocks do not fill it). A *cell* is the least common multiple of all units and of the alignment. Shards are whole cells, so that no
     boundary cuts a unit of a tensor that begins on a cell. In detail:
 
     - A tensor of a cell or more begins on a cell. If whole cells do not fill it, its last cell has room left: the next
@@ -108,4 +108,7 @@ def _slice_numel(tensor: TensorSpec) -> int:
 
 
 def _unit(tensor: TensorSpec) -> int:
-    return math.lcm(max(1, _slice_numel(tensor)), max(1, min(tensor.block, tensor.numel)))
+    block, period = max(1, min(tensor.block, tensor.numel)), getattr(tensor, "period", 0)
+    if period % block:  # Blocks that begin anew in each period, and do not fill it: cuts between periods harm none.
+        block = period
+    return math.lcm(max(1, _slice_numel(tensor)), block)
