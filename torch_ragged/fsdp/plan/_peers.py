@@ -30,8 +30,8 @@ class RowBuffer:
     Megatron-FSDP's row-only buffer.
 
     A *unit* of a tensor is a slice of dimension 0, or the least common multiple of that and the tensor's block if it has
-    one (of that and the period, where blocks do not fill it). A *cell* is the least common multiple of all units and of the alignment. Shards are whole cells, so that no
-    boundary cuts a unit of a tensor that begins on a cell. In detail:
+    one (of that and the period, where blocks do not fill it). A *cell* is the least common multiple of all units and of the
+    alignment. Shards are whole cells, so that no boundary cuts a unit of a tensor that begins on a cell. In detail:
 
     - A tensor of a cell or more begins on a cell. If whole cells do not fill it, its last cell has room left: the next
       such tensor whose own remainder fits there (and whose units tile it) ends on a cell, with its remainder first.
