@@ -1,0 +1,23 @@
+"""The offline planner: ``python -m torch_ragged.fsdp.plan MODEL``; ``--help`` documents it. No GPU, no process group.
+
+Files by noun: ``_shapes`` (families of models), ``_models`` (where a model comes from), ``_model_plan`` (its groups and their
+layouts), ``_peers`` (other schemes), ``_memory`` (bytes), ``_report``, ``_plot``, ``_drawing`` (what is shown), ``_cli``.
+"""
+
+from torch_ragged.fsdp.plan._cli import main
+from torch_ragged.fsdp.plan._model_plan import GroupKind, ModelPlan, ModelPlanner, granularity_policy, tensor_specs
+from torch_ragged.fsdp.plan._models import BUILT_IN, Model, load_model
+from torch_ragged.fsdp.plan._shapes import Parameter
+
+__all__ = [
+    "BUILT_IN",
+    "GroupKind",
+    "Model",
+    "ModelPlan",
+    "ModelPlanner",
+    "Parameter",
+    "granularity_policy",
+    "load_model",
+    "main",
+    "tensor_specs",
+]

@@ -1,0 +1,196 @@
+"""The command line of ``python -m torch_ragged.fsdp.plan``."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from torch_ragged.fsdp import Granularity, blocks, elements, rows, tensor
+from torch_ragged.fsdp._advice import advise
+from torch_ragged.fsdp.plan._drawing import draw_svg, draw_text
+from torch_ragged.fsdp.plan._memory import Precision
+from torch_ragged.fsdp.plan._model_plan import ModelPlan, ModelPlanner, granularity_policy
+from torch_ragged.fsdp.plan._models import BUILT_IN, Model, load_model
+from torch_ragged.fsdp.plan._plot import check_plot_path, plot
+from torch_ragged.fsdp.plan._report import Report
+
+__all__ = ["main"]
+
+_DESCRIPTION = """\
+Plan the FSDP buffers of a model without a GPU or a process group: padding, bytes per collective and memory per rank at
+several FSDP sizes, beside FSDP2 (torch.chunk on dimension 0) and LCM (a buffer of whole rows, as Megatron-FSDP's; what exactly
+is modelled stands in torch_ragged/fsdp/plan/_peers.py).
+"""
+_EPILOG = """\
+examples:
+  python -m torch_ragged.fsdp.plan deepseek-v3 --granularity rows:128
+  python -m torch_ragged.fsdp.plan path/to/config.json --ranks 64,320,1024 --replicas 4 --json plan.json --plot plan.png
+  python -m torch_ragged.fsdp.plan my_package.models:build --granularity blocks:128x128 --apply all
+  python -m torch_ragged.fsdp.plan gpt-oss-120b --granularity rows:128 --ranks 64 --explain block.0 --svg block.svg
+"""
+_FORMS: dict[str, Callable[..., Granularity]] = {
+    r"elements": elements,
+    r"tensor": tensor,
+    r"rows:(\d+)": lambda n: rows(int(n)),
+    r"blocks:(\d+)x(\d+)": lambda h, w: blocks(int(h), int(w)),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool with the arguments ``argv`` (of the command line by default); the exit status, 2 for bad input."""
+    try:
+        options = _parser().parse_args(argv)
+        granularity, precision, model = _check(options)
+    except ValueError as error:
+        print(f"torch_ragged.fsdp.plan: error: {error}", file=sys.stderr)
+        return 2
+    every_matrix = options.apply == "all"
+    planner = ModelPlanner(model, granularity_policy(granularity, every_matrix), precision.alignment)
+    plans = tuple(planner.plan(ranks) for ranks in options.ranks)
+    where = "all matrices" if every_matrix else "expert matrices"
+    words = granularity.text if granularity.kind == "elements" else f"{granularity.text} on {where}, else elements()"
+    report = Report(model, words, precision, options.replicas, options.limit / 100, plans)
+    if options.explain:
+        print(_explain(plans[0], options.explain, report, options.svg))
+    else:
+        print(report.text())
+    if options.json:
+        Path(options.json).write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    if options.plot:
+        plot(report, options.plot)
+    return 0
+
+
+def _explain(plan: ModelPlan, group: str, report: Report, svg: str | None) -> str:
+    """The drawing of ``group``, written to ``svg`` too, with what forces its padding and what would mend it."""
+    layout = plan.group_layouts()[group]
+    title = layout.describe(group, report.precision.param.itemsize)
+    if svg:
+        Path(svg).write_text(draw_svg(layout, title))
+    forced_by = getattr(layout, "forced_by", "")
+    lines = [title, *([f"forced by {forced_by}"] if forced_by else []), "", draw_text(layout)]
+    advice = advise({group: layout}, report.limit)
+    return "\n".join([*lines, *(["", *advice] if advice else [])])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m torch_ragged.fsdp.plan",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", help=f"{', '.join(BUILT_IN)}; or a Hugging Face config.json; or module:callable, built on the meta device")
+    add("--ranks", type=_sizes, help="FSDP sizes, separated by commas (default: 8 to 1024, powers of two)")
+    add("--replicas", type=_positive, default=1, help="HSDP replicas: the world is FSDP size * replicas (default: 1)")
+    add("--granularity", default="elements", help="elements (default), rows:N, blocks:HxW or tensor: what may not be cut")
+    add(
+        "--apply",
+        choices=("experts", "all"),
+        help="matrices that it holds for (default: those of experts, all if there are none)",
+    )
+    add(
+        "--experts", metavar="REGEX", help="names of expert matrices (default: as the families name them; 'experts' in modules)"
+    )
+    add("--param-dtype", type=_dtype, default="bfloat16", help="of what all-gathers move (default: bfloat16)")
+    add("--reduce-dtype", type=_dtype, default="float32", help="of what reduce-scatters move (default: float32)")
+    add("--optimizer-dtype", type=_dtype, default="float32", help="of the optimizer's values (default: float32)")
+    add(
+        "--states",
+        type=_natural,
+        default=3,
+        help="optimizer values per parameter (default: 3, Adam's moments and a master copy)",
+    )
+    add("--limit", type=_percent, default=5.0, help="recommend sizes with padding up to this percentage (default: 5)")
+    add("--explain", metavar="GROUP", help="draw the buffer of this group at one FSDP size, in place of the tables")
+    add("--svg", metavar="FILE", help="with --explain: draw it to this file too")
+    add("--json", metavar="FILE", help="write all results to this file too")
+    add("--plot", metavar="FILE", help="draw padding against FSDP size (.png, .svg, .pdf; needs matplotlib, the viz extra)")
+    return parser
+
+
+# --- checks, before any work ---------------------------------------------------------------------------------------
+
+
+def _check(options: argparse.Namespace) -> tuple[Granularity, Precision, Model]:
+    """Everything that can be wrong with the options together; fills in their defaults.
+
+    Raises:
+        ValueError: something is wrong.
+    """
+    granularity = _granularity(options.granularity)
+    precision = Precision(options.param_dtype, options.reduce_dtype, options.optimizer_dtype, options.states)
+    if options.svg and not options.explain:
+        raise ValueError("--svg draws what --explain GROUP shows: give that too")
+    if options.explain and len(options.ranks or ()) != 1:
+        raise ValueError("--explain draws one FSDP size: give it with --ranks")
+    for option in ("svg", "json", "plot"):
+        path = getattr(options, option)
+        if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise ValueError(f"--{option} {path}: not a file in an existing folder")
+    if options.plot:
+        check_plot_path(options.plot)
+    options.ranks = options.ranks or [2**n for n in range(3, 11)]
+    model = load_model(options.model, options.experts)
+    if options.apply == "experts" and not model.has_experts:
+        raise ValueError(f"{model.name} has no expert matrices: use --apply all, or name them with --experts")
+    options.apply = options.apply or ("experts" if model.has_experts else "all")
+    if options.explain and options.explain not in model.groups:
+        close = difflib.get_close_matches(options.explain, model.groups, 3, 0.5) or [*model.groups][:3]
+        raise ValueError(f"{model.name} has no group {options.explain!r}; close names: {', '.join(close)}")
+    return granularity, precision, model
+
+
+def _granularity(text: str) -> Granularity:
+    for form, make in _FORMS.items():
+        match = re.fullmatch(form, text)
+        if match:
+            return make(*match.groups())
+    raise ValueError(f"--granularity {text!r}: expected elements, rows:N, blocks:HxW or tensor")
+
+
+def _sizes(text: str) -> list[int]:
+    return sorted({_positive(part) for part in text.split(",")})
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _natural(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _integer(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got {text!r}")
+    return int(text)
+
+
+def _percent(text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d*)?", text):
+        raise argparse.ArgumentTypeError(f"expected a percentage, got {text!r}")
+    return float(text)
+
+
+def _dtype(text: str) -> torch.dtype:
+    dtype = getattr(torch, text, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise argparse.ArgumentTypeError(f"expected a floating-point type of torch, such as bfloat16, got {text!r}")
+    return dtype

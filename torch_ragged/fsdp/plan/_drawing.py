@@ -1,0 +1,248 @@
+"""A picture of one buffer: which tensor lies where on which rank, padding hatched. Text for a terminal, or SVG.
+
+Neither looks at every rank: ranks that hold the same share one row, so that work and size grow with the tensors alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import re
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+
+from torch_ragged.debug import _ends, _share
+from torch_ragged.fsdp import BufferLayout, TensorSpec
+
+__all__ = ["draw_svg", "draw_text"]
+
+_SYMBOLS = string.ascii_letters
+_OTHERS, _PADDING = "*", "/"
+_PADDING_KIND = -1
+
+Pieces = tuple[tuple[int, int, int], ...]
+"""What a rank holds: (kind, start, stop), in elements of its shard. Together they fill it."""
+
+
+@dataclass
+class _Kind:
+    """Tensors that are drawn alike: one tensor or, if there are too many, those that differ by numbers in their name."""
+
+    symbol: str
+    name: str
+    members: list[TensorSpec]
+    first_rank: int
+    last_rank: int
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Neighbouring ranks, both ends included, that hold the same."""
+
+    first: int
+    last: int
+    pieces: Pieces
+
+    @property
+    def label(self) -> str:
+        return f"rank {self.first}" if self.first == self.last else f"ranks {self.first}-{self.last}"
+
+    @property
+    def padding(self) -> int:
+        """Elements of padding on each of the ranks."""
+        return sum(stop - start for kind, start, stop in self.pieces if kind == _PADDING_KIND)
+
+
+def draw_text(layout: BufferLayout, width: int = 100, height: int = 24) -> str:
+    """The buffer of ``layout`` as lines of at most about ``width`` characters.
+
+    A row is the shard of a rank, to scale; ``/`` is padding, a letter is a tensor of the legend. Neighbouring ranks that
+    hold the same share a row; of more than ``height`` rows, and as many lines of the legend, the middle is left out.
+    """
+    kinds, rows = _picture(layout)
+    head, hidden, tail = _ends(rows, height)
+    margin = max(len(row.label) for row in (*head, *tail))
+    symbols = [kind.symbol for kind in kinds] + [_PADDING]  # The kind of padding, -1, is the last.
+    lines = []
+    for row in (*head, *tail):
+        cells = _cells(row.pieces, symbols, layout.shard_numel, max(width - margin - 24, 20))
+        note = f"  padding {row.padding:,}{' each' * (row.first < row.last)}" if row.padding else ""
+        lines.append(f"{row.label.ljust(margin)} |{cells}|{note}")
+    if hidden:
+        lines.insert(len(head), f"... {hidden:,} more rows")
+    return "\n".join([*lines, "", *_legend(layout, kinds, height)])
+
+
+def _picture(layout: BufferLayout) -> tuple[list[_Kind], list[_Row]]:
+    kinds, kind_of = _kinds(layout)
+    return kinds, _rows(layout, kind_of)
+
+
+def _kinds(layout: BufferLayout) -> tuple[list[_Kind], list[int]]:
+    """What is drawn alike, in order of appearance in the buffer, and the kind of each tensor."""
+    placed = sorted((index for index, tensor in enumerate(layout.tensors) if tensor.numel), key=layout.offsets.__getitem__)
+    keys: dict[int, object] = {index: index for index in placed}
+    if len(placed) > len(_SYMBOLS) // 2:
+        keys = {i: (re.sub(r"\d+", "*", layout.tensors[i].name), layout.tensors[i].shape) for i in placed}
+    named: dict[object, int] = {}
+    kinds: list[_Kind] = []
+    kind_of = [_PADDING_KIND] * len(layout.tensors)
+    for index in placed:
+        tensor, offset = layout.tensors[index], layout.offsets[index]
+        number = named.setdefault(keys[index], min(len(named), len(_SYMBOLS)))
+        last = (offset + tensor.numel - 1) // layout.shard_numel
+        if number == len(kinds):
+            symbol = _SYMBOLS[number] if number < len(_SYMBOLS) else _OTHERS
+            kinds.append(_Kind(symbol, tensor.name, [], offset // layout.shard_numel, last))
+        kinds[number].members.append(tensor)
+        kinds[number].last_rank = last
+        kind_of[index] = number
+    for kind in kinds:
+        if kind.symbol == _OTHERS:
+            kind.name = "others"
+        elif len(kind.members) > 1:
+            kind.name = re.sub(r"\d+", "*", kind.name)
+    return kinds, kind_of
+
+
+def _rows(layout: BufferLayout, kind_of: list[int]) -> list[_Row]:
+    rows: list[_Row] = []
+    for row in _single_rows(layout, kind_of):
+        if rows and rows[-1].pieces == row.pieces:
+            row = _Row(rows.pop().first, row.last, row.pieces)
+        rows.append(row)
+    return rows
+
+
+def _single_rows(layout: BufferLayout, kind_of: list[int]) -> Iterator[_Row]:
+    """Each rank in turn; the ranks that lie wholly inside a tensor or a gap together."""
+    shard = layout.shard_numel
+    segments = [(start, stop, _PADDING_KIND) for start, stop in layout.gaps()]
+    for index, tensor in enumerate(layout.tensors):
+        if tensor.numel:
+            segments.append((layout.offsets[index], layout.offsets[index] + tensor.numel, kind_of[index]))
+    pieces: list[tuple[int, int, int]] = []
+    for start, stop, kind in sorted(segments):
+        while start < stop:
+            rank, inside = divmod(start, shard)
+            whole = (stop - start) // shard
+            if not inside and whole:
+                yield _Row(rank, rank + whole - 1, ((kind, 0, shard),))
+                start += whole * shard
+                continue
+            end = min(stop - rank * shard, shard)
+            if pieces and pieces[-1][0] == kind:  # Neighbours that are drawn alike become one.
+                inside = pieces.pop()[1]
+            pieces.append((kind, inside, end))
+            start = rank * shard + end
+            if end == shard:
+                yield _Row(rank, rank, tuple(pieces))
+                pieces = []
+
+
+def _cells(pieces: Pieces, symbols: list[str], shard: int, room: int) -> str:
+    if len(pieces) <= room:
+        sizes = _share([stop - start for _, start, stop in pieces], room)
+        return "".join(symbols[kind] * size for (kind, _, _), size in zip(pieces, sizes))
+    starts = [start for _, start, _ in pieces]
+    kinds = [pieces[bisect.bisect_right(starts, (2 * i + 1) * shard // (2 * room)) - 1][0] for i in range(room)]
+    for kind, start, _ in pieces:
+        if kind == _PADDING_KIND:  # Small as it may be, it is what the picture is for.
+            kinds[start * room // shard] = kind
+    return "".join(symbols[kind] for kind in kinds)
+
+
+def _legend(layout: BufferLayout, kinds: list[_Kind], height: int) -> list[str]:
+    table = [("", "tensor", "shape", "block", "elements", "ranks")]
+    head, hidden, tail = _ends(kinds, height)
+    for kind in (*head, *tail):
+        numel = sum(tensor.numel for tensor in kind.members)
+        ranks = f"{kind.first_rank}-{kind.last_rank}" if kind.first_rank < kind.last_rank else str(kind.first_rank)
+        table.append((kind.symbol, _name(kind), _shape(kind), _block(kind), f"{numel:,}", ranks))
+    gaps = layout.gaps()
+    if gaps:
+        ranks = f"{gaps[0][0] // layout.shard_numel}-{(gaps[-1][1] - 1) // layout.shard_numel}"
+        table.append(
+            (_PADDING, f"padding, in {len(gaps):,} gap{'s' * (len(gaps) > 1)}", "", "", f"{layout.padding_numel:,}", ranks)
+        )
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines = [
+        "  ".join([*map(str.ljust, line[:3], widths[:3]), *map(str.rjust, line[3:5], widths[3:5]), line[5]]) for line in table
+    ]
+    if hidden:
+        lines.insert(1 + len(head), f"... {hidden:,} more kinds of tensors")
+    return lines
+
+
+def _name(kind: _Kind) -> str:
+    return kind.name if len(kind.members) == 1 else f"{kind.name} ({len(kind.members):,} tensors)"
+
+
+def _shape(kind: _Kind) -> str:
+    return "various" if kind.symbol == _OTHERS else str(kind.members[0].shape)
+
+
+def _block(kind: _Kind) -> str:
+    return "" if kind.symbol == _OTHERS else f"{kind.members[0].block:,}"
+
+
+# --- SVG -----------------------------------------------------------------------------------------------------------
+
+_LEFT, _WIDTH, _HEIGHT = 120, 960, 20  # Pixels: where shards begin, how wide they are, how high a row is.
+_STYLE = """<style>text { font: 12px sans-serif; }</style>
+<defs><pattern id="padding" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
+<rect width="6" height="6" fill="white"/><rect width="2" height="6" fill="black"/></pattern></defs>"""
+
+
+def draw_svg(layout: BufferLayout, title: str, height: int = 64) -> str:
+    """The buffer of ``layout`` as an SVG document, as :func:`draw_text` shows it.
+
+    A rectangle says what it is when pointed at. Of more than ``height`` rows, and as many lines of the legend, the middle
+    is left out. The same layout gives the same text.
+    """
+    kinds, rows = _picture(layout)
+    head, hidden, tail = _ends(rows, height)
+    body, top = [_label(8, 20, title)], 36
+    for index, row in enumerate((*head, *tail)):
+        if hidden and index == len(head):
+            body.append(_label(8, top + 14, f"... {hidden:,} more rows"))
+            top += _HEIGHT
+        body.append(_label(8, top + 14, row.label))
+        body += [_piece(piece, kinds, layout.shard_numel, top) for piece in row.pieces]
+        top += _HEIGHT
+    top += _HEIGHT
+    head_kinds, hidden_kinds, tail_kinds = _ends(list(enumerate(kinds)), height)
+    entries = [(number, f"{_name(kind)} {_shape(kind)}") for number, kind in (*head_kinds, *tail_kinds)]
+    if hidden_kinds:
+        entries.insert(len(head_kinds), (_PADDING_KIND - 1, f"... {hidden_kinds:,} more kinds of tensors"))
+    for number, text in [*entries, (_PADDING_KIND, f"padding, {layout.padding_numel:,} elements")]:
+        if number >= _PADDING_KIND:
+            body.append(f'<rect x="{_LEFT}" y="{top}" width="24" height="16" fill="{_fill(number)}" stroke="black"/>')
+        body.append(_label(_LEFT + 32, top + 13, text))
+        top += _HEIGHT
+    size = f'width="{_LEFT + _WIDTH + 16}" height="{top + 8}"'
+    paper = '<rect width="100%" height="100%" fill="white"/>'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', _STYLE, paper, *body, "</svg>", ""])
+
+
+def _piece(piece: tuple[int, int, int], kinds: list[_Kind], shard: int, top: int) -> str:
+    kind, start, stop = piece
+    name = "padding" if kind == _PADDING_KIND else kinds[kind].name
+    x, width = _LEFT + _WIDTH * start / shard, max(_WIDTH * (stop - start) / shard, 0.5)
+    return (
+        f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_HEIGHT - 3}" fill="{_fill(kind)}" stroke="black" '
+        f'stroke-width="0.3"><title>{escape(name)}: elements {start:,} to {stop:,} of the shard</title></rect>'
+    )
+
+
+def _fill(kind: int) -> str:
+    """A colour per kind, neighbours far apart on the colour circle."""
+    return (
+        "url(#padding)" if kind == _PADDING_KIND else f"hsl({math.floor(kind * 137.508) % 360}, 65%, {62 + 12 * (kind % 2)}%)"
+    )
+
+
+def _label(x: int, y: int, text: str) -> str:
+    return f'<text x="{x}" y="{y}">{escape(text)}</text>'
