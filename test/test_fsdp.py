@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard
-from torch_ragged.fsdp import blocks, buffer_layouts, fully_shard, rows
+from torch_ragged.fsdp import advise, blocks, buffer_layouts, fully_shard, rows, tensor
 
 CONFIG = MoEConfig(dim=24, heads=2, layers=3, experts=3, hidden=16, context=12)
 STEPS = 12
@@ -202,6 +202,26 @@ class Choice(nn.Module):
         return self.frozen((self.b if use_b else self.a)(x))
 
 
+def check_padding_warning():
+    """Rank 0 says what a granularity costs, and that there is advice; a harmless one costs nothing and says nothing."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    case = unittest.TestCase()
+    with case.assertNoLogs("torch_ragged.fsdp"):
+        fully_shard(nn.Linear(64, 64), mesh=mesh, orig_param_policy=lambda fqn, p: rows(1))
+    model = nn.Linear(64, 64)
+    with case.assertLogs("torch_ragged.fsdp") if rank == 0 else case.assertNoLogs("torch_ragged.fsdp") as logs:
+        fully_shard(model, mesh=mesh, orig_param_policy=lambda fqn, p: tensor())
+    if rank == 0:
+        (message,) = (record.getMessage() for record in logs.records)
+        assert message == (
+            "weight and 1 more parameters on 4 ranks: 293.8% padding for their granularity (at least 293.8%: weight: a block "
+            "of 4,096 elements must fit into one shard). advise(buffer_layouts(model)) tells what would mend it"
+        ), message
+        (advice,) = advise(buffer_layouts(model))
+        assert "blocks of 1 row in place of whole tensors for weight" in advice and "4.62%" in advice, advice
+
+
 def check_unused_parameters():
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
@@ -326,6 +346,9 @@ class FullyShardTest(unittest.TestCase):
     def test_parameters_unused_on_some_or_all_ranks(self):
         for ranks in (1, 2, 4):
             run_ranks(ranks, check_unused_parameters)
+
+    def test_padding_of_a_granularity_is_told(self):
+        run_ranks(4, check_padding_warning)
 
     def test_api(self):
         run_ranks(2, check_api)

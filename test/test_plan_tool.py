@@ -261,7 +261,7 @@ class PeersTest(TestCase):
             for _ in range(generator.randint(1, 7)):
                 shape = tuple(generator.randint(1, 6) for _ in range(generator.randint(0, 3)))
                 granularity = generator.choice((elements(), elements(), rows(1), rows(2), blocks(2, 2), tensor()))
-                tensors.append(spec(shape, granularity.block_numel(shape)))
+                tensors.append(granularity.tensor_spec("t", shape))
             alignment, ranks = generator.choice((1, 4)), generator.randint(1, 6)
             buffer = RowBuffer.pack(tensors, alignment)
             shard = buffer.shard(ranks)
@@ -281,7 +281,7 @@ class PeersTest(TestCase):
                 for boundary in range(shard, ranks * shard, shard):
                     if offset < boundary < position:
                         self.assertEqual((boundary - offset) % math.prod(one.shape[1:]), 0)
-                        self.assertEqual((boundary - offset) % one.block, 0)
+                        self.assertEqual((boundary - offset) % (one.period or one.numel) % one.block, 0)
                 shared += offset % buffer.cell > 0 and one.numel >= buffer.cell
             self.assertLessEqual(position, ranks * shard)
         self.assertGreater(shared, 15)  # Large tensors did end on a cell that another one begins.
@@ -384,7 +384,7 @@ def random_layout(generator):
     for index in range(generator.randint(1, 5)):
         shape = tuple(generator.randint(0, 6) for _ in range(generator.randint(1, 2)))
         granularity = generator.choice((elements(), rows(1), rows(2), tensor()))
-        tensors.append(TensorSpec(f"w{index}", shape, granularity.dims(shape), granularity.block_numel(shape)))
+        tensors.append(granularity.tensor_spec(f"w{index}", shape))
     return plan_layout(tensors, generator.randint(1, 9), generator.choice((1, 4)))
 
 
@@ -483,7 +483,7 @@ class AdviceTest(TestCase):
         """A third of the model is one block of rows too large for the shards."""
         granularity = granularity or rows(64)
         shape = (96, 64)
-        w = TensorSpec("experts.w", shape, granularity.dims(shape), granularity.block_numel(shape))
+        w = granularity.tensor_spec("experts.w", shape)
         block = plan_layout([w, spec((64, 64), 1, "q")], ranks, 64)
         return {**{f"layers.{i}": block for i in range(groups)}, "rest": plan_layout([spec((80, 64), 1, "e")], ranks, 64)}
 
@@ -567,9 +567,9 @@ class AdviceTest(TestCase):
 
     def test_if_nothing_mends_it_says_so(self):
         layout = plan_layout([spec((130,), 130, "bias")], 2, 64)
-        forced_by = getattr(layout, "forced_by", "")
         lines = [
-            "a: padding 195.38% on 2 ranks exceeds 5%" + (f"; forced by {forced_by}" if forced_by else ""),
+            "a: padding 195.38% on 2 ranks exceeds 5% (at least 195.38%: bias: "
+            "a block of 130 elements must fit into one shard)",
             "  nothing that was tried brings it within the limit; the best was",
             "  - FSDP size 1: 47.69%",
         ]
@@ -673,6 +673,7 @@ class CommandLineTest(Folder):
             out,
             """\
 decoder.layers.1: 7 tensors on 3 ranks, shard 64 elements, padding 26.32% (bound 26.32%), 384 bytes per collective, order given
+the bound: all 152 elements must fit into 3 shards
 
 rank 0 |aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa|
 rank 1 |bbbbbbbbccccccccccccccccccccccccccccccccdddd////////////////////|  padding 20
@@ -768,7 +769,7 @@ class BadInputTest(Folder):
                 ["--param-dtype", "int8"],
                 "argument --param-dtype: expected a floating-point type of torch, such as bfloat16, got 'int8'",
             ),
-            (["--granularity", "rows"], "--granularity 'rows': expected elements, rows:N, blocks:HxW or tensor"),
+            (["--granularity", "rows"], "--granularity 'rows': expected elements, rows:N, rows:N/WITHIN, blocks:HxW or tensor"),
             (["--granularity", "rows:0"], "rows() takes positive integers, got 0"),
             (["--granularity", "blocks:4x0"], "blocks() takes positive integers, got 0"),
             (["--experts", "("], "--experts '(' is not a regular expression: missing ), unterminated subpattern at position 0"),

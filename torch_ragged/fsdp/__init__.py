@@ -1,12 +1,14 @@
 """Fully sharded data parallelism on RaggedShard: FSDP2's API on buffers that need no copies in or out.
 
-Files by noun: ``_granularity`` (what may be cut), ``_layout`` and ``_planner`` (where tensors lie), ``_dbuffer`` (the
-memory), ``_collectives``, ``_param_group`` (parameters and gradients of a unit), ``_state`` (hooks), ``_fully_shard`` (API).
+Files by noun: ``_granularity`` (what may be cut), ``_layout`` (where tensors lie), ``_planner`` with ``_packing``,
+``_interleave`` and ``_bound`` (the search for it), ``_advice``, ``plan`` (the offline tool), ``_dbuffer`` (the memory),
+``_collectives``, ``_param_group`` (parameters and gradients of a unit), ``_state`` (hooks), ``_fully_shard`` (API).
 """
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import torch_ragged  # noqa: F401  (registers the placements)
+from torch_ragged.fsdp._advice import advise
 from torch_ragged.fsdp._collectives import CollectiveTimer
 from torch_ragged.fsdp._dbuffer import DBuffer
 from torch_ragged.fsdp._fully_shard import FSDPModule, buffer_layouts, fully_shard, time_collectives
@@ -23,6 +25,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OrigParamPolicy",
     "TensorSpec",
+    "advise",
     "blocks",
     "buffer_layouts",
     "elements",

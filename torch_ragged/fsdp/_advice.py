@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from torch_ragged.fsdp._layout import BufferLayout, TensorSpec, total_numel
 from torch_ragged.fsdp._planner import plan_layout
 
-__all__ = ["Remedy", "advise", "remedies"]
+__all__ = ["PADDING_LIMIT", "Remedy", "advise", "remedies"]
+
+PADDING_LIMIT = 0.05
+"""Above this much padding for the granularity of a group, ``fully_shard`` warns, and :func:`advise` advises."""
 
 _MOST_MERGED_TENSORS = 10_000  # Planning a larger group would take longer than advice is worth.
 
@@ -24,7 +27,7 @@ class Remedy:
         return f"{self.text}: {_percent(self.padding_fraction)}"
 
 
-def advise(layouts: Mapping[str, BufferLayout], limit: float = 0.05) -> list[str]:
+def advise(layouts: Mapping[str, BufferLayout], limit: float = PADDING_LIMIT) -> list[str]:
     """Advice for the groups whose padding exceeds ``limit``: what forces it, and what would mend it.
 
     Groups of equal tensors are reported once. What is offered brings the group's padding within the limit, as planning it
@@ -39,7 +42,7 @@ def advise(layouts: Mapping[str, BufferLayout], limit: float = 0.05) -> list[str
     """
     kinds: dict[object, list[str]] = {}
     for name, layout in layouts.items():
-        cut = tuple((tensor.shape, tensor.dims, tensor.block, getattr(tensor, "period", 0)) for tensor in layout.tensors)
+        cut = tuple((tensor.shape, tensor.dims, tensor.block, tensor.period) for tensor in layout.tensors)
         kinds.setdefault((cut, layout.ranks, layout.alignment), []).append(name)
     groups = [(names, layouts[names[0]]) for names in kinds.values()]
     texts = []
@@ -77,10 +80,9 @@ def remedies(
 
 
 def _text(names: Sequence[str], layout: BufferLayout, limit: float, found: Sequence[Remedy]) -> str:
-    forced_by = getattr(layout, "forced_by", "")
     lines = [
         f"{_and_more(names)}: padding {_percent(layout.padding_fraction)} on {layout.ranks:,} ranks exceeds {100 * limit:g}%"
-        + (f"; forced by {forced_by}" if forced_by else "")
+        f" (at least {_percent(layout.bound_fraction)}: {layout.forced_by})"
     ]
     mending = [remedy for remedy in found if remedy.padding_fraction <= limit]
     if mending:

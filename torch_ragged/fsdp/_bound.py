@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from dataclasses import dataclass, replace
+from typing import Optional
 
 from torch_ragged.fsdp._layout import TensorSpec
 from torch_ragged.fsdp._packing import Kind
@@ -13,16 +14,17 @@ from torch_ragged.fsdp._packing import Kind
 __all__ = ["Bound", "lower_bound"]
 
 
-class Bound(NamedTuple):
-    """No layout has a smaller ``shard``, because of ``why``, which ``{name}`` of tensor ``index`` completes."""
+@dataclass(frozen=True)
+class Bound:
+    """No layout has a smaller ``shard``, because of ``why``: of tensor number ``tensor``, if it is one that forces it."""
 
     shard: int
     why: str
-    index: Optional[int] = None
+    tensor: Optional[int] = None
 
     def explain(self, tensors: Sequence[TensorSpec]) -> str:
         """Why, in words."""
-        return self.why if self.index is None else f"{tensors[self.index].name}: {self.why}"
+        return self.why if self.tensor is None else f"{tensors[self.tensor].name}: {self.why}"
 
 
 def lower_bound(kinds: Sequence[Kind], ranks: int, alignment: int) -> Bound:
@@ -39,19 +41,19 @@ def lower_bound(kinds: Sequence[Kind], ranks: int, alignment: int) -> Bound:
     block = min(kinds[largest].block, kinds[largest].numel)
     bounds.append(Bound(block, f"a block of {block:,} elements must fit into one shard", largest))
     bounds += [bound for divisor in _divisors(kinds) if (bound := _of_divisor(kinds, ranks, divisor)) is not None]
-    # Among equals the simplest reason, which comes first.
+    # Among equals the simplest reason, or the largest divisor, which comes first.
     best = max(bounds, key=lambda bound: _round_up(bound.shard, alignment))
-    return _of_whole_shards(kinds, alignment, best._replace(shard=max(alignment, _round_up(best.shard, alignment))))
+    return _of_whole_shards(kinds, alignment, replace(best, shard=max(alignment, _round_up(best.shard, alignment))))
 
 
 def _divisors(kinds: Sequence[Kind]) -> list[int]:
-    blocks = sorted({math.gcd(kind.block, kind.period) for kind in kinds if kind.numel % kind.block == 0 and kind.block > 1})
+    blocks = sorted({math.gcd(kind.block, kind.unit) for kind in kinds if kind.numel % kind.block == 0 and kind.block > 1})
     common = {math.gcd(a, b) for a, b in itertools.combinations(blocks[-8:], 2)}
-    return sorted({*blocks, *common} - {1})
+    return sorted({*blocks, *common} - {1}, reverse=True)
 
 
 def _of_divisor(kinds: Sequence[Kind], ranks: int, divisor: int) -> Bound | None:
-    whole = sum(kind.numel for kind in kinds if kind.numel % divisor == kind.block % divisor == kind.period % divisor == 0)
+    whole = sum(kind.numel for kind in kinds if kind.numel % divisor == kind.block % divisor == kind.unit % divisor == 0)
     multiples = -(-whole // (divisor * ranks))
     why = f"{whole // divisor:,} pieces of {divisor:,} elements on {ranks:,} ranks: {multiples:,} on some rank"
     return Bound(multiples * divisor, why) if whole else None
@@ -61,7 +63,7 @@ def _of_whole_shards(kinds: Sequence[Kind], alignment: int, bound: Bound) -> Bou
     """The next shard size at which every tensor of more than two shards has shards of its blocks."""
     while True:
         inside = {kind: index for index, kind in reversed(list(enumerate(kinds))) if kind.numel > 2 * bound.shard}
-        units = {kind: math.gcd(kind.block, kind.period) for kind in inside}
+        units = {kind: math.gcd(kind.block, kind.unit) for kind in inside}
         shard = _round_up(bound.shard, math.lcm(alignment, *units.values()))
         if shard == bound.shard:
             return bound

@@ -9,17 +9,19 @@ from typing import Optional
 
 import torch
 
+from torch_ragged.fsdp._layout import TensorSpec
+
 __all__ = ["Granularity", "OrigParamPolicy", "blocks", "elements", "rows", "tensor"]
 
 
 @dataclass(frozen=True)
 class Granularity:
-    """The smallest piece of a parameter that stays on one rank.
+    """The smallest piece of a parameter that stays on one rank; made by :func:`elements`, :func:`rows` and so on.
 
     Attributes:
         kind: ``"elements"``, ``"rows"`` or ``"tensor"``.
         size: how many of them make a block.
-        within: whether blocks must not straddle the matrices of a parameter with more than two dimensions.
+        within: blocks do not straddle two slices of the dimensions up to this one (negative: from the end); None if they may.
         text: how the user wrote it.
 
     A *row* is a slice along the last dimension of a tensor of two or more dimensions (a fused (E, R, C) expert weight
@@ -28,29 +30,38 @@ class Granularity:
 
     kind: str
     size: int
-    within: bool
+    within: Optional[int]
     text: str
 
-    def dims(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The RaggedShard dims of a parameter of ``shape`` cut at this granularity."""
+    def tensor_spec(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> TensorSpec:
+        """What the planner is told of a parameter of ``shape`` that is cut at this granularity."""
+        shape = tuple(shape)
+        return TensorSpec(name, shape, self._dims(shape), self._block(shape), self._period(shape), dtype)
+
+    def _dims(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if self.kind == "tensor":
             return ()
         if self.kind == "elements" or len(shape) < 2:
             return tuple(range(len(shape)))
         return tuple(range(len(shape) - 1))
 
-    def block_numel(self, shape: Sequence[int]) -> int:
-        """Elements of one block of a parameter of ``shape``; the last block of the parameter may be shorter."""
+    def _block(self, shape: tuple[int, ...]) -> int:
         numel = max(math.prod(shape), 1)
         if self.kind == "tensor":
             return numel
-        if len(shape) < 2 or self.kind == "elements":
-            return 1 if self.within else min(self.size, numel)
-        per_row, per_matrix = max(shape[-1], 1), max(shape[-2], 1)
-        block = self.size
-        if self.within and len(shape) > 2 and per_matrix % self.size:
-            block = per_matrix  # Blocks do not tile a matrix: whole matrices are the finest cut that breaks none.
-        return min(block * per_row, numel)
+        if self.kind == "elements":
+            return 1
+        if len(shape) < 2:
+            return 1 if self.within is not None else min(self.size, numel)
+        return min(self.size * max(shape[-1], 1), self._period(shape) or numel)
+
+    def _period(self, shape: tuple[int, ...]) -> int:
+        """Elements after which blocks are counted anew; 0 for never."""
+        if self.within is None:
+            return 0
+        within = self.within if self.within >= 0 else self.within + len(shape)
+        period = math.prod(shape[within + 1 :]) if 0 <= within <= len(shape) - 3 else 0
+        return period if period < math.prod(shape) else 0
 
 
 OrigParamPolicy = Callable[[str, torch.nn.Parameter], Optional[Granularity]]
@@ -59,35 +70,44 @@ OrigParamPolicy = Callable[[str, torch.nn.Parameter], Optional[Granularity]]
 
 def elements() -> Granularity:
     """Cut anywhere: no padding beyond alignment."""
-    return Granularity("elements", 1, False, "elements()")
+    return Granularity("elements", 1, None, "elements()")
 
 
-def rows(n: int = 1) -> Granularity:
+def rows(n: int = 1, within: Optional[int] = None) -> Granularity:
     """Keep every ``n`` consecutive rows together.
 
+    Args:
+        n: rows of a block.
+        within: count rows anew for each slice of the dimensions up to this one, so that no block straddles two: 0 for
+            fused expert weights (E, R, C), where blocks of 128 rows do not divide the 2,880 rows of an expert. Parameters
+            without slices of several rows ignore it.
+
     Raises:
-        ValueError: ``n`` is not a positive integer.
+        ValueError: ``n`` is not a positive integer, or ``within`` not an integer.
     """
-    return Granularity("rows", _positive("rows", n), False, f"rows({n})")
+    _positive("rows", n)
+    if within is not None and (not isinstance(within, int) or isinstance(within, bool)):
+        raise ValueError(f"rows(within=) takes a dimension or None, got {within!r}")
+    return Granularity("rows", n, within, f"rows({n})" if within is None else f"rows({n}, within={within})")
 
 
 def blocks(h: int, w: int) -> Granularity:
     """Keep every ``h`` x ``w`` block of every matrix whole.
 
-    Storage is row-major, so that a rank holds whole bands of ``h`` rows, whatever ``w`` is. Blocks do not straddle
-    the matrices of a parameter with more than two dimensions: if ``h`` does not divide its matrices, matrices stay
-    whole. Parameters of fewer than two dimensions have no such blocks and are cut anywhere.
+    Storage is row-major, so that a rank holds whole bands of ``h`` rows, whatever ``w`` is. Bands do not straddle the
+    matrices of a parameter with more than two dimensions; the last band of each may be lower. Parameters of fewer than
+    two dimensions have no such blocks and are cut anywhere.
 
     Raises:
         ValueError: ``h`` or ``w`` is not a positive integer.
     """
     _positive("blocks", w)
-    return Granularity("rows", _positive("blocks", h), True, f"blocks({h}, {w})")
+    return Granularity("rows", _positive("blocks", h), -3, f"blocks({h}, {w})")
 
 
 def tensor() -> Granularity:
     """Keep the whole parameter on one rank."""
-    return Granularity("tensor", 1, False, "tensor()")
+    return Granularity("tensor", 1, None, "tensor()")
 
 
 def _positive(name: str, value: int) -> int:

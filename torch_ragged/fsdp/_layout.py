@@ -100,7 +100,9 @@ class BufferLayout:
         for cut in range(first, numel, shard):
             if cut % period % block:
                 where = f"shard boundary {(offset + cut) // shard} cuts {tensor.name} at {cut}"
-                raise ValueError(f"{where}, inside a block of {block}{f', counted from each {period}' if tensor.period else ''}")
+                raise ValueError(
+                    f"{where}, inside a block of {block}{f', counted from each {period}' if tensor.period else ''}"
+                )
 
     @property
     def numel(self) -> int:
@@ -116,6 +118,19 @@ class BufferLayout:
     def padding_fraction(self) -> float:
         """Padding relative to the elements of the tensors."""
         return self.padding_numel / max(1, self.numel - self.padding_numel)
+
+    @property
+    def bound_fraction(self) -> float:
+        """The padding that no layout of these tensors could avoid, relative to their elements."""
+        used = self.numel - self.padding_numel
+        return (self.ranks * self.lower_bound - used) / max(1, used)
+
+    @property
+    def granularity_fraction(self) -> float:
+        """The padding beyond what single elements in aligned shards would need, relative to the elements of the tensors."""
+        used = self.numel - self.padding_numel
+        smallest = max(1, -(-used // (self.ranks * self.alignment))) * self.alignment
+        return self.ranks * (self.shard_numel - smallest) / max(1, used)
 
     def local_range(self, index: int, rank: int) -> tuple[int, int]:
         """Start and stop, in elements of the tensor, of what ``rank`` holds of tensor ``index``."""
@@ -149,14 +164,9 @@ class BufferLayout:
         """One line for people: ranks, shard size, padding, bytes per collective."""
         return (
             f"{name}: {len(self.tensors)} tensors on {self.ranks} ranks, shard {self.shard_numel:,} elements, padding "
-            f"{100 * self.padding_fraction:.2f}% (bound {100 * self._bound_fraction:.2f}%), "
+            f"{100 * self.padding_fraction:.2f}% (bound {100 * self.bound_fraction:.2f}%), "
             f"{self.numel * itemsize:,} bytes per collective, order {self.order}"
         )
-
-    @property
-    def _bound_fraction(self) -> float:
-        used = self.numel - self.padding_numel
-        return (self.ranks * self.lower_bound - used) / max(1, used)
 
 
 def total_numel(tensors: Sequence[TensorSpec]) -> int:

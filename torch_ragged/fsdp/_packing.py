@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 
 
 def place(kinds: Sequence[Kind], ranks: int, shard: int) -> list[int] | None:
-    """Offsets of tensors placed in order, each as early as possible, in ``ranks`` shards of ``shard``; None if they do not fit."""
+    """Offsets of tensors placed in order, each as early as possible, in ``ranks`` shards of ``shard``; None if too few."""
     offsets, position = [], 0
     for kind in kinds:
         end = advance(position, kind, 1, shard, shard % kind.unit == 0)
@@ -70,9 +70,10 @@ def advance(position: int, kind: Kind, count: int, shard: int, may_span: bool) -
 
 
 def fits(runs: Sequence[tuple[Kind, int]], ranks: int, shard: int, spans: Mapping[Kind, bool]) -> bool:
-    position: int | None = 0
+    position = 0
     for kind, count in runs:
-        position = advance(position, kind, count, shard, spans[kind])
-        if position is None or position > ranks * shard:
+        end = advance(position, kind, count, shard, spans[kind])
+        if end is None or end > ranks * shard:
             return False
+        position = end
     return True

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from torch_ragged.fsdp._advice import PADDING_LIMIT
 from torch_ragged.fsdp._collectives import Collectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp._dbuffer import DBuffer
 from torch_ragged.fsdp._granularity import Granularity, OrigParamPolicy, elements
-from torch_ragged.fsdp._layout import BufferLayout, TensorSpec
+from torch_ragged.fsdp._layout import BufferLayout
 from torch_ragged.fsdp._planner import plan_layout
 
 __all__ = ["ManagedParam", "ParamGroup", "plan_params"]
 
 _SHARD_ALIGNMENT_BYTES = 128
+_logger = logging.getLogger("torch_ragged.fsdp")
 # From 2.15 on FSDP2 does not round gradients to param_dtype: autograd leaves them in the dtype they are computed in, and
 # without a reduce_dtype they are reduced in the parameters' own dtype. Results follow the FSDP2 that is installed.
 _KEEPS_WIDE_GRADIENTS = torch.__version__ >= "2.15"
@@ -65,9 +69,15 @@ def plan_params(
                 f"orig_param_policy({param.fqn!r}) returned {granularity!r}; expected elements(), rows(n), blocks(h, w), "
                 "tensor() or None"
             )
-        shape = tuple(param.original.shape)
-        specs.append(TensorSpec(param.fqn, shape, granularity.dims(shape), granularity.block_numel(shape)))
-    return plan_layout(specs, ranks, _SHARD_ALIGNMENT_BYTES // min(dtype.itemsize, reduce_dtype.itemsize))
+        specs.append(granularity.tensor_spec(param.fqn, param.original.shape))
+    layout = plan_layout(specs, ranks, _SHARD_ALIGNMENT_BYTES // min(dtype.itemsize, reduce_dtype.itemsize))
+    if layout.granularity_fraction > PADDING_LIMIT and dist.get_rank() == 0:
+        padding, bound = 100 * layout.padding_fraction, 100 * layout.bound_fraction
+        _logger.warning(
+            f"{params[0].fqn} and {len(params) - 1} more parameters on {ranks} ranks: {padding:.1f}% padding for their "
+            f"granularity (at least {bound:.1f}%: {layout.forced_by}). advise(buffer_layouts(model)) tells what would mend it"
+        )
+    return layout
 
 
 class ParamGroup:

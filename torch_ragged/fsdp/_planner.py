@@ -161,7 +161,7 @@ def _distinct_orders(kinds: Sequence[Kind]) -> Iterator[list[int]]:
 
 
 def _round_shards(kinds: Iterable[Kind], alignment: int, bound: int, below: int) -> list[int]:
-    """Shard sizes from ``bound`` to less than ``below`` at which cuts repeat: multiples of blocks, or of what two have in common."""
+    """Shard sizes from ``bound`` up to ``below`` at which cuts repeat: multiples of blocks, or of what two have in common."""
     units = sorted({kind.block for kind in kinds if kind.block > 1})
     common = {math.gcd(a, b) for a, b in itertools.combinations(units[-_MAX_SUBSET_BLOCKS:], 2)}
     steps = [math.lcm(alignment, unit) for unit in {*units, *common}]
@@ -196,14 +196,14 @@ def _steps(kinds: Iterable[Kind], alignment: int, bound: int) -> list[int]:
     """
     units = sorted({kind.unit for kind in kinds if kind.numel >= bound})
     if len(units) <= _MAX_SUBSET_BLOCKS:
-        subsets = itertools.chain.from_iterable(itertools.combinations(units, n) for n in range(len(units) + 1))
+        subsets = [subset for n in range(len(units) + 1) for subset in itertools.combinations(units, n)]
     else:
-        subsets = (tuple(units[:n]) for n in range(len(units) + 1))
+        subsets = [tuple(units[:n]) for n in range(len(units) + 1)]
     return sorted({math.lcm(alignment, *subset) for subset in subsets})
 
 
 def _first(works: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The first of ``low`` to ``high`` that works, where all after it do too; None if ``high`` does not. It is often near ``low``."""
+    """The first of ``low`` to ``high`` that works, where all after it do too; None if none does. It is sought near ``low``."""
     if low > high or not works(high):
         return None
     failed, reach = low - 1, 1

@@ -40,6 +40,7 @@ _FORMS: dict[str, Callable[..., Granularity]] = {
     r"elements": elements,
     r"tensor": tensor,
     r"rows:(\d+)": lambda n: rows(int(n)),
+    r"rows:(\d+)/(\d+)": lambda n, within: rows(int(n), within=int(within)),
     r"blocks:(\d+)x(\d+)": lambda h, w: blocks(int(h), int(w)),
 }
 
@@ -82,8 +83,7 @@ def _explain(plan: ModelPlan, group: str, report: Report, svg: str | None) -> st
     title = layout.describe(group, report.precision.param.itemsize)
     if svg:
         Path(svg).write_text(draw_svg(layout, title))
-    forced_by = getattr(layout, "forced_by", "")
-    lines = [title, *([f"forced by {forced_by}"] if forced_by else []), "", draw_text(layout)]
+    lines = [title, f"the bound: {layout.forced_by}", "", draw_text(layout)]
     advice = advise({group: layout}, report.limit)
     return "\n".join([*lines, *(["", *advice] if advice else [])])
 
@@ -99,7 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     add("model", help=f"{', '.join(BUILT_IN)}; or a Hugging Face config.json; or module:callable, built on the meta device")
     add("--ranks", type=_sizes, help="FSDP sizes, separated by commas (default: 8 to 1024, powers of two)")
     add("--replicas", type=_positive, default=1, help="HSDP replicas: the world is FSDP size * replicas (default: 1)")
-    add("--granularity", default="elements", help="elements (default), rows:N, blocks:HxW or tensor: what may not be cut")
+    add(
+        "--granularity",
+        default="elements",
+        help="elements (default), rows:N, rows:N/WITHIN, blocks:HxW or tensor: what may not be cut",
+    )
     add(
         "--apply",
         choices=("experts", "all"),
@@ -162,7 +166,7 @@ def _granularity(text: str) -> Granularity:
         match = re.fullmatch(form, text)
         if match:
             return make(*match.groups())
-    raise ValueError(f"--granularity {text!r}: expected elements, rows:N, blocks:HxW or tensor")
+    raise ValueError(f"--granularity {text!r}: expected elements, rows:N, rows:N/WITHIN, blocks:HxW or tensor")
 
 
 def _sizes(text: str) -> list[int]:

@@ -22,11 +22,7 @@ def granularity_policy(granularity: Granularity, every_matrix: bool) -> Policy:
 
 def tensor_specs(group: str, parameters: Sequence[Parameter], policy: Policy) -> tuple[TensorSpec, ...]:
     """What the planner is told of ``parameters``; names are without that of the group."""
-    specs = []
-    for one in parameters:
-        granularity, name = policy(one), one.name.removeprefix(f"{group}.")
-        specs.append(TensorSpec(name, one.shape, granularity.dims(one.shape), granularity.block_numel(one.shape)))
-    return tuple(specs)
+    return tuple(policy(one).tensor_spec(one.name.removeprefix(f"{group}."), one.shape) for one in parameters)
 
 
 @dataclass(frozen=True)
@@ -136,7 +132,7 @@ def _group_kinds(model: Model, policy: Policy) -> tuple[GroupKind, ...]:
     kinds: dict[object, tuple[list[str], tuple[TensorSpec, ...]]] = {}
     for group, parameters in model.groups.items():
         specs = tensor_specs(group, parameters, policy)
-        cuts = tuple((spec.shape, spec.dims, spec.block, getattr(spec, "period", 0)) for spec in specs)
+        cuts = tuple((spec.shape, spec.dims, spec.block, spec.period) for spec in specs)
         names, _ = kinds.setdefault(cuts, ([], specs))
         names.append(group)
     return tuple(GroupKind(tuple(names), specs) for names, specs in kinds.values())

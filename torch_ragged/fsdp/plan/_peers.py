@@ -108,7 +108,7 @@ def _slice_numel(tensor: TensorSpec) -> int:
 
 
 def _unit(tensor: TensorSpec) -> int:
-    block, period = max(1, min(tensor.block, tensor.numel)), getattr(tensor, "period", 0)
+    block, period = max(1, min(tensor.block, tensor.numel)), tensor.period
     if period % block:  # Blocks that begin anew in each period, and do not fill it: cuts between periods harm none.
         block = period
     return math.lcm(max(1, _slice_numel(tensor)), block)

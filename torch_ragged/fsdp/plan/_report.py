@@ -155,7 +155,7 @@ class Report:
                 "lower_bound": layout.lower_bound,
                 "padding": layout.padding_fraction,
                 "order": layout.order,
-                "forced_by": getattr(layout, "forced_by", ""),
+                "forced_by": layout.forced_by,
             }
             for kind, layout in zip(plan.kinds, plan.layouts)
         ]
