@@ -121,13 +121,12 @@ def _install_global_tensor_info() -> None:
     lambda: has(dtensor_api.distribute_tensor, "tensor", "device_mesh", "placements"),
 )
 def _install_distribute_tensor() -> None:
-    extend_in_place(dtensor_api.distribute_tensor, _make_distribute_tensor)  # type: ignore[arg-type]
+    guard = "placements is not None and has_ragged(placements)"
+    extend_in_place(dtensor_api.distribute_tensor, guard, _make_distribute_tensor)  # type: ignore[arg-type]
 
 
 def _make_distribute_tensor(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
     def distribute_tensor(tensor, device_mesh=None, placements=None, **kwargs):  # type: ignore[no-untyped-def]
-        if placements is None or not has_ragged(placements):
-            return original(tensor, device_mesh, placements, **kwargs)
         mesh = device_mesh or dtensor_api._mesh_resources.get_current_mesh()
         placements = normalize_placements(tuple(placements), tuple(tensor.shape), tuple(mesh.shape))
         if isinstance(tensor, DTensor):
@@ -178,18 +177,11 @@ def _install_to_local_backward() -> None:
     lambda: has(dtensor_utils.compute_local_shape_and_global_offset, "global_shape", "mesh", "placements"),
 )
 def _install_local_shape() -> None:
-    extend_in_place(dtensor_utils.compute_local_shape_and_global_offset, _make_local_shape)  # type: ignore[arg-type]
+    def refuse(global_shape, mesh, placements, *args, **kwargs):  # type: ignore[no-untyped-def]
+        raise ValueError(f"a piece under {placements} is no single box with one offset: use DTensor.__create_chunk_list__()")
 
-
-def _make_local_shape(original: Callable[..., Any]) -> Callable[..., Any]:
-    def compute_local_shape_and_global_offset(global_shape, mesh, placements, *args, **kwargs):  # type: ignore[no-untyped-def]
-        if has_ragged(placements):
-            raise ValueError(
-                f"a piece under {placements} is no single box with one offset: use DTensor.__create_chunk_list__()"
-            )
-        return original(global_shape, mesh, placements, *args, **kwargs)
-
-    return compute_local_shape_and_global_offset
+    function = dtensor_utils.compute_local_shape_and_global_offset
+    extend_in_place(function, "has_ragged(placements)", lambda original: refuse)  # type: ignore[arg-type]
 
 
 @hook(

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch_ragged.placement_types import has_ragged
+
 __all__ = ["CHECKPOINT", "OPERATORS", "PROTOCOL", "Hook", "extend_in_place", "has", "hook", "hooks"]
 
 # The patches in ``upstream/`` that make hooks unnecessary.
@@ -52,24 +54,33 @@ def has(function: Any, *parameters: str) -> bool:
     return callable(function) and set(parameters) <= set(inspect.signature(function).parameters)
 
 
-def extend_in_place(function: types.FunctionType, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Extend a module-level function for everyone, those included who imported its name before this package.
+def extend_in_place(function: types.FunctionType, guard: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have calls for which ``guard`` holds go to ``make(original)``; for everyone, those included who imported the name before.
 
-    The function object keeps its identity; its code becomes a call of ``make(original)``.
+    The function object keeps its identity, signature and defaults; its code becomes::
+
+        if guard:
+            return make(original)(...)
+        return original(...)
+
+    Args:
+        guard: an expression in the function's parameters and ``has_ragged``. Other calls pay for a frame and for it, no more.
     """
     original = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     original.__kwdefaults__ = function.__kwdefaults__
+    names = {f"_torch_ragged_{function.__name__}": make(original), f"_torch_{function.__name__}": original}
+    function.__globals__.update(names, _has_ragged=has_ragged)
+    ours, theirs = names
     signature = inspect.signature(original)
-    slot = f"_torch_ragged_{function.__name__}"
-    function.__globals__[slot] = make(original)
-    # Parameters by name, with the defaults that the function has: packing them into tuple and dict takes three times as long.
     bare = signature.replace(
         parameters=[p.replace(default=p.empty, annotation=p.empty) for p in signature.parameters.values()],
         return_annotation=signature.empty,
     )
     passed = ", ".join(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in signature.parameters.values())
+    condition = guard.replace("has_ragged", "_has_ragged")
+    source = f"def extended{bare}:\n    if {condition}:\n        return {ours}({passed})\n    return {theirs}({passed})\n"
     scope: dict[str, Any] = {}
-    exec(f"def extended{bare}:\n    return {slot}({passed})\n", scope)
+    exec(source, scope)
     function.__code__ = scope["extended"].__code__

@@ -21,7 +21,7 @@ from torch_ragged._ops import has_ragged_rows, redistribute_rows
 from torch_ragged._ownership import row_major
 from torch_ragged._redistribute import REDUCTIONS, Pending, broadcast_local, redistribute_local
 from torch_ragged._register._hook import PROTOCOL, extend_in_place, has, hook
-from torch_ragged.placement_types import has_ragged, normalize_placements
+from torch_ragged.placement_types import normalize_placements
 
 _aten = torch.ops.aten
 
@@ -33,21 +33,16 @@ _aten = torch.ops.aten
     lambda: has(DTensor.redistribute, "device_mesh", "placements", "async_op"),
 )
 def _install_redistribute() -> None:
-    original = DTensor.redistribute
+    guard = "placements is not None and (has_ragged(placements) or has_ragged(self._spec.placements))"
+    extend_in_place(DTensor.redistribute, guard, lambda original: _redistribute)  # type: ignore[arg-type]
 
-    @functools.wraps(original)
-    def redistribute(self, device_mesh=None, placements=None, **options):  # type: ignore[no-untyped-def]
-        if placements is None or not (has_ragged(placements) or has_ragged(self._spec.placements)):
-            return original(self, device_mesh, placements, **options)
-        mesh = self.device_mesh
-        if device_mesh not in (None, mesh):
-            raise ValueError(
-                f"cannot redistribute a DTensor on {mesh} to another mesh {device_mesh}: use the tensor's own mesh"
-            )
-        placements = normalize_placements(tuple(placements), self.shape, mesh.shape)
-        return _RaggedRedistribute.apply(self, placements, *_options(**options))
 
-    DTensor.redistribute = redistribute  # type: ignore[method-assign]
+def _redistribute(self, device_mesh=None, placements=None, **options):  # type: ignore[no-untyped-def]
+    mesh = self.device_mesh
+    if device_mesh not in (None, mesh):
+        raise ValueError(f"cannot redistribute a DTensor on {mesh} to another mesh {device_mesh}: use the tensor's own mesh")
+    placements = normalize_placements(tuple(placements), self.shape, mesh.shape)
+    return _RaggedRedistribute.apply(self, placements, *_options(**options))
 
 
 def _options(
@@ -92,14 +87,14 @@ class _RaggedRedistribute(torch.autograd.Function):
     ),
 )
 def _install_redistribute_local_tensor() -> None:
-    extend_in_place(dtensor_redistribute.redistribute_local_tensor, _make_redistribute_local_tensor)  # type: ignore[arg-type]
+    guard = "has_ragged(current_spec.placements) or has_ragged(target_spec.placements)"
+    function = dtensor_redistribute.redistribute_local_tensor
+    extend_in_place(function, guard, _make_redistribute_local_tensor)  # type: ignore[arg-type]
 
 
 def _make_redistribute_local_tensor(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def redistribute_local_tensor(local_tensor, current_spec, target_spec, *, async_op=False, **kwargs):  # type: ignore
         source, target = current_spec.placements, target_spec.placements
-        if not (has_ragged(source) or has_ragged(target)):
-            return original(local_tensor, current_spec, target_spec, async_op=async_op, **kwargs)
         if current_spec.mesh != target_spec.mesh:
             raise NotImplementedError("redistribution of a ragged DTensor to another mesh: use the tensor's own mesh")
         mesh = current_spec.mesh
