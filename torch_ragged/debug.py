@@ -11,18 +11,18 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO, TypeVar, Union
+from typing import Any, TextIO, Union
 
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._ownership import owned, row_major
+from torch_ragged._picture import ends, share
 from torch_ragged.placement_types import cuts_of, normalize_placements
 
 __all__ = ["visualize", "visualize_sharding"]
 
 Tensors = Union[DTensor, Sequence[DTensor], Mapping[str, DTensor]]
-T = TypeVar("T")
 
 
 def visualize(
@@ -257,42 +257,25 @@ def _drawing(picture: _Picture, max_width: int, max_height: int) -> list[str]:
     width = max(len(str(ranks[0])) for ranks in picture.owners)
     room = max((max_width - margin + 1) // (width + 1), 3)
     blocks = []
-    for row, label, height in zip(rows, labels, _share([row.size for row in rows], max_height)):
+    for row, label, height in zip(rows, labels, share([row.size for row in rows], max_height)):
         cells = _cells(row, picture, width, room)
         blocks.append([label.ljust(margin) + cells] + [" " * margin + cells] * (height - 1))
-    head, hidden, tail = _ends(blocks, max_height)
+    head, hidden, tail = ends(blocks, max_height)
     middle = [[f"... {hidden} more bands"]] if hidden else []
     return [" " * margin + f"0:{columns}", *itertools.chain(*head, *middle, *tail)]
 
 
 def _cells(row: _Row, picture: _Picture, width: int, room: int) -> str:
     names = [str(picture.owners[owner][0]).rjust(width) for _, _, owner in row.segments]
-    cells = [[name] * n for name, n in zip(names, _share([stop - start for start, stop, _ in row.segments], room))]
-    head, hidden, tail = _ends(cells, room - 1)
+    cells = [[name] * n for name, n in zip(names, share([stop - start for start, stop, _ in row.segments], room))]
+    head, hidden, tail = ends(cells, room - 1)
     return " ".join(itertools.chain(*head, ["..."] if hidden else [], *tail))
-
-
-def _share(sizes: Sequence[int], room: int) -> list[int]:
-    """The sizes, if ``room`` is enough for them; else shares of ``room`` to scale, but at least one for each size."""
-    total, free = sum(sizes), room - len(sizes)
-    if total <= room:
-        return list(sizes)
-    edges = [count + max(free, 0) * edge // total for count, edge in enumerate([0, *itertools.accumulate(sizes)])]
-    return [stop - start for start, stop in itertools.pairwise(edges)]
-
-
-def _ends(items: Sequence[T], room: int) -> tuple[Sequence[T], int, Sequence[T]]:
-    """All items if there is room; else the first and the last ones, and how many between them give way to one line."""
-    if len(items) <= room:
-        return items, 0, ()
-    head, tail = room // 2, (room - 1) // 2
-    return items[:head], len(items) - head - tail, items[len(items) - tail :]
 
 
 def _legend(picture: _Picture, max_height: int) -> list[str]:
     numel = math.prod(picture.shape)
     table = [("ranks", "elements", "share", "interval", "pieces")]
-    head, hidden, tail = _ends(list(zip(picture.owners, picture.pieces)), max_height)
+    head, hidden, tail = ends(list(zip(picture.owners, picture.pieces)), max_height)
     for ranks, pieces in (*head, *tail):
         count = sum(piece.numel for piece in pieces)
         where = " ".join(piece.index for piece in pieces)

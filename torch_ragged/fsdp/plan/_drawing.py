@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
-from torch_ragged.debug import _ends, _share
+from torch_ragged._picture import ends, share
 from torch_ragged.fsdp import BufferLayout, TensorSpec
 
 __all__ = ["draw_svg", "draw_text"]
@@ -62,7 +62,7 @@ def draw_text(layout: BufferLayout, width: int = 100, height: int = 24) -> str:
     hold the same share a row; of more than ``height`` rows, and as many lines of the legend, the middle is left out.
     """
     kinds, rows = _picture(layout)
-    head, hidden, tail = _ends(rows, height)
+    head, hidden, tail = ends(rows, height)
     margin = max(len(row.label) for row in (*head, *tail))
     symbols = [kind.symbol for kind in kinds] + [_PADDING]  # The kind of padding, -1, is the last.
     lines = []
@@ -144,7 +144,7 @@ def _single_rows(layout: BufferLayout, kind_of: list[int]) -> Iterator[_Row]:
 
 def _cells(pieces: Pieces, symbols: list[str], shard: int, room: int) -> str:
     if len(pieces) <= room:
-        sizes = _share([stop - start for _, start, stop in pieces], room)
+        sizes = share([stop - start for _, start, stop in pieces], room)
         return "".join(symbols[kind] * size for (kind, _, _), size in zip(pieces, sizes))
     starts = [start for _, start, _ in pieces]
     kinds = [pieces[bisect.bisect_right(starts, (2 * i + 1) * shard // (2 * room)) - 1][0] for i in range(room)]
@@ -156,7 +156,7 @@ def _cells(pieces: Pieces, symbols: list[str], shard: int, room: int) -> str:
 
 def _legend(layout: BufferLayout, kinds: list[_Kind], height: int) -> list[str]:
     table = [("", "tensor", "shape", "block", "elements", "ranks")]
-    head, hidden, tail = _ends(kinds, height)
+    head, hidden, tail = ends(kinds, height)
     for kind in (*head, *tail):
         numel = sum(tensor.numel for tensor in kind.members)
         ranks = f"{kind.first_rank}-{kind.last_rank}" if kind.first_rank < kind.last_rank else str(kind.first_rank)
@@ -203,7 +203,7 @@ def draw_svg(layout: BufferLayout, title: str, height: int = 64) -> str:
     is left out. The same layout gives the same text.
     """
     kinds, rows = _picture(layout)
-    head, hidden, tail = _ends(rows, height)
+    head, hidden, tail = ends(rows, height)
     body, top = [_label(8, 20, title)], 36
     for index, row in enumerate((*head, *tail)):
         if hidden and index == len(head):
@@ -213,7 +213,7 @@ def draw_svg(layout: BufferLayout, title: str, height: int = 64) -> str:
         body += [_piece(piece, kinds, layout.shard_numel, top) for piece in row.pieces]
         top += _HEIGHT
     top += _HEIGHT
-    head_kinds, hidden_kinds, tail_kinds = _ends(list(enumerate(kinds)), height)
+    head_kinds, hidden_kinds, tail_kinds = ends(list(enumerate(kinds)), height)
     entries = [(number, f"{_name(kind)} {_shape(kind)}") for number, kind in (*head_kinds, *tail_kinds)]
     if hidden_kinds:
         entries.insert(len(head_kinds), (_PADDING_KIND - 1, f"... {hidden_kinds:,} more kinds of tensors"))
