@@ -280,6 +280,7 @@ class PlannerTest(unittest.TestCase):
             ([spec(10**15, 1), spec(3, 3)], 1, 1, 10**15 + 3),
             ([spec(3, 1)], 100_000, 64, 64),  # More ranks than elements.
             ([spec(6, 2)], 100, 1, 2),  # More ranks than blocks.
+            ([spec(7, 5)] * 3000, 7, 1, 3003),  # Many equal tensors: one order, no recursion over it.
         ):
             layout = plan_layout(tensors, ranks, alignment)
             self.assertEqual(layout.shard_numel, shard)

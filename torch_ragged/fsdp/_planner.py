@@ -24,7 +24,7 @@ from torch_ragged.fsdp._packing import Kind, fits, place
 __all__ = ["plan_layout", "smallest_shard"]
 
 _MAX_SUBSET_BLOCKS = 5  # Above it, only prefixes of the ascending blocks are tried, not all subsets.
-_MAX_PERMUTATIONS = 720  # Up to it, all orders are tried.
+_MAX_PERMUTED, _MAX_PERMUTATIONS = 64, 720  # All orders are tried of up to so many tensors that have up to so many orders.
 _MAX_MIXED = 6  # Shard sizes that interleaved orders are sought for.
 _CLOSE = 1e-4  # Interleaved orders are not sought within this fraction of the bound.
 
@@ -108,7 +108,7 @@ def _improvements(
             below = shard
         if below == bound:
             return
-    if _permutations(kinds) <= _MAX_PERMUTATIONS:
+    if len(kinds) <= _MAX_PERMUTED and _permutations(kinds) <= _MAX_PERMUTATIONS:
         for candidate in _distinct_orders(kinds):
             shard = smallest_shard([kinds[i] for i in candidate], ranks, alignment, bound, below)
             if shard is not None:
