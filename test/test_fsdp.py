@@ -281,7 +281,7 @@ def check_api():
 
 def check_errors():
     ranks = dist.get_world_size()
-    mesh, square = init_device_mesh("cpu", (ranks,)), init_device_mesh("cpu", (1, ranks))
+    mesh, square = init_device_mesh("cpu", (ranks,)), init_device_mesh("cpu", (1, 1, ranks))
     sharded = nn.Linear(4, 4)
     sharded.weight = nn.Parameter(
         distribute_tensor(sharded.weight.detach(), mesh, [RaggedShard((), (1,) + (0,) * (ranks - 1))])
@@ -363,7 +363,7 @@ class FullyShardTest(unittest.TestCase):
 
     def test_errors_on_every_rank(self):
         words = (
-            "expects a 1-D mesh, got shape (1, 2)",
+            "expects a 1-D mesh, or a 2-D one (replicas, shards), got shape (1, 1, 2)",
             "weight is a DTensor placed as",
             "is sharded by fully_shard already",
             "several dtypes ['torch.float32', 'torch.float64']",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Optional, Protocol
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["CollectiveTimer", "Collectives", "ProcessGroupCollectives", "Work"]
+__all__ = ["CollectiveTimer", "Collectives", "ProcessGroupCollectives", "Reduction", "Work"]
+
+CustomCollective = Callable[..., Optional[dist.Work]]
+"""FSDP2's ``AllGather`` and ``ReduceScatter``: called as torch's collectives of the same name; None if synchronous."""
 
 # torch 2.13 renamed the two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,47 +28,93 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are reduced: the sum over ranks (and replicas) divided by ``divisor``, by the number of them where None.
+
+    ``sum_only``: backends may be asked for sums only, never for averages.
+    """
+
+    divisor: float | None = None
+    sum_only: bool = False
+
+
 class Collectives(Protocol):
     """What a group needs. All calls return at once; their tensors must stay alive and untouched until ``wait()``."""
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Work:
         """Fill ``output`` (ranks * S elements) with every rank's ``shard`` (S); ``shard`` may be its slice of ``output``."""
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
-        """Average ``buffer`` (ranks * S elements) over ranks; this rank's slice goes to ``output`` (S)."""
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+        """Reduce ``buffer`` (ranks * S elements) over ranks; this rank's slice goes to ``output`` (S)."""
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
+        """Reduce ``tensor`` over replicas, in place; nothing to do without any."""
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        """Element-wise maximum over ranks, in place."""
+        """Element-wise maximum over ranks and replicas, in place."""
 
 
 class ProcessGroupCollectives:
-    """Collectives of one process group. The same code serves gloo and NCCL.
+    """Collectives of one process group, and of one over replicas (HSDP). The same code serves gloo and NCCL.
 
     With NCCL, the work of a collective starts behind what the current stream holds when it is issued and overlaps what
     comes after; ``wait()`` orders the current stream behind it, without blocking the host.
+
+    Attributes:
+        custom_all_gather, custom_reduce_scatter: used in place of the process group's, if set. Their ``allocate`` is not
+            called: what they gather into and reduce from are the group's own buffers.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._averages = dist.get_backend(group) == dist.Backend.NCCL
+    def __init__(self, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None = None) -> None:
+        self._group, self._replicas = group, replicas
+        self.custom_all_gather: CustomCollective | None = None
+        self.custom_reduce_scatter: CustomCollective | None = None
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Work:
-        return _work(_all_gather(output, shard, group=self._group, async_op=True))
+        call: Any = self.custom_all_gather or _all_gather
+        return _work(call(output, shard, group=self._group, async_op=True))
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
-        size = self._group.size()
-        if self._averages and output.dtype != torch.float16 and size > 1:
-            op = dist.ReduceOp.AVG
-            return _work(_reduce_scatter(output, buffer, op=op, group=self._group, async_op=True))
-        # float16 has little range: part of the division goes before the sum, part behind it.
-        before = _power_of_two_near_root(size) if output.dtype == torch.float16 else 1
-        if before > 1:
-            buffer.div_(before)
-        work = _work(_reduce_scatter(output, buffer, group=self._group, async_op=True))
-        return _ScaledWork(work, output, size / before)
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+        call: Any = self.custom_reduce_scatter or _reduce_scatter
+        issue = functools.partial(call, output, buffer, group=self._group, async_op=True)
+        return _reduce(issue, self._group, buffer, output, reduction)
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
+        if self._replicas is None:
+            return _Done()
+        # A divisor of the user's was applied by the reduce-scatter.
+        reduction = Reduction(None if reduction.divisor is None else 1.0, reduction.sum_only)
+        issue = functools.partial(dist.all_reduce, tensor, group=self._replicas, async_op=True)
+        return _reduce(issue, self._replicas, tensor, tensor, reduction)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        return _work(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
+        work = _work(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
+        if self._replicas is not None:
+            work.wait()
+            work = _work(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._replicas, async_op=True))
+        return work
+
+
+def _reduce(
+    issue: Callable[..., Any], group: dist.ProcessGroup, source: torch.Tensor, output: torch.Tensor, reduction: Reduction
+) -> Work:
+    """Issue the collective, which reduces ``source`` to ``output``, and divide."""
+    size = group.size()
+    divisor = size if reduction.divisor is None else reduction.divisor
+    averages = dist.get_backend(group) == dist.Backend.NCCL and not reduction.sum_only
+    if averages and divisor == size and output.dtype != torch.float16 and size > 1:
+        return _work(issue(op=dist.ReduceOp.AVG))
+    # float16 has little range: part of the division goes before the sum, part behind it.
+    before = _power_of_two_near_root(divisor) if output.dtype == torch.float16 else 1
+    if before > 1:
+        source.div_(before)
+    return _ScaledWork(_work(issue(op=dist.ReduceOp.SUM)), output, divisor / before)
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing is under way."""
 
 
 class _ScaledWork:
@@ -81,13 +131,12 @@ class _ScaledWork:
 
 
 def _work(work: dist.Work | None) -> Work:
-    assert work is not None, "a collective on a group that this rank is not part of"
-    return work
+    return _Done() if work is None else work  # A custom collective may be synchronous.
 
 
-def _power_of_two_near_root(size: int) -> int:
+def _power_of_two_near_root(divisor: float) -> int:
     factor = 1
-    while size % factor == 0 and size / factor > factor:
+    while divisor % factor == 0 and divisor / factor > factor:
         factor *= 2
     return factor
 
@@ -128,17 +177,20 @@ class _TimedCollectives:
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Work:
         return self._issue(self._collectives.all_gather, output, shard, counted=output)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
-        return self._issue(self._collectives.reduce_scatter, output, buffer, counted=buffer)
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+        return self._issue(self._collectives.reduce_scatter, output, buffer, reduction, counted=buffer)
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
+        return self._issue(self._collectives.all_reduce, tensor, reduction, counted=tensor)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         return self._issue(self._collectives.all_reduce_max, tensor, counted=tensor)
 
-    def _issue(self, collective: Callable[..., Work], *tensors: torch.Tensor, counted: torch.Tensor) -> Work:
+    def _issue(self, collective: Callable[..., Work], *arguments: Any, counted: torch.Tensor) -> Work:
         self._timer.calls += 1
         self._timer.nbytes += counted.numel() * counted.element_size()
         with self._timer.measure():
-            return _TimedWork(collective(*tensors), self._timer)
+            return _TimedWork(collective(*arguments), self._timer)
 
 
 class _TimedWork:

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged.fsdp._collectives import Collectives, Work
+from torch_ragged.fsdp._collectives import Collectives, Reduction, Work
 from torch_ragged.fsdp._layout import BufferLayout
 
 __all__ = ["DBuffer"]
@@ -104,6 +104,6 @@ class DBuffer:
             source = self.shard().copy_(source)
         return collectives.all_gather(self.flat, source)
 
-    def reduce_scatter_to(self, sharded: DBuffer, collectives: Collectives) -> Work:
-        """Partial() -> Shard(0): one averaging reduce-scatter from this buffer."""
-        return collectives.reduce_scatter(sharded.flat, self.flat)
+    def reduce_scatter_to(self, sharded: DBuffer, collectives: Collectives, reduction: Reduction) -> Work:
+        """Partial() -> Shard(0): one reduce-scatter from this buffer."""
+        return collectives.reduce_scatter(sharded.flat, self.flat, reduction)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +33,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
     orig_param_policy: OrigParamPolicy | None = None,
 ) -> nn.Module:
     """Shard ``module``'s parameters over ``mesh`` in one buffer, gathered and reduced in place around its computation.
@@ -38,22 +41,24 @@ def fully_shard(
     FSDP2's semantics: apply it to submodules first, then to the root; each call makes one group of the parameters not
     yet in a group. Parameters become DTensors placed as :class:`~torch_ragged.RaggedShard`; the module's class becomes a
     subclass of :class:`FSDPModule`. Every rank is expected to hold the same parameter values. No communication here; per
-    step and group, one all-gather in forward, one in backward (if resharded) and one reduce-scatter, and per backward
-    one all-reduce of a byte per parameter, by which ranks agree on unused parameters.
+    step and group, one all-gather in forward, one in backward (if resharded), one reduce-scatter, with HSDP one all-reduce of
+    the shard, and per backward one all-reduce of a byte per parameter, by which ranks agree on unused parameters.
 
     Args:
         module: the module to shard, in place.
-        mesh: a 1-D mesh; all ranks, on the parameters' device, where None.
+        mesh: a 1-D mesh; or a 2-D mesh (HSDP), whose first dimension are replicas and whose second one shards, for parameters
+            placed as ``(Replicate(), RaggedShard)``. All ranks, on the parameters' device, where None.
         reshard_after_forward: give the gathered parameters back after forward. None: True, but False for the root.
         mp_policy: dtypes to compute, reduce and return in, as in the installed FSDP2: without a ``reduce_dtype``, gradients
             are reduced in ``param_dtype`` before torch 2.15, in the parameters' dtype from it on.
+        ignored_params: parameters that stay as they are: not sharded, nor their gradients reduced.
         orig_param_policy: ``(fqn, parameter) -> granularity``: what may not be cut. None: everything may be.
 
     Returns:
         ``module``.
 
     Raises:
-        ValueError: ``mesh`` is not 1-D; the module is sharded already, or holds parameters that are (DTensors), that are
+        ValueError: ``mesh`` is not 1-D or 2-D; the module is sharded already, or holds parameters that are (DTensors), that are
             on the meta device, on a device other than the mesh's, of several dtypes, or tied to an already sharded one.
         TypeError: ``module`` is not an ``nn.Module``, ``reshard_after_forward`` not a bool or None, or the policy
             returns something else than a granularity.
@@ -71,11 +76,14 @@ def fully_shard(
         raise ValueError(f"{type(module).__name__} is sharded by fully_shard already")
     if mesh is None:
         mesh = init_device_mesh(_device_type_of(module), (torch.distributed.get_world_size(),))
-    if mesh.ndim != 1:
-        raise ValueError(f"fully_shard expects a 1-D mesh, got shape {tuple(mesh.shape)}: pass one dimension, mesh[name]")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard expects a 1-D mesh, or a 2-D one (replicas, shards), got shape {tuple(mesh.shape)}: pass one or two "
+            "of its dimensions, mesh[name]"
+        )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {torch.distributed.get_rank()} is not part of the mesh {mesh}: call fully_shard on its ranks")
-    params = _collect_params(module)
+    params = _collect_params(module, ignored_params or set())
     _check_params(params, mesh)
     group = None
     if params:
@@ -117,7 +125,7 @@ def _device_type_of(module: nn.Module) -> str:
     return next((param.device.type for param in module.parameters() if not param.is_meta), "cpu")
 
 
-def _collect_params(module: nn.Module) -> list[ManagedParam]:
+def _collect_params(module: nn.Module, ignored: set[nn.Parameter]) -> list[ManagedParam]:
     """Parameters under ``module`` that no ``fully_shard`` inside manages, each once, with all its places."""
     found: dict[int, ManagedParam] = {}
 
@@ -125,7 +133,7 @@ def _collect_params(module: nn.Module) -> list[ManagedParam]:
         if submodule is not module and hasattr(submodule, _STATE):
             return
         for name, param in submodule._parameters.items():
-            if param is None:
+            if param is None or param in ignored:
                 continue
             fqn = f"{prefix}{name}"
             managed = found.setdefault(id(param), ManagedParam(fqn, [], param))
@@ -196,6 +204,9 @@ class FSDPModule(TorchFSDPModule):
     def _ragged_states(self, recurse: bool) -> list[ModuleState]:
         modules = self.modules() if recurse else [self]  # type: ignore[attr-defined]
         return [getattr(m, _STATE) for m in modules if hasattr(m, _STATE)]
+
+    def _ragged_groups(self, recurse: bool) -> list[ParamGroup]:
+        return [state.group for state in self._ragged_states(recurse) if state.group is not None]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's parameters now (not those of FSDP modules inside). One all-gather.
@@ -271,6 +282,102 @@ class FSDPModule(TorchFSDPModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """A hint of FSDP2's: every backward pass here finishes its reductions and sets ``.grad`` at its end."""
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients over the replicas of HSDP.
+
+        Without, it reduces them within each replica only, and adds them up there with no more communication; ``.grad``
+        is set by the next backward that reduces over replicas. Nothing changes on a 1-D mesh.
+        """
+        for group in self._ragged_groups(recurse):
+            group.requires_all_reduce = requires_all_reduce
+
+    def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
+        """Start the all-gathers of ``modules`` when this module has its parameters in forward, in place of the next one's.
+
+        Raises:
+            ValueError: one of them is not an FSDP module.
+        """
+        self._ragged_states(recurse=False)[0].forward_prefetch = _states_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
+        """Start the all-gathers of ``modules`` when this module has its parameters in backward, in place of the one before.
+
+        Raises:
+            ValueError: one of them is not an FSDP module.
+        """
+        self._ragged_states(recurse=False)[0].backward_prefetch = _states_of(modules)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward needs this module's parameters: not for an embedding, for example."""
+        self._ragged_states(recurse=False)[0].unshard_in_backward = unshard_in_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients over all ranks by ``factor``, in place of the number of ranks."""
+        for group in self._ragged_groups(recurse=False):
+            group.reduction = dataclasses.replace(group.reduction, divisor=factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Deprecated name of :meth:`set_gradient_divide_factor`."""
+        warnings.warn("use set_gradient_divide_factor instead", FutureWarning, stacklevel=2)
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Ask backends for sums only, and divide apart, where they may average otherwise (NCCL)."""
+        for group in self._ragged_groups(recurse=False):
+            group.reduction = dataclasses.replace(group.reduction, sum_only=enable)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """A hint of FSDP2's: here, parameters without a gradient always contribute zeros, and no rank waits for another."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many gradient buffers may be in a reduce-scatter at once; 1 unless set. Each one more is memory.
+
+        Raises:
+            TypeError: ``max_input_buffers`` is not an int.
+            ValueError: it is below 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        for state in self._ragged_states(recurse):
+            state.max_reductions = max_input_buffers
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook`` with each reduced shard of this module's gradients: flat, of the reduce dtype, to change in place.
+
+        It is called when the reduce-scatter, or the all-reduce of HSDP, is done and its result divided. There is no stream
+        of its own for it: on a GPU it runs in the current one.
+
+        Raises:
+            ValueError: a ``stream`` is given with HSDP, as FSDP2 raises, or at all.
+        """
+        if stream is not None:
+            raise ValueError("set_all_reduce_hook runs the hook in the current stream: pass no stream")
+        for group in self._ragged_groups(recurse=False):
+            group.reduce_hook = hook
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather with ``comm(output, shard, group=, async_op=)``, FSDP2's ``AllGather``, less its ``allocate``."""
+        for group in self._ragged_groups(recurse=False):
+            group.process_groups.custom_all_gather = comm
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce with ``comm(output, buffer, group=, op=, async_op=)``: FSDP2's ``ReduceScatter``, less its ``allocate``."""
+        for group in self._ragged_groups(recurse=False):
+            group.process_groups.custom_reduce_scatter = comm
+
+    def _get_fsdp_state(self) -> Any:
+        """What torch's ``register_fsdp_forward_method`` asks for: the pre- and post-forward of this module."""
+        return self._ragged_states(recurse=False)[0]
+
+
+def _states_of(modules: list[TorchFSDPModule]) -> list[ModuleState]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"expected modules that fully_shard was called on, got {type(module).__name__}")
+    return [module._ragged_states(recurse=False)[0] for module in modules]
 
 
 def _refuse(name: str) -> Any:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torch_ragged.fsdp._advice import PADDING_LIMIT
-from torch_ragged.fsdp._collectives import Collectives, ProcessGroupCollectives, Work
+from torch_ragged.fsdp._collectives import Collectives, ProcessGroupCollectives, Reduction, Work
 from torch_ragged.fsdp._dbuffer import DBuffer
 from torch_ragged.fsdp._granularity import Granularity, OrigParamPolicy, elements
 from torch_ragged.fsdp._layout import BufferLayout
@@ -89,7 +89,7 @@ class ParamGroup:
            | all-gather (reads it in place; a cast goes straight into the slot)
         unsharded  DBuffer Replicate(), param_dtype     what forward and backward compute with: views of it
         gradients  DBuffer Partial(), reduce_dtype      each gradient is copied (cast, added) into its view once
-           | reduce-scatter
+           | reduce-scatter, then an all-reduce over replicas (HSDP)
         .grad      views of a DBuffer Shard(0)          DTensors placed as their parameters
     """
 
@@ -107,9 +107,17 @@ class ParamGroup:
         self.orig_dtype = first.dtype
         self.param_dtype = mp_policy.param_dtype or self.orig_dtype
         self.reduce_dtype = mp_policy.reduce_dtype or (self.orig_dtype if _KEEPS_WIDE_GRADIENTS else self.param_dtype)
-        self.rank = mesh.get_local_rank()
-        self.collectives: Collectives = ProcessGroupCollectives(mesh.get_group())
-        self.layout = plan_params(params, mesh.size(), policy, self.param_dtype, self.reduce_dtype)
+        shard_dim = mesh.ndim - 1  # Replicas, if any, are on the mesh dimension before.
+        self.rank = mesh.get_local_rank(shard_dim)
+        self.has_replicas = mesh.ndim > 1
+        self.process_groups = ProcessGroupCollectives(
+            mesh.get_group(shard_dim), mesh.get_group(0) if self.has_replicas else None
+        )
+        self.collectives: Collectives = self.process_groups
+        self.reduction = Reduction()
+        self.requires_all_reduce = True
+        self.reduce_hook: Callable[[torch.Tensor], None] | None = None  # called with each reduced shard
+        self.layout = plan_params(params, mesh.size(shard_dim), policy, self.param_dtype, self.reduce_dtype)
         self.sharded = DBuffer(self.layout, Shard(0), self.rank, self.orig_dtype, device)
         self.unsharded = DBuffer(self.layout, Replicate(), self.rank, self.param_dtype, device)
         self.is_unsharded = False
@@ -119,7 +127,9 @@ class ParamGroup:
         self._gradients: DBuffer | None = None
         self._views: list[torch.Tensor] = []
         self._reduction: tuple[Work, DBuffer] | None = None
+        self._all_reduce: tuple[Work, DBuffer] | None = None
         self._reduced: DBuffer | None = None
+        self._kept: DBuffer | None = None  # reduced within each replica only
         self._shard_params(device)
         self.unsharded.release()
         self.register_sharded()
@@ -145,7 +155,8 @@ class ParamGroup:
 
     def _dtensor(self, index: int, local: torch.Tensor) -> DTensor:
         shape = torch.Size(self.layout.tensors[index].shape)
-        return DTensor.from_local(local, self.mesh, [self.layout.placement(index)], shape=shape, run_check=False)
+        placements = [*[Replicate()] * (self.mesh.ndim - 1), self.layout.placement(index)]
+        return DTensor.from_local(local, self.mesh, placements, shape=shape, run_check=False)
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
@@ -360,17 +371,32 @@ class ParamGroup:
             param.was_used, param.has_gradient = param.was_used or param.has_gradient, False
         assert self._gradients is not None
         output = DBuffer(self.layout, Shard(0), self.rank, self.reduce_dtype, self.unsharded.flat.device)
-        self._reduction = (self._gradients.reduce_scatter_to(output, self.collectives), output)
+        self._reduction = (self._gradients.reduce_scatter_to(output, self.collectives, self.reduction), output)
 
     def finish_reduction(self) -> None:
-        """Wait for the reduction under way, release the gradient buffer and keep the reduced shard."""
+        """Wait for the reduce-scatter under way, release the gradient buffer and start the all-reduce of its shard."""
         if self._reduction is None:
             return
-        work, output = self._reduction
-        self._reduction = None
+        (work, output), self._reduction = self._reduction, None
         work.wait()
         assert self._gradients is not None
         self._gradients.release()
+        self._finish_all_reduce()
+        if self._kept is not None:
+            output.flat.add_(self._kept.flat)
+            self._kept = None
+        if self.requires_all_reduce or not self.has_replicas:
+            self._all_reduce = (self.collectives.all_reduce(output.flat, self.reduction), output)
+        else:
+            self._kept = output
+
+    def _finish_all_reduce(self) -> None:
+        if self._all_reduce is None:
+            return
+        (work, output), self._all_reduce = self._all_reduce, None
+        work.wait()
+        if self.reduce_hook is not None:
+            self.reduce_hook(output.flat)
         if self._reduced is None:
             self._reduced = output
         else:
@@ -378,10 +404,11 @@ class ParamGroup:
 
     def drop_gradients(self) -> bool:
         """Forget the gradients that are not in ``.grad`` yet; says whether there were any."""
-        had_any = self.was_reduced or any(param.has_gradient for param in self.params)
-        reduction, self._reduction, self._reduced = self._reduction, None, None
-        if reduction is not None:
-            reduction[0].wait()
+        had_any = self.was_reduced or self._kept is not None or any(param.has_gradient for param in self.params)
+        for pending in (self._reduction, self._all_reduce):
+            if pending is not None:
+                pending[0].wait()
+        self._reduction = self._all_reduce = self._reduced = self._kept = None
         for param in self.params:
             param.has_gradient = param.was_used = False
         if self._gradients is not None:
@@ -391,13 +418,18 @@ class ParamGroup:
     @property
     def was_reduced(self) -> bool:
         """Whether this backward pass reduced this group's gradients."""
-        return self._reduced is not None or self._reduction is not None
+        return any(part is not None for part in (self._reduction, self._all_reduce, self._reduced))
 
     def set_gradients(self, used_anywhere: list[bool]) -> None:
-        """At the end of backward: add the reduced shard to ``.grad`` of every parameter that some rank used."""
+        """At the end of backward: add the reduced shard to ``.grad`` of every parameter that some rank used.
+
+        Nothing is added while replicas do not reduce (``requires_all_reduce``): the shard is kept for a later backward.
+        """
         self.finish_reduction()
+        self._finish_all_reduce()
         reduced, self._reduced = self._reduced, None
-        assert reduced is not None
+        if reduced is None:
+            return
         if self.reduce_dtype != self.orig_dtype:
             cast = DBuffer(self.layout, Shard(0), self.rank, self.orig_dtype, reduced.flat.device)
             cast.flat.copy_(reduced.flat)

@@ -28,16 +28,16 @@ class RootContext:
     """What the states under one root share.
 
     ``order`` is the order of forward calls since the root was called, ``last_order`` that of the root's call before: the
-    next group is prefetched by it. ``reducing`` is the group whose reduce-scatter is under way: at most one, so that at
-    most two gradient buffers are held. ``callback`` is what autograd runs at the end of the backward under way; autograd
-    alone holds it, and drops it if the backward raises.
+    next group is prefetched by it. ``reducing`` are the groups whose reduce-scatter is under way: one, unless more are
+    allowed, so that at most two gradient buffers are held. ``callback`` is what autograd runs at the end of the backward
+    under way; autograd alone holds it, and drops it if the backward raises.
     """
 
     states: list[ModuleState]
     order: list[ModuleState] = field(default_factory=list)
     last_order: list[ModuleState] = field(default_factory=list)
     callback: weakref.ref[Callable[[], None]] | None = None
-    reducing: ParamGroup | None = None
+    reducing: list[ParamGroup] = field(default_factory=list)
 
     @property
     def in_forward(self) -> bool:
@@ -74,7 +74,8 @@ class RootContext:
 
     def forget_backward(self) -> bool:
         """Drop reductions under way and gradients not yet in ``.grad``; says whether there were any."""
-        self.callback = self.reducing = None
+        self.callback = None
+        self.reducing.clear()
         return any([state.forget_backward() for state in self.states])
 
 
@@ -88,6 +89,10 @@ class ModuleState:
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
+        self.max_reductions = 1
+        self.unshard_in_backward = True
+        self.forward_prefetch: list[ModuleState] | None = None
+        self.backward_prefetch: list[ModuleState] | None = None
         self.context: RootContext | None = None
         self.is_root = False
         self._in_backward = False  # between pre- and post-backward: a forward call is a recomputation
@@ -177,26 +182,30 @@ class ModuleState:
         if self.group is not None:
             self.group.unshard()
             self._must_refresh = True
-            neighbour = self._prefetch(context.last_order, position, step=1)
-            if neighbour is not None:  # It may never be called.
-                neighbour._must_refresh = True
+            for neighbour in self._prefetch(self.forward_prefetch, context.last_order, position, step=1):
+                neighbour._must_refresh = True  # It may never be called.
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(args, kwargs)
         return args, kwargs
 
-    def _prefetch(self, order: list[ModuleState], position: int, step: int) -> ModuleState | None:
-        """Start the all-gather of the next group in ``order``, if it ran the same way up to here; returns whose it is."""
+    def _prefetch(
+        self, chosen: list[ModuleState] | None, order: list[ModuleState], position: int, step: int
+    ) -> list[ModuleState]:
+        """Start the all-gathers of the ``chosen`` modules, or of the next in ``order``; returns whose they are."""
+        states = self._next(order, position, step) if chosen is None else chosen
+        for state in states:
+            if state.group is not None:
+                state.group.unshard(wait=False)
+        return states
+
+    def _next(self, order: list[ModuleState], position: int, step: int) -> list[ModuleState]:
+        """The next module with parameters in ``order``, if it ran the same way up to here."""
         neighbour = position + step
         in_order = position >= 0 and 0 <= neighbour < len(order) and order[position] is self
         while in_order and order[neighbour].group is None:
             neighbour += step
             in_order = 0 <= neighbour < len(order)
-        if not in_order:
-            return None
-        group = order[neighbour].group
-        assert group is not None
-        group.unshard(wait=False)
-        return order[neighbour]
+        return [order[neighbour]] if in_order else []
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Runs also, with None as output, if forward raised."""
@@ -237,9 +246,9 @@ class ModuleState:
             if self._in_backward:
                 return
             self._in_backward = self._needs_reduction = True
-            if self.group is not None:
+            if self.group is not None and self.unshard_in_backward:
                 self.group.unshard()
-                self._prefetch(order, position, step=-1)
+                self._prefetch(self.backward_prefetch, order, position, step=-1)
 
         return hook
 
@@ -276,10 +285,10 @@ class ModuleState:
         if not (self._needs_reduction and group.is_trainable and self.requires_gradient_sync):
             return
         self._needs_reduction = False
-        if context.reducing is not None:
-            context.reducing.finish_reduction()
+        while len(context.reducing) >= self.max_reductions:
+            context.reducing.pop(0).finish_reduction()
         group.start_reduction()
-        context.reducing = group
+        context.reducing.append(group)
 
     def end_backward(self, context: RootContext) -> None:
         """Backward is at its end, and gradients are set."""
@@ -329,7 +338,7 @@ def _end_backward(context: RootContext) -> None:
         used = _used_anywhere(reduced)
         for group in reduced:
             group.set_gradients([next(used) for _ in group.params])
-    context.reducing = None
+    context.reducing.clear()
     for state in context.states:
         state.end_backward(context)
     context.callback = None

@@ -1,0 +1,290 @@
+"""fully_shard's knobs, each against FSDP2's in the same test."""
+
+import unittest
+
+import torch
+import torch.distributed as dist
+from common import error_of, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.debug import CommDebugMode
+
+from torch_ragged import RaggedShard
+from torch_ragged.fsdp import fully_shard, rows
+
+WIDTH = 10
+
+
+def rows_of(fqn, parameter):
+    return rows(3)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+    def logits(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def build(shard, mesh, blocks=3, **knobs):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(blocks)))
+    for block in model:
+        shard(block, mesh=mesh, **knobs)
+    return shard(model, mesh=mesh, **knobs)
+
+
+def both(mesh, **knobs):
+    """FSDP2's model, ours by elements, ours by rows."""
+    return (
+        build(torch_fully_shard, mesh, **knobs),
+        build(fully_shard, mesh, **knobs),
+        build(fully_shard, mesh, orig_param_policy=rows_of, **knobs),
+    )
+
+
+def batch(step):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+
+
+def full_gradients(model):
+    return [p.grad.full_tensor() if p.grad is not None else None for p in model.parameters()]
+
+
+def assert_same_gradients(models):
+    want, *others = map(full_gradients, models)
+    assert any(gradient is not None for gradient in want)
+    for got in others:
+        for mine, theirs in zip(got, want):
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                torch.testing.assert_close(mine, theirs)
+
+
+def assert_same_training(models, steps=8, accumulate=None):
+    """Losses of ``steps`` steps are equal; ``accumulate(model, micro)`` is called before each of two micro-batches."""
+    curves = []
+    for model in models:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        curve = []
+        for step in range(steps):
+            for micro in range(2 if accumulate else 1):
+                if accumulate:
+                    accumulate(model, micro)
+                loss = model(batch(2 * step + micro)).pow(2).mean()
+                loss.backward()
+                curve.append(loss.item())
+            curve.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
+            optimizer.step()
+            optimizer.zero_grad()
+        curves.append(torch.tensor(curve))
+    for curve in curves[1:]:
+        torch.testing.assert_close(curve, curves[0], rtol=1e-4, atol=1e-5)
+    assert curves[0][-2] < curves[0][0]
+
+
+def check_replicas():
+    """HSDP: two replicas of two shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    models = both(mesh)
+    parameter = next(models[2].parameters())
+    assert parameter.placements[0] == Replicate() and isinstance(parameter.placements[1], RaggedShard)
+    assert_same_training(models)
+    assert_same_training(both(mesh, reshard_after_forward=False), accumulate=lambda m, i: m.set_requires_gradient_sync(i == 1))
+    assert_same_training(both(mesh), accumulate=lambda m, i: m.set_requires_all_reduce(i == 1))
+    state = models[1].state_dict()
+    models[2].load_state_dict(state)
+    for name, value in models[2].state_dict().items():
+        assert torch.equal(value.full_tensor(), state[name].full_tensor()), name
+
+
+def check_replicas_reduce_once():
+    """While replicas do not reduce, nothing goes between them, and .grad stays as it is."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = build(fully_shard, mesh, blocks=1)
+    model.set_requires_all_reduce(False)
+    model(batch(0)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    model.set_requires_all_reduce(True)
+    model(batch(1)).sum().backward()
+    single = nn.Sequential(Block())
+    torch.manual_seed(0)
+    single[0].__init__()
+    rank = dist.get_rank()
+    for other in range(4):
+        for step in range(2):
+            data = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + other))
+            (single(data).sum() / 4).backward()
+    for (name, mine), theirs in zip(model.named_parameters(), single.parameters()):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=f"rank {rank} {name}")
+    # What was reduced within replicas is dropped with the rest.
+    model.zero_grad()
+    model.set_requires_all_reduce(False)
+    model(batch(0)).sum().backward()
+    model.reset_iter_state()
+    model.set_requires_all_reduce(True)
+    model(batch(1)).sum().backward()
+    kept = full_gradients(model)
+    model.zero_grad()
+    model(batch(1)).sum().backward()
+    for mine, want in zip(kept, full_gradients(model)):
+        assert torch.equal(mine, want)
+
+
+def check_divide_factor():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for where in (mesh, grid):
+        models = both(where)
+        for model in models:
+            for module in (*model, model):
+                module.set_gradient_divide_factor(8.0)
+                module.set_force_sum_reduction_for_comms(True)
+            model(batch(0)).sum().backward()
+        assert_same_gradients(models)
+
+
+def check_prefetch():
+    """The all-gathers of chosen modules start when this one has its parameters: visible in what is gathered inside forward."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = build(fully_shard, mesh)
+    first, second, third = model
+    seen = []
+    model(batch(0)).sum().backward()
+
+    def look(name):
+        groups = [module._ragged_states(False)[0].group for module in (first, second, third)]
+        seen.append((name, [group.is_unsharded or group._gather is not None for group in groups]))
+
+    first.up.register_forward_pre_hook(lambda *_: look("first"))
+    model(batch(0))
+    assert seen.pop() == ("first", [True, True, False])  # By the order of the step before.
+    first.set_modules_to_forward_prefetch([second, third])
+    model(batch(0))
+    assert seen.pop() == ("first", [True, True, True])
+    first.set_modules_to_forward_prefetch([])
+    loss = model(batch(0)).sum()
+    assert seen.pop() == ("first", [True, False, False])
+    third.set_modules_to_backward_prefetch([first])
+    third.down.register_full_backward_pre_hook(lambda *_: look("third"))
+    model(batch(0)).sum().backward()
+    assert ("third", [True, False, True]) in seen, seen
+    del loss
+    theirs = build(torch_fully_shard, mesh)
+    theirs[0].set_modules_to_forward_prefetch([theirs[1], theirs[2]])
+    assert_same_training([theirs, build(fully_shard, mesh)])
+    assert "ValueError: expected modules that fully_shard was called on, got Linear" in error_of(
+        model.set_modules_to_forward_prefetch, [nn.Linear(1, 1)]
+    )
+
+
+class Counting:
+    """FSDP2's AllGather and ReduceScatter, by torch's collectives."""
+
+    def __init__(self, collective):
+        self.collective, self.calls = collective, 0
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False):
+        self.calls += 1
+        options = {} if op is None else {"op": op}
+        return self.collective(output_tensor, input_tensor, group=group, async_op=async_op, **options)
+
+
+def check_custom_collectives_and_hooks():
+    mesh = init_device_mesh("cpu", (2,))
+    theirs, ours = build(torch_fully_shard, mesh), build(fully_shard, mesh)
+    gather, scatter, shards = Counting(dist.all_gather_into_tensor), Counting(dist.reduce_scatter_tensor), []
+    ours[0].set_custom_all_gather(gather)
+    ours[0].set_custom_reduce_scatter(scatter)
+
+    def halve(shard):
+        shards.append(shard.numel())
+        shard.div_(2)
+
+    for model in (theirs, ours):
+        model[1].set_all_reduce_hook(halve)
+        model(batch(0)).sum().backward()
+    assert (gather.calls, scatter.calls) == (2, 1)
+    assert len(shards) == 2
+    assert_same_gradients([theirs, ours])
+    assert "pass no stream" in error_of(lambda: ours.set_all_reduce_hook(halve, stream=1))
+
+
+def check_other_knobs():
+    mesh = init_device_mesh("cpu", (2,))
+    models = both(mesh)
+    for model in models[1:]:
+        model.set_reduce_scatter_max_input_buffers(3)
+        model.set_reduce_scatter_unused_params(True)
+    assert_same_training(models)
+    assert error_of(models[1].set_reduce_scatter_max_input_buffers, 0).startswith(
+        "ValueError: max_input_buffers must be a positive"
+    )
+    assert error_of(models[1].set_reduce_scatter_max_input_buffers, True).startswith(
+        "TypeError: max_input_buffers must be an int"
+    )
+    # A module whose parameters backward does not need is not gathered for it.
+    embed = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+    fully_shard(embed[0], mesh=mesh)
+    fully_shard(embed, mesh=mesh)
+    embed[0].set_unshard_in_backward(False)
+    loss = embed(torch.arange(8)).sum()
+    with CommDebugMode() as mode:
+        loss.backward()
+    counts = {str(op).split(".")[-1]: n for op, n in mode.get_comm_counts().items()}
+    assert not any("all_gather" in op or "allgather" in op for op in counts), counts
+    assert embed[0].weight.grad is not None
+    # Ignored parameters stay plain, and their gradients local.
+    layer = nn.Linear(4, 4)
+    fully_shard(layer, mesh=mesh, ignored_params={layer.bias})
+    layer(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
+    assert type(layer.bias) is nn.Parameter and layer.bias.grad.tolist() == [1.0] * 4
+    assert layer.weight.grad.full_tensor().tolist() == [[0.5] * 4] * 4
+
+
+def check_forward_method():
+    mesh = init_device_mesh("cpu", (2,))
+    models = both(mesh)
+    for model in models:
+        register_fsdp_forward_method(model[0], "logits")
+        model[0].logits(batch(0)).sum().backward()
+        assert model[0].up.weight.__class__.__name__ == "Parameter" and hasattr(model[0].up.weight, "placements")
+    assert_same_gradients(models)
+
+
+class KnobTest(unittest.TestCase):
+    def test_replicas(self):
+        run_ranks(4, check_replicas)
+
+    def test_replicas_reduce_once(self):
+        run_ranks(4, check_replicas_reduce_once)
+
+    def test_divide_factor(self):
+        run_ranks(4, check_divide_factor)
+
+    def test_prefetch(self):
+        run_ranks(2, check_prefetch)
+
+    def test_custom_collectives_and_hooks(self):
+        run_ranks(2, check_custom_collectives_and_hooks)
+
+    def test_other_knobs(self):
+        run_ranks(2, check_other_knobs)
+
+    def test_forward_method(self):
+        run_ranks(2, check_forward_method)
+
+
+if __name__ == "__main__":
+    unittest.main()
