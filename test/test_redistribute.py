@@ -138,6 +138,8 @@ def check_autograd():
         (moved * distribute_tensor(weight, mesh, [target])).sum().backward()
         assert leaf.grad.placements == (source,), (source, target, leaf.grad.placements)
         assert torch.equal(leaf.grad.full_tensor(), weight), (source, target)
+        if ragged not in (source, target) and target != other:
+            continue  # Torch's own redistributions are differentiable once only in 2.11.
         # Twice: the second derivative of x ** 3 is 6 x.
         leaf = distribute_tensor(full, mesh, [source]).requires_grad_()
         (first,) = torch.autograd.grad((leaf.redistribute(placements=[target]) ** 3).sum(), leaf, create_graph=True)
@@ -371,7 +373,7 @@ ValueError: DTensor.from_local: ranks gave different shapes or placements: (4, 3
 ValueError: RaggedShard(dims=(0,), local_units=(1, 3)) cannot cut shape (6, 3): its 6 slices along these dims do not divide into 4 units. Choose units whose sum divides 6
 ValueError: RaggedShard(dims=(0,), local_units=(1, 1, 2)) has 3 local_units, but mesh dimension 0 has 2 ranks: give one unit count per rank
 ValueError: RaggedShard(dims=(0,), local_units=(1, 4)) cannot cut shape (4, 3): its 4 slices along these dims do not divide into 5 units. Choose units whose sum divides 4
-ValueError: cannot redistribute a DTensor on DeviceMesh((2,), 'cpu', stride=(1,)) to another mesh DeviceMesh((1, 2), 'cpu', stride=((), 1)): use the tensor's own mesh
+ValueError: cannot redistribute a DTensor on a mesh of (2,) on cpu to another, (1, 2) on cpu: use the tensor's own
 ValueError: Shard(0) after a ragged placement over dims (0,) of the same tensor would cut its units. Shard first and keep units whole: use (StridedRaggedShard, Shard(0)) instead, or give the ragged placement at most 0 dims
 ValueError: two ragged placements on one tensor: use one RaggedShard on a flattened mesh dimension instead
 ValueError: StridedRaggedShard with split_factor=2 on a piece of shape (3, 4): uneven Shard(0) under a StridedRaggedShard has no meaning, dimension 0 must divide into 2 pieces. Use a dimension 0 (or a padded one) that the ranks of Shard(0) divide, or shard another dimension

@@ -40,7 +40,8 @@ def _install_redistribute() -> None:
 def _redistribute(self, device_mesh=None, placements=None, **options):  # type: ignore[no-untyped-def]
     mesh = self.device_mesh
     if device_mesh not in (None, mesh):
-        raise ValueError(f"cannot redistribute a DTensor on {mesh} to another mesh {device_mesh}: use the tensor's own mesh")
+        given = [f"{tuple(one.shape)} on {one.device_type}" for one in (mesh, device_mesh)]
+        raise ValueError(f"cannot redistribute a DTensor on a mesh of {given[0]} to another, {given[1]}: use the tensor's own")
     placements = normalize_placements(tuple(placements), self.shape, mesh.shape)
     return _RaggedRedistribute.apply(self, placements, *_options(**options))
 

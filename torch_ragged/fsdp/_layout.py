@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Optional
 
 import torch
@@ -40,8 +41,9 @@ class TensorSpec:
         if self.period < 0 or (self.period and self.numel % self.period):
             raise ValueError(f"{self.name}: {self.numel} elements are not made of whole periods of {self.period} elements")
 
-    @property
+    @cached_property
     def numel(self) -> int:
+        """Elements of the tensor."""
         return math.prod(self.shape)
 
 
@@ -82,16 +84,21 @@ class BufferLayout:
             raise ValueError(f"shard of {self.shard_numel} elements is not a positive multiple of {self.alignment}")
         if len(self.offsets) != len(self.tensors):
             raise ValueError(f"{len(self.tensors)} tensors, but {len(self.offsets)} offsets")
-        position, previous = 0, "the start of the buffer"
-        for offset, tensor in sorted(zip(self.offsets, self.tensors), key=lambda pair: (pair[0], pair[1].numel)):
+        position, previous, shard = 0, "the start of the buffer", self.shard_numel
+        for offset, numel, index in sorted(
+            zip(self.offsets, [tensor.numel for tensor in self.tensors], range(len(self.tensors)))
+        ):
+            tensor = self.tensors[index]
             if offset < position:
                 raise ValueError(f"{tensor.name} at {offset} overlaps {previous}, which ends at {position}")
-            position, previous = offset + tensor.numel, tensor.name
-            self._check_cuts(offset, tensor)
+            position, previous = offset + numel, tensor.name
+            if shard - offset % shard < numel:
+                self._check_cuts(offset, tensor)
         if position > self.numel:
             raise ValueError(f"{previous} ends at {position}, beyond the buffer of {self.numel} elements")
 
     def _check_cuts(self, offset: int, tensor: TensorSpec) -> None:
+        """Raise if one of the shard boundaries inside ``tensor`` falls inside a block."""
         shard, numel, block, period = self.shard_numel, tensor.numel, tensor.block, tensor.period or tensor.numel
         first = shard - offset % shard
         if first + shard < numel and first % period % block == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch_ragged.fsdp._layout import TensorSpec
@@ -23,10 +24,14 @@ class Kind(NamedTuple):
 
     @staticmethod
     def of(tensor: TensorSpec) -> Kind:
-        numel = tensor.numel
-        period = min(tensor.period or numel, numel)
-        block = min(tensor.block, period) or 1
-        return Kind(numel, block, period or 1, block if period == numel or period % block == 0 else period)
+        return _kind(tensor.numel, tensor.block, tensor.period)
+
+
+@lru_cache(maxsize=65536)
+def _kind(numel: int, block: int, period: int) -> Kind:
+    period = min(period or numel, numel)
+    block = min(block, period) or 1
+    return Kind(numel, block, period or 1, block if period == numel or period % block == 0 else period)
 
 
 def place(kinds: Sequence[Kind], ranks: int, shard: int) -> list[int] | None:
