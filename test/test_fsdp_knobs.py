@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard
@@ -88,7 +88,7 @@ def assert_same_training(models, steps=8, accumulate=None):
         curves.append(torch.tensor(curve))
     for curve in curves[1:]:
         torch.testing.assert_close(curve, curves[0], rtol=1e-4, atol=1e-5)
-    assert curves[0][-2] < curves[0][0]
+    assert (curves[0][-2] - curves[0][0]).abs() > 0.01  # It learns, so equal curves mean something.
 
 
 def check_replicas():
@@ -259,7 +259,7 @@ def check_forward_method():
     for model in models:
         register_fsdp_forward_method(model[0], "logits")
         model[0].logits(batch(0)).sum().backward()
-        assert model[0].up.weight.__class__.__name__ == "Parameter" and hasattr(model[0].up.weight, "placements")
+        assert isinstance(model[0].up.weight, DTensor)
     assert_same_gradients(models)
 
 
