@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["CollectiveTimer", "Collectives", "ProcessGroupCollectives", "Work"]
+__all__ = ["Collectives", "ProcessGroupCollectives", "Work"]
 
 # torch 2.13 renamed the two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -90,61 +86,3 @@ def _power_of_two_near_root(size: int) -> int:
     while size % factor == 0 and size / factor > factor:
         factor *= 2
     return factor
-
-
-@dataclass
-class CollectiveTimer:
-    """Counts what the collectives of a model cost the host: seconds in issuing and waiting for them, calls and bytes.
-
-    With gloo these seconds are the exposed communication. With NCCL, where ``wait()`` does not block the host, they are
-    not: use a profiler there.
-    """
-
-    seconds: float = 0.0
-    calls: int = 0
-    nbytes: int = 0
-
-    def wrap(self, collectives: Collectives) -> Collectives:
-        """The same collectives, counted here."""
-        return _TimedCollectives(collectives, self)
-
-    def reset(self) -> None:
-        self.seconds, self.calls, self.nbytes = 0.0, 0, 0
-
-    @contextlib.contextmanager
-    def measure(self) -> Iterator[None]:
-        """Add the time of the block."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - start
-
-
-class _TimedCollectives:
-    def __init__(self, collectives: Collectives, timer: CollectiveTimer) -> None:
-        self._collectives, self._timer = collectives, timer
-
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Work:
-        return self._issue(self._collectives.all_gather, output, shard, counted=output)
-
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor) -> Work:
-        return self._issue(self._collectives.reduce_scatter, output, buffer, counted=buffer)
-
-    def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        return self._issue(self._collectives.all_reduce_max, tensor, counted=tensor)
-
-    def _issue(self, collective: Callable[..., Work], *tensors: torch.Tensor, counted: torch.Tensor) -> Work:
-        self._timer.calls += 1
-        self._timer.nbytes += counted.numel() * counted.element_size()
-        with self._timer.measure():
-            return _TimedWork(collective(*tensors), self._timer)
-
-
-class _TimedWork:
-    def __init__(self, work: Work, timer: CollectiveTimer) -> None:
-        self._work, self._timer = work, timer
-
-    def wait(self) -> None:
-        with self._timer.measure():
-            self._work.wait()

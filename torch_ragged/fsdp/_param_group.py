@@ -147,6 +147,12 @@ class ParamGroup:
         shape = torch.Size(self.layout.tensors[index].shape)
         return DTensor.from_local(local, self.mesh, [self.layout.placement(index)], shape=shape, run_check=False)
 
+    def buffers(self) -> dict[str, list[DBuffer]]:
+        """The buffers of this group, released ones too, by what they hold; ``.grad`` lies in buffers that are let go."""
+        reduced = [self._reduced] if self._reduction is None else [self._reduced, self._reduction[1]]
+        kinds = {"sharded": [self.sharded], "gathered": [self.unsharded], "gradients": [self._gradients], "reduced": reduced}
+        return {kind: [buffer for buffer in buffers if buffer is not None] for kind, buffers in kinds.items()}
+
     # -- parameters ------------------------------------------------------------------------------------------------
 
     def register_sharded(self) -> None:
