@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shutil
-import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,10 @@ from torch_ragged.fsdp import (
     buffer_layouts,
     elements,
     fully_shard,
+    memory_report,
+    monitor,
     rows,
     tensor,
-    time_collectives,
 )
 
 _META = "train_moe.json"
@@ -136,8 +137,8 @@ class Trainer:
         for block in self.model.blocks:
             fully_shard(block, reshard_after_forward=not args.keep_unsharded, **knobs)
         fully_shard(self.model, **knobs)
-        self.timer = time_collectives(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        self.watch = monitor(self.model, self.optimizer)
         self.data = ByteData(train, config.context, args.batch, args.seed + 1)
         self.held_out = held_out
         self.step = 0
@@ -171,7 +172,7 @@ class Trainer:
 
     def mean_over_ranks(self, value: torch.Tensor) -> float:
         value = value.clone()
-        with self.timer.measure():
+        with self.watch.collective(value.nbytes, "mean"):
             dist.all_reduce(value)
         return value.item() / self.ranks
 
@@ -216,27 +217,32 @@ class Trainer:
 
 def train(trainer: Trainer, steps: int) -> dict[str, Any]:
     """Train to ``steps``, with a progress bar on rank 0; returns throughput and the share of time in collectives."""
-    history, timer = trainer.history, trainer.timer
-    tokens_per_step = trainer.args.batch * trainer.config.context
+    history, watch = trainer.history, trainer.watch
+    tokens = trainer.args.batch * trainer.config.context
     bar = tqdm(total=steps, initial=trainer.step, disable=trainer.rank != 0, desc="train", mininterval=1.0)
-    timer.reset()
-    begin, seconds = trainer.step, 0.0
+    begin, total = trainer.step, Counter[str]()
+    watch.restart()
     while trainer.step < steps:
-        start = time.perf_counter()
         loss = trainer.train_step()
-        seconds += time.perf_counter() - start
+        total.update(watch.step(tokens))
         history["steps"].append(trainer.step)
         history["train"].append(loss)
-        rate, share = tokens_per_step * (trainer.step - begin) / seconds, timer.seconds / seconds
-        bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s, {share:.0%} in collectives", refresh=False)
+        bar.set_postfix_str(f"loss {loss:.3f}, {watch.postfix()}", refresh=False)
         bar.update()
         if trainer.step % trainer.args.eval_every == 0 or trainer.step == steps:
-            spent = timer.seconds
             history["eval_steps"].append(trainer.step)
             history["held_out"].append(trainer.evaluate())
-            timer.seconds = spent
+            watch.restart()
     bar.close()
-    return {"tokens_per_second": rate, "collective_share": share, "seconds": seconds, "collectives": timer.calls}
+    watch.close()
+    seconds = total["step_s"]
+    return {
+        "tokens_per_second": tokens * (trainer.step - begin) / seconds,
+        "collective_share": total["exposed_s"] / seconds,
+        "seconds": seconds,
+        "collectives": round(sum(value for key, value in total.items() if key.endswith("_calls"))),
+        "per_step": {key: value / (trainer.step - begin) for key, value in total.items() if key.endswith(("_s", "_bytes"))},
+    }
 
 
 def write_plot(path: Path, history: dict[str, Any], unigram: float) -> None:
@@ -308,6 +314,7 @@ def main() -> None:
     if args.checkpoint:
         trainer.save(args.checkpoint)
     if trainer.rank == 0:
+        print(memory_report(trainer.model, trainer.optimizer))
         report(trainer, result, unigram)
     dist.barrier()
     dist.destroy_process_group()

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from torch_ragged.fsdp import fully_shard, time_collectives
+from torch_ragged.fsdp import fully_shard, monitor
 
 
 class LateCollectives:
@@ -437,11 +437,11 @@ def check_roots():
         fully_shard(model, mesh=mesh)
         if is_early:
             model[0](x)
-        timer = time_collectives(model)
-        found = {error_of(model, x) for _ in range(2)}  # The second call is no better than the first.
-        assert len(found) == 1
-        errors += found
-        assert (timer.calls == 0) == bool(errors[-1])
+        with monitor(model) as watch:
+            found = {error_of(model, x) for _ in range(2)}  # The second call is no better than the first.
+            assert len(found) == 1
+            errors += found
+            assert (watch.step()["all_gather_calls"] == 0) == bool(errors[-1])
     return errors
 
 

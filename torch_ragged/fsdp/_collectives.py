@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Optional, Protocol
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["CollectiveTimer", "Collectives", "ProcessGroupCollectives", "Reduction", "Work"]
+__all__ = ["Collectives", "ProcessGroupCollectives", "Reduction", "Work"]
 
 CustomCollective = Callable[..., Optional[dist.Work]]
 """FSDP2's ``AllGather`` and ``ReduceScatter``: called as torch's collectives of the same name; None if synchronous."""
@@ -49,7 +47,7 @@ class Collectives(Protocol):
         """Reduce ``buffer`` (ranks * S elements) over ranks; this rank's slice goes to ``output`` (S)."""
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
-        """Reduce ``tensor`` over replicas, in place; nothing to do without any."""
+        """Reduce ``tensor`` over replicas, in place."""
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         """Element-wise maximum over ranks and replicas, in place."""
@@ -81,8 +79,7 @@ class ProcessGroupCollectives:
         return _reduce(issue, self._group, buffer, output, reduction)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
-        if self._replicas is None:
-            return _Done()
+        assert self._replicas is not None, "no replicas on a 1-D mesh"
         # A divisor of the user's was applied by the reduce-scatter.
         reduction = Reduction(None if reduction.divisor is None else 1.0, reduction.sum_only)
         issue = functools.partial(dist.all_reduce, tensor, group=self._replicas, async_op=True)
@@ -139,64 +136,3 @@ def _power_of_two_near_root(divisor: float) -> int:
     while divisor % factor == 0 and divisor / factor > factor:
         factor *= 2
     return factor
-
-
-@dataclass
-class CollectiveTimer:
-    """Counts what the collectives of a model cost the host: seconds in issuing and waiting for them, calls and bytes.
-
-    With gloo these seconds are the exposed communication. With NCCL, where ``wait()`` does not block the host, they are
-    not: use a profiler there.
-    """
-
-    seconds: float = 0.0
-    calls: int = 0
-    nbytes: int = 0
-
-    def wrap(self, collectives: Collectives) -> Collectives:
-        """The same collectives, counted here."""
-        return _TimedCollectives(collectives, self)
-
-    def reset(self) -> None:
-        self.seconds, self.calls, self.nbytes = 0.0, 0, 0
-
-    @contextlib.contextmanager
-    def measure(self) -> Iterator[None]:
-        """Add the time of the block."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - start
-
-
-class _TimedCollectives:
-    def __init__(self, collectives: Collectives, timer: CollectiveTimer) -> None:
-        self._collectives, self._timer = collectives, timer
-
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Work:
-        return self._issue(self._collectives.all_gather, output, shard, counted=output)
-
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
-        return self._issue(self._collectives.reduce_scatter, output, buffer, reduction, counted=buffer)
-
-    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
-        return self._issue(self._collectives.all_reduce, tensor, reduction, counted=tensor)
-
-    def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        return self._issue(self._collectives.all_reduce_max, tensor, counted=tensor)
-
-    def _issue(self, collective: Callable[..., Work], *arguments: Any, counted: torch.Tensor) -> Work:
-        self._timer.calls += 1
-        self._timer.nbytes += counted.numel() * counted.element_size()
-        with self._timer.measure():
-            return _TimedWork(collective(*arguments), self._timer)
-
-
-class _TimedWork:
-    def __init__(self, work: Work, timer: CollectiveTimer) -> None:
-        self._work, self._timer = work, timer
-
-    def wait(self) -> None:
-        with self._timer.measure():
-            self._work.wait()

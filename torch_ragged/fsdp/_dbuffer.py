@@ -48,6 +48,11 @@ class DBuffer:
         return self._nbytes
 
     @property
+    def resident_nbytes(self) -> int:
+        """Bytes that it holds now: ``nbytes``, or 0 once released."""
+        return self.flat.untyped_storage().nbytes()
+
+    @property
     def is_allocated(self) -> bool:
         return self.flat.untyped_storage().nbytes() == self._nbytes
 

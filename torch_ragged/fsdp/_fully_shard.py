@@ -15,13 +15,12 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, UnshardHandle
 from torch.distributed.tensor import DTensor
 
-from torch_ragged.fsdp._collectives import CollectiveTimer
 from torch_ragged.fsdp._granularity import OrigParamPolicy
 from torch_ragged.fsdp._layout import BufferLayout
 from torch_ragged.fsdp._param_group import ManagedParam, ParamGroup
 from torch_ragged.fsdp._state import ModuleState
 
-__all__ = ["FSDPModule", "buffer_layouts", "fully_shard", "time_collectives"]
+__all__ = ["FSDPModule", "buffer_layouts", "fully_shard", "module_states"]
 
 _STATE = "_ragged_fsdp_state"
 _sharded_originals: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
@@ -102,22 +101,24 @@ def fully_shard(
 
 def buffer_layouts(module: nn.Module) -> dict[str, BufferLayout]:
     """The plan of each group under ``module``, by the name of the module that ``fully_shard`` was called on."""
-    layouts = {}
-    for name, child in module.named_modules():
-        state = getattr(child, _STATE, None)
-        if state is not None and state.group is not None:
-            layouts[name or "root"] = state.group.layout
-    return layouts
+    groups = {name or "root": getattr(child, _STATE).group for name, child in module.named_modules() if hasattr(child, _STATE)}
+    return {name: group.layout for name, group in groups.items() if group is not None}
 
 
-def time_collectives(module: nn.Module) -> CollectiveTimer:
-    """Count the collectives of all groups under ``module`` from now on; returns the counter."""
-    timer = CollectiveTimer()
-    for child in module.modules():
-        state = getattr(child, _STATE, None)
-        if state is not None and state.group is not None:
-            state.group.collectives = timer.wrap(state.group.collectives)
-    return timer
+def module_states(module: nn.Module) -> dict[str, ModuleState]:
+    """The state of each module under ``module`` that ``fully_shard`` was called on, by its name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    children = module.named_modules() if isinstance(module, nn.Module) else ()
+    states = {name or "root": getattr(child, _STATE) for name, child in children if hasattr(child, _STATE)}
+    if not states:
+        raise ValueError(
+            f"expected a module that torch_ragged.fsdp.fully_shard was called on, or one that holds such modules, got "
+            f"{type(module).__name__} without any: call fully_shard first"
+        )
+    return states
 
 
 def _device_type_of(module: nn.Module) -> str:

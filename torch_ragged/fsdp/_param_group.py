@@ -158,6 +158,13 @@ class ParamGroup:
         placements = [*[Replicate()] * (self.mesh.ndim - 1), self.layout.placement(index)]
         return DTensor.from_local(local, self.mesh, placements, shape=shape, run_check=False)
 
+    def buffers(self) -> dict[str, list[DBuffer]]:
+        """The buffers of this group, released ones too, by what they hold; ``.grad`` lies in buffers that are let go."""
+        under_way = [pending[1] for pending in (self._reduction, self._all_reduce) if pending is not None]
+        reduced = [self._reduced, self._kept, *under_way]
+        kinds = {"sharded": [self.sharded], "gathered": [self.unsharded], "gradients": [self._gradients], "reduced": reduced}
+        return {kind: [buffer for buffer in buffers if buffer is not None] for kind, buffers in kinds.items()}
+
     # -- parameters ------------------------------------------------------------------------------------------------
 
     def register_sharded(self) -> None:
@@ -385,16 +392,20 @@ class ParamGroup:
         if self._kept is not None:
             output.flat.add_(self._kept.flat)
             self._kept = None
-        if self.requires_all_reduce or not self.has_replicas:
+        if not self.has_replicas:
+            self._add_reduced(output)
+        elif self.requires_all_reduce:
             self._all_reduce = (self.collectives.all_reduce(output.flat, self.reduction), output)
         else:
             self._kept = output
 
     def _finish_all_reduce(self) -> None:
-        if self._all_reduce is None:
-            return
-        (work, output), self._all_reduce = self._all_reduce, None
-        work.wait()
+        if self._all_reduce is not None:
+            (work, output), self._all_reduce = self._all_reduce, None
+            work.wait()
+            self._add_reduced(output)
+
+    def _add_reduced(self, output: DBuffer) -> None:
         if self.reduce_hook is not None:
             self.reduce_hook(output.flat)
         if self._reduced is None:

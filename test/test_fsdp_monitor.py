@@ -1,0 +1,376 @@
+"""monitor and memory_report: what they count is what the layouts say and what the buffers hold; nothing is left behind."""
+
+import itertools
+import unittest
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from common import error_of, run_ranks
+from test_fsdp import batch, build, loss_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from torch_ragged.fsdp import DBuffer, MemoryRow, buffer_layouts, fully_shard, memory_report, monitor
+
+KINDS = ("all_gather", "reduce_scatter", "other")
+KEYS = {"step_s", "optimizer_s", "exposed_s", "compute_s", "buffer_bytes", "buffer_peak_bytes"}
+KEYS |= {"memory_peak_bytes", "memory_reserved_bytes"}
+KEYS |= {f"{kind}_{unit}" for kind in KINDS for unit in ("s", "exposed_s", "calls", "bytes")}
+
+
+def groups_of(model):
+    found = {name or "root": getattr(m, "_ragged_fsdp_state", None) for name, m in model.named_modules()}
+    return {name: state.group for name, state in found.items() if state is not None and state.group is not None}
+
+
+def step_of(model, step=0, optimizer=None):
+    loss_of(model, batch(step, False)).backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_rows():
+    model = build("ragged", raf=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    whole = sum(layout.numel * 4 for layout in buffer_layouts(model).values())
+    root = buffer_layouts(model)["root"].numel * 4
+    shards = whole // dist.get_world_size()
+    flags = sum(len(group.params) for group in groups_of(model).values())
+    with monitor(model, optimizer) as watch:
+        assert watch.postfix() == ""
+        for step in range(3):
+            step_of(model, step, optimizer)
+            row = watch.step(tokens=144)
+            assert set(row) == KEYS | {"tokens_per_s"} and all(type(value) is float for value in row.values())
+            # Every group is gathered in forward and in backward.
+            assert (row["all_gather_calls"], row["all_gather_bytes"]) == (8, 2 * whole)
+            assert (row["reduce_scatter_calls"], row["reduce_scatter_bytes"]) == (4, whole)
+            assert (row["other_calls"], row["other_bytes"]) == (1, flags)
+            check_times(row)
+            assert row["optimizer_s"] > 0 and row["tokens_per_s"] * row["step_s"] == 144 or step
+            assert row["buffer_bytes"] == shards  # Given back, and the reduced shards are in .grad or dropped.
+            assert row["memory_peak_bytes"] >= row["memory_reserved_bytes"] > 1e7
+            assert "tokens/s, " in watch.postfix() and "% in collectives, peak " in watch.postfix()
+        with torch.no_grad():
+            model(batch(0, False)[:, :-1])
+        row = watch.step()
+        assert set(row) == KEYS and (row["all_gather_calls"], row["all_gather_bytes"]) == (4, whole)
+        assert row["reduce_scatter_calls"] == row["other_calls"] == row["optimizer_s"] == row["reduce_scatter_exposed_s"] == 0
+        assert " s/step, " in watch.postfix()
+        model.set_requires_gradient_sync(False)
+        step_of(model)
+        assert watch.step()["reduce_scatter_calls"] == 0
+        watch.restart()
+        with watch.collective(nbytes=40):
+            dist.all_reduce(torch.ones(10))
+        row = watch.step()
+        assert (row["other_calls"], row["other_bytes"], row["all_gather_bytes"]) == (1, 40, 0)
+        assert row["exposed_s"] == row["other_exposed_s"] == row["other_s"] > 0
+        model(batch(0, False)[:, :-1])
+        watch.restart()
+        assert watch.step()["all_gather_calls"] == 0
+    model.set_requires_gradient_sync(True)
+    kept = build("ragged", raf=False)
+    with monitor(kept) as watch:
+        step_of(kept)
+        row = watch.step()
+        assert row["all_gather_bytes"] == whole and row["optimizer_s"] == 0 and root < whole
+
+
+def check_times(row):
+    assert all(value >= 0 for value in row.values()), row
+    exposed = sum(row[f"{kind}_exposed_s"] for kind in KINDS)
+    assert abs(exposed - row["exposed_s"]) < 1e-9
+    assert abs(row["compute_s"] + row["optimizer_s"] + row["exposed_s"] - row["step_s"]) < 1e-9
+    assert all(row[f"{kind}_s"] >= row[f"{kind}_exposed_s"] for kind in KINDS)
+    assert row["compute_s"] > 0
+
+
+def check_closed():
+    model = build("ragged")
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    step_of(model)
+    model.zero_grad()
+    before = [(group.collectives, group.on_gradient) for group in groups_of(model).values()]
+
+    def closure():
+        model.zero_grad()
+        loss = loss_of(model, batch(0, False))
+        loss.backward()
+        return loss
+
+    # A closure's collectives are exposed time, and not the optimizer's as well.
+    with monitor(model, [optimizer]) as watch:
+        optimizer.step(closure)
+        row = watch.step()
+        assert row["all_gather_calls"] >= 4 and row["optimizer_s"] > 0
+        assert abs(row["compute_s"] + row["optimizer_s"] + row["exposed_s"] - row["step_s"]) < 1e-9
+        assert "ValueError: another monitor watches this model" in error_of(monitor, model)
+    assert_as_before(model, optimizer, before)
+    assert "RuntimeError: the monitor is closed" in error_of(watch.step)
+    watch.close()
+    # Errors come through, and the model goes on as one that was never watched.
+    for part in ("forward", "backward", "optimizer"):
+        error = error_of(fail_watched, model, optimizer, part)
+        assert error == f"KeyError: '{part}'", error
+        assert_as_before(model, optimizer, before)
+        if part == "backward":
+            model.reset_iter_state()
+    model.zero_grad()
+    step_of(model)
+    # Work issued before the close is waited for after it.
+    with monitor(model):
+        handle = model.blocks[0].unshard(async_op=True)
+    handle.wait()
+    model.blocks[0].reshard()
+    other = build("ragged")
+    other.load_state_dict(model.state_dict())
+    step_of(other)
+    for (name, param), (_, plain) in zip(model.named_parameters(), other.named_parameters()):
+        assert torch.equal(param.grad.to_local(), plain.grad.to_local()), name
+
+
+class Boom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise KeyError("backward")
+
+
+def fail_watched(model, optimizer, part):
+    def fail(*args):
+        raise KeyError(part)
+
+    handles = []
+    with monitor(model, optimizer):
+        try:
+            if part == "forward":
+                handles.append(model.blocks[1].register_forward_pre_hook(fail))
+            if part == "backward":
+                handles.append(model.blocks[0].register_forward_hook(lambda module, args, output: Boom.apply(output)))
+            loss = loss_of(model, batch(0, False))
+            loss.backward()
+            optimizer.step(fail)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def assert_as_before(model, optimizer, before):
+    for group, (collectives, on_gradient) in zip(groups_of(model).values(), before, strict=True):
+        assert group.collectives is collectives and group.on_gradient is on_gradient
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+
+
+def check_profiler_ranges():
+    model = build("ragged", raf=True)
+    with monitor(model), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step_of(model)
+    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("fsdp::")}
+    want = {f"fsdp::all_gather{wait} {name}": 2 for name in buffer_layouts(model) for wait in ("", "_wait")}
+    want |= {f"fsdp::reduce_scatter{wait} {name}": 1 for name in buffer_layouts(model) for wait in ("", "_wait")}
+    want |= {"fsdp::all_reduce_max root": 1, "fsdp::all_reduce_max_wait root": 1}
+    assert counts == want, (counts, want)
+
+
+class Resident:
+    """The most bytes that DBuffers, and those let go that ``.grad`` lies in, hold at once: looked up at every allocation."""
+
+    def __init__(self, model):
+        self.model, self.peak = model, 0
+        self.buffers = WeakSet(b for group in groups_of(model).values() for kind in group.buffers().values() for b in kind)
+
+    def sample(self):
+        held = [buffer.flat.untyped_storage() for buffer in self.buffers]
+        grads = [p.grad.to_local().untyped_storage() for g in groups_of(self.model).values() for p in grads_of(g)]
+        sizes = {s.data_ptr(): s.nbytes() for s in held + grads if s.nbytes()}
+        self.peak = max(self.peak, sum(sizes.values()))
+
+    def __enter__(self):
+        self.originals = DBuffer.__init__, DBuffer.allocate
+        init, allocate = self.originals
+
+        def counted_init(buffer, *args):
+            init(buffer, *args)
+            self.buffers.add(buffer)
+            self.sample()
+
+        def counted_allocate(buffer):
+            allocate(buffer)
+            self.sample()
+
+        DBuffer.__init__, DBuffer.allocate = counted_init, counted_allocate
+        return self
+
+    def __exit__(self, *error):
+        DBuffer.__init__, DBuffer.allocate = self.originals
+
+
+def grads_of(group):
+    return [param.sharded for param in group.params if param.sharded.grad is not None]
+
+
+class Nest(nn.Module):
+    """Groups within groups, one of them without parameters of its own, one called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 4)
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(32, 64)) for _ in range(3))
+        self.shared = nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.first(x)
+        for tower in self.towers:
+            x = self.shared(tower(x))
+        return self.last(x)
+
+
+def moe(raf, mp_policy):
+    model = build("ragged", raf, mp_policy)
+    return model, lambda: step_of(model)
+
+
+def nested(raf, mp_policy):
+    torch.manual_seed(0)
+    model = Nest()
+    for tower in model.towers:
+        fully_shard(tower[1], reshard_after_forward=raf, mp_policy=mp_policy)
+        fully_shard(tower, reshard_after_forward=raf, mp_policy=mp_policy)
+    fully_shard(model.shared, reshard_after_forward=raf, mp_policy=mp_policy)
+    fully_shard(model, reshard_after_forward=raf, mp_policy=mp_policy)
+    return model, lambda: model(torch.ones(2, 8)).float().sum().backward()
+
+
+def check_prediction():
+    """Exact, against the most that was there at any allocation; so is the monitor's peak, which has no ``.grad`` in it."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(bf16, fp32), MixedPrecisionPolicy(bf16, bf16)]
+    for kind, raf, mp_policy in itertools.product((moe, nested), (None, True, False), policies):
+        model, run = kind(raf, mp_policy)
+        run()
+        model.zero_grad()
+        predicted = memory_report(model).peak
+        with Resident(model) as resident, monitor(model) as watch:
+            run()
+            row = watch.step()
+        case = (kind.__name__, raf, mp_policy, predicted, resident.peak, row["buffer_peak_bytes"])
+        assert predicted.total == resident.peak == row["buffer_peak_bytes"], case
+        assert resident.peak > 2 * memory_report(model).total.sharded, case
+        # Without gradient sync, gradient buffers add up; then the step is one of several.
+        model.zero_grad()
+        model.set_requires_gradient_sync(False)
+        predicted = memory_report(model).peak
+        with Resident(model) as resident:
+            run()
+        assert predicted.total == resident.peak and predicted.grad == 0, (case, predicted, resident.peak)
+
+
+def check_bound():
+    """Where the gradients of a module around others come last only, the prediction is too high by their buffer at most."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    for layer in model[1:]:
+        fully_shard(layer)
+    fully_shard(model)
+    for _ in range(2):
+        model(torch.ones(2, 64)).sum().backward()
+        model.zero_grad()
+    predicted = memory_report(model).peak.total
+    with Resident(model) as resident:
+        model(torch.ones(2, 64)).sum().backward()
+    assert resident.peak < predicted <= resident.peak + buffer_layouts(model)["root"].numel * 4
+
+
+def check_report():
+    model = build("ragged")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    layouts = buffer_layouts(model)
+    shards = {name: layout.shard_numel * 4 for name, layout in layouts.items()}
+    report = memory_report(model, optimizer)
+    assert [row.name for row in report.groups] == list(layouts) == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    for row in report.groups:
+        assert row == MemoryRow(row.name, sharded=shards[row.name])
+    assert report.total == MemoryRow("total", sharded=sum(shards.values()))
+    before = report.peak
+    # In the middle: the root's and one block's parameters gathered, one more by name.
+    model.blocks[1].unshard()
+    model(batch(0, False)[:, :-1])
+    gathered = {row.name: row.gathered for row in memory_report(model).groups}
+    assert gathered == {"root": layouts["root"].numel * 4, "blocks.0": 0, "blocks.1": 0, "blocks.2": 0}, gathered
+    model.set_requires_gradient_sync(False)
+    step_of(model)
+    report = memory_report(model)
+    assert [row.gradients for row in report.groups] == [layout.numel * 4 for layout in layouts.values()]
+    model.set_requires_gradient_sync(True)
+    step_of(model)
+    report = memory_report(model)
+    assert [(row.gathered, row.gradients, row.grad) for row in report.groups] == [(0, 0, n) for n in shards.values()]
+    optimizer.step()
+    report = memory_report(model, optimizer)
+    for row, group in zip(report.groups, groups_of(model).values()):
+        local = sum(param.sharded.to_local().nbytes for param in group.params)
+        assert row.optimizer == 2 * local + 4 * len(group.params)  # two moments, and a step count each
+    assert report.total.optimizer == sum(row.optimizer for row in report.groups)
+    assert report.peak.optimizer == report.total.optimizer
+    assert report.peak.total == before.total + report.total.optimizer  # .grad there now is none when a step begins
+    with Resident(model) as resident:
+        optimizer.zero_grad()
+        step_of(model)
+    assert report.peak.total == resident.peak + report.total.optimizer
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["group", "sharded", "gathered", "gradients", "grad", "optimizer", "total"]
+    assert [line.split()[0] for line in lines[1:]] == [*layouts, "total", "peak:"] and len(set(map(len, lines))) == 1
+    assert f"{report.total.sharded / 1024:.2f} KiB" in lines[-2] and f"{report.peak.total / 1024:.2f} KiB" in lines[-1]
+    return str(report)
+
+
+def check_errors():
+    plain, theirs = nn.Linear(4, 4), torch_fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    errors = [error_of(what, model) for what in (monitor, memory_report) for model in (plain, theirs, "model")]
+    holder = nn.ModuleDict({"a": fully_shard(nn.Linear(4, 4)), "b": nn.Linear(4, 4)})  # No root, but it holds one.
+    with monitor(holder) as watch:
+        holder["a"](torch.ones(1, 4)).sum().backward()
+        assert watch.step()["all_gather_calls"] == 1
+    assert [row.name for row in memory_report(holder).groups] == ["a"]
+    return errors
+
+
+class MonitorTest(unittest.TestCase):
+    def test_rows_count_what_the_layouts_say(self):
+        run_ranks(2, check_rows)
+
+    def test_closing_leaves_the_model_as_it_was(self):
+        run_ranks(2, check_closed)
+
+    def test_profiler_ranges_have_the_groups_names(self):
+        run_ranks(2, check_profiler_ranges)
+
+    def test_other_models_are_errors(self):
+        for errors in run_ranks(2, check_errors):
+            for error in errors:
+                self.assertRegex(
+                    error, "^ValueError: expected a module that .*fully_shard was called on.*call fully_shard first$"
+                )
+
+
+class MemoryReportTest(unittest.TestCase):
+    def test_predicted_peak_is_what_a_step_holds(self):
+        run_ranks(2, check_prediction)
+
+    def test_predicted_peak_is_a_bound(self):
+        run_ranks(2, check_bound)
+
+    def test_report_counts_what_is_resident(self):
+        run_ranks(2, check_report)
+
+
+if __name__ == "__main__":
+    unittest.main()
