@@ -200,6 +200,7 @@ class PlannerTest(unittest.TestCase):
         self.assertEqual(layout.shard_numel, 160)
         self.assertEqual(layout.offsets, (0, 1000, 1037))
         self.assertEqual((layout.order, layout.lower_bound), ("given", 160))
+        self.assertEqual((layout.padding_numel, layout.padding_nbytes(2)), (82, 164))
 
     def test_a_layout_checks_each_constraint(self):
         good = dict(tensors=(spec(8, 4, "a"), spec(4, 1, "b")), offsets=(0, 8), shard_numel=8, ranks=2)
