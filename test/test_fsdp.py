@@ -266,7 +266,7 @@ def check_api():
     third.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
     x = batch(0, False)[:, :-1]
     assert torch.equal(other(x), model(x)) and torch.equal(third(x), model(x))
-    assert error_of(model.set_custom_all_gather, None).startswith("NotImplementedError: torch_ragged.fsdp does not offer")
+    assert error_of(model.set_post_optim_event, None).startswith("NotImplementedError: torch_ragged.fsdp does not offer")
     # A forward that raises leaves the module usable.
     assert error_of(model, "no tensor")
     assert torch.equal(other(x), model(x))
