@@ -241,7 +241,7 @@ def train(trainer: Trainer, steps: int) -> dict[str, Any]:
         "collective_share": total["exposed_s"] / seconds,
         "seconds": seconds,
         "collectives": round(sum(value for key, value in total.items() if key.endswith("_calls"))),
-        "per_step": {key: value / (trainer.step - begin) for key, value in total.items() if key.endswith(("_s", "_bytes"))},
+        "per_step": {key: value / (trainer.step - begin) for key, value in total.items() if key != "tokens_per_s"},
     }
 
 

@@ -15,7 +15,7 @@ from torch_ragged.fsdp._fully_shard import module_states
 from torch_ragged.fsdp._param_group import ParamGroup
 from torch_ragged.fsdp._state import ModuleState
 
-__all__ = ["MemoryReport", "MemoryRow", "buffer_nbytes", "memory_report", "optimizers_of"]
+__all__ = ["MemoryReport", "MemoryRow", "memory_report", "optimizers_of", "transient_nbytes"]
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,10 @@ def optimizers_of(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Opt
     return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
 
-def buffer_nbytes(group: ParamGroup) -> int:
-    """Bytes that the buffers of a group hold now; those that ``.grad`` lies in are not among them."""
-    return sum(buffer.resident_nbytes for buffers in group.buffers().values() for buffer in buffers)
+def transient_nbytes(group: ParamGroup) -> int:
+    """Bytes that a group's gathered parameters and gradients not reduced yet hold now."""
+    buffers = group.buffers()
+    return sum(buffer.resident_nbytes for kind in ("gathered", "gradients") for buffer in buffers[kind])
 
 
 def _row_of(name: str, group: ParamGroup, held: dict[int, int]) -> MemoryRow:

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from torch_ragged.fsdp._collectives import Collectives, Work
 from torch_ragged.fsdp._fully_shard import module_states
-from torch_ragged.fsdp._memory import buffer_nbytes, optimizers_of
+from torch_ragged.fsdp._memory import optimizers_of, transient_nbytes
 from torch_ragged.fsdp._param_group import ParamGroup
 
 __all__ = ["Monitor", "monitor"]
@@ -63,8 +63,8 @@ class Monitor:
     ``<kind>_bytes``              bytes of the buffers gathered or reduced, of all ranks' shards, padding included
     ``memory_peak_bytes``         most bytes of tensors on the GPU in the step; CPU: largest resident set so far
     ``memory_reserved_bytes``     most bytes reserved by the allocator in the step; CPU: resident set of the process now
-    ``buffer_bytes``              bytes that the groups' buffers hold now: sharded and gathered parameters, gradients
-                                  and reduced shards that are not in ``.grad`` yet
+    ``buffer_bytes``              bytes that the groups' buffers hold now: sharded and gathered parameters, and gradients
+                                  not reduced yet
     ``buffer_peak_bytes``         the most that they held at once
     ============================  ====================================================================================
 
@@ -80,7 +80,8 @@ class Monitor:
         if any(isinstance(group.collectives, _WatchedCollectives) for group in self._groups.values()):
             raise ValueError("another monitor watches this model: close() it first")
         optimizers = optimizers_of(optimizer)
-        devices = {group.sharded.flat.device for group in self._groups.values()}
+        devices = {group.unsharded.flat.device for group in self._groups.values()}
+        self._sharded = sum(group.sharded.nbytes for group in self._groups.values())
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self._clock = _CudaClock() if self._device.type == "cuda" else _HostClock()
         self._undo: list[Callable[[], None]] = []
@@ -113,7 +114,8 @@ class Monitor:
         self._optimizer = None
         self._spans: list[tuple[str, Any, Any]] = []
         self._counts = Counter[str]()
-        self._held = {name: buffer_nbytes(group) for name, group in self._groups.items()}
+        self._has_gradients: set[str] = set()
+        self._held = {name: transient_nbytes(group) for name, group in self._groups.items()}
         self._peak = sum(self._held.values())
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -144,8 +146,9 @@ class Monitor:
             row |= {key: seconds[key] for key in (f"{kind}_s", f"{kind}_exposed_s")}
             row |= {key: self._counts[key] for key in (f"{kind}_calls", f"{kind}_bytes")}
         row["memory_peak_bytes"], row["memory_reserved_bytes"] = self._memory()
-        row["buffer_bytes"] = sum(buffer_nbytes(group) for group in self._groups.values())
-        row["buffer_peak_bytes"] = max(self._peak, row["buffer_bytes"])
+        resident = sum(transient_nbytes(group) for group in self._groups.values())
+        row["buffer_bytes"] = self._sharded + resident
+        row["buffer_peak_bytes"] = self._sharded + max(self._peak, resident)
         self._row = {key: float(value) for key, value in row.items()}
         self.restart()
         return dict(self._row)
@@ -179,13 +182,15 @@ class Monitor:
         collectives, on_gradient = group.collectives, group.on_gradient
 
         def sample_too() -> None:
-            self._sample(name)
+            if name not in self._has_gradients:  # The gradient buffer is there as of now, between collectives.
+                self._has_gradients.add(name)
+                self._sample(name)
             if on_gradient is not None:
                 on_gradient()
 
         watched = _WatchedCollectives(collectives, self, name)
         group.collectives = cast(Collectives, watched)
-        group.on_gradient = sample_too  # Between collectives; the gradient buffer is there by now.
+        group.on_gradient = sample_too
 
         def undo() -> None:
             if group.collectives is watched:  # Else somebody has put others in their place.
@@ -195,16 +200,16 @@ class Monitor:
 
         self._undo.append(undo)
 
-    def _sample(self, name: str, coming: int = 0) -> None:
-        """Group ``name`` may hold more than before, and will get ``coming`` bytes before the next sample.
+    def _sample(self, name: str) -> None:
+        """Group ``name`` may hold more than before.
 
         What groups give back goes unnoticed: it is looked up only where the sum without it would be a peak.
         """
-        self._held[name] = buffer_nbytes(self._groups[name])
+        self._held[name] = transient_nbytes(self._groups[name])
         if sum(self._held.values()) > self._peak:
-            self._held = {name: buffer_nbytes(group) for name, group in self._groups.items()}
+            held = {name: transient_nbytes(self._groups[name]) for name in self._held}
+            self._held = {name: nbytes for name, nbytes in held.items() if nbytes}
             self._peak = max(self._peak, sum(self._held.values()))
-        self._held[name] += coming
 
     def _count(self, kind: str, nbytes: int) -> None:
         self._counts[f"{kind}_calls"] += 1
@@ -239,7 +244,8 @@ class _WatchedCollectives:
         def issue(*args: Any) -> Work:
             watch, name = self._watch, self._name
             tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-            watch._sample(name, coming=tensors[0].nbytes if kind == "reduce_scatter" else 0)  # its output
+            watch._sample(name)
+            watch._has_gradients.discard(name)  # If they are reduced now, their buffer will be given back.
             watch._count(kind, max((tensor.nbytes for tensor in tensors), default=0))
             issued = watch._clock.mark()
             with record_function(f"fsdp::{collective} {name}"):
@@ -280,6 +286,7 @@ class _CudaClock(_HostClock):
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
+        begin.synchronize()  # It may be in another stream than the end.
         end.synchronize()
         return begin.elapsed_time(end) / 1000
 
