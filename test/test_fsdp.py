@@ -266,7 +266,10 @@ def check_api():
     third.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
     x = batch(0, False)[:, :-1]
     assert torch.equal(other(x), model(x)) and torch.equal(third(x), model(x))
-    assert error_of(model.set_post_optim_event, None).startswith("NotImplementedError: torch_ragged.fsdp does not offer")
+    refused = error_of(model.set_allocate_memory_from_process_group_for_comm, True)
+    assert refused.startswith("NotImplementedError: torch_ragged.fsdp does not offer")
+        "NotImplementedError: torch_ragged.fsdp does not offer"
+    )
     # A forward that raises leaves the module usable.
     assert error_of(model, "no tensor")
     assert torch.equal(other(x), model(x))

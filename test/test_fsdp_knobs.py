@@ -1,6 +1,7 @@
 """fully_shard's knobs, each against FSDP2's in the same test."""
 
 import unittest
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -234,6 +235,12 @@ def check_other_knobs():
     assert error_of(models[1].set_reduce_scatter_max_input_buffers, True).startswith(
         "TypeError: max_input_buffers must be an int"
     )
+    event, waits = mock.Mock(), []
+    event.wait.side_effect = lambda: waits.append(models[1][0]._ragged_states(False)[0].group.is_unsharded)
+    models[1].set_post_optim_event(event)
+    models[1].set_reshard_after_forward(True)
+    models[1](models[1](batch(0)))
+    assert waits == [False]  # Once, before anything was gathered.
     # A module whose parameters backward does not need is not gathered for it.
     embed = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
     fully_shard(embed[0], mesh=mesh)

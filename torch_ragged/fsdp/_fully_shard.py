@@ -359,6 +359,14 @@ class FSDPModule(TorchFSDPModule):
         for group in self._ragged_groups(recurse=False):
             group.reduce_hook = hook
 
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Have the next forward of the root wait for ``event``, recorded behind an optimizer step on a stream of its own.
+
+        FSDP2's all-gathers wait for the event in place of the current stream; here they follow the current stream, which
+        waits. The event is dropped then: set a new one in every iteration.
+        """
+        self._ragged_states(recurse=False)[0].post_optim_event = event
+
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather with ``comm(output, shard, group=, async_op=)``, FSDP2's ``AllGather``, less its ``allocate``."""
         for group in self._ragged_groups(recurse=False):

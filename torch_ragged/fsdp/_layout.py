@@ -25,7 +25,7 @@ class TensorSpec:
     to check: a buffer has one.
 
     Raises:
-        ValueError: ``block`` is not positive, ``period`` negative, or the tensor is not made of whole periods.
+        ValueError: ``block`` is no positive integer, a size or ``period`` is negative, or periods do not fill the tensor.
     """
 
     name: str
@@ -36,8 +36,10 @@ class TensorSpec:
     dtype: Optional[torch.dtype] = None
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"{self.name}: block of {self.block} elements, expected at least 1")
+        if not isinstance(self.block, int) or self.block < 1:
+            raise ValueError(f"{self.name}: block of {self.block} elements, expected an integer of at least 1")
+        if min(self.shape, default=0) < 0:
+            raise ValueError(f"{self.name}: shape {self.shape} has a negative size")
         if self.period < 0 or (self.period and self.numel % self.period):
             raise ValueError(f"{self.name}: {self.numel} elements are not made of whole periods of {self.period} elements")
 

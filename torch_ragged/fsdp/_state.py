@@ -91,6 +91,7 @@ class ModuleState:
         self.requires_gradient_sync = True
         self.max_reductions = 1
         self.unshard_in_backward = True
+        self.post_optim_event: torch.Event | None = None
         self.forward_prefetch: list[ModuleState] | None = None
         self.backward_prefetch: list[ModuleState] | None = None
         self.context: RootContext | None = None
@@ -129,6 +130,9 @@ class ModuleState:
         return context
 
     def _start_iteration(self, context: RootContext) -> None:
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            event.wait()
         for state in context.states:
             state._refresh()
         context.last_order, context.order = context.order, []
