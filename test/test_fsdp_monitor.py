@@ -257,11 +257,24 @@ def nested(raf, mp_policy):
     return model, lambda: model(torch.ones(2, 8)).float().sum().backward()
 
 
+def prefetched(raf, mp_policy):
+    model, run = moe(raf, mp_policy)
+    first, second, third = model.blocks
+    first.set_modules_to_forward_prefetch([second, third])
+    third.set_modules_to_backward_prefetch([second, first])
+    second.set_modules_to_backward_prefetch([])
+    model.set_reduce_scatter_max_input_buffers(3)
+    return model, run
+
+
 def check_prediction():
     """Exact, against the most that was there at any allocation; so is the monitor's peak, which has no reduced shards in it."""
     bf16, fp32 = torch.bfloat16, torch.float32
     policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(bf16, fp32), MixedPrecisionPolicy(bf16, bf16)]
-    cases = [*itertools.product((nested,), (None, True, False), policies), *itertools.product((moe, frozen), (None,), policies)]
+    cases = [
+        *itertools.product((nested,), (None, True, False), policies),
+        *itertools.product((moe, frozen, prefetched), (None,), policies),
+    ]
     for kind, raf, mp_policy in cases:
         model, run = kind(raf, mp_policy)
         run()

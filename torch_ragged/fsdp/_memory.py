@@ -188,14 +188,17 @@ class _Step:
         return state is not other and id(state.module) in self._inside[id(other)]
 
     def _gather(self, position: int, step: int) -> None:
-        """Gather a group, and the next one in the direction of ``step``."""
-        groups = [self._order[position].group]
-        ahead = position + step
-        while 0 <= ahead < len(self._order) and self._order[ahead].group is None:
-            ahead += step
-        if groups[0] is not None and 0 <= ahead < len(self._order):
-            groups.append(self._order[ahead].group)
-        self._gathered.update({group: group.unsharded.nbytes for group in groups if group is not None})
+        """Gather a group, and the chosen ones, or the next one in the direction of ``step``."""
+        state = self._order[position]
+        chosen = state.forward_prefetch if step > 0 else state.backward_prefetch
+        if chosen is None:
+            ahead = position + step
+            while 0 <= ahead < len(self._order) and self._order[ahead].group is None:
+                ahead += step
+            chosen = [self._order[ahead]] if 0 <= ahead < len(self._order) else []
+        if state.group is not None and (step > 0 or state.unshard_in_backward):
+            groups = [state.group, *(each.group for each in chosen)]
+            self._gathered.update({group: group.unsharded.nbytes for group in groups if group is not None})
 
     def _leave_forward(self, position: int) -> None:
         state = self._order[position]
