@@ -112,10 +112,15 @@ def check_replicas_reduce_once():
     mesh = init_device_mesh("cpu", (2, 2))
     model = build(fully_shard, mesh, blocks=1)
     model.set_requires_all_reduce(False)
-    model(batch(0)).sum().backward()
+    with CommDebugMode() as mode:
+        model(batch(0)).sum().backward()
+    counts = {str(op).split(".")[-1]: n for op, n in mode.get_comm_counts().items()}
+    assert counts and not any("all_reduce" in op or "allreduce" in op for op in counts), counts
     assert all(p.grad is None for p in model.parameters())
     model.set_requires_all_reduce(True)
-    model(batch(1)).sum().backward()
+    with CommDebugMode() as mode:
+        model(batch(1)).sum().backward()
+    assert any("all_reduce" in str(op) or "allreduce" in str(op) for op in mode.get_comm_counts())
     single = nn.Sequential(Block())
     torch.manual_seed(0)
     single[0].__init__()
@@ -237,10 +242,13 @@ def check_other_knobs():
     )
     event, waits = mock.Mock(), []
     event.wait.side_effect = lambda: waits.append(models[1][0]._ragged_states(False)[0].group.is_unsharded)
-    models[1].set_post_optim_event(event)
+    models[1][1].set_post_optim_event(event)
     models[1].set_reshard_after_forward(True)
     models[1](models[1](batch(0)))
     assert waits == [False]  # Once, before anything was gathered.
+    assert error_of(models[1][0].set_gradient_divide_factor, 0) == (
+        "ValueError: the gradient divide factor must be a positive number, got 0"
+    )
     # A module whose parameters backward does not need is not gathered for it.
     embed = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
     fully_shard(embed[0], mesh=mesh)

@@ -70,43 +70,41 @@ class ProcessGroupCollectives:
         self.custom_reduce_scatter: CustomCollective | None = None
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Work:
-        call: Any = self.custom_all_gather or _all_gather
-        return _work(call(output, shard, group=self._group, async_op=True))
+        return _issue(_all_gather, self.custom_all_gather, output, shard, group=self._group)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
-        call: Any = self.custom_reduce_scatter or _reduce_scatter
-        issue = functools.partial(call, output, buffer, group=self._group, async_op=True)
+        issue = functools.partial(_issue, _reduce_scatter, self.custom_reduce_scatter, output, buffer, group=self._group)
         return _reduce(issue, self._group, buffer, output, reduction)
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
         assert self._replicas is not None, "no replicas on a 1-D mesh"
         # A divisor of the user's was applied by the reduce-scatter.
         reduction = Reduction(None if reduction.divisor is None else 1.0, reduction.sum_only)
-        issue = functools.partial(dist.all_reduce, tensor, group=self._replicas, async_op=True)
+        issue = functools.partial(_issue, dist.all_reduce, None, tensor, group=self._replicas)
         return _reduce(issue, self._replicas, tensor, tensor, reduction)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        work = _work(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
+        work = _issue(dist.all_reduce, None, tensor, op=dist.ReduceOp.MAX, group=self._group)
         if self._replicas is not None:
             work.wait()
-            work = _work(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._replicas, async_op=True))
+            work = _issue(dist.all_reduce, None, tensor, op=dist.ReduceOp.MAX, group=self._replicas)
         return work
 
 
 def _reduce(
-    issue: Callable[..., Any], group: dist.ProcessGroup, source: torch.Tensor, output: torch.Tensor, reduction: Reduction
+    issue: Callable[..., Work], group: dist.ProcessGroup, source: torch.Tensor, output: torch.Tensor, reduction: Reduction
 ) -> Work:
     """Issue the collective, which reduces ``source`` to ``output``, and divide."""
     size = group.size()
     divisor = size if reduction.divisor is None else reduction.divisor
     averages = dist.get_backend(group) == dist.Backend.NCCL and not reduction.sum_only
     if averages and divisor == size and output.dtype != torch.float16 and size > 1:
-        return _work(issue(op=dist.ReduceOp.AVG))
+        return issue(op=dist.ReduceOp.AVG)
     # float16 has little range: part of the division goes before the sum, part behind it.
     before = _power_of_two_near_root(divisor) if output.dtype == torch.float16 else 1
     if before > 1:
         source.div_(before)
-    return _ScaledWork(_work(issue(op=dist.ReduceOp.SUM)), output, divisor / before)
+    return _ScaledWork(issue(op=dist.ReduceOp.SUM), output, divisor / before)
 
 
 class _Done:
@@ -127,8 +125,13 @@ class _ScaledWork:
         self._divisor = 1
 
 
-def _work(work: dist.Work | None) -> Work:
-    return _Done() if work is None else work  # A custom collective may be synchronous.
+def _issue(collective: Any, custom: CustomCollective | None, *tensors: torch.Tensor, **options: Any) -> Work:
+    """Start ``custom`` if there is one, which may be synchronous, else ``collective``."""
+    if custom is not None:
+        return custom(*tensors, **options, async_op=True) or _Done()
+    work = collective(*tensors, **options, async_op=True)
+    assert work is not None, "a collective on a group that this rank is not part of"
+    return work
 
 
 def _power_of_two_near_root(divisor: float) -> int:

@@ -314,7 +314,13 @@ class FSDPModule(TorchFSDPModule):
         self._ragged_states(recurse=False)[0].unshard_in_backward = unshard_in_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients over all ranks by ``factor``, in place of the number of ranks."""
+        """Divide the sum of gradients over all ranks by ``factor``, in place of the number of ranks.
+
+        Raises:
+            ValueError: ``factor`` is not a positive number.
+        """
+        if not isinstance(factor, (int, float)) or not factor > 0:
+            raise ValueError(f"the gradient divide factor must be a positive number, got {factor!r}")
         for group in self._ragged_groups(recurse=False):
             group.reduction = dataclasses.replace(group.reduction, divisor=factor)
 
@@ -352,7 +358,7 @@ class FSDPModule(TorchFSDPModule):
         of its own for it: on a GPU it runs in the current one.
 
         Raises:
-            ValueError: a ``stream`` is given with HSDP, as FSDP2 raises, or at all.
+            ValueError: a ``stream`` is given.
         """
         if stream is not None:
             raise ValueError("set_all_reduce_hook runs the hook in the current stream: pass no stream")

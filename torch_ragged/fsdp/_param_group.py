@@ -392,12 +392,12 @@ class ParamGroup:
         if self._kept is not None:
             output.flat.add_(self._kept.flat)
             self._kept = None
-        if not self.has_replicas:
-            self._add_reduced(output)
-        elif self.requires_all_reduce:
+        if self.keeps_shards:
+            self._kept = output
+        elif self.has_replicas:
             self._all_reduce = (self.collectives.all_reduce(output.flat, self.reduction), output)
         else:
-            self._kept = output
+            self._add_reduced(output)
 
     def _finish_all_reduce(self) -> None:
         if self._all_reduce is not None:
@@ -427,20 +427,21 @@ class ParamGroup:
         return had_any
 
     @property
+    def keeps_shards(self) -> bool:
+        """Whether replicas do not reduce (``requires_all_reduce``): shards are kept for a later backward, not in ``.grad``."""
+        return self.has_replicas and not self.requires_all_reduce
+
+    @property
     def was_reduced(self) -> bool:
         """Whether this backward pass reduced this group's gradients."""
         return any(part is not None for part in (self._reduction, self._all_reduce, self._reduced))
 
     def set_gradients(self, used_anywhere: list[bool]) -> None:
-        """At the end of backward: add the reduced shard to ``.grad`` of every parameter that some rank used.
-
-        Nothing is added while replicas do not reduce (``requires_all_reduce``): the shard is kept for a later backward.
-        """
+        """At the end of backward: add the reduced shard to ``.grad`` of every parameter that some rank used."""
         self.finish_reduction()
         self._finish_all_reduce()
         reduced, self._reduced = self._reduced, None
-        if reduced is None:
-            return
+        assert reduced is not None
         if self.reduce_dtype != self.orig_dtype:
             cast = DBuffer(self.layout, Shard(0), self.rank, self.orig_dtype, reduced.flat.device)
             cast.flat.copy_(reduced.flat)

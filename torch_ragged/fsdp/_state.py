@@ -130,10 +130,10 @@ class ModuleState:
         return context
 
     def _start_iteration(self, context: RootContext) -> None:
-        event, self.post_optim_event = self.post_optim_event, None
-        if event is not None:
-            event.wait()
         for state in context.states:
+            event, state.post_optim_event = state.post_optim_event, None
+            if event is not None:
+                event.wait()
             state._refresh()
         context.last_order, context.order = context.order, []
 
@@ -337,7 +337,11 @@ def _end_backward(context: RootContext) -> None:
         state.post_backward()
         if state.group is not None:
             state._reduce(state.group, context)
-    reduced = [state.group for state in context.states if state.group is not None and state.group.was_reduced]
+    groups = [state.group for state in context.states if state.group is not None]
+    for group in groups:
+        if group.keeps_shards:
+            group.finish_reduction()
+    reduced = [group for group in groups if group.was_reduced]
     if reduced:
         used = _used_anywhere(reduced)
         for group in reduced:
