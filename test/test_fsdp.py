@@ -117,7 +117,7 @@ def compare_first_gradients(ours, theirs):
 
 def check_storage_and_collectives():
     model = build("ragged", raf=True)
-    groups = {n: m._ragged_fsdp_state.group for n, m in model.named_modules() if hasattr(m, "_ragged_fsdp_state")}
+    groups = {n: m._ragged_fsdp_state.groups[0] for n, m in model.named_modules() if hasattr(m, "_ragged_fsdp_state")}
     ran = []
 
     def look(name):
@@ -142,7 +142,9 @@ def check_storage_and_collectives():
     gathers = sum(n for name, n in counts.items() if "gather" in name)
     scatters = sum(n for name, n in counts.items() if "reduce_scatter" in name)
     assert (gathers, scatters) == (7 + 1, 4), counts  # every group twice: forward and backward
-    assert all(not g.unsharded.is_allocated and not g._gradients.is_allocated for g in groups.values())
+    assert all(
+        not g.unsharded.is_allocated and not any(b.resident_nbytes for b in g.buffers()["gradients"]) for g in groups.values()
+    )
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor) and isinstance(param.placements[0], RaggedShard), name
         assert param.grad.placements == param.placements and param.grad.shape == param.shape, name
@@ -274,7 +276,7 @@ def check_api():
     layouts = buffer_layouts(model)
     assert list(layouts) == ["root", "blocks.0", "blocks.1", "blocks.2"]
     assert all((layout.shard_numel * 4) % 128 == 0 for layout in layouts.values())
-    gone = weakref.ref(other.blocks[0]._ragged_fsdp_state.group.unsharded.flat)
+    gone = weakref.ref(other.blocks[0]._ragged_fsdp_state.groups[0].unsharded.flat)
     del other
     gc.collect()
     assert gone() is None
@@ -287,22 +289,25 @@ def check_errors():
     sharded.weight = nn.Parameter(
         distribute_tensor(sharded.weight.detach(), mesh, [RaggedShard((), (1,) + (0,) * (ranks - 1))])
     )
-    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    integers = nn.Linear(2, 2)
+    integers.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
     fully_shard(tied[0], mesh=mesh)
     twice = fully_shard(nn.Linear(4, 4), mesh=mesh)
     override = MixedPrecisionPolicy()
-    object.__setattr__(override, "param_dtype_override_fn", lambda param: None)  # a field from torch 2.15 on
+    object.__setattr__(override, "param_dtype_override_fn", lambda param: torch.float64)  # a field from torch 2.15 on
+    meta = fully_shard(nn.Linear(4, 4, device="meta"), mesh=mesh)
     return [
         error_of(fully_shard, nn.Linear(4, 4), mesh=square),
         error_of(fully_shard, sharded, mesh=mesh),
         error_of(fully_shard, twice, mesh=mesh),
-        error_of(fully_shard, mixed, mesh=mesh),
+        error_of(fully_shard(integers, mesh=mesh).to, torch.int8),
         error_of(fully_shard, tied, mesh=mesh),
-        error_of(fully_shard, nn.Linear(4, 4, device="meta"), mesh=mesh),
+        error_of(meta, torch.ones(1, 4)),
         error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, orig_param_policy=lambda fqn, p: 3),
-        error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, reshard_after_forward=2),
+        error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, reshard_after_forward=3),
+        error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, reshard_after_forward="2"),
         error_of(fully_shard, nn.ModuleList([nn.Linear(4, 4)]), mesh=mesh),
         error_of(fully_shard, "model", mesh=mesh),
         error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, mp_policy=override),
@@ -367,14 +372,15 @@ class FullyShardTest(unittest.TestCase):
             "expects a 1-D mesh, or a 2-D one (replicas, shards), got shape (1, 1, 2)",
             "weight is a DTensor placed as",
             "is sharded by fully_shard already",
-            "several dtypes ['torch.float32', 'torch.float64']",
+            "nn.Module.to only accepts floating point or complex dtypes",
             "1.weight is tied to weight, which another fully_shard has sharded",
-            "weight is on the meta device",
+            "weight and 1 more on the meta device: materialise them before forward",
             "orig_param_policy('weight') returned 3",
-            "must be True, False or None, got 2",
+            "it should be a factor of 2, not 3",
+            "must be True, False, a number of ranks or None, got '2'",
             "which has no forward",
-            "expects an nn.Module, got str",
-            "does not offer param_dtype_override_fn",
+            "expects an nn.Module or a list of them, got str",
+            "param_dtype_override_fn returned torch.float64 for weight of torch.float32",
         )
         for errors in run_ranks(2, check_errors):
             for error, text in zip(errors, words, strict=True):

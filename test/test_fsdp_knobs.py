@@ -167,7 +167,7 @@ def check_prefetch():
     model(batch(0)).sum().backward()
 
     def look(name):
-        groups = [module._ragged_states(False)[0].group for module in (first, second, third)]
+        groups = [module._ragged_states(False)[0].groups[0] for module in (first, second, third)]
         seen.append((name, [group.is_unsharded or group._gather is not None for group in groups]))
 
     first.up.register_forward_pre_hook(lambda *_: look("first"))
@@ -241,7 +241,7 @@ def check_other_knobs():
         "TypeError: max_input_buffers must be an int"
     )
     event, waits = mock.Mock(), []
-    event.wait.side_effect = lambda: waits.append(models[1][0]._ragged_states(False)[0].group.is_unsharded)
+    event.wait.side_effect = lambda: waits.append(models[1][0]._ragged_states(False)[0].groups[0].is_unsharded)
     models[1][1].set_post_optim_event(event)
     models[1].set_reshard_after_forward(True)
     models[1](models[1](batch(0)))

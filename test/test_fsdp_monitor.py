@@ -24,7 +24,7 @@ KEYS |= {f"{kind}_{unit}" for kind in KINDS for unit in ("s", "exposed_s", "call
 
 def groups_of(model):
     found = {name or "root": getattr(m, "_ragged_fsdp_state", None) for name, m in model.named_modules()}
-    return {name: state.group for name, state in found.items() if state is not None and state.group is not None}
+    return {name: state.groups[0] for name, state in found.items() if state is not None and state.groups}
 
 
 def step_of(model, step=0, optimizer=None):
@@ -96,7 +96,7 @@ def check_closed():
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
     step_of(model)
     model.zero_grad()
-    before = [(group.collectives, group.on_gradient) for group in groups_of(model).values()]
+    before = [(group.collectives, group.gradients.on_gradient) for group in groups_of(model).values()]
 
     def closure():
         model.zero_grad()
@@ -156,7 +156,7 @@ def fail_watched(model, optimizer, part):
 
 def assert_as_before(model, optimizer, before):
     for group, (collectives, on_gradient) in zip(groups_of(model).values(), before, strict=True):
-        assert group.collectives is collectives and group.on_gradient is on_gradient
+        assert group.collectives is collectives and group.gradients.on_gradient is on_gradient
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
 
 

@@ -50,7 +50,7 @@ class LoggedCollectives:
 def delay_collectives(model):
     for module in model.modules():
         if hasattr(module, "_ragged_fsdp_state"):
-            group = module._ragged_fsdp_state.group
+            group = module._ragged_fsdp_state.groups[0]
             group.collectives = LateCollectives(group.collectives)
     return model
 
@@ -146,7 +146,7 @@ def check_backward_that_raised():
 def check_prefetch():
     model, log, hidden = build("ragged"), [], torch.ones(1, 2, CONFIG.dim)
     for index, block in enumerate(model.blocks):
-        group = block._ragged_fsdp_state.group
+        group = block._ragged_fsdp_state.groups[0]
         group.collectives = LoggedCollectives(group.collectives, index, log)
         block.register_forward_pre_hook(lambda module, args, index=index: log.append(f"forward {index}"))
 

@@ -22,9 +22,7 @@ that they trace and CommDebugMode counts them.
 
 from __future__ import annotations
 
-import contextvars
 import functools
-import hashlib
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -37,11 +35,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged._groups import group_of
 from torch_ragged._ownership import Whole, owned
 from torch_ragged._transfer import Exchange, Fill, Gather, Move, Part, Reduce, Route, Step
 from torch_ragged.placement_types import cuts_of, has_ragged
 
-__all__ = ["REDUCTIONS", "Pending", "broadcast_local", "group_name", "plan", "redistribute_local"]
+__all__ = ["REDUCTIONS", "Pending", "broadcast_local", "plan", "redistribute_local"]
 
 # Above this ratio of send (or receive) buffer to tensor, one collective per owner is used instead of one all-to-all.
 _MAX_BUFFER_RATIO = 2
@@ -405,8 +404,6 @@ def _group(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> dist.ProcessGroup:
     """
     if len(mesh_dims) == 1:
         return mesh.get_group(mesh_dims[0])
-    world = dist.group.WORLD
-    assert world is not None
     where = tuple(slice(None) if i in mesh_dims else mesh.get_local_rank(i) for i in range(mesh.ndim))
     ranks = tuple(mesh.mesh[where].flatten().tolist())
     if list(ranks) != sorted(ranks):
@@ -414,26 +411,7 @@ def _group(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> dist.ProcessGroup:
             f"redistribution over mesh dimensions {mesh_dims} of {mesh}: its ranks are not in ascending order. Use a mesh "
             "whose ranks ascend, or redistribute one mesh dimension at a time"
         )
-    known = _flattened.setdefault(world, {})
-    if ranks not in known:
-        known[ranks] = world if len(ranks) == world.size() else _make_group(world, ranks)
-    return known[ranks]
+    return group_of(ranks)
 
 
-# Weak, so that groups are forgotten when the world's is destroyed, and theirs with it.
-_flattened: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 _groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
-
-group_name: contextvars.ContextVar[str | None] = contextvars.ContextVar("group_name", default=None)
-"""The name of the process group that is being made: its members must agree on it, whatever other groups each of them has."""
-
-
-def _make_group(world: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    name = group_name.set("ragged_" + hashlib.sha1(str(ranks).encode(), usedforsecurity=False).hexdigest())
-    # A world that is bound to a device would split its communicator, which all of its ranks must take part in.
-    device, world.bound_device_id = world.bound_device_id, None
-    try:
-        return dist.new_group(list(ranks), use_local_synchronization=True)
-    finally:
-        world.bound_device_id = device
-        group_name.reset(name)

@@ -10,7 +10,9 @@ from typing import Any, Optional, Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["Collectives", "ProcessGroupCollectives", "Reduction", "Work"]
+from torch_ragged._register._torch import backend_of
+
+__all__ = ["Collectives", "ProcessGroupCollectives", "Reduction", "Work", "done"]
 
 CustomCollective = Callable[..., Optional[dist.Work]]
 """FSDP2's ``AllGather`` and ``ReduceScatter``: called as torch's collectives of the same name; None if synchronous."""
@@ -40,8 +42,11 @@ class Reduction:
 class Collectives(Protocol):
     """What a group needs. All calls return at once; their tensors must stay alive and untouched until ``wait()``."""
 
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Work:
-        """Fill ``output`` (ranks * S elements) with every rank's ``shard`` (S); ``shard`` may be its slice of ``output``."""
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
+        """Fill ``output`` (ranks * S elements) with every rank's ``shard`` (S); ``shard`` may be its slice of ``output``.
+
+        Of all ranks that share the buffer, or of a ``group`` of some of them.
+        """
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
         """Reduce ``buffer`` (ranks * S elements) over ranks; this rank's slice goes to ``output`` (S)."""
@@ -56,25 +61,48 @@ class Collectives(Protocol):
 class ProcessGroupCollectives:
     """Collectives of one process group, and of one over replicas (HSDP). The same code serves gloo and NCCL.
 
+    Without a group, where parameters are replicated only, the one rank's shard is everything.
+
     With NCCL, the work of a collective starts behind what the current stream holds when it is issued and overlaps what
     comes after; ``wait()`` orders the current stream behind it, without blocking the host.
 
     Attributes:
         custom_all_gather, custom_reduce_scatter: used in place of the process group's, if set. Their ``allocate`` is not
             called: what they gather into and reduce from are the group's own buffers.
+        separate_group: reduces in place of the group, so that an all-gather and a reduce-scatter may run at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None = None) -> None:
         self._group, self._replicas = group, replicas
         self.custom_all_gather: CustomCollective | None = None
         self.custom_reduce_scatter: CustomCollective | None = None
+        self.separate_group: dist.ProcessGroup | None = None
 
-    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Work:
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
+        if group is not None:
+            return _issue(_all_gather, None, output, shard, group=group)
+        if self._group is None:
+            if output.data_ptr() != shard.data_ptr():
+                output.copy_(shard)
+            return done
         return _issue(_all_gather, self.custom_all_gather, output, shard, group=self._group)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
-        issue = functools.partial(_issue, _reduce_scatter, self.custom_reduce_scatter, output, buffer, group=self._group)
-        return _reduce(issue, self._group, buffer, output, reduction)
+        if self._group is None:
+            torch.div(buffer, reduction.divisor or 1, out=output)
+            return done
+        group = self.separate_group or self._group
+        issue = functools.partial(_issue, _reduce_scatter, self.custom_reduce_scatter, output, buffer, group=group)
+        return _reduce(issue, group, buffer, output, reduction)
+
+    def memory_pool(self, device: torch.device, is_symmetric: bool) -> torch.cuda.MemPool | None:
+        """Memory of the backend's own allocator, registered with it; None if it has none for ``device`` (gloo)."""
+        backend: Any = None if self._group is None else backend_of(self._group, device)
+        if backend is None or not backend.supports_tensor_alloc(device):
+            return None
+        pool = torch.cuda.MemPool(backend.mem_allocator)
+        backend.register_mem_pool(pool, symm=is_symmetric)
+        return pool
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
         assert self._replicas is not None, "no replicas on a 1-D mesh"
@@ -84,10 +112,11 @@ class ProcessGroupCollectives:
         return _reduce(issue, self._replicas, tensor, tensor, reduction)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        work = _issue(dist.all_reduce, None, tensor, op=dist.ReduceOp.MAX, group=self._group)
-        if self._replicas is not None:
-            work.wait()
-            work = _issue(dist.all_reduce, None, tensor, op=dist.ReduceOp.MAX, group=self._replicas)
+        work: Work = done
+        for group in (self._group, self._replicas):
+            if group is not None:
+                work.wait()
+                work = _issue(dist.all_reduce, None, tensor, op=dist.ReduceOp.MAX, group=group)
         return work
 
 
@@ -112,6 +141,10 @@ class _Done:
         """Nothing is under way."""
 
 
+done = _Done()
+"""The work of a collective that was not needed, or is through."""
+
+
 class _ScaledWork:
     """A collective whose output is divided once it is there."""
 
@@ -128,7 +161,7 @@ class _ScaledWork:
 def _issue(collective: Any, custom: CustomCollective | None, *tensors: torch.Tensor, **options: Any) -> Work:
     """Start ``custom`` if there is one, which may be synchronous, else ``collective``."""
     if custom is not None:
-        return custom(*tensors, **options, async_op=True) or _Done()
+        return custom(*tensors, **options, async_op=True) or done
     work = collective(*tensors, **options, async_op=True)
     assert work is not None, "a collective on a group that this rank is not part of"
     return work

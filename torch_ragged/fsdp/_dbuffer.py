@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -31,16 +33,32 @@ class DBuffer:
         layout: where each tensor lies.
         placement: ``Shard(0)``, ``Replicate()`` or ``Partial()``.
         rank: this rank in the mesh dimension.
+        is_pinned: in page-locked memory of the CPU, for copies to a GPU.
+        pool: where its memory comes from, if not from the allocator; may be changed while it is released.
     """
 
-    def __init__(self, layout: BufferLayout, placement: Placement, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: BufferLayout,
+        placement: Placement,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_pinned: bool = False,
+        pool: torch.cuda.MemPool | None = None,
+    ) -> None:
         if not isinstance(placement, (Shard, Replicate, Partial)):
             raise ValueError(f"DBuffer placement must be Shard(0), Replicate() or Partial(), got {placement}")
-        self.layout, self.placement, self.rank = layout, placement, rank
+        self.layout, self.placement, self.rank, self.is_pinned = layout, placement, rank, is_pinned
         self.is_sharded = isinstance(placement, Shard)
         numel = layout.shard_numel if self.is_sharded else layout.numel
-        self.flat = torch.empty(numel, dtype=dtype, device=device)
+        self.pool = pool
+        with self._from_pool():
+            self.flat = torch.empty(numel, dtype=dtype, device=device, pin_memory=is_pinned)
         self._nbytes = self.flat.untyped_storage().nbytes()
+
+    def _from_pool(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.pool is None else torch.cuda.use_mem_pool(self.pool)
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +77,8 @@ class DBuffer:
     def allocate(self) -> None:
         """Re-acquire the storage; its contents are undefined. Nothing happens if it is there."""
         if not self.is_allocated:
-            self.flat.untyped_storage().resize_(self._nbytes)
+            with self._from_pool():
+                self.flat.untyped_storage().resize_(self._nbytes)
 
     def release(self) -> None:
         """Give the storage back; views remain and are good again after :meth:`allocate`."""
@@ -100,13 +119,13 @@ class DBuffer:
     def all_gather_from(self, sharded: DBuffer, collectives: Collectives) -> Work:
         """Shard(0) -> Replicate(): one all-gather into this buffer.
 
-        With equal dtypes the shards are read where they are; else this rank's shard is first cast straight into its
-        slice of this buffer and gathered in place.
+        With equal dtypes and devices the shards are read where they are; else this rank's shard is first cast, or copied from
+        the CPU, straight into its slice of this buffer and gathered in place.
         """
         self.allocate()
         source = sharded.flat
-        if source.dtype != self.flat.dtype:
-            source = self.shard().copy_(source)
+        if (source.dtype, source.device) != (self.flat.dtype, self.flat.device):
+            source = self.shard().copy_(source, non_blocking=True)
         return collectives.all_gather(self.flat, source)
 
     def reduce_scatter_to(self, sharded: DBuffer, collectives: Collectives, reduction: Reduction) -> Work:

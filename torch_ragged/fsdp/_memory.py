@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torch_ragged.fsdp._fully_shard import module_states
+from torch_ragged.fsdp._fully_shard import module_states, named_groups
 from torch_ragged.fsdp._param_group import ParamGroup
 from torch_ragged.fsdp._state import ModuleState
 
@@ -94,9 +94,8 @@ def memory_report(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] |
     states = module_states(model)
     held = _optimizer_nbytes(optimizers_of(optimizer))
     groups = []
-    for name, state in states.items():
-        if state.group is not None:
-            groups.append(_row_of(name, state.group, held))
+    for name, group in named_groups(model).items():
+        groups.append(_row_of(name, group, held))
     total = MemoryRow("total", *(sum(column) for column in list(zip(*map(astuple, groups)))[1:]))
     peak = _Step(states, sharded=total.sharded, optimizer=total.optimizer).play()
     return MemoryReport(tuple(groups), total, peak)
@@ -112,20 +111,20 @@ def optimizers_of(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Opt
 def transient_nbytes(group: ParamGroup) -> int:
     """Bytes that a group's gathered parameters and gradients not reduced yet hold now."""
     buffers = group.buffers()
-    return sum(buffer.resident_nbytes for kind in ("gathered", "gradients") for buffer in buffers[kind])
+    return sum(buffer.resident_nbytes for kind in ("gathered", "gradients") for buffer in buffers[kind]) + group.kept_nbytes
 
 
 def _row_of(name: str, group: ParamGroup, held: dict[int, int]) -> MemoryRow:
     resident = {kind: sum(b.resident_nbytes for b in buffers) for kind, buffers in group.buffers().items()}
     grads = {}  # All are views of one buffer, unless the user has set them.
     for param in group.params:
-        if param.sharded is not None and param.sharded.grad is not None:
+        if param.sharded.grad is not None:
             storage = _local(param.sharded.grad).untyped_storage()
             grads[storage.data_ptr()] = storage.nbytes()
     return MemoryRow(
         name,
         sharded=resident["sharded"],
-        gathered=resident["gathered"],
+        gathered=resident["gathered"] + group.kept_nbytes,
         gradients=resident["gradients"],
         grad=resident["reduced"] + sum(grads.values()),
         optimizer=sum(held.get(id(param.sharded), 0) for param in group.params),
@@ -154,15 +153,15 @@ class _Step:
     """A training step played on byte counts: what ``ModuleState`` does to the buffers of its group, in the same order."""
 
     def __init__(self, states: dict[str, ModuleState], sharded: int, optimizer: int) -> None:
-        self._groups = [state.group for state in states.values() if state.group is not None]
+        self._groups = [group for state in states.values() for group in state.groups]
         self._names = {id(state): name for name, state in states.items()}
         self._order = _forward_order(list(states.values()))
-        self._inside = {id(state): set(map(id, state.module.modules())) for state in self._order}
+        self._inside = {id(s): {id(child) for module in s.modules for child in module.modules()} for s in self._order}
         self._fixed = {"sharded": sharded, "optimizer": optimizer}
         self._gathered: dict[ParamGroup, int] = {}
         self._gradients: dict[ParamGroup, int] = {}
         self._reduced: dict[ParamGroup, int] = {}
-        self._reducing: list[ParamGroup] = []
+        self._reducing: list[ModuleState] = []
         self._peak = MemoryRow("before forward", **self._fixed)
 
     def play(self) -> MemoryRow:
@@ -185,7 +184,7 @@ class _Step:
         return self._peak
 
     def _is_inside(self, state: ModuleState, other: ModuleState) -> bool:
-        return state is not other and id(state.module) in self._inside[id(other)]
+        return state is not other and id(state.modules[0]) in self._inside[id(other)]
 
     def _gather(self, position: int, step: int) -> None:
         """Gather a group, and the chosen ones, or the next one in the direction of ``step``."""
@@ -193,49 +192,55 @@ class _Step:
         chosen = state.forward_prefetch if step > 0 else state.backward_prefetch
         if chosen is None:
             ahead = position + step
-            while 0 <= ahead < len(self._order) and self._order[ahead].group is None:
+            while 0 <= ahead < len(self._order) and self._is_passed_over(self._order[ahead], state):
                 ahead += step
             chosen = [self._order[ahead]] if 0 <= ahead < len(self._order) else []
-        if state.group is not None and (step > 0 or state.unshard_in_backward):
-            groups = [state.group, *(each.group for each in chosen)]
-            self._gathered.update({group: group.unsharded.nbytes for group in groups if group is not None})
+        if state.groups and (step > 0 or state.unshard_in_backward):
+            groups = [group for each in (state, *chosen) for group in each.groups]
+            # What a rank keeps of a group is there until the others' parts are.
+            self._gathered.update({g: g.unsharded.nbytes + self._gathered.get(g, 0) % g.unsharded.nbytes for g in groups})
+
+    def _is_passed_over(self, neighbour: ModuleState, state: ModuleState) -> bool:
+        """Whether prefetching looks beyond ``neighbour``: nothing is gathered for it, or it shares what ``state`` has."""
+        return not neighbour.groups or (neighbour is state and len(state.modules) > 1)
 
     def _leave_forward(self, position: int) -> None:
         state = self._order[position]
         stays = position == 0 if state.reshard_after_forward is None else not state.reshard_after_forward
-        if state.group is not None and not stays:
-            self._gathered.pop(state.group, None)
+        runs_again = len(state.modules) > 1 and state in self._order[position + 1 :]
+        for group in [] if stays or runs_again else state.groups:
+            self._gathered[group] = 0 if group.neighbours is None else group.unsharded.nbytes // group.neighbours.size
 
     def _backward(self, position: int, children: dict[int, list[int]]) -> None:
         state = self._order[position]
         self._gather(position, step=-1)
         is_last_call = state not in self._order[:position]  # Autograd adds up the gradients of all calls before.
-        if state.group is not None and state.group.is_trainable and is_last_call:
-            self._gradients[state.group] = state.group.layout.numel * state.group.reduce_dtype.itemsize
+        trainable = [group for group in state.groups if group.is_trainable]
+        for group in trainable if is_last_call else ():
+            self._gradients[group] = group.layout.numel * group.reduce_dtype.itemsize
         self._note("backward", position)
         for child in reversed(children[position]):
             self._backward(child, children)
-        if state.group is None:
-            return
-        if state.reshard_after_backward:
-            self._gathered.pop(state.group, None)
-        if is_last_call and state.group.is_trainable and state.requires_gradient_sync:
-            self._reduce(state.group, state.max_reductions)
+        if state.reshard_after_backward and (is_last_call or len(state.modules) == 1):
+            for group in state.groups:
+                self._gathered.pop(group, None)
+        if is_last_call and trainable and state.requires_gradient_sync:
+            self._reduce(state, trainable)
             self._note("backward", position)
 
-    def _reduce(self, group: ParamGroup, most: int) -> None:
-        """Start a reduction; the oldest under way are finished first, so that there are ``most`` at the most."""
-        while len(self._reducing) >= most:
-            self._gradients.pop(self._reducing.pop(0))
-        self._reducing.append(group)
-        self._reduced[group] = group.layout.shard_numel * group.reduce_dtype.itemsize
+    def _reduce(self, state: ModuleState, trainable: list[ParamGroup]) -> None:
+        """Start a reduction; the oldest under way are finished first, so that there are ``max_reductions`` at the most."""
+        while len(self._reducing) >= state.max_reductions:
+            for group in self._reducing.pop(0).groups:
+                self._gradients.pop(group, None)
+        self._reducing.append(state)
+        for group in trainable:
+            self._reduced[group] = group.layout.shard_numel * group.reduce_dtype.itemsize
 
     def _set_gradients(self) -> None:
         """The end of backward: reduced shards become ``.grad``, by way of a cast where the dtypes differ."""
         for group in [group for group in self._groups if group in self._reduced]:
-            if group in self._reducing:
-                self._reducing.remove(group)
-                self._gradients.pop(group)
+            self._gradients.pop(group, None)
             shard = group.layout.shard_numel * group.orig_dtype.itemsize
             if group.reduce_dtype != group.orig_dtype:
                 self._reduced[group] += shard

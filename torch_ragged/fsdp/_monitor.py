@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from torch_ragged.fsdp._collectives import Collectives, Work
-from torch_ragged.fsdp._fully_shard import module_states
+from torch_ragged.fsdp._fully_shard import module_states, named_groups
 from torch_ragged.fsdp._memory import optimizers_of, transient_nbytes
 from torch_ragged.fsdp._param_group import ParamGroup
 
@@ -76,11 +76,12 @@ class Monitor:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
-        self._groups = {name: state.group for name, state in module_states(model).items() if state.group is not None}
+        module_states(model)
+        self._groups = named_groups(model)
         if any(isinstance(group.collectives, _WatchedCollectives) for group in self._groups.values()):
             raise ValueError("another monitor watches this model: close() it first")
         optimizers = optimizers_of(optimizer)
-        devices = {group.unsharded.flat.device for group in self._groups.values()}
+        devices = {group.device for group in self._groups.values()}
         self._sharded = sum(group.sharded.nbytes for group in self._groups.values())
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self._clock = _CudaClock() if self._device.type == "cuda" else _HostClock()
@@ -179,7 +180,7 @@ class Monitor:
         self._add_wait("other", begin, begin, self._clock.mark())
 
     def _watch_group(self, name: str, group: ParamGroup) -> None:
-        collectives, on_gradient = group.collectives, group.on_gradient
+        collectives, on_gradient = group.collectives, group.gradients.on_gradient
 
         def sample_too() -> None:
             if name not in self._has_gradients:  # The gradient buffer is there as of now, between collectives.
@@ -190,13 +191,13 @@ class Monitor:
 
         watched = _WatchedCollectives(collectives, self, name)
         group.collectives = cast(Collectives, watched)
-        group.on_gradient = sample_too
+        group.gradients.on_gradient = sample_too
 
         def undo() -> None:
             if group.collectives is watched:  # Else somebody has put others in their place.
                 group.collectives = collectives
-            if group.on_gradient is sample_too:
-                group.on_gradient = on_gradient
+            if group.gradients.on_gradient is sample_too:
+                group.gradients.on_gradient = on_gradient
 
         self._undo.append(undo)
 

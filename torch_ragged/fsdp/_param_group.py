@@ -1,83 +1,56 @@
-"""A parameter group: the parameters of one ``fully_shard`` unit, their buffers and their collectives."""
+"""A parameter group: parameters that are gathered together, their buffers and their collectives."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from torch_ragged.fsdp._advice import PADDING_LIMIT
-from torch_ragged.fsdp._collectives import Collectives, ProcessGroupCollectives, Reduction, Work
+from torch_ragged.fsdp._collectives import Collectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp._dbuffer import DBuffer
-from torch_ragged.fsdp._granularity import Granularity, OrigParamPolicy, elements
+from torch_ragged.fsdp._distribution import Distribution, local_of
+from torch_ragged.fsdp._gradients import GradientBuffers
 from torch_ragged.fsdp._layout import BufferLayout
-from torch_ragged.fsdp._planner import plan_layout
+from torch_ragged.fsdp._managed_param import ManagedParam
+from torch_ragged.fsdp._mesh import DataParallelMesh
+from torch_ragged.fsdp._neighbours import Neighbours
+from torch_ragged.fsdp._resident import Resident
 
-__all__ = ["ManagedParam", "ParamGroup", "plan_params"]
+__all__ = ["FoundParam", "GroupPlan", "ParamGroup"]
 
-_SHARD_ALIGNMENT_BYTES = 128
-_logger = logging.getLogger("torch_ragged.fsdp")
 # From 2.15 on FSDP2 does not round gradients to param_dtype: autograd leaves them in the dtype they are computed in, and
 # without a reduce_dtype they are reduced in the parameters' own dtype. Results follow the FSDP2 that is installed.
 _KEEPS_WIDE_GRADIENTS = torch.__version__ >= "2.15"
 
 
-@dataclass
-class ManagedParam:
-    """One parameter of a group, with every place in the module tree where it is registered (several if tied)."""
+@dataclass(frozen=True, eq=False)
+class FoundParam:
+    """A parameter as the user made it, with every place in the module tree where it is registered (several if tied)."""
 
     fqn: str
     places: list[tuple[nn.Module, str]]
-    original: nn.Parameter | None
-    sharded: nn.Parameter | None = None
-    unsharded: nn.Parameter | None = None
-    requires_grad: bool = True  # of both sets, when they were switched last
-    version: int = 0  # of the unsharded parameter when it was gathered
-    has_gradient: bool = False  # in the gradient buffer
-    was_used: bool = False  # in the reduction under way
-
-    def sync_requires_grad(self) -> None:
-        """Freezing or unfreezing either of the two parameters holds for both."""
-        sharded, unsharded = self.sharded, self.unsharded
-        assert sharded is not None and unsharded is not None
-        changed = [p.requires_grad for p in (sharded, unsharded) if p.requires_grad != self.requires_grad]
-        if changed:
-            self.requires_grad = changed[0]
-            sharded.requires_grad_(self.requires_grad)
-            unsharded.requires_grad_(self.requires_grad)
+    value: nn.Parameter
+    distribution: Distribution
 
 
-def plan_params(
-    params: list[ManagedParam], ranks: int, policy: OrigParamPolicy | None, dtype: torch.dtype, reduce_dtype: torch.dtype
-) -> BufferLayout:
-    """The layout of ``params`` over ``ranks``: shard bytes are a multiple of 128 in either dtype."""
-    specs = []
-    for param in params:
-        assert param.original is not None
-        granularity = (policy(param.fqn, param.original) if policy else None) or elements()
-        if not isinstance(granularity, Granularity):
-            raise TypeError(
-                f"orig_param_policy({param.fqn!r}) returned {granularity!r}; expected elements(), rows(n), blocks(h, w), "
-                "tensor() or None"
-            )
-        specs.append(granularity.tensor_spec(param.fqn, param.original.shape))
-    layout = plan_layout(specs, ranks, _SHARD_ALIGNMENT_BYTES // min(dtype.itemsize, reduce_dtype.itemsize))
-    if layout.granularity_fraction > PADDING_LIMIT and dist.get_rank() == 0:
-        padding, bound = 100 * layout.padding_fraction, 100 * layout.bound_fraction
-        _logger.warning(
-            f"{params[0].fqn} and {len(params) - 1} more parameters on {ranks} ranks: {padding:.1f}% padding for their "
-            f"granularity (at least {bound:.1f}%: {layout.forced_by}). advise(buffer_layouts(model)) tells what would mend it"
-        )
-    return layout
+@dataclass(frozen=True, eq=False)
+class GroupPlan:
+    """What a group is made of: parameters of one dtype, computed with in one dtype, on one mesh.
+
+    ``param_dtype`` and ``reduce_dtype`` are those of the mixed precision policy; ``offload`` says where shards are.
+    """
+
+    params: list[FoundParam]
+    dp: DataParallelMesh
+    layout: BufferLayout
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    offload: OffloadPolicy
 
 
 class ParamGroup:
@@ -86,178 +59,222 @@ class ParamGroup:
     ::
 
         sharded    DBuffer Shard(0), original dtype     the registered DTensor parameters are views of it
-           | all-gather (reads it in place; a cast goes straight into the slot)
+           | all-gather (reads it in place; a cast or a copy from the CPU goes straight into the slot)
         unsharded  DBuffer Replicate(), param_dtype     what forward and backward compute with: views of it
-        gradients  DBuffer Partial(), reduce_dtype      each gradient is copied (cast, added) into its view once
-           | reduce-scatter, then an all-reduce over replicas (HSDP)
-        .grad      views of a DBuffer Shard(0)          DTensors placed as their parameters
+           | backward
+        gradients  GradientBuffers                      reduced to ``.grad`` of the sharded parameters
+
+    Parameters on the meta device have buffers there until :meth:`convert` or :meth:`adopt_sharded` materialises them.
     """
 
-    def __init__(
-        self,
-        params: list[ManagedParam],
-        mesh: DeviceMesh,
-        mp_policy: MixedPrecisionPolicy,
-        policy: OrigParamPolicy | None,
-        device: torch.device,
-    ) -> None:
-        first = params[0].original
-        assert first is not None
-        self.params, self.mesh = params, mesh
-        self.orig_dtype = first.dtype
-        self.param_dtype = mp_policy.param_dtype or self.orig_dtype
-        self.reduce_dtype = mp_policy.reduce_dtype or (self.orig_dtype if _KEEPS_WIDE_GRADIENTS else self.param_dtype)
-        shard_dim = mesh.ndim - 1  # Replicas, if any, are on the mesh dimension before.
-        self.rank = mesh.get_local_rank(shard_dim)
-        self.has_replicas = mesh.ndim > 1
-        self.process_groups = ProcessGroupCollectives(
-            mesh.get_group(shard_dim), mesh.get_group(0) if self.has_replicas else None
-        )
-        self.collectives: Collectives = self.process_groups
-        self.reduction = Reduction()
-        self.requires_all_reduce = True
-        self.reduce_hook: Callable[[torch.Tensor], None] | None = None  # called with each reduced shard
-        self.layout = plan_params(params, mesh.size(shard_dim), policy, self.param_dtype, self.reduce_dtype)
-        self.sharded = DBuffer(self.layout, Shard(0), self.rank, self.orig_dtype, device)
-        self.unsharded = DBuffer(self.layout, Replicate(), self.rank, self.param_dtype, device)
+    def __init__(self, plan: GroupPlan) -> None:
+        self.dp, self.layout, self._plan = plan.dp, plan.layout, plan
+        self.rank = plan.dp.rank
+        self.process_groups = ProcessGroupCollectives(plan.dp.shard_group, plan.dp.replicate_group)
         self.is_unsharded = False
-        self.on_gradient: Callable[[], None] | None = None  # called when a parameter has got a gradient
+        self.neighbours: Neighbours | None = None  # who keep gathered parameters between them from forward to backward
+        self.resident: Resident | None = None  # what stays gathered between optimizer steps
+        self.keeps_storage = False  # of the gathered parameters, at its address
         self._gather: Work | None = None
         self._gathered_versions: list[int] = []
-        self._gradients: DBuffer | None = None
-        self._views: list[torch.Tensor] = []
-        self._reduction: tuple[Work, DBuffer] | None = None
-        self._all_reduce: tuple[Work, DBuffer] | None = None
-        self._reduced: DBuffer | None = None
-        self._kept: DBuffer | None = None  # reduced within each replica only
-        self._shard_params(device)
-        self.unsharded.release()
+        first = plan.params[0].value
+        self._allocate(local_of(first).device, first.dtype)
+        self.params = [self._manage(index, found) for index, found in enumerate(plan.params)]
+        self.gradients = GradientBuffers(self.params, self.layout, self.rank, plan.dp.has_replicas)
+        self.gradients.place(self.device, self.reduce_dtype, self.sharded)
+        self.collectives = self.process_groups
+        self._make_unsharded()
         self.register_sharded()
 
     # -- construction ----------------------------------------------------------------------------------------------
 
-    def _shard_params(self, device: torch.device) -> None:
+    def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Buffers for parameters of ``dtype`` that are computed with on ``device``."""
+        self.device, self.orig_dtype = device, dtype
+        self.param_dtype = (dtype.is_floating_point and self._plan.param_dtype) or dtype
+        default = dtype if _KEEPS_WIDE_GRADIENTS else self.param_dtype
+        self.reduce_dtype = self._plan.reduce_dtype or default
+        offload = self._plan.offload if isinstance(self._plan.offload, CPUOffloadPolicy) and device.type != "meta" else None
+        home = device if offload is None else torch.device("cpu")
+        is_pinned = offload is not None and offload.pin_memory and device.type != "cpu"
+        self.sharded = DBuffer(self.layout, Shard(0), self.rank, self.orig_dtype, home, is_pinned)
+        self.unsharded = DBuffer(self.layout, Replicate(), self.rank, self.param_dtype, device)
         self.sharded.zero_padding()
-        for index, param in enumerate(self.params):
-            original = param.original
-            assert original is not None
-            local = self.sharded.tensor(index)
-            start, stop = self.layout.local_range(index, self.rank)
-            local.copy_(original.detach().reshape(-1)[start:stop])
-            param.sharded = nn.Parameter(self._dtensor(index, local), requires_grad=original.requires_grad)
-            param.unsharded = nn.Parameter(self.unsharded.tensor(index))  # A hook can be set only where a gradient can be.
-            if _KEEPS_WIDE_GRADIENTS and self.reduce_dtype.itemsize > self.param_dtype.itemsize:
-                param.unsharded.grad_dtype = None  # The copy into the gradient buffer casts.
-            param.unsharded.register_post_accumulate_grad_hook(self._gradient_hook(index))
-            for name, value in vars(original).items():
-                setattr(param.sharded, name, value)
-            param.original = None
 
-    def _dtensor(self, index: int, local: torch.Tensor) -> DTensor:
-        shape = torch.Size(self.layout.tensors[index].shape)
-        placements = [*[Replicate()] * (self.mesh.ndim - 1), self.layout.placement(index)]
-        return DTensor.from_local(local, self.mesh, placements, shape=shape, run_check=False)
+    def _manage(self, index: int, found: FoundParam) -> ManagedParam:
+        """Take a parameter over into the sharded buffer."""
+        start, stop = self.layout.local_range(index, self.rank)
+        flat = self.sharded.tensor(index)
+        flat.copy_(found.distribution.flat(found.value)[start:stop])
+        sharded = nn.Parameter(self._sharded_dtensor(found.distribution, index), requires_grad=found.value.requires_grad)
+        vars(sharded).update(vars(found.value))
+        param = ManagedParam(found.fqn, found.places, found.distribution, sharded, requires_grad=sharded.requires_grad)
+        return param
+
+    def _sharded_dtensor(self, distribution: Distribution, index: int) -> DTensor:
+        return distribution.sharded(self.sharded.tensor(index), self.layout, index)
+
+    def _make_unsharded(self) -> None:
+        """New unsharded parameters, as views of the unsharded buffer, whose storage is given back."""
+        for index, param in enumerate(self.params):
+            param.view = self.unsharded.tensor(index)
+            is_float = param.view.is_floating_point() or param.view.is_complex()
+            param.unsharded = nn.Parameter(param.distribution.gathered(param.view), requires_grad=is_float)
+            if is_float:  # A hook can be set only where a gradient can be.
+                if _KEEPS_WIDE_GRADIENTS and self.reduce_dtype.itemsize > self.param_dtype.itemsize:
+                    param.unsharded.grad_dtype = None  # The copy into the gradient buffer casts.
+                param.unsharded.register_post_accumulate_grad_hook(self.gradients.hook(index))
+            param.unsharded.requires_grad_(param.requires_grad)
+        self._release_unsharded()
+
+    @property
+    def collectives(self) -> Collectives:
+        """What gathers and reduces."""
+        return self._collectives
+
+    @collectives.setter
+    def collectives(self, collectives: Collectives) -> None:
+        self._collectives = self.gradients.collectives = collectives
+
+    @property
+    def names(self) -> str:
+        """The first parameter's name, and how many more there are."""
+        return f"{self.params[0].fqn}{f' and {len(self.params) - 1} more' if len(self.params) > 1 else ''}"
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether there is no memory yet."""
+        return self.device.type == "meta"
+
+    @property
+    def is_trainable(self) -> bool:
+        return any(param.sharded.requires_grad for param in self.params)
 
     def buffers(self) -> dict[str, list[DBuffer]]:
         """The buffers of this group, released ones too, by what they hold; ``.grad`` lies in buffers that are let go."""
-        under_way = [pending[1] for pending in (self._reduction, self._all_reduce) if pending is not None]
-        reduced = [self._reduced, self._kept, *under_way]
-        kinds = {"sharded": [self.sharded], "gathered": [self.unsharded], "gradients": [self._gradients], "reduced": reduced}
-        return {kind: [buffer for buffer in buffers if buffer is not None] for kind, buffers in kinds.items()}
+        return {"sharded": [self.sharded], "gathered": [self.unsharded], **self.gradients.buffers()}
 
-    # -- parameters ------------------------------------------------------------------------------------------------
+    # -- gathering -------------------------------------------------------------------------------------------------
+
+    def unshard(self, wait: bool = True) -> None:
+        """Gather the parameters; with ``wait`` make them the modules' parameters. One all-gather, at most.
+
+        Raises:
+            RuntimeError: they are on the meta device.
+        """
+        if not self.is_unsharded and self._gather is None:
+            if self.is_meta:
+                raise RuntimeError(
+                    f"{self.names} on the meta device: materialise them before forward, with to_empty(device=...) and "
+                    "reset_parameters(), or load_state_dict(..., assign=True)"
+                )
+            self._gathered_versions = [param.sharded._version for param in self.params]
+            self._gather = self._start_gather()
+        if wait and not self.is_unsharded:
+            assert self._gather is not None
+            self._gather.wait()
+            self._gather = None
+            self._drop_kept()
+            self.is_unsharded = True
+            for param in self.params:
+                param.register(param.unsharded)
+                param.version = param.compute_version
+
+    def _start_gather(self) -> Work:
+        if self.resident is not None:
+            return self.resident.gather(self.sharded, self.unsharded, self._gathered_versions, self.collectives)
+        if self.neighbours is not None and self.neighbours.holds:
+            return self.neighbours.gather(self.unsharded, self.collectives)
+        return self.unsharded.all_gather_from(self.sharded, self.collectives)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the gathered parameters are there, or under way."""
+        return self.is_unsharded or self._gather is not None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether an operation on a sharded parameter, the same on all ranks, has changed it since it was gathered."""
+        return self.is_gathered and self._gathered_versions != [param.sharded._version for param in self.params]
+
+    def reshard(self, keep: bool = False) -> None:
+        """Give the gathered memory back and make the sharded parameters the modules' parameters.
+
+        Args:
+            keep: keep a part for backward, if there are neighbours to keep the others.
+
+        Raises:
+            RuntimeError: a parameter was written to or replaced while it was gathered, which would be lost.
+        """
+        was_gathered = self.is_gathered
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+        self._drop_kept()
+        if not was_gathered:
+            return
+        if keep and self.is_unsharded and self.neighbours is not None:
+            self.neighbours.keep(self.unsharded)
+        changed = self._restore_changed() if self.is_unsharded else []
+        self.is_unsharded = False
+        self._release_unsharded()
+        self.register_sharded()
+        if changed:
+            raise RuntimeError(
+                f"{', '.join(changed)} changed while gathered by fully_shard (written to in place, converted or replaced); "
+                "the change is lost. Change parameters while they are sharded: after backward, or after reshard()"
+            )
+
+    def _release_unsharded(self) -> None:
+        if not self.keeps_storage and not (self.resident is not None and self.resident.is_everything):
+            self.unsharded.release()
+
+    def set_memory_pool(self, pool: torch.cuda.MemPool | None) -> None:
+        """Acquire gathered parameters and gradients from ``pool`` from now on."""
+        self.reshard()
+        self.unsharded.pool = self.gradients.pool = pool
+        if self.resident is not None and self.resident.is_everything:
+            self.resident.invalidate()
+            self.unsharded.release()
+
+    def finish_gradients(self, used_anywhere: list[bool]) -> None:
+        """Set ``.grad``; an optimizer may change the parameters now."""
+        self.gradients.finish(used_anywhere)
+        if self.resident is not None:
+            self.resident.invalidate()
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes kept of gathered parameters beside the buffers."""
+        return sum(keeper.nbytes for keeper in (self.neighbours, self.resident) if keeper is not None)
+
+    @property
+    def keeps_part(self) -> bool:
+        """Whether this rank keeps a part of the gathered parameters for backward."""
+        return self.neighbours is not None and self.neighbours.holds
+
+    def _drop_kept(self) -> None:
+        if self.neighbours is not None:
+            self.neighbours.drop()
+
+    def _restore_changed(self) -> list[str]:
+        """The names of unsharded parameters that the user changed; they are views of the buffer again."""
+        changed = []
+        for index, param in enumerate(self.params):
+            is_view = param.unsharded.dtype == self.param_dtype and self.unsharded.holds(local_of(param.unsharded))
+            if not is_view:
+                param.view = self.unsharded.tensor(index)
+                param.unsharded.data = param.distribution.gathered(param.view)
+            if not is_view or param.compute_version != param.version or param.registered is not param.unsharded:
+                changed.append(param.fqn)
+        return changed
+
+    # -- sharded parameters ----------------------------------------------------------------------------------------
 
     def register_sharded(self) -> None:
         """Make the sharded DTensors the modules' parameters."""
-        self._register([param.sharded for param in self.params])
-
-    def _register(self, values: list[nn.Parameter | None]) -> None:
-        for param, value in zip(self.params, values):
-            param.sync_requires_grad()
-            for module, name in param.places:
-                if type(module).__setattr__ is nn.Module.__setattr__:
-                    module._parameters[name] = value
-                else:  # It may keep references of its own.
-                    setattr(module, name, value)
-
-    def adopt_sharded(self) -> None:
-        """Take over parameters that the user replaced, as ``load_state_dict(assign=True)`` does, into the buffer.
-
-        Raises:
-            ValueError: a replacement has another shape, dtype, device or kind than the parameter; none is taken over.
-        """
-        if self.is_unsharded:
-            return
-        replaced = [index for index in range(len(self.params)) if not self._is_in_place(index)]
-        if replaced:
-            self.reshard()  # An all-gather under way would bring the old values.
-            with torch.no_grad():
-                for index, value in [(index, self._replacement(index)) for index in replaced]:
-                    self._adopt(index, value)
-
-    def _is_in_place(self, index: int) -> bool:
-        param = self.params[index]
-        module, name = param.places[0]
-        return module._parameters.get(name) is param.sharded and self._is_in_buffer(param.sharded)
-
-    def _is_in_buffer(self, sharded: nn.Parameter | None) -> bool:
-        assert isinstance(sharded, DTensor)
-        with torch.no_grad():
-            local = sharded.to_local()
-        return self.sharded.holds(local) and local.dtype == self.orig_dtype
-
-    def _replacement(self, index: int) -> DTensor:
-        param = self.params[index]
-        module, name = param.places[0]
-        current = module._parameters.get(name)
-        shape, device = self.layout.tensors[index].shape, self.sharded.flat.device
-        wanted = (shape, self.orig_dtype, device)
-        if not isinstance(current, DTensor) or (tuple(current.shape), current.dtype, current.device) != wanted:
-            raise ValueError(
-                f"{param.fqn} was replaced by {type(current).__name__} of {getattr(current, 'shape', None)}, "
-                f"{getattr(current, 'dtype', None)}, {getattr(current, 'device', None)}; expected a DTensor of {shape}, "
-                f"{self.orig_dtype}, {device}. Load with load_state_dict(...) or assign DTensors like it; cast or move a "
-                "module before fully_shard"
-            )
-        return current.clone().requires_grad_(current.requires_grad)
-
-    def _adopt(self, index: int, value: DTensor) -> None:
-        """Copy ``value`` into the buffer; the parameter stays the same object, also for an optimizer."""
-        param, sharded = self.params[index], self.params[index].sharded
-        assert sharded is not None
-        if not self._is_in_buffer(sharded):
-            inside = nn.Parameter(self._dtensor(index, self.sharded.tensor(index)))
-            vars(inside).update(vars(sharded))
-            gradient, sharded.grad = sharded.grad, None
-            torch.utils.swap_tensors(sharded, inside)
-            sharded.grad = gradient
-        sharded.copy_(value)
-        sharded.requires_grad_(value.requires_grad)
-        for owner, attribute in param.places:
-            owner._parameters[attribute] = sharded
-
-    def check_conversion(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Raise if ``function``, which ``Module.to`` and others apply to parameters, changes their dtype, device or memory."""
-        device = self.sharded.flat.device
-        probe = function(torch.empty(0, dtype=self.orig_dtype, device=device))
-        if (probe.dtype, probe.device) != (self.orig_dtype, device):
-            raise ValueError(
-                f"{self.params[0].fqn} is sharded in a buffer of {self.orig_dtype} on {device} and cannot become "
-                f"{probe.dtype} on {probe.device}: cast or move the module before fully_shard, or compute in another dtype "
-                "with MixedPrecisionPolicy(param_dtype=...)"
-            )
-        if device.type == "cpu" and probe.is_shared():
-            raise ValueError(f"{self.params[0].fqn} is sharded in a buffer and cannot be moved to shared memory")
-
-    def convert(self, function: Callable[[torch.Tensor], torch.Tensor], owner: nn.Module | None) -> None:
-        """Replace parameters (of ``owner``, or all) and their gradients by ``function`` of them, where they are."""
-        params = [p for p in self.params if owner is None or any(module is owner for module, _ in p.places)]
-        tensors = [param.sharded for param in params if param.sharded is not None]
-        tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
-        with torch.no_grad():
-            for tensor, value in [(tensor, function(tensor)) for tensor in tensors]:
-                if value is not tensor:
-                    tensor.copy_(value)
+        for param in self.params:
+            param.register(param.sharded)
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
@@ -270,188 +287,155 @@ class ParamGroup:
         finally:
             self.register_sharded()
 
-    def unshard(self, wait: bool = True) -> None:
-        """Gather the parameters; with ``wait`` make them the modules' parameters. One all-gather, at most."""
-        if not self.is_unsharded and self._gather is None:
-            self._gather = self.unsharded.all_gather_from(self.sharded, self.collectives)
-            self._gathered_versions = self._sharded_versions()
-        if wait and not self.is_unsharded:
-            assert self._gather is not None
-            self._gather.wait()
-            self._gather = None
-            self.is_unsharded = True
-            self._register([param.unsharded for param in self.params])
-            for param in self.params:
-                param.version = param.unsharded._version  # type: ignore[union-attr]
+    def adopt_sharded(self) -> None:
+        """Take over parameters that the user replaced, as ``load_state_dict(assign=True)`` does, into the buffer.
 
-    def _sharded_versions(self) -> list[int]:
-        return [param.sharded._version for param in self.params if param.sharded is not None]
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether an operation on a sharded parameter, the same on all ranks, has changed it since it was gathered."""
-        is_gathered = self.is_unsharded or self._gather is not None
-        return is_gathered and self._gathered_versions != self._sharded_versions()
-
-    def reshard(self) -> None:
-        """Give the gathered memory back and make the sharded parameters the modules' parameters.
+        Of a group on the meta device the new parameters stay the registered ones; else the old ones do, which an optimizer
+        may have.
 
         Raises:
-            RuntimeError: a parameter was written to or replaced while it was gathered, which would be lost.
+            ValueError: a replacement has another shape, dtype, device or kind than the parameter, or only some of a group on
+                the meta device are materialised; none is taken over.
         """
-        if self._gather is not None:
-            self._gather.wait()
-            self._gather = None
-        elif not self.is_unsharded:
+        if self.is_unsharded:
             return
-        changed = self._restore_changed() if self.is_unsharded else []
-        self.is_unsharded = False
-        self.unsharded.release()
-        self.register_sharded()
-        if changed:
-            raise RuntimeError(
-                f"{', '.join(changed)} changed while gathered by fully_shard (written to in place, converted or replaced); "
-                "the change is lost. Change parameters while they are sharded: after backward, or after reshard()"
-            )
-
-    def _restore_changed(self) -> list[str]:
-        """The names of unsharded parameters that the user changed; they are views of the buffer again."""
-        changed = []
-        for index, param in enumerate(self.params):
-            (module, name), unsharded = param.places[0], param.unsharded
-            assert unsharded is not None
-            is_view = unsharded.dtype == self.param_dtype and self.unsharded.holds(unsharded)
-            if not is_view:
-                unsharded.data = self.unsharded.tensor(index)
-            if not is_view or unsharded._version != param.version or module._parameters.get(name) is not unsharded:
-                changed.append(param.fqn)
-        return changed
-
-    # -- gradients -------------------------------------------------------------------------------------------------
-
-    def _gradient_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        """Move a gradient into the buffer as soon as autograd has it, and drop it."""
-        group_ref = weakref.ref(self)  # Autograd's hooks are invisible to the garbage collector.
-
-        def hook(unsharded: torch.Tensor) -> None:
-            group = group_ref()
-            assert group is not None
-            param = group.params[index]
-            param.sync_requires_grad()
-            if not param.requires_grad:  # frozen since forward
-                unsharded.grad = None
-            if unsharded.grad is None:  # or backward came here with no gradient
+        replaced = [index for index in range(len(self.params)) if not self._is_in_place(index)]
+        if not replaced:
+            return
+        self.reshard()  # An all-gather under way would bring the old values.
+        with torch.no_grad():
+            if self.is_meta:
+                self._adopt_materialised(replaced)
                 return
-            view = group._gradient_views()[index]
-            if param.has_gradient:
-                view.add_(unsharded.grad)
-            else:
-                view.copy_(unsharded.grad)
-                param.has_gradient = True
-            unsharded.grad = None
-            if group.on_gradient is not None:
-                group.on_gradient()
+            for index, value in [(index, self._replacement(index).clone()) for index in replaced]:
+                self._adopt(index, value)
 
-        return hook
+    def _is_in_place(self, index: int) -> bool:
+        param = self.params[index]
+        return param.registered is param.sharded and self._is_in_buffer(param.sharded)
 
-    def _gradient_views(self) -> list[torch.Tensor]:
-        """The gradient buffer's view of each parameter; the buffer is (re-)acquired if it is not there."""
-        self.finish_reduction()  # It may still be read.
-        if self._gradients is None:
-            self._gradients = DBuffer(self.layout, Partial(), self.rank, self.reduce_dtype, self.unsharded.flat.device)
-            self._gradients.zero_padding()
-            self._views = [self._gradients.tensor(index) for index in range(len(self.params))]
-        elif not self._gradients.is_allocated:
-            self._gradients.allocate()
-            self._gradients.zero_padding()
-        return self._views
+    def _is_in_buffer(self, sharded: torch.Tensor) -> bool:
+        local = local_of(sharded)
+        return self.sharded.holds(local) and local.dtype == self.orig_dtype
 
-    @property
-    def is_trainable(self) -> bool:
-        return any(param.sharded is not None and param.sharded.requires_grad for param in self.params)
+    def _replacement(self, index: int) -> DTensor:
+        param = self.params[index]
+        current = param.registered
+        wanted = (param.distribution.shape, self.orig_dtype, None if self.is_meta else self.sharded.flat.device)
+        found = (getattr(current, "shape", None), getattr(current, "dtype", None), getattr(current, "device", None))
+        if not isinstance(current, DTensor) or found[: 2 if self.is_meta else 3] != wanted[: 2 if self.is_meta else 3]:
+            raise ValueError(
+                f"{param.fqn} was replaced by {type(current).__name__} of {', '.join(map(str, found))}; expected a DTensor of "
+                f"{', '.join(map(str, wanted))}. Load with load_state_dict(...) or assign DTensors like it; cast or move a "
+                "module before fully_shard"
+            )
+        return current
 
-    def start_reduction(self) -> None:
-        """Start one reduce-scatter of the gradient buffer. A parameter without a gradient here contributes zeros."""
-        for param, view in zip(self.params, self._gradient_views()):
-            if not param.has_gradient:
-                view.zero_()
-            param.was_used, param.has_gradient = param.was_used or param.has_gradient, False
-        assert self._gradients is not None
-        output = DBuffer(self.layout, Shard(0), self.rank, self.reduce_dtype, self.unsharded.flat.device)
-        self._reduction = (self._gradients.reduce_scatter_to(output, self.collectives, self.reduction), output)
+    def _adopt(self, index: int, value: torch.Tensor) -> None:
+        """Copy ``value`` into the buffer; the parameter stays the same object, also for an optimizer."""
+        param = self.params[index]
+        if not self._is_in_buffer(param.sharded):
+            self._put(index, param.sharded)
+        param.sharded.copy_(value)
+        param.sharded.requires_grad_(value.requires_grad)
+        self._register_at_all_places(param)
 
-    def finish_reduction(self) -> None:
-        """Wait for the reduce-scatter under way, release the gradient buffer and start the all-reduce of its shard."""
-        if self._reduction is None:
-            return
-        (work, output), self._reduction = self._reduction, None
-        work.wait()
-        assert self._gradients is not None
-        self._gradients.release()
-        self._finish_all_reduce()
-        if self._kept is not None:
-            output.flat.add_(self._kept.flat)
-            self._kept = None
-        if self.keeps_shards:
-            self._kept = output
-        elif self.has_replicas:
-            self._all_reduce = (self.collectives.all_reduce(output.flat, self.reduction), output)
-        else:
-            self._add_reduced(output)
+    def _adopt_materialised(self, replaced: list[int]) -> None:
+        values = [self._replacement(index) for index in replaced]
+        missing = sorted({param.fqn for param in self.params} - {self.params[index].fqn for index in replaced})
+        if missing:
+            raise ValueError(f"{', '.join(missing)} still on the meta device, others of the group are not: materialise all")
+        locals_ = [local_of(value.redistribute(placements=p.sharded.placements)) for value, p in zip(values, self.params)]  # type: ignore[attr-defined]
+        self._rebuild(self._compute_device(locals_[0].device), self.orig_dtype, locals_)
+        for param, value in zip(self.params, values):
+            torch.utils.swap_tensors(param.sharded, value)
+            param.sharded = value  # type: ignore[assignment]
+            self._register_at_all_places(param)
 
-    def _finish_all_reduce(self) -> None:
-        if self._all_reduce is not None:
-            (work, output), self._all_reduce = self._all_reduce, None
-            work.wait()
-            self._add_reduced(output)
+    def _put(self, index: int, parameter: nn.Parameter) -> None:
+        """Have the object ``parameter`` be a view of the sharded buffer."""
+        inside = nn.Parameter(self._sharded_dtensor(self.params[index].distribution, index), parameter.requires_grad)
+        vars(inside).update(vars(parameter))
+        gradient, parameter.grad = parameter.grad, None
+        torch.utils.swap_tensors(parameter, inside)
+        parameter.grad = gradient
 
-    def _add_reduced(self, output: DBuffer) -> None:
-        if self.reduce_hook is not None:
-            self.reduce_hook(output.flat)
-        if self._reduced is None:
-            self._reduced = output
-        else:
-            self._reduced.flat.add_(output.flat)
+    def _register_at_all_places(self, param: ManagedParam) -> None:
+        for owner, attribute in param.places:
+            owner._parameters[attribute] = param.sharded
 
-    def drop_gradients(self) -> bool:
-        """Forget the gradients that are not in ``.grad`` yet; says whether there were any."""
-        had_any = self.was_reduced or self._kept is not None or any(param.has_gradient for param in self.params)
-        for pending in (self._reduction, self._all_reduce):
-            if pending is not None:
-                pending[0].wait()
-        self._reduction = self._all_reduce = self._reduced = self._kept = None
-        for param in self.params:
-            param.has_gradient = param.was_used = False
-        if self._gradients is not None:
-            self._gradients.release()
-        return had_any
+    # -- conversions -----------------------------------------------------------------------------------------------
 
-    @property
-    def keeps_shards(self) -> bool:
-        """Whether replicas do not reduce (``requires_all_reduce``): shards are kept for a later backward, not in ``.grad``."""
-        return self.has_replicas and not self.requires_all_reduce
+    def check_conversion(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Raise if ``function``, which ``Module.to`` and others apply to parameters, moves them where they cannot be.
 
-    @property
-    def was_reduced(self) -> bool:
-        """Whether this backward pass reduced this group's gradients."""
-        return any(part is not None for part in (self._reduction, self._all_reduce, self._reduced))
+        Raises:
+            ValueError: to another device than the mesh's (than the CPU, if offloaded), or to shared memory.
+        """
+        device = self.sharded.flat.device
+        probe = function(torch.empty(0, dtype=self.orig_dtype, device=device))
+        offloads = isinstance(self._plan.offload, CPUOffloadPolicy)
+        home = "cpu" if offloads else self.dp.mesh.device_type
+        if probe.device != device and not (self.is_meta and probe.device.type == home):
+            where = (
+                "" if not self.is_meta else f" with a mesh on {self.dp.mesh.device_type}{' and offload' if offloads else ''}"
+            )
+            raise ValueError(
+                f"{self.names} is sharded in a buffer on {device}{where} and cannot be on {probe.device}: expected {home}; move "
+                "the module before fully_shard"
+            )
+        if probe.dtype.is_floating_point != self.orig_dtype.is_floating_point:
+            raise ValueError(f"{self.names} is sharded in a buffer of {self.orig_dtype} and cannot become {probe.dtype}")
+        if device.type == "cpu" and probe.is_shared():
+            raise ValueError(f"{self.names} is sharded in a buffer and cannot be moved to shared memory")
 
-    def set_gradients(self, used_anywhere: list[bool]) -> None:
-        """At the end of backward: add the reduced shard to ``.grad`` of every parameter that some rank used."""
-        self.finish_reduction()
-        self._finish_all_reduce()
-        reduced, self._reduced = self._reduced, None
-        assert reduced is not None
-        if self.reduce_dtype != self.orig_dtype:
-            cast = DBuffer(self.layout, Shard(0), self.rank, self.orig_dtype, reduced.flat.device)
-            cast.flat.copy_(reduced.flat)
-            reduced = cast
-        for index, (param, is_used) in enumerate(zip(self.params, used_anywhere)):
-            param.was_used = False
-            sharded = param.sharded
-            if not is_used or sharded is None:
-                continue
-            gradient = self._dtensor(index, reduced.tensor(index))
-            sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
-            for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
-                hook(sharded)
+    def convert(self, function: Callable[[torch.Tensor], torch.Tensor], owner: nn.Module | None) -> None:
+        """Replace parameters (of ``owner``, or all) and their gradients by ``function`` of them, where they are.
+
+        A new dtype, or memory for parameters on the meta device, makes new buffers; the parameters stay the same objects.
+
+        Raises:
+            ValueError: ``owner`` has only some of the group's parameters, and they would get another dtype or device.
+        """
+        chosen = [p for p in self.params if owner is None or any(module is owner for module, _ in p.places)]
+        probe = function(torch.empty(0, dtype=self.orig_dtype, device=self.sharded.flat.device))
+        with torch.no_grad():
+            if (probe.dtype, probe.device) == (self.orig_dtype, self.sharded.flat.device):
+                tensors = [param.sharded for param in chosen]
+                tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
+                for tensor, value in [(tensor, function(tensor)) for tensor in tensors]:
+                    if value is not tensor:
+                        tensor.copy_(value)
+                return
+            if not chosen:
+                return
+            if len(chosen) < len(self.params):
+                raise ValueError(
+                    f"{self.names}: only {', '.join(param.fqn for param in chosen)} would become {probe.dtype} on {probe.device}, "
+                    "but the group lies in one buffer: convert the module that fully_shard was called on"
+                )
+            values = None if self.is_meta else [function(local_of(param.sharded)) for param in self.params]
+            self._rebuild(self._compute_device(probe.device), probe.dtype, values)
+            for index, param in enumerate(self.params):
+                gradient = param.sharded.grad
+                self._put(index, param.sharded)
+                param.sharded.grad = None if gradient is None else function(gradient)
+
+    def _rebuild(self, device: torch.device, dtype: torch.dtype, values: list[torch.Tensor] | None) -> None:
+        """New buffers, with ``values`` as this rank's part of each parameter."""
+        self._allocate(device, dtype)
+        if self.resident is not None:
+            self.resident.reset()
+        self.gradients.place(self.device, self.reduce_dtype, self.sharded)
+        for index, value in enumerate(values or ()):
+            self.sharded.tensor(index).copy_(self.params[index].distribution.flat_local(value))
+        self._make_unsharded()
+
+    def _compute_device(self, home: torch.device) -> torch.device:
+        """Where to compute with parameters that are at ``home``."""
+        if not self.is_meta or home.type == "meta":
+            return self.device
+        device_type = self.dp.mesh.device_type
+        if home.type == device_type:
+            return home
+        return torch.device(device_type, torch.accelerator.current_device_index())

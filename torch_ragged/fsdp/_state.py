@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,23 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
+from torch_ragged._register._torch import backward_id
 from torch_ragged.fsdp._param_group import ParamGroup
 
-__all__ = ["ModuleState", "RootContext"]
+__all__ = ["CommContext", "GradientReduction", "ModuleState", "RootContext"]
+
+
+@dataclass(eq=False)
+class CommContext:
+    """What bounds the communication of the states that share it (those under one root, or ``share_comm_ctx``).
+
+    ``reducing`` are the states whose reduce-scatter is under way: one, unless more are allowed, so that at most two gradient
+    buffers are held. ``gathering`` are those whose all-gather was started ahead of need: at most ``max_gathers``.
+    """
+
+    reducing: list[ModuleState] = field(default_factory=list)
+    gathering: list[ModuleState] = field(default_factory=list)
+    max_gathers: int = 2
 
 
 @dataclass
@@ -28,16 +42,17 @@ class RootContext:
     """What the states under one root share.
 
     ``order`` is the order of forward calls since the root was called, ``last_order`` that of the root's call before: the
-    next group is prefetched by it. ``reducing`` are the groups whose reduce-scatter is under way: one, unless more are
-    allowed, so that at most two gradient buffers are held. ``callback`` is what autograd runs at the end of the backward
-    under way; autograd alone holds it, and drops it if the backward raises.
+    next group is prefetched by it. ``callback`` is what autograd runs at the end of the backward under way; autograd alone
+    holds it, and drops it if the backward raises. ``is_unfinished`` is whether a backward awaits ``finalize_backward``, and
+    ``pending`` the handle of one that has begun.
     """
 
     states: list[ModuleState]
     order: list[ModuleState] = field(default_factory=list)
     last_order: list[ModuleState] = field(default_factory=list)
     callback: weakref.ref[Callable[[], None]] | None = None
-    reducing: list[ParamGroup] = field(default_factory=list)
+    is_unfinished: bool = False
+    pending: GradientReduction | None = None
 
     @property
     def in_forward(self) -> bool:
@@ -47,7 +62,7 @@ class RootContext:
     @property
     def in_backward(self) -> bool:
         """Whether this code runs in a backward pass of these modules that has not raised."""
-        return self.callback is not None and self.callback() is not None and torch._C._current_graph_task_id() != -1
+        return self.callback is not None and self.callback() is not None and backward_id() != -1
 
     def queue_callback(self) -> None:
         """Have autograd end the backward under way with :func:`_end_backward`."""
@@ -60,10 +75,42 @@ class RootContext:
         self.forget_raised_backward()
 
         def callback() -> None:
-            _end_backward(self)
+            if self.states[0].finalizes_manually:
+                self.pause_backward()
+            else:
+                self.end_backward()
 
         self.callback = weakref.ref(callback)
         Variable._execution_engine.queue_callback(callback)
+
+    def pause_backward(self) -> None:
+        """A backward pass is through, others may follow before ``finalize_backward``."""
+        for state in self.states:
+            state.post_backward()
+        self.is_unfinished, self.callback = True, None
+
+    def start_reductions(self) -> None:
+        """Reduce what is left."""
+        for state in reversed(self.states):
+            state.post_backward()
+            state.reduce()
+
+    def end_backward(self) -> None:
+        """Reduce what is left, agree on which parameters were used, set gradients and give everything back."""
+        self.start_reductions()
+        groups = [group for state in self.states for group in state.groups]
+        for group in groups:
+            if group.gradients.keeps_shards:
+                group.gradients.finish_reduction()
+        reduced = [group for group in groups if group.gradients.was_reduced]
+        for mesh in dict.fromkeys(group.dp.key for group in reduced):
+            members = [group for group in reduced if group.dp.key == mesh]
+            used = _used_anywhere(members)
+            for group in members:
+                group.finish_gradients([next(used) for _ in group.params])
+        for state in self.states:
+            state.end_backward(self)
+        self.is_unfinished, self.callback = False, None
 
     def forget_raised_backward(self) -> None:
         """Drop what a backward that raised left behind: else no later one would set gradients."""
@@ -74,57 +121,75 @@ class RootContext:
 
     def forget_backward(self) -> bool:
         """Drop reductions under way and gradients not yet in ``.grad``; says whether there were any."""
-        self.callback = None
-        self.reducing.clear()
+        self.callback = self.pending = None
+        self.is_unfinished = False
         return any([state.forget_backward() for state in self.states])
 
 
 class ModuleState:
-    """The state that ``fully_shard`` keeps for one module, and its hooks."""
+    """The state that ``fully_shard`` keeps for one module, or for several that share their groups, and its hooks.
+
+    Attributes:
+        modules: that ``fully_shard`` was called on together.
+        groups: of their parameters: one, unless these differ in mesh, dtype or kind of placement; none without parameters.
+    """
 
     def __init__(
-        self, module: nn.Module, group: ParamGroup | None, mp_policy: MixedPrecisionPolicy, reshard_after_forward: bool | None
+        self,
+        modules: Sequence[nn.Module],
+        groups: list[ParamGroup],
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
     ) -> None:
-        self.module, self.group, self.mp_policy = module, group, mp_policy
+        self.modules, self.groups, self.mp_policy = tuple(modules), groups, mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
+        self.reduces_last_only = False  # keep gradients unreduced until ``is_last_backward`` of the root
+        self.is_last_backward = True
+        self.finalizes_manually = False
         self.max_reductions = 1
         self.unshard_in_backward = True
         self.post_optim_event: torch.Event | None = None
         self.forward_prefetch: list[ModuleState] | None = None
         self.backward_prefetch: list[ModuleState] | None = None
         self.context: RootContext | None = None
+        self.comm = CommContext()
         self.is_root = False
         self._in_backward = False  # between pre- and post-backward: a forward call is a recomputation
         self._open_calls = 0  # forward calls whose backward has not come through yet
         self._positions: list[int] = []  # where calls that are in their forward stand in the order
+        self._still_to_run = set(self.modules)  # of several modules, those that have not run since the groups were given back
         self._needs_reduction = False  # backward came here since the last reduction
         self._must_refresh = False  # what is gathered may be out of date at the next iteration
-        if group is not None:
-            group.on_gradient = self._on_gradient
-        module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._post_forward, always_call=True)
+        for group in groups:
+            group.gradients.on_gradient = self._on_gradient
+        for module in self.modules:
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._post_forward, always_call=True)
+
+    @property
+    def name(self) -> str:
+        return ", ".join(type(module).__name__ for module in self.modules)
 
     # -- root ------------------------------------------------------------------------------------------------------
 
     def _become_root(self) -> RootContext:
         """The first module called is the root; those inside it share its context."""
-        found = [getattr(module, "_ragged_fsdp_state", None) for module in self.module.modules()]
-        states: list[ModuleState] = [state for state in found if state is not None]
+        found = [getattr(module, "_ragged_fsdp_state", None) for root in self.modules for module in root.modules()]
+        states: list[ModuleState] = list(dict.fromkeys(state for state in found if state is not None))
         for state in states:
             if state.context is not None:
                 raise RuntimeError(
-                    f"{type(state.module).__name__} ran its forward before the module around it and became a root, or is "
+                    f"{state.name} ran its forward before the module around it and became a root, or is "
                     "part of another root: run the outermost fully_shard module first"
                 )
-        _check_one_mesh([state.group for state in states if state.group is not None])
         context = RootContext(states)
         self.is_root = True
         if self.reshard_after_forward is None:
             self.reshard_after_forward = False  # The root's parameters are wanted first in backward.
         for state in states:
-            state.context = context
+            state.context, state.comm = context, self.comm
             if state.reshard_after_forward is None:
                 state.reshard_after_forward = True
         return context
@@ -140,23 +205,37 @@ class ModuleState:
     def _refresh(self) -> None:
         """Have the forward that begins gather anew what an earlier one left gathered: the shards may have changed since."""
         self._positions.clear()
-        if self._must_refresh or (self.group is not None and self.group.is_outdated):
+        self._still_to_run = set(self.modules)
+        if self._must_refresh or any(group.is_outdated for group in self.groups):
             self.give_back()
-        if self.group is not None:
-            self.group.adopt_sharded()
+        for group in self.groups:
+            group.adopt_sharded()
 
-    def give_back(self) -> None:
-        """Give the gathered parameters back."""
-        self._must_refresh = False
-        if self.group is not None:
-            self.group.reshard()
+    def unshard(self) -> None:
+        """Gather the parameters, and make them the modules'."""
+        for group in self.groups:
+            group.unshard(wait=False)
+        for group in self.groups:
+            group.unshard()
+        if self in self.comm.gathering:
+            self.comm.gathering.remove(self)
+
+    def give_back(self, keep: bool = False) -> None:
+        """Give the gathered parameters back, but for the part that neighbours ``keep`` for backward."""
+        if self in self.comm.gathering:
+            self.comm.gathering.remove(self)
+        for group in self.groups:
+            group.reshard(keep)
+        self._must_refresh = any(group.keeps_part for group in self.groups)
 
     def forget_backward(self) -> bool:
         """Be as before the backward under way; says whether gradients were dropped."""
         self._in_backward = self._needs_reduction = False
         self._open_calls = 0
         self._must_refresh = True
-        return self.group is not None and self.group.drop_gradients()
+        if self in self.comm.reducing:
+            self.comm.reducing.remove(self)
+        return any([group.gradients.drop() for group in self.groups])
 
     def reset(self) -> None:
         """Be as before the forward or backward under way."""
@@ -183,8 +262,8 @@ class ModuleState:
             position = len(context.order)
             context.order.append(self)
         self._positions.append(position)
-        if self.group is not None:
-            self.group.unshard()
+        if self.groups:
+            self.unshard()
             self._must_refresh = True
             for neighbour in self._prefetch(self.forward_prefetch, context.last_order, position, step=1):
                 neighbour._must_refresh = True  # It may never be called.
@@ -195,18 +274,26 @@ class ModuleState:
     def _prefetch(
         self, chosen: list[ModuleState] | None, order: list[ModuleState], position: int, step: int
     ) -> list[ModuleState]:
-        """Start the all-gathers of the ``chosen`` modules, or of the next in ``order``; returns whose they are."""
+        """Start the all-gathers of the ``chosen`` modules, or of the next in ``order``; returns whose they are.
+
+        No more are started than may be ahead of their use; those left out are gathered when they are needed.
+        """
         states = self._next(order, position, step) if chosen is None else chosen
+        started, gathering = [], self.comm.gathering
         for state in states:
-            if state.group is not None:
-                state.group.unshard(wait=False)
-        return states
+            is_gathered = all(group.is_gathered for group in state.groups)
+            if not is_gathered and len(gathering) < self.comm.max_gathers:
+                for group in state.groups:
+                    group.unshard(wait=False)
+                gathering.append(state)
+                started.append(state)
+        return started
 
     def _next(self, order: list[ModuleState], position: int, step: int) -> list[ModuleState]:
         """The next module with parameters in ``order``, if it ran the same way up to here."""
         neighbour = position + step
         in_order = position >= 0 and 0 <= neighbour < len(order) and order[position] is self
-        while in_order and order[neighbour].group is None:
+        while in_order and (not order[neighbour].groups or (order[neighbour] is self and len(self.modules) > 1)):
             neighbour += step
             in_order = 0 <= neighbour < len(order)
         return [order[neighbour]] if in_order else []
@@ -224,10 +311,15 @@ class ModuleState:
         leaves = pytree.tree_leaves(output)
         needs_backward = torch.is_grad_enabled()
         must_stay = needs_backward and not self._watch_outputs(leaves, context, position)
-        if self.group is not None and any(isinstance(t, torch.Tensor) and self.group.unsharded.holds(t) for t in leaves):
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(group.unsharded.holds(tensor) for group in self.groups for tensor in tensors):
             must_stay = True  # The output is a parameter or a view of one.
-        if (self.reshard_after_forward or not needs_backward) and not must_stay:
-            self.give_back()
+        self._still_to_run.discard(module)
+        if self._still_to_run or must_stay:
+            return output
+        self._still_to_run = set(self.modules)
+        if self.reshard_after_forward or not needs_backward:
+            self.give_back(keep=needs_backward)
         return output
 
     # -- backward --------------------------------------------------------------------------------------------------
@@ -250,8 +342,8 @@ class ModuleState:
             if self._in_backward:
                 return
             self._in_backward = self._needs_reduction = True
-            if self.group is not None and self.unshard_in_backward:
-                self.group.unshard()
+            if self.groups and self.unshard_in_backward:
+                self.unshard()
                 self._prefetch(self.backward_prefetch, order, position, step=-1)
 
         return hook
@@ -277,31 +369,35 @@ class ModuleState:
             return
         self._in_backward = False
         self._open_calls = max(0, self._open_calls - 1)
-        group, context = self.group, self.context
-        if group is None or context is None:
-            return
-        if self.reshard_after_backward:
+        if self.reshard_after_backward and (self._open_calls == 0 or len(self.modules) == 1):
             self.give_back()
         if self._open_calls == 0:
-            self._reduce(group, context)
+            self.reduce()
 
-    def _reduce(self, group: ParamGroup, context: RootContext) -> None:
-        if not (self._needs_reduction and group.is_trainable and self.requires_gradient_sync):
+    def reduce(self) -> None:
+        """Start the reduction of gradients that backward has brought here."""
+        groups = [group for group in self.groups if group.is_trainable]
+        if not (self._needs_reduction and groups and self.requires_gradient_sync):
+            return
+        if self.reduces_last_only and self.context is not None and not self.context.states[0].is_last_backward:
             return
         self._needs_reduction = False
-        while len(context.reducing) >= self.max_reductions:
-            context.reducing.pop(0).finish_reduction()
-        group.start_reduction()
-        context.reducing.append(group)
+        reducing = self.comm.reducing
+        while len(reducing) >= self.max_reductions:
+            for group in reducing.pop(0).groups:
+                group.gradients.finish_reduction()
+        for group in groups:
+            group.gradients.start_reduction()
+        reducing.append(self)
 
     def end_backward(self, context: RootContext) -> None:
         """Backward is at its end, and gradients are set."""
         self._open_calls = 0
+        if self in self.comm.reducing:
+            self.comm.reducing.remove(self)
         if context.in_forward and self._must_refresh:  # Forward itself computes gradients, and goes on with these parameters.
             return
-        if self.group is None:
-            return
-        if self.reshard_after_backward or not self.group.is_unsharded:
+        if self.reshard_after_backward or not all(group.is_unsharded for group in self.groups):
             self.give_back()
 
 
@@ -320,49 +416,44 @@ class _PostBackward(torch.autograd.Function):
         return (None, *gradients)
 
 
-def _check_one_mesh(groups: list[ParamGroup]) -> None:
-    """All groups of a root reduce with the same ranks: what ends a backward is one collective for all."""
-    for group in groups:
-        ranks, first = group.mesh.mesh.tolist(), groups[0].mesh.mesh.tolist()
-        if ranks != first:
-            raise ValueError(
-                f"fully_shard modules under one root are on different meshes: {groups[0].params[0].fqn} on ranks {first}, "
-                f"{group.params[0].fqn} on ranks {ranks}. Pass the same mesh to every fully_shard"
-            )
+class GradientReduction:
+    """A handle on reductions that :meth:`FSDPModule.finalize_backward` has started."""
 
+    def __init__(self, context: RootContext | None) -> None:
+        self._context = context
+        if context is None:  # No forward was run.
+            return
+        if context.pending is not None:
+            raise RuntimeError("wait for the handle of the last finalize_backward before finalizing backward again")
+        context.start_reductions()
+        context.pending = self
 
-def _end_backward(context: RootContext) -> None:
-    """Reduce what is left, agree on which parameters were used, set gradients and give everything back."""
-    for state in reversed(context.states):
-        state.post_backward()
-        if state.group is not None:
-            state._reduce(state.group, context)
-    groups = [state.group for state in context.states if state.group is not None]
-    for group in groups:
-        if group.keeps_shards:
-            group.finish_reduction()
-    reduced = [group for group in groups if group.was_reduced]
-    if reduced:
-        used = _used_anywhere(reduced)
-        for group in reduced:
-            group.set_gradients([next(used) for _ in group.params])
-    context.reducing.clear()
-    for state in context.states:
-        state.end_backward(context)
-    context.callback = None
+    def wait(self) -> None:
+        """Finish the reductions, set ``.grad`` and give parameters back. Nothing happens the second time.
+
+        Raises:
+            RuntimeError: the reductions were dropped, by ``reset_iter_state``.
+        """
+        context, self._context = self._context, None
+        if context is None:
+            return
+        if context.pending is not self:
+            raise RuntimeError("the gradients of this handle were dropped by reset_iter_state")
+        context.pending = None
+        context.end_backward()
 
 
 def _used_anywhere(groups: list[ParamGroup]) -> Any:
-    """For every parameter in turn, whether any rank had a gradient of it. One small all-reduce per backward.
+    """For every parameter in turn, whether any rank had a gradient of it. One small all-reduce per mesh and backward.
 
     A rank reads the answer only if it has a parameter without a gradient, so that a GPU need not be waited for.
     """
     local = [param.was_used for group in groups for param in group.params]
-    flags = torch.tensor(local, dtype=torch.uint8, device=groups[0].unsharded.flat.device)
+    flags = torch.tensor(local, dtype=torch.uint8, device=groups[0].device)
     groups[0].collectives.all_reduce_max(flags).wait()
     if all(local):
         return iter(local)
-    trainable = [p.sharded is not None and p.sharded.requires_grad for group in groups for p in group.params]
+    trainable = [param.sharded.requires_grad for group in groups for param in group.params]
     if all(used or not needed for used, needed in zip(local, trainable)):
         return iter(local)
     return iter([bool(flag) for flag in flags.tolist()])

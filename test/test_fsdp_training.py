@@ -1,0 +1,264 @@
+"""Twenty steps of training equal FSDP2's, for a dense and a mixture-of-experts transformer, one way of training at a time."""
+
+import unittest
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import run_ranks
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged.fsdp import fully_shard, rows
+
+DIM, HEADS, VOCAB, EXPERTS, STEPS = 16, 2, 24, 4, 20
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(DIM, DIM, bias=i == 0) for i in range(4))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 3 * DIM), nn.Linear(3 * DIM, DIM, bias=False)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class AllGather(torch.autograd.Function):
+    """Tokens of all ranks of the group, one after the other; gradients are summed onto their owners."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _scatter(gradient, ctx.group), None
+
+
+class ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _scatter(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _gather(gradient, ctx.group), None
+
+
+def _gather(x, group):
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def _scatter(x, group):
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x.chunk(group.size())[group.rank()]
+
+
+class Experts(nn.Module):
+    """Every token goes through two of the experts; with expert parallelism each rank of ``group`` has some of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(DIM, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(EXPERTS, DIM, 2 * DIM) * 0.2)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * DIM, DIM) * 0.2)
+        self.group = None
+
+    def forward(self, x):
+        scores = self.router(x).softmax(-1)
+        scores = scores * (scores >= scores.topk(2).values[..., 1:])
+        up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
+        if self.group is not None:
+            x, scores = AllGather.apply(x, self.group), AllGather.apply(scores, self.group)
+            scores = scores.chunk(self.group.size(), -1)[self.group.rank()]
+        hidden = torch.bmm(x.flatten(0, -2).expand(len(up), -1, -1), up)
+        y = (torch.bmm(F.gelu(hidden), down) * scores.flatten(0, -2).T.unsqueeze(-1)).sum(0).view_as(x)
+        return y if self.group is None else ReduceScatter.apply(y, self.group)
+
+
+class Block(nn.Module):
+    def __init__(self, is_moe):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+        self.attention, self.mlp = Attention(), Experts() if is_moe else FeedForward()
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, is_moe):
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(VOCAB, DIM), nn.LayerNorm(DIM), nn.Linear(DIM, VOCAB)
+        self.blocks = nn.ModuleList(Block(is_moe) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def build(shard, is_moe, mesh, prepare=None, granular=False, **knobs):
+    torch.manual_seed(0)
+    model = Transformer(is_moe)
+    if prepare is not None:
+        prepare(model, shard)
+    if granular:
+        knobs["orig_param_policy"] = lambda fqn, p: rows(3)
+    for block in model.blocks:
+        shard(block, mesh=mesh, **knobs)
+    return shard(model, mesh=mesh, **knobs)
+
+
+def train(model, data_rank, data_ranks, micro_batches=1):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    curve = []
+    for step in range(STEPS):
+        data = torch.randint(0, VOCAB, (8 * micro_batches, 7), generator=torch.Generator().manual_seed(step % 5))
+        for micro in range(micro_batches):
+            model.set_requires_gradient_sync(micro == micro_batches - 1)
+            mine = data[micro * 8 :][data_rank * 8 // data_ranks : (data_rank + 1) * 8 // data_ranks]
+            loss = F.cross_entropy(model(mine[:, :-1]).float().flatten(0, 1), mine[:, 1:].flatten())
+            (loss / micro_batches).backward()
+            curve.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    curve = torch.stack(curve)
+    dist.all_reduce(curve)
+    return curve / dist.get_world_size()
+
+
+def compare(is_moe, mesh, data_rank=None, data_ranks=None, tolerance=2e-4, steps=None, **options):
+    where = (dist.get_rank(), dist.get_world_size()) if data_rank is None else (data_rank, data_ranks)
+    micro_batches = options.pop("micro_batches", 1)
+    models = [build(torch_fully_shard, is_moe, mesh, **options)]
+    models += [build(fully_shard, is_moe, mesh, granular=granular, **options) for granular in (False, True)]
+    want, *others = (train(model, *where, micro_batches) for model in models)
+    assert want[0] - want[-1] > 0.5, want  # It learns, so equal curves mean something.
+    for got in others:
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    return models[1]
+
+
+def world():
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def check_replicas(is_moe):
+    compare(is_moe, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def check_mixed_precision(is_moe):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    compare(is_moe, world(), mp_policy=policy, tolerance=2**-7)
+
+
+def check_offload(is_moe):
+    compare(is_moe, world(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def check_accumulation(is_moe):
+    compare(is_moe, world(), micro_batches=3)
+
+
+def checkpointed(model, shard):
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
+
+
+def check_checkpointing(is_moe):
+    compare(is_moe, world(), prepare=checkpointed)
+
+
+def compiled(model, shard):
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+
+
+def check_compile(is_moe):
+    compare(is_moe, world(), prepare=compiled)
+    torch._dynamo.reset()
+
+
+def check_tensor_parallel(is_moe):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"attention.q": ColwiseParallel(), "attention.k": ColwiseParallel(), "attention.v": ColwiseParallel()}
+    plan |= {"attention.out": RowwiseParallel()}
+    if not is_moe:
+        plan |= {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+
+    def parallel(model, shard):
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], plan)
+        # A head that is whole here: its weight is cut by columns, its bias replicated.
+        parallelize_module(model, mesh["tp"], {"head": RowwiseParallel()}) if is_moe else None
+
+    model = compare(is_moe, mesh["dp"], mesh["dp"].get_local_rank(), 2, prepare=parallel)
+    attention = model.blocks[0].attention
+    column, row = attention.q.weight.placements, attention.out.weight.placements
+    assert isinstance(column[0], StridedRaggedShard) and column[0].split_factor == 2 and column[1] == Shard(0), column
+    assert isinstance(row[0], RaggedShard) and row[0].dims == (0,) and row[1] == Shard(1), row
+    assert attention.q.weight.device_mesh == mesh
+
+
+def check_expert_parallel(is_moe):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    everyone = mesh._flatten("dp_ep")
+
+    def parallel(model, shard):
+        for block in model.blocks:
+            experts = block.mlp
+            experts.group = mesh["ep"].get_group()
+            for name in ("up", "down"):
+                setattr(experts, name, nn.Parameter(distribute_tensor(getattr(experts, name).detach(), mesh["ep"], [Shard(0)])))
+            # As torchtitan: tokens of all ranks of both dimensions reach an expert, so all are divided by.
+            experts.router = experts.router
+            shard(experts, mesh=mesh["dp"], ignored_params={experts.router.weight})
+            experts.set_gradient_divide_factor(4)
+
+    model = compare(is_moe, everyone, prepare=parallel)
+    placements = model.blocks[0].mlp.up.placements
+    assert isinstance(placements[0], StridedRaggedShard) and placements[1] == Shard(0), placements
+    assert len(model.blocks[0].mlp.router.weight.placements) == 1
+
+
+WAYS = [check_replicas, check_mixed_precision, check_offload, check_accumulation, check_checkpointing, check_compile]
+
+
+class TrainingTest(unittest.TestCase):
+    def test_dense(self):
+        for check in (*WAYS, check_tensor_parallel):
+            with self.subTest(check.__name__):
+                run_ranks(4, check, False)
+
+    def test_experts(self):
+        for check in (*WAYS, check_tensor_parallel, check_expert_parallel):
+            with self.subTest(check.__name__):
+                run_ranks(4, check, True)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,44 @@
+"""Private functions of torch that this package calls, each the same in the versions named; what torch calls has hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["backend_of", "backward_id", "concatenate", "flatten"]
+
+
+def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """The mesh of the dimensions of ``meshes``, which are slices of one mesh, in turn. No communication. (2.11 to 2.15)
+
+    Raises:
+        RuntimeError: they are not slices of one mesh, or have dimensions in common.
+    """
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def flatten(mesh: DeviceMesh) -> DeviceMesh:
+    """All dimensions of ``mesh`` as one, under its dimensions' names joined; makes one process group. (2.11 to 2.15)
+
+    Raises:
+        ValueError: ``mesh`` has no names.
+    """
+    if mesh.ndim == 1:
+        return mesh
+    if mesh.mesh_dim_names is None:
+        raise ValueError(f"{mesh} has no names: pass mesh_dim_names to init_device_mesh")
+    return mesh._flatten("_".join(mesh.mesh_dim_names))
+
+
+def backward_id() -> int:
+    """What tells the backward pass that this code runs in from others; -1 outside of any. (2.11 to 2.15)"""
+    return torch._C._current_graph_task_id()
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What carries the collectives of ``group`` for tensors on ``device``. (2.11 to 2.15)"""
+    return group._get_backend(device)

@@ -1,0 +1,188 @@
+"""Distribution: how one parameter lies over data-parallel ranks and, before that, over those of model parallelism."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from torch_ragged.fsdp._granularity import Granularity
+from torch_ragged.fsdp._layout import BufferLayout, TensorSpec
+from torch_ragged.fsdp._mesh import DataParallelMesh
+from torch_ragged.placement_types import RaggedShard, StridedRaggedShard
+
+__all__ = ["Distribution", "local_of"]
+
+
+class Distribution:
+    """Where the elements of a parameter are, and the forms that it takes in the buffers of its group.
+
+    A group works on ``local_shape``: the whole parameter or, where it is a DTensor (tensor or expert parallelism), this rank's
+    piece of it. The data-parallel shards of the piece stand before the model's placements on a mesh of both::
+
+        plain                   (RaggedShard,)
+        HSDP                    (Replicate(), RaggedShard)
+        Shard(0) by the model   (StridedRaggedShard, Shard(0))    cut by the model first, and each piece by the group
+        Shard(d) by the model   (RaggedShard, Shard(d))           whole slices of the dimensions before d
+
+    Args:
+        fqn: the parameter's name, for errors.
+        param: a plain tensor, or a DTensor as the model has distributed it.
+        shard_dim: cut along this dimension as ``Shard`` does; None for a ragged placement.
+
+    Raises:
+        ValueError: the parameter is a DTensor that data parallelism has placed already, that is Partial, or cut unevenly; a
+            plain tensor on a mesh with ``dp_mesh_dims``; or has no dimension ``shard_dim``.
+    """
+
+    def __init__(self, fqn: str, param: torch.Tensor, dp: DataParallelMesh, shard_dim: int | None = None) -> None:
+        self.fqn, self.shape = fqn, param.shape
+        self.is_dtensor = isinstance(param, DTensor)
+        if isinstance(param, DTensor):
+            _check_model_placements(fqn, param, dp)
+            self._model_mesh, self._model_placements = param.device_mesh, param.placements
+        elif dp.spmd is not None:
+            raise ValueError(
+                f"When dp_mesh_dims is provided, all parameters must be DTensors on the full mesh, got a plain tensor for {fqn}: "
+                "distribute it (distribute_tensor, distribute_module), with Replicate() on data-parallel dimensions"
+            )
+        self.local_shape = tuple(local_of(param).shape)
+        self.mesh, self._template = dp.place(param if isinstance(param, DTensor) else None)
+        self._dp_dims = dp.spmd_dims
+        if shard_dim is not None and not -len(self.local_shape) <= shard_dim < len(self.local_shape):
+            raise ValueError(f"shard_placement_fn returned Shard({shard_dim}) for {fqn} of shape {tuple(self.shape)}")
+        self.shard_dim = None if shard_dim is None else shard_dim % len(self.local_shape)
+
+    # -- for the planner -------------------------------------------------------------------------------------------
+
+    def tensor_spec(self, granularity: Granularity) -> TensorSpec:
+        """What the planner is told: whole slices too where the model cuts a dimension behind the first."""
+        spec = granularity.tensor_spec(self.fqn, self.local_shape)
+        cut = min((dim for dim in self._cuts() if dim > 0), default=None)
+        if cut is None or not spec.numel:
+            return spec
+        unit = math.prod(self.local_shape[cut:])
+        block = min(math.lcm(spec.block, unit), spec.period if spec.period % unit == 0 and spec.period else spec.numel)
+        period = spec.period if spec.period % unit == 0 else 0
+        return TensorSpec(self.fqn, self.local_shape, spec.dims[:cut], block, period)
+
+    def even_layout(self, ranks: int) -> BufferLayout:
+        """A buffer of this parameter alone, cut as ``Shard(shard_dim)`` cuts it: that dimension lies first in memory."""
+        assert self.shard_dim is not None
+        shape = (self.local_shape[self.shard_dim], *self._other_sizes())
+        row = math.prod(shape[1:])
+        shard = max(1, -(-shape[0] // ranks) * row)
+        spec = TensorSpec(self.fqn, shape, (0,), max(1, row))
+        why = f"Shard({self.shard_dim}) of {self.fqn}"
+        return BufferLayout((spec,), (0,), shard, ranks, 1, lower_bound=shard, forced_by=why, order="even")
+
+    # -- forms -----------------------------------------------------------------------------------------------------
+
+    def flat(self, param: torch.Tensor) -> torch.Tensor:
+        """The elements of this rank's piece of ``param``, 1-D, in the order of the buffer."""
+        return self.flat_local(local_of(param))
+
+    def flat_local(self, local: torch.Tensor) -> torch.Tensor:
+        """The same of the local tensor of a sharded parameter."""
+        return (local if self.shard_dim is None else local.movedim(self.shard_dim, 0)).reshape(-1)
+
+    def sharded(self, flat: torch.Tensor, layout: BufferLayout, index: int) -> DTensor:
+        """The DTensor whose elements here are ``flat``, which it is a view of."""
+        if self.shard_dim is not None:
+            rows = flat.numel() // max(1, math.prod(self._other_sizes()))
+            flat = flat.view(rows, *self._other_sizes()).movedim(0, self.shard_dim)
+        placements = [self._shard_placement(layout, index) if p is None else p for p in self._template]
+        if None not in self._template:
+            flat = flat.view(self.local_shape)
+        return DTensor.from_local(flat, self.mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
+
+    def gathered(self, view: torch.Tensor) -> torch.Tensor:
+        """What the model computes with, of a ``view`` of all elements of the piece."""
+        view = view if self.shard_dim is None else view.movedim(0, self.shard_dim)
+        if not self.is_dtensor:
+            return view
+        mesh, placements = self._model_mesh, self._model_placements
+        return DTensor.from_local(view, mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
+
+    def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a gradient, as a tensor in the order of the buffer.
+
+        A DTensor is redistributed to the model's placements first, which may be a collective of the model's mesh; what is
+        pending over data-parallel dimensions is left to the group's reduction.
+        """
+        if self.is_dtensor:
+            assert isinstance(gradient, DTensor)
+            wanted = list(self._model_placements)
+            for dim in self._dp_dims:
+                wanted[dim] = gradient.placements[dim]
+            gradient = local_of(gradient if list(gradient.placements) == wanted else gradient.redistribute(placements=wanted))
+        return gradient if self.shard_dim is None else gradient.movedim(self.shard_dim, 0)
+
+    # -- placements ------------------------------------------------------------------------------------------------
+
+    def _shard_placement(self, layout: BufferLayout, index: int) -> Placement:
+        cuts = self._cuts()
+        if self.shard_dim is not None:
+            split = math.prod(cuts.get(self.shard_dim, ()))
+            return _StridedShard(self.shard_dim, split_factor=split) if split > 1 else Shard(self.shard_dim)
+        ragged = layout.placement(index)
+        if 0 not in cuts:
+            return ragged
+        return StridedRaggedShard(ragged.dims, ragged.local_units, split_factor=math.prod(cuts[0]))
+
+    def _cuts(self) -> dict[int, list[int]]:
+        """Dimensions that the model cuts on mesh dimensions behind the shards', which cut its pieces, with the sizes of these."""
+        cuts: dict[int, list[int]] = {}
+        behind = self._template.index(None) + 1 if None in self._template else len(self._template)
+        for dim in range(behind, len(self._template)):
+            placement = self._template[dim]
+            if isinstance(placement, Shard):
+                cuts.setdefault(placement.dim, []).append(self.mesh.size(dim))
+        return cuts
+
+    def _other_sizes(self) -> tuple[int, ...]:
+        assert self.shard_dim is not None
+        return self.local_shape[: self.shard_dim] + self.local_shape[self.shard_dim + 1 :]
+
+
+def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> None:
+    if dp.spmd is not None:
+        if param.device_mesh != dp.spmd:
+            raise ValueError(f"{fqn} is on {param.device_mesh}, expected it on the mesh passed to fully_shard, {dp.spmd}")
+        for dim in dp.spmd_dims:
+            if param.placements[dim] != Replicate():
+                raise ValueError(
+                    f"Expected Replicate() on data-parallel mesh dimension {dim} but {fqn} is placed as {param.placements}"
+                )
+    sizes = list(param.shape)
+    for dim, placement in enumerate(param.placements):
+        if type(placement) is Shard:
+            if sizes[placement.dim] % param.device_mesh.size(dim):
+                raise ValueError(
+                    f"{fqn} of shape {tuple(param.shape)} is cut unevenly by {placement} over {param.device_mesh.size(dim)} ranks "
+                    "of model parallelism: pad it, or choose a size that they divide"
+                )
+            sizes[placement.dim] //= param.device_mesh.size(dim)
+        elif not isinstance(placement, Replicate):
+            hint = (
+                "is sharded by fully_shard already" if isinstance(placement, (RaggedShard, StridedRaggedShard)) else "unknown"
+            )
+            raise ValueError(
+                f"{fqn} is a DTensor placed as {param.placements} ({hint}): fully_shard takes plain parameters, and DTensors "
+                "with Shard and Replicate of tensor or expert parallelism"
+            )
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; a plain tensor itself, detached."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    with torch.no_grad():
+        return cast(torch.Tensor, tensor.to_local())
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -1,0 +1,419 @@
+"""FSDPModule: what ``fully_shard`` makes of a module, and its methods."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle
+
+from torch_ragged._groups import group_of
+from torch_ragged.fsdp._param_group import ParamGroup
+from torch_ragged.fsdp._state import GradientReduction, ModuleState
+
+__all__ = ["STATE", "FSDPModule", "check_reshard_after_forward", "make_fsdp_module", "share_comm_ctx"]
+
+STATE = "_ragged_fsdp_state"
+_classes: dict[type, type] = {}
+
+
+def make_fsdp_module(module: nn.Module, state: ModuleState) -> None:
+    """Have ``module`` keep ``state``, and make its class a subclass of :class:`FSDPModule`."""
+    module.__dict__[STATE] = state
+    module.register_state_dict_pre_hook(_reshard_before_state_dict)
+    module.register_load_state_dict_pre_hook(_reshard_before_load)
+    module.register_load_state_dict_post_hook(_adopt_after_load)
+    cls = type(module)
+    if cls not in _classes:
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _no_deepcopy})
+    module.__class__ = _classes[cls]
+
+
+class FSDPModule(TorchFSDPModule):
+    """What ``fully_shard`` makes of a module: FSDP2's methods, on this package's buffers.
+
+    A subclass of torch's, so that other libraries recognise it. FSDP2 methods that are not offered here raise
+    ``NotImplementedError``.
+    """
+
+    def _ragged_states(self, recurse: bool) -> list[ModuleState]:
+        modules = self.modules() if recurse else [self]  # type: ignore[attr-defined]
+        return list(dict.fromkeys(getattr(m, STATE) for m in modules if hasattr(m, STATE)))
+
+    def _ragged_groups(self, recurse: bool) -> list[ParamGroup]:
+        return [group for state in self._ragged_states(recurse) for group in state.groups]
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's parameters now (not those of FSDP modules inside). One all-gather.
+
+        With ``async_op`` it returns a handle at once, whose ``wait()`` makes the parameters available.
+        """
+        groups = self._ragged_groups(recurse=False)
+        for group in groups:
+            group.adopt_sharded()
+            group.unshard(wait=False)
+        handle = _UnshardHandle(groups)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Give this module's gathered parameters back (not those of FSDP modules inside)."""
+        _group_call(self, ParamGroup.reshard)  # type: ignore[arg-type]
+
+    def reset_iter_state(self) -> None:
+        """Recover after a forward or backward that raised: drop its gradients, give all gathered parameters back.
+
+        Gradients accumulated without gradient sync are dropped too; what is in ``.grad`` stays. The next forward of the
+        root does the same by itself after a backward that raised. No communication, but it waits for what is under way.
+
+        Raises:
+            RuntimeError: this is not the root, the outermost ``fully_shard`` module.
+        """
+        state, *inner = self._ragged_states(recurse=True)
+        if state.context is not None and not state.is_root:
+            raise RuntimeError("reset_iter_state must be called on the root, the outermost fully_shard module")
+        if state.context is not None:
+            state.context.forget_backward()
+        for each in (state, *inner):
+            each.reset()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """What ``to``, ``cpu``, ``half`` and the like call. Parameters stay where they are, in their dtype.
+
+        Raises:
+            ValueError: ``fn`` would change the dtype or device of a sharded parameter; nothing is changed then.
+        """
+        states = self._ragged_states(recurse)
+        for state in states:
+            state.give_back()
+            for group in state.groups:
+                group.adopt_sharded()
+                group.check_conversion(fn)
+        with contextlib.ExitStack() as stack:
+            for group in states[0].groups:
+                group.convert(fn, owner=None if recurse else self)  # type: ignore[arg-type]
+                stack.enter_context(group.hidden())
+            return super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # past torch's, whose state is not here
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether :meth:`finalize_backward` ends backward, in place of autograd's end of each backward pass.
+
+        Raises:
+            RuntimeError: this is not the root, or a backward is under way or not finalized yet.
+        """
+        state = self._ragged_states(recurse=False)[0]
+        if state.context is not None and not state.is_root:
+            raise RuntimeError("set_manual_backward_finalization must be called on the root FSDP module")
+        if state.context is not None and enabled != state.finalizes_manually:
+            if state.context.in_backward or state.context.is_unfinished:
+                raise RuntimeError("set_manual_backward_finalization cannot change mode after backward starts")
+        state.finalizes_manually = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReduction | None:
+        """Reduce the gradients that are left, set ``.grad`` and give parameters back, as the end of a backward does else.
+
+        For several backward passes before it, disable gradient synchronisation and enable it again before this.
+
+        Args:
+            async_op: start the reductions only, and return a handle whose ``wait()`` does the rest.
+
+        Raises:
+            RuntimeError: this is not the root, or an earlier handle was not waited for.
+        """
+        state = self._ragged_states(recurse=False)[0]
+        if state.context is not None and not state.is_root:
+            raise RuntimeError("finalize_backward must be called on the root FSDP module")
+        handle = GradientReduction(state.context)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients; without, they add up in the gradient buffer with no communication."""
+        for state in self._ragged_states(recurse):
+            state.requires_gradient_sync = requires_gradient_sync
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether gathered parameters are given back after forward; as with FSDP2, True gives a kept part back too.
+
+        Raises:
+            ValueError: it is not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward must be a bool, got {reshard_after_forward!r}")
+        for state in self._ragged_states(recurse):
+            state.reshard_after_forward = reshard_after_forward
+            for group in state.groups:
+                group.neighbours = None
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether gathered parameters are given back after backward.
+
+        If they stay, the next forward uses them as they are (those that forward keeps too, it gathers anew): set it to
+        True again before the last backward in front of an optimizer step, as with FSDP2. What operations on the DTensor
+        parameters change is gathered anew, writes to their local tensors go unnoticed.
+        """
+        for state in self._ragged_states(recurse):
+            state.reshard_after_backward = reshard_after_backward
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the backward passes that follow are the last before an optimizer step. Call it on the root.
+
+        With ``ZERO1`` only such a backward reduces gradients. Else it is a hint of FSDP2's: every backward finishes its
+        reductions and sets ``.grad`` at its end.
+        """
+        for state in self._ragged_states(recurse=False):
+            state.is_last_backward = is_last_backward
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients over the replicas of HSDP.
+
+        Without, it reduces them within each replica only, and adds them up there with no more communication; ``.grad``
+        is set by the next backward that reduces over replicas. Nothing changes on a 1-D mesh.
+        """
+        for group in self._ragged_groups(recurse):
+            group.gradients.requires_all_reduce = requires_all_reduce
+
+    def set_max_all_gathers_ahead(self, max_all_gathers: int) -> None:
+        """How many all-gathers may be started before their modules run, 2 unless set: FSDP1's rate limiter. Call it on the root.
+
+        Those beyond are started when their modules run. Each one ahead holds a gathered group.
+
+        Raises:
+            ValueError: ``max_all_gathers`` is not an int of at least 0.
+        """
+        if isinstance(max_all_gathers, bool) or not isinstance(max_all_gathers, int) or max_all_gathers < 0:
+            raise ValueError(f"max_all_gathers must be an int of at least 0, got {max_all_gathers!r}")
+        self._ragged_states(recurse=False)[0].comm.max_gathers = max_all_gathers
+
+    def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
+        """Start the all-gathers of ``modules`` when this module has its parameters in forward, in place of the next one's.
+
+        Raises:
+            ValueError: one of them is not an FSDP module.
+        """
+        self._ragged_states(recurse=False)[0].forward_prefetch = _states_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
+        """Start the all-gathers of ``modules`` when this module has its parameters in backward, in place of the one before.
+
+        Raises:
+            ValueError: one of them is not an FSDP module.
+        """
+        self._ragged_states(recurse=False)[0].backward_prefetch = _states_of(modules)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward needs this module's parameters: not for an embedding, for example."""
+        self._ragged_states(recurse=False)[0].unshard_in_backward = unshard_in_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients over all ranks by ``factor``, in place of the number of ranks.
+
+        Raises:
+            ValueError: ``factor`` is not a positive number.
+        """
+        if not isinstance(factor, (int, float)) or not factor > 0:
+            raise ValueError(f"the gradient divide factor must be a positive number, got {factor!r}")
+        for group in self._ragged_groups(recurse=False):
+            group.gradients.reduction = dataclasses.replace(group.gradients.reduction, divisor=factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Deprecated name of :meth:`set_gradient_divide_factor`."""
+        warnings.warn("use set_gradient_divide_factor instead", FutureWarning, stacklevel=2)
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Ask backends for sums only, and divide apart, where they may average otherwise (NCCL)."""
+        for group in self._ragged_groups(recurse=False):
+            group.gradients.reduction = dataclasses.replace(group.gradients.reduction, sum_only=enable)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """A hint of FSDP2's: here, parameters without a gradient always contribute zeros, and no rank waits for another."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many gradient buffers may be in a reduce-scatter at once; 1 unless set. Each one more is memory.
+
+        Raises:
+            TypeError: ``max_input_buffers`` is not an int.
+            ValueError: it is below 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        for state in self._ragged_states(recurse):
+            state.max_reductions = max_input_buffers
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook`` with each reduced shard of this module's gradients: flat, of the reduce dtype, to change in place.
+
+        It is called when the reduce-scatter, or the all-reduce of HSDP, is done and its result divided. There is no stream
+        of its own for it: on a GPU it runs in the current one.
+
+        Raises:
+            ValueError: a ``stream`` is given.
+        """
+        if stream is not None:
+            raise ValueError("set_all_reduce_hook runs the hook in the current stream: pass no stream")
+        for group in self._ragged_groups(recurse=False):
+            group.gradients.reduce_hook = hook
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Have the next forward of the root wait for ``event``, recorded behind an optimizer step on a stream of its own.
+
+        FSDP2's all-gathers wait for the event in place of the current stream; here they follow the current stream, which
+        waits. The event is dropped then: set a new one in every iteration.
+        """
+        self._ragged_states(recurse=False)[0].post_optim_event = event
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether the memory of gathered parameters stays when they are given back, at its address: for CUDA graphs."""
+        for group in self._ragged_groups(recurse):
+            group.keeps_storage = keep
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce over a process group of its own, so that a reduce-scatter need not wait for an all-gather.
+
+        One group per set of ranks, made by its members here: call it on all ranks.
+        """
+        for group in self._ragged_groups(recurse):
+            shards = group.dp.shard_group
+            if shards is not None:
+                ranks = dist.get_process_group_ranks(shards)
+                group.process_groups.separate_group = group_of(ranks, "reduce_scatter") if enable else None
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Have gathered parameters and gradients in memory of the backend's own allocator (NCCL), if it has one.
+
+        Raises:
+            AssertionError: a custom collective is set, as FSDP2.
+        """
+        self._set_memory_pool(enable, is_symmetric=False)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Have gathered parameters and gradients in symmetric memory, registered with NCCL as windows.
+
+        Raises:
+            ValueError: another ``backend``.
+            AssertionError: a custom collective is set, as FSDP2.
+            RuntimeError: the parameters' process group has no NCCL backend.
+        """
+        if backend != "NCCL":
+            raise ValueError(f"set_symm_mem_for_comm supports NCCL only, got {backend!r}")
+        for group in self._ragged_groups(recurse=False):
+            shards = group.dp.shard_group
+            if shards is not None and dist.get_backend(shards) != dist.Backend.NCCL:
+                raise RuntimeError(f"set_symm_mem_for_comm needs NCCL, the mesh's backend is {dist.get_backend(shards)}")
+        self._set_memory_pool(True, is_symmetric=True)
+
+    def _set_memory_pool(self, enable: bool, is_symmetric: bool) -> None:
+        groups = self._ragged_groups(recurse=False)
+        for group in groups:
+            collectives = group.process_groups
+            if collectives.custom_all_gather is not None or collectives.custom_reduce_scatter is not None:
+                raise AssertionError("cannot allocate memory from the process group when a custom collective is set")
+        for group in groups:
+            group.set_memory_pool(group.process_groups.memory_pool(group.device, is_symmetric) if enable else None)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather with ``comm(output, shard, group=, async_op=)``, FSDP2's ``AllGather``, less its ``allocate``."""
+        for group in self._ragged_groups(recurse=False):
+            group.process_groups.custom_all_gather = comm
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce with ``comm(output, buffer, group=, op=, async_op=)``: FSDP2's ``ReduceScatter``, less its ``allocate``."""
+        for group in self._ragged_groups(recurse=False):
+            group.process_groups.custom_reduce_scatter = comm
+
+    def _get_fsdp_state(self) -> Any:
+        """What torch's ``register_fsdp_forward_method`` asks for: the pre- and post-forward of this module."""
+        return self._ragged_states(recurse=False)[0]
+
+
+def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
+    """Have several roots (stages of a pipeline) share one bound on buffers in flight.
+
+    FSDP2's shares the streams of its collectives. There are none here; what roots share is how many gradient buffers are in
+    a reduce-scatter at once, and how many all-gathers are ahead of their use.
+
+    Raises:
+        ValueError: one of ``modules`` is not an FSDP module.
+    """
+    states = _states_of(modules)
+    for state in states:
+        inner = state.context.states if state.context is not None else []
+        for each in (state, *inner):
+            each.comm = states[0].comm
+
+
+def _states_of(modules: list[TorchFSDPModule]) -> list[ModuleState]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"expected modules that fully_shard was called on, got {type(module).__name__}")
+    return [module._ragged_states(recurse=False)[0] for module in modules]
+
+
+def _refuse(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"torch_ragged.fsdp does not offer FSDPModule.{name}()")
+
+    method.__name__, method.__doc__ = name, "Not offered: raises NotImplementedError."
+    return method
+
+
+for _name in dir(TorchFSDPModule):
+    if not _name.startswith("_") and _name not in vars(FSDPModule):
+        setattr(FSDPModule, _name, _refuse(_name))
+
+
+class _UnshardHandle(UnshardHandle):
+    def __init__(self, groups: list[ParamGroup]) -> None:
+        self._groups = groups
+
+    def wait(self) -> None:
+        """Make the gathered parameters the module's parameters."""
+        for group in self._groups:
+            group.unshard()
+        self._groups = []
+
+
+def check_reshard_after_forward(value: Any, ranks: int) -> None:
+    """Raise if ``value`` is neither bool nor None nor a number of ranks that divides ``ranks``."""
+    if value is None or isinstance(value, bool):
+        return
+    if not isinstance(value, int):
+        raise TypeError(f"reshard_after_forward must be True, False, a number of ranks or None, got {value!r}")
+    if value < 1 or ranks % value:
+        raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {ranks}, not {value}")
+
+
+def _reshard_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
+    _group_call(module, ParamGroup.reshard)
+
+
+def _reshard_before_load(module: Any, *args: Any) -> None:
+    _group_call(module, ParamGroup.reshard)
+
+
+def _adopt_after_load(module: Any, incompatible_keys: Any) -> None:
+    """With ``assign=True`` the values are taken over; the parameters stay the same objects, also for an optimizer."""
+    _group_call(module, ParamGroup.adopt_sharded)
+
+
+def _group_call(module: nn.Module, method: Callable[[ParamGroup], None]) -> None:
+    for group in getattr(module, STATE).groups:
+        method(group)
+
+
+def _no_deepcopy(self: Any, memo: Any) -> Any:
+    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")

@@ -1,0 +1,197 @@
+"""GradientBuffers: the gradients of a group on their way from autograd to ``.grad``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.distributed.tensor import Partial, Shard
+
+from torch_ragged.fsdp._collectives import Collectives, Reduction, Work
+from torch_ragged.fsdp._dbuffer import DBuffer
+from torch_ragged.fsdp._layout import BufferLayout
+from torch_ragged.fsdp._managed_param import ManagedParam
+
+__all__ = ["GradientBuffers"]
+
+
+class GradientBuffers:
+    """Where a group's gradients are, and their reduction.
+
+    ::
+
+        unreduced  DBuffer Partial(), reduce_dtype     each gradient is copied (cast, added) into its view once
+           | reduce-scatter
+        reduced    DBuffer Shard(0), reduce_dtype      then an all-reduce over replicas (HSDP)
+           | a cast, a copy to the CPU, or nothing
+        .grad      views of a DBuffer Shard(0)         DTensors placed as their parameters
+
+    Attributes:
+        collectives: what reduces.
+        reduction: how.
+        requires_all_reduce: whether backward reduces over replicas.
+        reduce_hook: called with each reduced shard.
+        on_gradient: called when a parameter has got a gradient.
+        pool: where the memory of unreduced gradients comes from.
+    """
+
+    def __init__(self, params: list[ManagedParam], layout: BufferLayout, rank: int, has_replicas: bool) -> None:
+        self._params, self._layout, self._rank, self._has_replicas = params, layout, rank, has_replicas
+        self.reduction = Reduction()
+        self.requires_all_reduce = True
+        self.reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.on_gradient: Callable[[], None] | None = None
+        self.pool: torch.cuda.MemPool | None = None
+        self.collectives: Collectives
+
+    def place(self, device: torch.device, reduce_dtype: torch.dtype, sharded: DBuffer) -> None:
+        """Reduce on ``device`` in ``reduce_dtype``, for a ``.grad`` where the ``sharded`` parameters are; drops what there was."""
+        self._device, self.reduce_dtype, self._sharded = device, reduce_dtype, sharded
+        self._unreduced: DBuffer | None = None
+        self._views: list[torch.Tensor] = []
+        self._reduction: tuple[Work, DBuffer] | None = None
+        self._all_reduce: tuple[Work, DBuffer] | None = None
+        self._reduced: DBuffer | None = None
+        self._kept: DBuffer | None = None  # reduced within each replica only
+
+    def buffers(self) -> dict[str, list[DBuffer]]:
+        """The buffers, by what they hold: ``gradients`` are not reduced yet."""
+        under_way = [pending[1] for pending in (self._reduction, self._all_reduce) if pending is not None]
+        reduced = [buffer for buffer in (self._reduced, self._kept, *under_way) if buffer is not None]
+        return {"gradients": [] if self._unreduced is None else [self._unreduced], "reduced": reduced}
+
+    # -- from autograd ---------------------------------------------------------------------------------------------
+
+    def hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        """A post-accumulate hook that moves a gradient into the buffer as soon as autograd has it, and drops it."""
+        reference = weakref.ref(self)  # Autograd's hooks are invisible to the garbage collector.
+
+        def hook(unsharded: torch.Tensor) -> None:
+            buffers = reference()
+            assert buffers is not None
+            buffers._take(index, unsharded)
+
+        return hook
+
+    def _take(self, index: int, unsharded: torch.Tensor) -> None:
+        param = self._params[index]
+        param.sync_requires_grad()
+        if not param.requires_grad:  # frozen since forward
+            unsharded.grad = None
+        if unsharded.grad is None:  # or backward came here with no gradient
+            return
+        view = self.views()[index]
+        gradient = param.distribution.gradient(unsharded.grad)
+        if param.has_gradient:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            param.has_gradient = True
+        unsharded.grad = None
+        if self.on_gradient is not None:
+            self.on_gradient()
+
+    def views(self) -> list[torch.Tensor]:
+        """The unreduced buffer's view of each parameter; the buffer is (re-)acquired if it is not there."""
+        self.finish_reduction()  # It may still be read.
+        if self._unreduced is None:
+            self._unreduced = DBuffer(self._layout, Partial(), self._rank, self.reduce_dtype, self._device, pool=self.pool)
+            self._unreduced.zero_padding()
+            self._views = [self._unreduced.tensor(index) for index in range(len(self._params))]
+        elif not self._unreduced.is_allocated:
+            self._unreduced.pool = self.pool
+            self._unreduced.allocate()
+            self._unreduced.zero_padding()
+        return self._views
+
+    # -- reduction -------------------------------------------------------------------------------------------------
+
+    def start_reduction(self) -> None:
+        """Start one reduce-scatter. A parameter without a gradient here contributes zeros."""
+        for param, view in zip(self._params, self.views()):
+            if not param.has_gradient:
+                view.zero_()
+            param.was_used, param.has_gradient = param.was_used or param.has_gradient, False
+        assert self._unreduced is not None
+        output = DBuffer(self._layout, Shard(0), self._rank, self.reduce_dtype, self._device)
+        self._reduction = (self._unreduced.reduce_scatter_to(output, self.collectives, self.reduction), output)
+
+    def finish_reduction(self) -> None:
+        """Wait for the reduce-scatter under way, release the unreduced buffer and start the all-reduce of the shard."""
+        if self._reduction is None:
+            return
+        (work, output), self._reduction = self._reduction, None
+        work.wait()
+        assert self._unreduced is not None
+        self._unreduced.release()
+        self._finish_all_reduce()
+        if self._kept is not None:
+            output.flat.add_(self._kept.flat)
+            self._kept = None
+        if self.keeps_shards:
+            self._kept = output
+        elif self._has_replicas:
+            self._all_reduce = (self.collectives.all_reduce(output.flat, self.reduction), output)
+        else:
+            self._add_reduced(output)
+
+    def _finish_all_reduce(self) -> None:
+        if self._all_reduce is not None:
+            (work, output), self._all_reduce = self._all_reduce, None
+            work.wait()
+            self._add_reduced(output)
+
+    def _add_reduced(self, output: DBuffer) -> None:
+        if self.reduce_hook is not None:
+            self.reduce_hook(output.flat)
+        if self._reduced is None:
+            self._reduced = output
+        else:
+            self._reduced.flat.add_(output.flat)
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether replicas do not reduce (``requires_all_reduce``): shards are kept for a later backward, not in ``.grad``."""
+        return self._has_replicas and not self.requires_all_reduce
+
+    @property
+    def was_reduced(self) -> bool:
+        """Whether this backward pass reduced gradients."""
+        return any(part is not None for part in (self._reduction, self._all_reduce, self._reduced))
+
+    # -- to .grad --------------------------------------------------------------------------------------------------
+
+    def finish(self, used_anywhere: list[bool]) -> None:
+        """At the end of backward: add the reduced shard to ``.grad`` of every parameter that some rank used."""
+        self.finish_reduction()
+        self._finish_all_reduce()
+        reduced, self._reduced = self._reduced, None
+        assert reduced is not None
+        like = self._sharded
+        if (reduced.flat.dtype, reduced.flat.device) != (like.flat.dtype, like.flat.device):
+            moved = DBuffer(self._layout, Shard(0), self._rank, like.flat.dtype, like.flat.device, like.is_pinned)
+            moved.flat.copy_(reduced.flat)  # On the CPU it is there when this returns: an optimizer may read it at once.
+            reduced = moved
+        for index, (param, is_used) in enumerate(zip(self._params, used_anywhere)):
+            param.was_used = False
+            sharded = param.sharded
+            if not is_used:
+                continue
+            gradient = param.distribution.sharded(reduced.tensor(index), self._layout, index)
+            sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
+            for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
+                hook(sharded)
+
+    def drop(self) -> bool:
+        """Forget the gradients that are not in ``.grad`` yet; says whether there were any."""
+        had_any = self.was_reduced or self._kept is not None or any(param.has_gradient for param in self._params)
+        for pending in (self._reduction, self._all_reduce):
+            if pending is not None:
+                pending[0].wait()
+        self._reduction = self._all_reduce = self._reduced = self._kept = None
+        for param in self._params:
+            param.has_gradient = param.was_used = False
+        if self._unreduced is not None:
+            self._unreduced.release()
+        return had_any

@@ -1,0 +1,144 @@
+"""Which parameters ``fully_shard`` takes, how each may be cut, and the groups that they make."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Optional, Union
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
+
+from torch_ragged.fsdp._advice import PADDING_LIMIT
+from torch_ragged.fsdp._distribution import Distribution
+from torch_ragged.fsdp._granularity import Granularity, OrigParamPolicy, elements
+from torch_ragged.fsdp._layout import BufferLayout
+from torch_ragged.fsdp._mesh import DataParallelMesh
+from torch_ragged.fsdp._param_group import FoundParam, GroupPlan
+from torch_ragged.fsdp._planner import plan_layout
+
+__all__ = ["Places", "ShardPlacementFn", "find_params", "plan_groups"]
+
+Places = list[tuple[nn.Module, str]]
+ShardPlacementFn = Callable[[nn.Parameter], Optional[Union[Shard, Granularity, Any]]]
+"""FSDP2's: parameter -> ``Shard``, a result with ``placement`` and ``mesh_info``, or None; a granularity here too."""
+
+_SHARD_ALIGNMENT_BYTES = 128
+_logger = logging.getLogger("torch_ragged.fsdp")
+
+
+def find_params(
+    modules: Sequence[nn.Module], ignored: set[nn.Parameter], is_managed: Callable[[nn.Module], bool]
+) -> dict[str, tuple[nn.Parameter, Places]]:
+    """Parameters under ``modules`` by name, each once, with all its places; those of inner ``is_managed`` modules are not taken."""
+    names: dict[nn.Parameter, str] = {}
+    found: dict[str, tuple[nn.Parameter, Places]] = {}
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        for name, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            fqn = names.setdefault(param, f"{prefix}{name}")
+            _, places = found.setdefault(fqn, (param, []))
+            if (module, name) not in places:
+                places.append((module, name))
+        for name, child in module.named_children():
+            if child not in modules and not is_managed(child):
+                visit(f"{prefix}{name}.", child)
+
+    for index, module in enumerate(modules):
+        visit(f"{index}." if len(modules) > 1 else "", module)
+    return found
+
+
+def plan_groups(
+    found: dict[str, tuple[nn.Parameter, Places]],
+    dp: DataParallelMesh,
+    mp_policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    policy: OrigParamPolicy | None,
+    shard_placement_fn: ShardPlacementFn | None,
+) -> list[GroupPlan]:
+    """One plan for the parameters of each mesh, dtype and compute dtype, and one for every parameter placed as ``Shard``.
+
+    Raises:
+        ValueError, TypeError: as :func:`fully_shard`.
+    """
+    buckets: dict[Any, list[tuple[FoundParam, Granularity]]] = {}
+    meshes: dict[Any, DataParallelMesh] = {}
+    for fqn, (param, places) in found.items():
+        cut, mesh = _cut_of(fqn, param, dp, policy, shard_placement_fn)
+        dtype = _param_dtype(fqn, param, mp_policy)
+        shard_dim = cut.dim if isinstance(cut, Shard) else None
+        key = (mesh.key, param.dtype, dtype, param.device, fqn if shard_dim is not None else None)
+        meshes[key] = mesh
+        one = FoundParam(fqn, places, param, Distribution(fqn, param, mesh, shard_dim))
+        buckets.setdefault(key, []).append((one, elements() if isinstance(cut, Shard) else cut))
+    plans = []
+    for key, members in buckets.items():
+        params, dp = [param for param, _ in members], meshes[key]
+        reduce_dtype = mp_policy.reduce_dtype if params[0].value.dtype.is_floating_point else None
+        sizes = [dtype.itemsize for dtype in (key[1], key[2], reduce_dtype) if dtype is not None]
+        layout = _layout(params, [granularity for _, granularity in members], dp.ranks, min(sizes))
+        plans.append(GroupPlan(params, dp, layout, key[2], reduce_dtype, offload))
+    return plans
+
+
+def _layout(params: list[FoundParam], granularities: Iterable[Granularity], ranks: int, itemsize: int) -> BufferLayout:
+    """The layout of ``params`` over ``ranks``: shard bytes are a multiple of 128 in every dtype."""
+    if params[0].distribution.shard_dim is not None:
+        return params[0].distribution.even_layout(ranks)
+    specs = [param.distribution.tensor_spec(granularity) for param, granularity in zip(params, granularities)]
+    layout = plan_layout(specs, ranks, max(1, _SHARD_ALIGNMENT_BYTES // itemsize))
+    if layout.granularity_fraction > PADDING_LIMIT and dist.get_rank() == 0:
+        padding, bound = 100 * layout.padding_fraction, 100 * layout.bound_fraction
+        _logger.warning(
+            f"{params[0].fqn} and {len(params) - 1} more parameters on {ranks} ranks: {padding:.1f}% padding for their "
+            f"granularity (at least {bound:.1f}%: {layout.forced_by}). advise(buffer_layouts(model)) tells what would mend it"
+        )
+    return layout
+
+
+def _cut_of(
+    fqn: str, param: nn.Parameter, dp: DataParallelMesh, policy: OrigParamPolicy | None, fn: ShardPlacementFn | None
+) -> tuple[Granularity | Shard, DataParallelMesh]:
+    """How ``param`` may be cut, and over which mesh."""
+    granularity = policy(fqn, param) if policy else None
+    if granularity is not None and not isinstance(granularity, Granularity):
+        raise TypeError(
+            f"orig_param_policy({fqn!r}) returned {granularity!r}; expected elements(), rows(n), blocks(h, w), tensor() or None"
+        )
+    placement: Any = fn(param) if fn else None
+    if hasattr(placement, "mesh_info"):  # torch's ShardPlacementResult, whose module is private
+        dp, placement = DataParallelMesh.of(placement.mesh_info.mesh), placement.placement
+    if placement is None:
+        return granularity or elements(), dp
+    if not isinstance(placement, (Shard, Granularity)):
+        raise ValueError(
+            f"Invalid shard_placement_fn result: {placement} for {fqn}; expected Shard(d), elements(), rows(n), blocks(h, w), "
+            "tensor() or None"
+        )
+    if granularity is not None:
+        raise ValueError(
+            f"{fqn} gets {granularity.text} from orig_param_policy and {placement} from shard_placement_fn: return None from one"
+        )
+    return placement, dp
+
+
+def _param_dtype(fqn: str, param: nn.Parameter, mp_policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    """What to compute with; None for the parameter's own dtype."""
+    if not param.dtype.is_floating_point:
+        if param.requires_grad:
+            raise ValueError(f"{fqn} is trainable and of dtype {param.dtype}: expected a floating-point dtype, or freeze it")
+        return None
+    override = getattr(mp_policy, "param_dtype_override_fn", None)  # since torch 2.15
+    chosen = override(param) if override is not None else None
+    if chosen is not None and chosen not in (mp_policy.param_dtype, param.dtype):
+        raise ValueError(
+            f"param_dtype_override_fn returned {chosen} for {fqn} of {param.dtype}; expected None, param_dtype "
+            f"({mp_policy.param_dtype}) or the parameter's own dtype"
+        )
+    return chosen or mp_policy.param_dtype

@@ -1,0 +1,66 @@
+"""ManagedParam: one parameter of a group, in the forms that it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from torch_ragged.fsdp._distribution import Distribution
+
+__all__ = ["ManagedParam"]
+
+
+@dataclass
+class ManagedParam:
+    """One parameter of a group, with every place in the module tree where it is registered (several if tied).
+
+    Attributes:
+        distribution: how its elements are distributed.
+        sharded: the DTensor that is registered between uses.
+        unsharded: what the model computes with; ``view`` is its memory, in the group's buffer.
+        requires_grad: of both, when they were switched last.
+        version: :attr:`compute_version` when it was gathered.
+        has_gradient: there is one in the gradient buffer.
+        was_used: in the reduction under way.
+    """
+
+    fqn: str
+    places: list[tuple[nn.Module, str]]
+    distribution: Distribution
+    sharded: nn.Parameter
+    unsharded: nn.Parameter = field(init=False)
+    view: torch.Tensor = field(init=False)
+    requires_grad: bool = True
+    version: int = 0
+    has_gradient: bool = False
+    was_used: bool = False
+
+    @property
+    def registered(self) -> torch.Tensor | None:
+        """What the modules have for this parameter now."""
+        module, name = self.places[0]
+        return module._parameters.get(name)
+
+    @property
+    def compute_version(self) -> int:
+        """Changes with every write to the unsharded parameter."""
+        return self.unsharded._version + self.view._version
+
+    def register(self, value: nn.Parameter) -> None:
+        """Make ``value`` the modules' parameter."""
+        self.sync_requires_grad()
+        for module, name in self.places:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[name] = value
+            else:  # It may keep references of its own.
+                setattr(module, name, value)
+
+    def sync_requires_grad(self) -> None:
+        """Freezing or unfreezing either of the two parameters holds for both."""
+        changed = [p.requires_grad for p in (self.sharded, self.unsharded) if p.requires_grad != self.requires_grad]
+        if changed:
+            self.requires_grad = changed[0]
+            self.sharded.requires_grad_(self.requires_grad)
+            self.unsharded.requires_grad_(self.requires_grad)

@@ -1,0 +1,124 @@
+"""DataParallelMesh: the mesh dimensions that parameters are sharded and replicated over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from torch_ragged._register._torch import concatenate, flatten
+
+__all__ = ["DataParallelMesh"]
+
+
+@dataclass(frozen=True, eq=False)
+class DataParallelMesh:
+    """Where a group's shards and replicas are.
+
+    ==========================  ================================  ==========================================
+    mesh                        its dimensions                    parameters are placed as
+    ==========================  ================================  ==========================================
+    1-D                         shards                            ``(shard,)``
+    2-D (HSDP)                  replicas, shards                  ``(Replicate(), shard)``
+    any, with ``dp_mesh_dims``  some are shards, some replicas,   shard or ``Replicate()`` there, as the model
+                                the rest is model parallelism     has them elsewhere
+    ==========================  ================================  ==========================================
+
+    Attributes:
+        mesh: of replicas, if any, and shards, if any, in this order.
+        has_replicas, has_shards: which of the two it has.
+        spmd: the whole mesh, of which ``dp_mesh_dims`` names dimensions; parameters are DTensors on it. Else None.
+        dims: ``dp_mesh_dims``.
+    """
+
+    mesh: DeviceMesh
+    has_replicas: bool
+    has_shards: bool
+    spmd: DeviceMesh | None = None
+    dims: Any = None
+
+    @staticmethod
+    def of(mesh: DeviceMesh, dims: Any = None) -> DataParallelMesh:
+        """The shards and replicas that ``fully_shard(mesh=, dp_mesh_dims=)`` mean. Flattening dimensions makes a process group.
+
+        Raises:
+            ValueError: ``mesh`` has not one or two dimensions (without ``dims``), lacks names or one that ``dims`` has, or this
+                rank is not part of it.
+        """
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}: call fully_shard on its ranks")
+        if dims is None:
+            if mesh.ndim not in (1, 2):
+                raise ValueError(
+                    f"fully_shard expects a 1-D mesh, or a 2-D one (replicas, shards), got shape {tuple(mesh.shape)}: pass one "
+                    "or two of its dimensions, mesh[name], or name them with dp_mesh_dims"
+                )
+            return DataParallelMesh(mesh, has_replicas=mesh.ndim == 2, has_shards=True)
+        names = mesh.mesh_dim_names
+        if names is None:
+            raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+        for name in (*dims.shard_names, *dims.replicate_names):
+            if name not in names:
+                raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
+        parts = [flatten(mesh[part]) for part in (dims.replicate_names, dims.shard_names) if part]
+        return DataParallelMesh(concatenate(parts), bool(dims.replicate_names), bool(dims.shard_names), mesh, dims)
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        return self.mesh.get_group(self.mesh.ndim - 1) if self.has_shards else None
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        return self.mesh.get_group(0) if self.has_replicas else None
+
+    @property
+    def ranks(self) -> int:
+        """How many shards there are."""
+        return self.mesh.size(self.mesh.ndim - 1) if self.has_shards else 1
+
+    @property
+    def rank(self) -> int:
+        """Which of the shards is this rank's."""
+        return self.mesh.get_local_rank(self.mesh.ndim - 1) if self.has_shards else 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Equal for meshes whose collectives have the same process groups."""
+        return id(self.shard_group), id(self.replicate_group)
+
+    @property
+    def spmd_dims(self) -> list[int]:
+        """The dimensions of ``spmd`` that are data-parallel."""
+        names = [] if self.spmd is None else (*self.dims.shard_names, *self.dims.replicate_names)
+        return [dim for dim, name in enumerate((self.spmd and self.spmd.mesh_dim_names) or ()) if name in names]
+
+    def place(self, param: DTensor | None) -> tuple[DeviceMesh, list[Placement | None]]:
+        """The mesh and placements of a sharded parameter; None stands where its shards are.
+
+        Args:
+            param: as the model has distributed it, None for a plain tensor.
+        """
+        mine: list[Placement | None] = [Replicate()] * self.has_replicas + [None] * self.has_shards
+        if param is None:
+            return self.mesh, mine
+        if self.spmd is None:
+            return concatenate([self.mesh, param.device_mesh]), [*mine, *param.placements]
+        meshes: list[DeviceMesh] = []
+        placements: list[Placement | None] = []
+        for name, placement in zip(self.spmd.mesh_dim_names or (), param.placements):
+            part, ours = self._part_of(name)
+            if part == () or part[0] == name:  # Several dimensions that are one here stand where their first one does.
+                meshes.append(flatten(self.spmd[part or (name,)]))
+                placements.append(placement if part == () else ours)
+        is_flattened = len(meshes) < self.spmd.ndim
+        return (concatenate(meshes) if is_flattened else self.spmd), placements
+
+    def _part_of(self, name: str) -> tuple[tuple[str, ...], Placement | None]:
+        """The names of the shard or replicate dimensions that ``name`` is one of, with their placement; () if of neither."""
+        if name in self.dims.shard_names:
+            return self.dims.shard_names, None
+        return (self.dims.replicate_names, Replicate()) if name in self.dims.replicate_names else ((), None)

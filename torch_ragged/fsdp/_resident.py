@@ -1,0 +1,122 @@
+"""Resident: parameters that stay gathered over some ranks between optimizer steps (ZeRO-2, hierarchical sharding)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from torch_ragged.fsdp._collectives import Collectives, ProcessGroupCollectives, Reduction, Work, done
+from torch_ragged.fsdp._dbuffer import DBuffer
+
+__all__ = ["HierarchicalCollectives", "Resident"]
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """A buffer's ranks as ``nodes`` of ``per_node`` consecutive ones, with the process groups of this rank's.
+
+    Rank j of node n has slot ``n * per_node + j``. ``across`` has the ranks with the same j, ``within`` those of the same node.
+    """
+
+    across: dist.ProcessGroup
+    within: dist.ProcessGroup | None
+
+    @property
+    def nodes(self) -> int:
+        return self.across.size()
+
+    @property
+    def per_node(self) -> int:
+        return 1 if self.within is None else self.within.size()
+
+
+class Resident:
+    """What one rank keeps of its group's parameters, in the dtype to compute with, while they are current.
+
+    With one rank per node (ZeRO-1, ZeRO-2) that is everything: the gathered buffer, which is not given back. Else it is the
+    slots of the ranks with its index in all nodes, and only those of a node are gathered for forward and backward::
+
+        gathered      | n0 j0 | n0 j1 | n1 j0 | n1 j1 |
+        resident at j0    ^               ^                one all-gather across nodes, once per optimizer step
+        within a node | n0 j0   n0 j1 |                    one all-gather within the node per node's worth of slots,
+                                      | n1 j0   n1 j1 |    each in place
+    """
+
+    def __init__(self, levels: Levels) -> None:
+        self._levels = levels
+        self._flat: torch.Tensor | None = None
+        self._versions: list[int] | None = None
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether the gathered buffer itself stays."""
+        return self._levels.within is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept beside the gathered buffer."""
+        return 0 if self._flat is None else self._flat.nbytes
+
+    def invalidate(self) -> None:
+        """The parameters may have changed: gather across nodes next time."""
+        self._versions = None
+
+    def reset(self) -> None:
+        """Forget everything: buffers have changed."""
+        self._flat = self._versions = None
+
+    def gather(self, sharded: DBuffer, gathered: DBuffer, versions: list[int], collectives: Collectives) -> Work:
+        """Fill ``gathered``, in full only if what is resident is not that of ``versions`` of the parameters."""
+        is_current, self._versions = versions == self._versions, versions
+        if self.is_everything:
+            return done if is_current else gathered.all_gather_from(sharded, collectives)
+        gathered.allocate()
+        nodes, per_node, shard = self._levels.nodes, self._levels.per_node, sharded.layout.shard_numel
+        if self._flat is None or not is_current:
+            if self._flat is None:
+                self._flat = gathered.flat.new_empty(nodes * shard)
+            mine = self._flat.narrow(0, sharded.rank // per_node * shard, shard)
+            mine.copy_(sharded.flat, non_blocking=True)
+            collectives.all_gather(self._flat, mine, self._levels.across).wait()
+        parts = zip(gathered.flat.split(per_node * shard), self._flat.split(shard))
+        return _All([collectives.all_gather(node, part, self._levels.within) for node, part in parts])
+
+
+class HierarchicalCollectives(ProcessGroupCollectives):
+    """Reduces gradients within each node first, then across nodes: each a reduce-scatter."""
+
+    def __init__(self, levels: Levels, everything: dist.ProcessGroup) -> None:
+        super().__init__(everything)
+        assert levels.within is not None
+        self._levels = levels
+        self._within, self._across = ProcessGroupCollectives(levels.within), ProcessGroupCollectives(levels.across)
+
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+        partial = output.new_empty(self._levels.nodes * output.numel())
+        parts = zip(partial.split(output.numel()), buffer.split(self._levels.per_node * output.numel()))
+        works = [self._within.reduce_scatter(part, node, reduction) for part, node in parts]
+        # A divisor of the user's is applied once.
+        rest = Reduction(None if reduction.divisor is None else 1.0, reduction.sum_only)
+        return _Then(_All(works), lambda: self._across.reduce_scatter(output, partial, rest))
+
+
+class _All:
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class _Then:
+    """A collective that follows another: started when that one is waited for."""
+
+    def __init__(self, first: Work, second: object) -> None:
+        self._first, self._second = first, second
+
+    def wait(self) -> None:
+        self._first.wait()
+        self._second().wait()  # type: ignore[operator]
