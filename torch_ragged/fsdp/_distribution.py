@@ -6,7 +6,7 @@ import math
 from typing import cast
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged.fsdp._granularity import Granularity
@@ -110,15 +110,18 @@ class Distribution:
     def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a gradient, as a tensor in the order of the buffer.
 
-        A DTensor is redistributed to the model's placements first, which may be a collective of the model's mesh; what is
-        pending over data-parallel dimensions is left to the group's reduction.
+        A DTensor is redistributed to the model's placements first, which may be a collective of the model's mesh. Over
+        data-parallel dimensions it becomes a part of the sum, if it is not, for the group to reduce.
         """
         if self.is_dtensor:
             assert isinstance(gradient, DTensor)
+            summed = [dim for dim in self._dp_dims if not isinstance(gradient.placements[dim], Partial)]
             wanted = list(self._model_placements)
             for dim in self._dp_dims:
-                wanted[dim] = gradient.placements[dim]
-            gradient = local_of(gradient if list(gradient.placements) == wanted else gradient.redistribute(placements=wanted))
+                wanted[dim] = Replicate() if dim in summed else gradient.placements[dim]
+            gradient = gradient if list(gradient.placements) == wanted else gradient.redistribute(placements=wanted)
+            copies = math.prod(self._model_mesh.size(dim) for dim in summed)  # of the sum: each rank contributes a part
+            gradient = local_of(gradient) if copies == 1 else local_of(gradient) / copies
         return gradient if self.shard_dim is None else gradient.movedim(self.shard_dim, 0)
 
     # -- placements ------------------------------------------------------------------------------------------------

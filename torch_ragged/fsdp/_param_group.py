@@ -164,9 +164,10 @@ class ParamGroup:
         """
         if not self.is_unsharded and self._gather is None:
             if self.is_meta:
+                missing = [param.fqn for param in self.params if param.registered is None or param.registered.is_meta]
                 raise RuntimeError(
-                    f"{self.names} on the meta device: materialise them before forward, with to_empty(device=...) and "
-                    "reset_parameters(), or load_state_dict(..., assign=True)"
+                    f"{', '.join(missing)} on the meta device: materialise all parameters before forward, with "
+                    "to_empty(device=...) and reset_parameters(), or load_state_dict(..., assign=True)"
                 )
             self._gathered_versions = [param.sharded._version for param in self.params]
             self._gather = self._start_gather()
@@ -290,12 +291,11 @@ class ParamGroup:
     def adopt_sharded(self) -> None:
         """Take over parameters that the user replaced, as ``load_state_dict(assign=True)`` does, into the buffer.
 
-        Of a group on the meta device the new parameters stay the registered ones; else the old ones do, which an optimizer
-        may have.
+        Of a group on the meta device the new parameters stay the registered ones, and are taken over once all are there; else
+        the old ones do, which an optimizer may have.
 
         Raises:
-            ValueError: a replacement has another shape, dtype, device or kind than the parameter, or only some of a group on
-                the meta device are materialised; none is taken over.
+            ValueError: a replacement has another shape, dtype, device or kind than the parameter; none is taken over.
         """
         if self.is_unsharded:
             return
@@ -312,6 +312,8 @@ class ParamGroup:
 
     def _is_in_place(self, index: int) -> bool:
         param = self.params[index]
+        if self.is_meta:
+            return param.registered is None or param.registered.is_meta
         return param.registered is param.sharded and self._is_in_buffer(param.sharded)
 
     def _is_in_buffer(self, sharded: torch.Tensor) -> bool:
@@ -341,15 +343,16 @@ class ParamGroup:
         self._register_at_all_places(param)
 
     def _adopt_materialised(self, replaced: list[int]) -> None:
+        """Make buffers of what the user has put in place of parameters on the meta device, once it is all there."""
         values = [self._replacement(index) for index in replaced]
-        missing = sorted({param.fqn for param in self.params} - {self.params[index].fqn for index in replaced})
-        if missing:
-            raise ValueError(f"{', '.join(missing)} still on the meta device, others of the group are not: materialise all")
-        locals_ = [local_of(value.redistribute(placements=p.sharded.placements)) for value, p in zip(values, self.params)]  # type: ignore[attr-defined]
+        if len(values) < len(self.params) or any(value.is_meta for value in values):
+            return
+        placements = [param.sharded.placements for param in self.params]  # type: ignore[attr-defined]
+        locals_ = [local_of(value.redistribute(placements=wanted)) for value, wanted in zip(values, placements)]
         self._rebuild(self._compute_device(locals_[0].device), self.orig_dtype, locals_)
-        for param, value in zip(self.params, values):
-            torch.utils.swap_tensors(param.sharded, value)
+        for index, (param, value) in enumerate(zip(self.params, values)):
             param.sharded = value  # type: ignore[assignment]
+            self._put(index, param.sharded)
             self._register_at_all_places(param)
 
     def _put(self, index: int, parameter: nn.Parameter) -> None:
@@ -417,7 +420,7 @@ class ParamGroup:
             values = None if self.is_meta else [function(local_of(param.sharded)) for param in self.params]
             self._rebuild(self._compute_device(probe.device), probe.dtype, values)
             for index, param in enumerate(self.params):
-                gradient = param.sharded.grad
+                gradient, param.sharded.grad = param.sharded.grad, None
                 self._put(index, param.sharded)
                 param.sharded.grad = None if gradient is None else function(gradient)
 

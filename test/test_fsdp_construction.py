@@ -1,0 +1,417 @@
+"""What fully_shard takes and makes: lists, placements, dtypes, the meta device, meshes; and that ranks agree on it."""
+
+import copy
+import unittest
+
+import torch
+import torch.distributed as dist
+from common import error_of, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from torch_ragged import RaggedShard
+from torch_ragged.fsdp import blocks, buffer_layouts, elements, fully_shard, memory_report, rows, tensor
+
+WIDTH = 10
+
+
+class Stack(nn.Module):
+    """Two blocks, a norm and a head."""
+
+    def __init__(self, device=None):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, device=device) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH, device=device), nn.Linear(WIDTH, 7, device=device)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(self.norm(x))
+
+
+class Chunked(Stack):
+    """Its forward ends before the head, which the loss calls several times."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.norm(x)
+
+
+def world():
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def batch(step=0):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def loss_of(model, x):
+    return model(x).pow(2).mean()
+
+
+def train(model, steps=4, loss_of=loss_of):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    curve = []
+    for step in range(steps):
+        loss = loss_of(model, batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append(loss.item())
+    return torch.tensor(curve)
+
+
+def full(model):
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+
+
+def assert_same(ours, theirs, **options):
+    want, got = train(theirs, **options), train(ours, **options)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert (want[0] - want[-1]).abs() > 0.01
+    ours, theirs = full(ours), full(theirs)
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5, msg=lambda m: f"{name}: {m}")
+
+
+# -- lists of modules ----------------------------------------------------------------------------------------------------
+
+
+def build_listed(shard, cls=Stack, **knobs):
+    torch.manual_seed(0)
+    model, mesh = cls(), world()
+    shard(list(model.blocks), mesh=mesh, **knobs)
+    shard([model.norm, model.head], mesh=mesh, **knobs)
+    return shard(model, mesh=mesh, **knobs)
+
+
+def chunked_loss(model, x):
+    return sum(model.head(part).pow(2).mean() for part in model(x).chunk(2))
+
+
+def check_lists():
+    for knobs in ({}, {"reshard_after_forward": True}, {"reshard_after_forward": False}):
+        assert_same(build_listed(fully_shard, **knobs), build_listed(torch_fully_shard, **knobs))
+    model = build_listed(fully_shard, reshard_after_forward=True)
+    assert list(buffer_layouts(model)) == ["blocks.0", "norm"]
+    assert [tensor.name for tensor in buffer_layouts(model)["norm"].tensors] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    for _ in range(2):
+        with CommDebugMode() as mode:
+            loss_of(model, batch()).backward()
+        counts = {str(op).split(".")[-1]: n for op, n in mode.get_comm_counts().items()}
+        gathers = sum(n for name, n in counts.items() if "gather" in name)
+        scatters = sum(n for name, n in counts.items() if "reduce_scatter" in name)
+        assert (gathers, scatters) == (4, 2), counts  # Two groups, once in forward and once in backward each.
+    # Modules of a group that run in several calls of their own.
+    assert_same(build_listed(fully_shard, Chunked), build_listed(torch_fully_shard, Chunked), loss_of=chunked_loss)
+    memory_report(model)
+
+
+# -- placements ----------------------------------------------------------------------------------------------------------
+
+
+def build(shard, cls=Stack, policy=None, mesh=None, **knobs):
+    torch.manual_seed(0)
+    model, mesh = cls(), mesh or world()
+    for block in model.blocks:
+        shard(block, mesh=mesh, **knobs)
+    if policy is not None:
+        knobs["orig_param_policy"] = policy
+    return shard(model, mesh=mesh, **knobs)
+
+
+def check_shard_placements():
+    def shards(param):
+        return Shard(-1) if param.ndim == 2 and param.shape[0] == WIDTH else Shard(0)
+
+    ranks = dist.get_world_size()
+    theirs = build(torch_fully_shard, shard_placement_fn=shards if WIDTH % ranks == 0 else None)
+    ours = build(fully_shard, shard_placement_fn=shards)
+    assert ours.blocks[0].weight.placements == (Shard(1),) and ours.head.weight.placements == (Shard(0),)
+    for name, param in ours.named_parameters():
+        whole = distribute_tensor(full(theirs)[name].detach(), param.device_mesh, param.placements)
+        assert torch.equal(whole.to_local(), param.to_local()), name
+    assert_same(ours, theirs)
+    theirs.load_state_dict(ours.state_dict()), ours.load_state_dict(theirs.state_dict())
+
+    def granular(param):
+        return {2: rows(3), 1: None}[param.ndim]
+
+    model = build(fully_shard, shard_placement_fn=granular)
+    placement = model.head.weight.placements[0]
+    assert isinstance(placement, RaggedShard) and placement.dims == (0,)
+    assert buffer_layouts(model)["root"].tensors[2].block == 3 * WIDTH
+    assert_same(model, build(torch_fully_shard))
+    return [
+        error_of(fully_shard, nn.Linear(4, 4), mesh=world(), shard_placement_fn=lambda p: 3),
+        error_of(fully_shard, nn.Linear(4, 4), mesh=world(), shard_placement_fn=lambda p: Shard(2)),
+        error_of(
+            fully_shard, nn.Linear(4, 4), mesh=world(), shard_placement_fn=granular, orig_param_policy=lambda f, p: tensor()
+        ),
+    ]
+
+
+# -- dtypes --------------------------------------------------------------------------------------------------------------
+
+
+class Mixed(Stack):
+    """Weights of bfloat16 beside float32 norms, an integer table that is frozen, and a 0-D parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks.bfloat16()
+        self.table = nn.Parameter(torch.arange(WIDTH, dtype=torch.int32), requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + torch.tanh(block(x.bfloat16())).float() * self.scale
+        return self.head(self.norm(x)) + (self.table == 3).float()[:7]
+
+
+def check_several_dtypes():
+    torch.manual_seed(0)
+    single = Mixed()
+    torch.manual_seed(0)
+    sharded = fully_shard(Mixed(), mesh=world(), orig_param_policy=lambda fqn, p: rows(2))
+    assert len(buffer_layouts(sharded)) == 3  # One per dtype.
+    assert {p.dtype for p in sharded.parameters()} == {torch.bfloat16, torch.float32, torch.int32}
+    for step in range(3):
+        x = batch(step)
+        assert torch.equal(sharded(x), single(x))
+        everything = torch.cat([batch_of(step, rank) for rank in range(dist.get_world_size())])
+        loss_of(single, everything).backward(), loss_of(sharded, x).backward()
+        for (name, mine), (_, theirs) in zip(sharded.named_parameters(), single.named_parameters()):
+            if theirs.requires_grad:
+                assert mine.grad.dtype == theirs.dtype
+                torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=3e-2, atol=3e-3, msg=name)
+    assert torch.equal(sharded.table.full_tensor(), torch.arange(WIDTH, dtype=torch.int32))
+
+
+def batch_of(step, rank):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def check_new_dtypes():
+    """As with plain modules and FSDP2: ``model.to(dtype)`` after fully_shard."""
+    ours, theirs = build(fully_shard, policy=lambda f, p: rows(3)), build(torch_fully_shard)
+    params = list(ours.parameters())
+    loss_of(ours, batch()).backward(), loss_of(theirs, batch()).backward()
+    for convert in (lambda m: m.double(), lambda m: m.to(torch.float32), lambda m: m.bfloat16()):
+        convert(ours), convert(theirs)
+        assert all(a is b for a, b in zip(params, ours.parameters()))
+        dtype = params[0].dtype
+        for (name, mine), (_, other) in zip(ours.named_parameters(), theirs.named_parameters()):
+            assert mine.dtype == other.dtype == dtype and mine.grad.dtype == dtype, name
+            assert torch.equal(mine.full_tensor(), other.full_tensor()), name
+            if dtype != torch.bfloat16:
+                torch.testing.assert_close(mine.grad.full_tensor(), other.grad.full_tensor(), msg=name)
+    ours.zero_grad()
+    fresh = build(torch_fully_shard).bfloat16()  # FSDP2 takes new dtypes before its first forward only.
+    for step in range(2):
+        x = batch(step).bfloat16()
+        assert torch.equal(ours(x), fresh(x))
+        loss_of(ours, x).backward(), loss_of(fresh, x).backward()
+    for mine, other in zip(ours.parameters(), fresh.parameters()):
+        torch.testing.assert_close(mine.grad.full_tensor(), other.grad.full_tensor(), rtol=2**-6, atol=2**-8)
+
+
+# -- the meta device -----------------------------------------------------------------------------------------------------
+
+
+def build_meta(**knobs):
+    model = Stack("meta")
+    for block in model.blocks:
+        fully_shard(block, mesh=world(), **knobs)
+    return fully_shard(model, mesh=world(), **knobs)
+
+
+def check_meta():
+    single = Stack()
+    state = {name: value.clone() for name, value in single.state_dict().items()}
+    for knobs in ({}, {"orig_param_policy": lambda f, p: blocks(3, 3)}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
+        model = build_meta(**knobs)
+        params = list(model.parameters())
+        assert all(p.is_meta and isinstance(p.placements[0], RaggedShard) for p in params)
+        assert "materialise all parameters before forward" in error_of(model, batch())
+        model.to_empty(device="cpu")
+        assert all(a is b and not b.is_meta for a, b in zip(params, model.parameters()))
+        model.load_state_dict({k: distribute_tensor(v, world(), [Shard(0)]) for k, v in state.items()})
+        assert torch.equal(model(batch()), single(batch()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_of(model, batch()).backward()
+        optimizer.step()
+        assert not torch.equal(model(batch()), single(batch()))
+    # One group at a time.
+    model = build_meta()
+    for module in model.blocks:
+        module.to_empty(device="cpu")
+        assert model.head.weight.is_meta and not module.weight.is_meta
+    # One module at a time, of a group that is still incomplete.
+    for module in (model.norm, model.head):
+        assert "on the meta device" in error_of(model, batch())
+        module.to_empty(device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.load_state_dict({k: distribute_tensor(v, world(), [Shard(0)]) for k, v in state.items()})
+    assert torch.equal(model(batch()), single(batch()))
+    loss_of(model, batch()).backward()
+    optimizer.step()
+    assert not any(torch.equal(p.full_tensor(), state[name]) for name, p in model.named_parameters())
+    # Assigned values, as FSDP2's users load; an optimizer made before the first forward trains them.
+    model = build_meta(orig_param_policy=lambda f, p: rows(3))
+    ragged = {k: distribute_tensor(v, world(), dict(model.named_parameters())[k].placements) for k, v in state.items()}
+    missing = {k: v for k, v in ragged.items() if k != "norm.bias"}
+    model.load_state_dict(missing, strict=False, assign=True)
+    partly = error_of(model, batch())
+    model = build_meta(orig_param_policy=lambda f, p: rows(3))
+    model.load_state_dict(ragged, assign=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert torch.equal(model(batch()), single(batch()))
+    loss_of(model, batch()).backward()
+    optimizer.step()
+    assert not torch.equal(model(batch()), single(batch()))
+    # A new dtype while there is no memory.
+    assert build_meta().bfloat16().to_empty(device="cpu").head.weight.dtype == torch.bfloat16
+    return [partly, error_of(build_meta().cpu)]
+
+
+# -- meshes --------------------------------------------------------------------------------------------------------------
+
+
+def check_named_dimensions():
+    """``dp_mesh_dims``: DTensors on the whole mesh, of which some dimensions are data-parallel."""
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def distributed():
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        for layer, placement in zip(module, (Shard(0), Shard(1))):
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate(), placement]))
+        return module
+
+    models = []
+    for shard in (torch_fully_shard, fully_shard):
+        models.append(shard(distributed(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp")))
+    curves = []
+    for model in models:
+        optimizer, curve = torch.optim.SGD(model.parameters(), lr=0.05), []
+        for step in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            local = x.chunk(2)[mesh.get_local_rank("dp")]
+            x = DTensor.from_local(local, mesh, [Shard(0), Replicate()], run_check=False)
+            loss = model(x).pow(2).sum()
+            loss.backward()
+            optimizer.step(), optimizer.zero_grad()
+            curve.append(loss.full_tensor().item())
+        curves.append(torch.tensor(curve))
+    torch.testing.assert_close(curves[1], curves[0])
+    assert curves[0][0] - curves[0][-1] > 0.01
+    for theirs, ours in zip(*(model.parameters() for model in models)):
+        torch.testing.assert_close(ours.full_tensor(), theirs.full_tensor())
+    # All dimensions flattened, replicas only, and both with names.
+    for dims in (
+        DataParallelMeshDims(shard=("dp", "tp")),
+        DataParallelMeshDims(replicate="dp", shard="tp"),
+        DataParallelMeshDims(replicate=("dp", "tp")),
+    ):
+        torch.manual_seed(0)
+        plain = nn.Linear(8, 8)
+        module = copy.deepcopy(plain)
+        for name, param in list(module.named_parameters()):
+            setattr(module, name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate()] * 2)))
+        fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+        whole = DTensor.from_local(x, mesh, [Shard(0), Shard(0)], run_check=False)
+        module(whole).sum().backward()
+        everything = whole.full_tensor()
+        plain(everything).sum().backward()
+        for mine, other in zip(module.parameters(), plain.parameters()):
+            assert torch.equal(mine.full_tensor(), other)
+            torch.testing.assert_close(mine.grad.full_tensor(), other.grad / dist.get_world_size())
+    return [
+        error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp")),
+        error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="x")),
+        error_of(fully_shard, distributed(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="tp")),
+    ]
+
+
+def check_agreement():
+    """What is wrong on one rank is an error on all, and leaves the module as it was."""
+    rank, mesh = dist.get_rank(), world()
+    errors = []
+
+    def attempt(module, **knobs):
+        errors.append(error_of(fully_shard, module, mesh=mesh, **knobs))
+        assert type(module) in (nn.Linear, nn.Sequential) and not any(isinstance(p, DTensor) for p in module.parameters())
+
+    attempt(nn.Linear(4, 4 if rank else 5))
+    attempt(nn.Linear(4, 4), orig_param_policy=lambda f, p: rows(2) if rank == 1 else elements())
+    attempt(nn.Linear(4, 4), reshard_after_forward=rank == 0)
+    attempt(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16 if rank else None))
+    attempt(nn.Linear(4, 4).requires_grad_(rank != 1))
+    attempt(nn.Linear(4, 4), orig_param_policy=lambda f, p: 3 if rank == 1 else None)
+    attempt(nn.Linear(4, 4), reshard_after_forward=7 if rank == 0 else True)
+    fully_shard(nn.Linear(4, 4), mesh=mesh)(torch.ones(1, 4)).sum().backward()  # The ranks are still in step.
+    return errors
+
+
+class ConstructionTest(unittest.TestCase):
+    def test_lists_of_modules_make_one_group(self):
+        run_ranks(2, check_lists)
+
+    def test_shard_placements_are_honoured(self):
+        for size in (2, 3):
+            for errors in run_ranks(size, check_shard_placements):
+                for error, text in zip(errors, ("Invalid shard_placement_fn result: 3", "returned Shard(2)", "from one")):
+                    self.assertIn(text, error)
+
+    def test_parameters_of_several_dtypes(self):
+        run_ranks(3, check_several_dtypes)
+
+    def test_new_dtypes_after_fully_shard(self):
+        run_ranks(2, check_new_dtypes)
+
+    def test_meta_device(self):
+        for partly, moved in run_ranks(2, check_meta):
+            self.assertIn("RuntimeError: norm.bias on the meta device: materialise all parameters", partly)
+            self.assertIn("Cannot copy out of meta tensor", moved)
+
+    @unittest.skipIf(torch.__version__ < "2.13", "new in torch 2.13")
+    def test_named_mesh_dimensions(self):
+        for errors in run_ranks(4, check_named_dimensions):
+            words = (
+                "must be DTensors on the full mesh",
+                "'x' not found",
+                "Expected Replicate() on data-parallel mesh dimension",
+            )
+            for error, text in zip(errors, words, strict=True):
+                self.assertIn(text, error)
+
+    def test_ranks_agree_or_all_raise(self):
+        words = (
+            "rank 0 has 128 shards",
+            "in blocks of",
+            "options (True",
+            "options (None, (None",
+            "frozen",
+            "orig_param_policy('weight') returned 3",
+            "it should be a factor of 3, not 7",
+        )
+        every = run_ranks(3, check_agreement)
+        for errors in every:
+            self.assertEqual(len(errors), len(words))
+            self.assertTrue(all(errors), errors)
+        for index, text in enumerate(words[1:], start=1):
+            self.assertTrue(all(text in errors[index] for errors in every), [errors[index] for errors in every])
+        self.assertTrue(all(errors[0].startswith("ValueError: fully_shard was called differently") for errors in every))
+
+
+if __name__ == "__main__":
+    unittest.main()
