@@ -1,0 +1,321 @@
+"""What stays gathered and unreduced: ZeRO by placement, hierarchical sharding, parts kept by neighbours, bounds in flight."""
+
+import unittest
+
+import torch
+import torch.distributed as dist
+from common import error_of, run_ranks
+from test_fsdp_knobs import WIDTH, Block, assert_same_gradients, assert_same_training, batch, build
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from torch_ragged import RaggedShard
+from torch_ragged.fsdp import (
+    HIERARCHICAL,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    BufferPlacements,
+    fully_shard,
+    memory_report,
+    rows,
+    share_comm_ctx,
+)
+
+
+def world():
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def square():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def granular(fqn, parameter):
+    return rows(3)
+
+
+def groups_of(model):
+    return [group for state in model._ragged_states(recurse=True) for group in state.groups]
+
+
+def calls(model, function):
+    """(all-gathers, reduce-scatters, all-reduces) that ``function`` starts in the groups of ``model``."""
+    seen = []
+    for group in groups_of(model):
+        group.collectives = _Counted(group.collectives, seen)
+    function()
+    for group in groups_of(model):
+        group.collectives = group.collectives.inner
+    return tuple(seen.count(name) for name in ("all_gather", "reduce_scatter", "all_reduce"))
+
+
+class _Counted:
+    def __init__(self, inner, seen):
+        self.inner, self.seen = inner, seen
+
+    def __getattr__(self, name):
+        self.seen.append(name)
+        return getattr(self.inner, name)
+
+
+def step(model, number=0, optimizer=None):
+    model(batch(number)).pow(2).mean().backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_zero():
+    mesh = world()
+    for placements in (ZERO1, ZERO2, ZERO3):
+        knobs = {"placements": placements, "orig_param_policy": granular}
+        assert_same_training([build(torch_fully_shard, mesh), build(fully_shard, mesh, **knobs)])
+        accumulate = lambda model, micro: model.set_requires_gradient_sync(micro == 1)  # noqa: E731
+        assert_same_training([build(torch_fully_shard, mesh), build(fully_shard, mesh, **knobs)], accumulate=accumulate)
+        model = build(fully_shard, mesh, **knobs)
+        assert all(isinstance(p.placements[0], RaggedShard) for p in model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step(model, 0, optimizer)
+        groups = groups_of(model)
+        # Parameters of ZeRO-3 are gathered for forward and for backward, but for the root, which has none of its own here.
+        gathers = 2 * len(groups) if placements is ZERO3 else len(groups)
+        assert calls(model, lambda: step(model, 1, optimizer)) == (gathers, len(groups), 0)
+        resident = sum(group.unsharded.resident_nbytes for group in groups)
+        assert resident == (0 if placements is ZERO3 else sum(group.unsharded.nbytes for group in groups))
+        report = memory_report(model, optimizer)
+        assert report.total.gathered == resident and report.peak.total >= resident
+    model = build(fully_shard, mesh, placements=ZERO2)
+    # What is gathered is used while it is current, and only then.
+    x, other = batch(0), build(torch_fully_shard, mesh)
+    assert calls(model, lambda: model(x)) == (3, 0, 0) and calls(model, lambda: model(x)) == (0, 0, 0)
+    with torch.no_grad():
+        model[1].up.weight.mul_(2), other[1].up.weight.mul_(2)
+    assert torch.equal(model(x), other(x))
+    model.load_state_dict({name: value * 3 for name, value in model.state_dict().items()})
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(3)
+    assert torch.equal(model(x), other(x))
+
+
+def check_zero1_reduces_last():
+    mesh = world()
+    models = [build(shard, mesh, **knobs) for shard, knobs in ((torch_fully_shard, {}), (fully_shard, {"placements": ZERO1}))]
+    models[0].set_requires_gradient_sync(False)
+    models[1].set_is_last_backward(False)
+    assert calls(models[1], lambda: step(models[1], 0)) == (3, 0, 0) and models[1][0].up.weight.grad is None
+    step(models[0], 0)
+    models[0].set_requires_gradient_sync(True)
+    models[1].set_is_last_backward(True)
+    assert calls(models[1], lambda: step(models[1], 1)) == (0, 3, 0)
+    step(models[0], 1)
+    assert_same_gradients(models)
+
+
+def check_hierarchical():
+    mesh = square()
+    for policy in (None, granular):
+        models = [build(torch_fully_shard, world()), build(fully_shard, mesh, placements=HIERARCHICAL, orig_param_policy=policy)]
+        assert_same_training(models)
+    model = models[1]
+    parameter = next(model.parameters())
+    assert len(parameter.placements) == 1 and parameter.device_mesh.size() == 4  # The optimizer's state is cut over all ranks.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, 0, optimizer)
+    # Per group: one gather across nodes; two nodes' worth of slots within a node, in forward and in backward; and one
+    # reduce-scatter of the group's, which is two within and one across.
+    assert calls(model, lambda: step(model, 1, optimizer)) == (3 * (1 + 2 + 2), 3, 0)
+    assert calls(model, lambda: model(batch(0))) == (3 * (1 + 2), 0, 0)
+    assert calls(model, lambda: model(batch(0))) == (3 * 2, 0, 0)
+    report = memory_report(model)
+    shard = sum(group.sharded.nbytes for group in groups_of(model))
+    assert report.total.sharded == shard and report.total.gathered == 2 * shard
+    for factor in (1.0, 8.0):
+        models = [build(torch_fully_shard, world()), build(fully_shard, mesh, placements=HIERARCHICAL)]
+        for each in models:
+            for block in each:
+                block.set_gradient_divide_factor(factor)
+                block.set_force_sum_reduction_for_comms(True)
+            step(each)
+        assert_same_gradients(models)
+
+
+def check_placement_errors():
+    linear, mesh = nn.Linear(4, 4), world()
+    return [
+        error_of(BufferPlacements, (Shard(0),), (Replicate(),), (Shard(0),)),
+        error_of(fully_shard, linear, mesh=mesh, placements=HIERARCHICAL),
+        error_of(fully_shard, linear, mesh=square(), placements=ZERO2),
+    ]
+
+
+def check_neighbours():
+    """``reshard_after_forward=2`` of four ranks: backward gathers between two."""
+    mesh = world()
+    assert_same_training([build(torch_fully_shard, mesh, reshard_after_forward=2), build(fully_shard, mesh, reshard_after_forward=2)])
+    model = build(fully_shard, mesh, reshard_after_forward=2)
+    model(batch(0))
+    groups = groups_of(model)
+    kept = sum(group.unsharded.nbytes for group in groups) // 2
+    assert sum(group.kept_nbytes for group in groups) == kept == memory_report(model).total.gathered
+    sizes = []
+    for group in groups:
+        issue = group.process_groups.all_gather
+        group.process_groups.all_gather = lambda out, part, among=None, issue=issue: sizes.append(
+            out.numel() // part.numel()
+        ) or issue(out, part, among)
+    step(model)
+    assert sizes == [4, 4, 4, 2, 2, 2], sizes
+    assert not any(group.kept_nbytes for group in groups)
+    with torch.no_grad():
+        model(batch(1))
+    assert not any(group.kept_nbytes for group in groups)
+    # A change between two forward calls is seen; all and one are True and False.
+    other = build(torch_fully_shard, mesh)
+    model = build(fully_shard, mesh, reshard_after_forward=2)
+    model(batch(0))
+    with torch.no_grad():
+        model[0].up.weight.mul_(2), other[0].up.weight.mul_(2)
+    step(model), step(other)
+    assert_same_gradients([other, model])
+    for size, gathers in ((4, 6), (1, 3)):
+        model = build(fully_shard, mesh, reshard_after_forward=size)
+        assert calls(model, lambda model=model: step(model))[0] == gathers
+    model = build(fully_shard, mesh, reshard_after_forward=2)
+    model.set_reshard_after_forward(True)
+    model(batch(0))
+    assert not any(group.kept_nbytes for group in groups_of(model))
+
+
+def check_bound_in_flight():
+    mesh, most = world(), []
+    model = build(fully_shard, mesh, blocks=6)
+    blocks = list(model)
+    blocks[0].set_modules_to_forward_prefetch(blocks[1:])
+
+    def look(module, args):
+        most.append(sum(group.is_gathered for group in groups_of(model)))
+
+    for bound in (2, 0, 5):
+        model.set_max_all_gathers_ahead(bound)
+        handle = blocks[0].up.register_forward_pre_hook(look)
+        want = build(torch_fully_shard, mesh, blocks=6)
+        step(model), step(want)
+        assert_same_gradients([want, model])
+        model.zero_grad(), handle.remove()
+    assert most == [3, 1, 6], most
+    # Two roots that share the bound hold two gradient buffers between them, not two each.
+    stages = [build(fully_shard, mesh) for _ in range(2)]
+    for stage in stages:
+        stage(batch(0))  # Roots before and after.
+    share_comm_ctx(stages)
+    assert stages[0]._ragged_states(False)[0].comm is stages[1]._ragged_states(True)[-1].comm
+    plain = [build(torch_fully_shard, mesh) for _ in range(2)]
+    for first, second in (stages, plain):
+        second(first(batch(1))).pow(2).mean().backward()
+    for mine, theirs in zip(stages, plain):
+        assert_same_gradients([theirs, mine])
+    return [
+        error_of(share_comm_ctx, [nn.Linear(2, 2)]),
+        error_of(model.set_max_all_gathers_ahead, -1),
+        error_of(model.set_reshard_after_forward, 2),
+    ]
+
+
+def check_process_groups_and_memory():
+    mesh = world()
+    models = [build(torch_fully_shard, mesh), build(fully_shard, mesh)]
+    ours = models[1]
+    ours.set_separate_reduce_scatter_group()
+    groups = {group.process_groups.separate_group for group in groups_of(ours)}
+    assert len(groups) == 1 and groups.pop() is not dist.group.WORLD  # One for all, not the all-gathers'.
+    assert_same_training(models)
+    ours.set_separate_reduce_scatter_group(False)
+    assert all(group.process_groups.separate_group is None for group in groups_of(ours))
+    ours.set_allocate_memory_from_process_group_for_comm(True)  # gloo has no allocator.
+    ours.set_keep_unsharded_storage(True)
+    step(ours)
+    addresses = [group.unsharded.flat.data_ptr() for group in groups_of(ours)]
+    assert all(addresses) and not any(group.is_unsharded for group in groups_of(ours))
+    step(ours)
+    assert addresses == [group.unsharded.flat.data_ptr() for group in groups_of(ours)]
+    ours.set_keep_unsharded_storage(False)
+    step(ours)
+    assert not any(group.unsharded.is_allocated for group in groups_of(ours))
+    errors = [error_of(ours.set_symm_mem_for_comm, "UCC"), error_of(ours[0].set_symm_mem_for_comm)]
+    ours[0].set_custom_all_gather(lambda *args, **kwargs: None)
+    return [*errors, error_of(ours[0].set_allocate_memory_from_process_group_for_comm, True)]
+
+
+def check_manual_finalization():
+    mesh = world()
+    want, model = build(torch_fully_shard, mesh), build(fully_shard, mesh)
+    model.finalize_backward()  # Before any forward: nothing to do.
+    model.set_manual_backward_finalization(True)
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync), want.set_requires_gradient_sync(sync)
+        step(model, int(sync)), step(want, int(sync))
+        assert all(p.grad is None for p in model.parameters() if hasattr(p, "placements"))
+    errors = [error_of(model.set_manual_backward_finalization, False)]
+    handle = model.finalize_backward(async_op=True)
+    errors.append(error_of(model.finalize_backward))
+    handle.wait(), handle.wait()
+    assert_same_gradients([want, model])
+    model.zero_grad(), want.zero_grad()
+    step(model, 2), step(want, 2)
+    model.finalize_backward()
+    assert_same_gradients([want, model])
+    step(model, 3)
+    handle = model.finalize_backward(async_op=True)
+    model.reset_iter_state()
+    errors.append(error_of(handle.wait))
+    model.set_manual_backward_finalization(False)
+    model.zero_grad(), want.zero_grad()
+    step(model, 4), step(want, 4)
+    assert_same_gradients([want, model])
+    return [*errors, error_of(model[0].finalize_backward)]
+
+
+class PlacementsTest(unittest.TestCase):
+    def test_zero_by_placement(self):
+        run_ranks(2, check_zero)
+
+    def test_zero1_reduces_in_the_last_backward(self):
+        run_ranks(2, check_zero1_reduces_last)
+
+    def test_hierarchical(self):
+        run_ranks(4, check_hierarchical)
+
+    def test_errors(self):
+        for errors in run_ranks(4, check_placement_errors):
+            for error, text in zip(errors, ("is not supported; expected ZERO1", "with 2 dimensions", "with 1 dimensions"), strict=True):
+                self.assertIn(text, error)
+
+    def test_neighbours_keep_parts_for_backward(self):
+        run_ranks(4, check_neighbours)
+
+    def test_bound_on_groups_in_flight(self):
+        words = ("expected modules that fully_shard was called on", "an int of at least 0, got -1", "must be a bool, got 2")
+        for errors in run_ranks(2, check_bound_in_flight):
+            for error, text in zip(errors, words, strict=True):
+                self.assertIn(text, error)
+
+    def test_process_groups_and_memory(self):
+        words = ("supports NCCL only, got 'UCC'", "needs NCCL, the mesh's backend is gloo", "when a custom collective is set")
+        for errors in run_ranks(2, check_process_groups_and_memory):
+            for error, text in zip(errors, words, strict=True):
+                self.assertIn(text, error)
+
+    def test_manual_finalization(self):
+        words = ("cannot change mode after backward starts", "wait for the handle", "dropped by reset_iter_state", "on the root")
+        for errors in run_ranks(2, check_manual_finalization):
+            for error, text in zip(errors, words, strict=True):
+                self.assertIn(text, error)
+
+
+if __name__ == "__main__":
+    unittest.main()
