@@ -5,12 +5,11 @@ import unittest
 import torch
 import torch.distributed as dist
 from common import error_of, run_ranks
-from test_fsdp_knobs import WIDTH, Block, assert_same_gradients, assert_same_training, batch, build
+from test_fsdp_knobs import assert_same_gradients, assert_same_training, batch, build
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard
 from torch_ragged.fsdp import (
@@ -119,7 +118,10 @@ def check_zero1_reduces_last():
 def check_hierarchical():
     mesh = square()
     for policy in (None, granular):
-        models = [build(torch_fully_shard, world()), build(fully_shard, mesh, placements=HIERARCHICAL, orig_param_policy=policy)]
+        models = [
+            build(torch_fully_shard, world()),
+            build(fully_shard, mesh, placements=HIERARCHICAL, orig_param_policy=policy),
+        ]
         assert_same_training(models)
     model = models[1]
     parameter = next(model.parameters())
@@ -156,7 +158,9 @@ def check_placement_errors():
 def check_neighbours():
     """``reshard_after_forward=2`` of four ranks: backward gathers between two."""
     mesh = world()
-    assert_same_training([build(torch_fully_shard, mesh, reshard_after_forward=2), build(fully_shard, mesh, reshard_after_forward=2)])
+    assert_same_training(
+        [build(torch_fully_shard, mesh, reshard_after_forward=2), build(fully_shard, mesh, reshard_after_forward=2)]
+    )
     model = build(fully_shard, mesh, reshard_after_forward=2)
     model(batch(0))
     groups = groups_of(model)
@@ -165,9 +169,9 @@ def check_neighbours():
     sizes = []
     for group in groups:
         issue = group.process_groups.all_gather
-        group.process_groups.all_gather = lambda out, part, among=None, issue=issue: sizes.append(
-            out.numel() // part.numel()
-        ) or issue(out, part, among)
+        group.process_groups.all_gather = lambda out, part, among=None, issue=issue: (
+            sizes.append(out.numel() // part.numel()) or issue(out, part, among)
+        )
     step(model)
     assert sizes == [4, 4, 4, 2, 2, 2], sizes
     assert not any(group.kept_nbytes for group in groups)
@@ -292,7 +296,9 @@ class PlacementsTest(unittest.TestCase):
 
     def test_errors(self):
         for errors in run_ranks(4, check_placement_errors):
-            for error, text in zip(errors, ("is not supported; expected ZERO1", "with 2 dimensions", "with 1 dimensions"), strict=True):
+            for error, text in zip(
+                errors, ("is not supported; expected ZERO1", "with 2 dimensions", "with 1 dimensions"), strict=True
+            ):
                 self.assertIn(text, error)
 
     def test_neighbours_keep_parts_for_backward(self):
@@ -311,7 +317,12 @@ class PlacementsTest(unittest.TestCase):
                 self.assertIn(text, error)
 
     def test_manual_finalization(self):
-        words = ("cannot change mode after backward starts", "wait for the handle", "dropped by reset_iter_state", "on the root")
+        words = (
+            "cannot change mode after backward starts",
+            "wait for the handle",
+            "dropped by reset_iter_state",
+            "on the root",
+        )
         for errors in run_ranks(2, check_manual_finalization):
             for error, text in zip(errors, words, strict=True):
                 self.assertIn(text, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Protocol
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torch_ragged._register._torch import backend_of
 
-__all__ = ["Collectives", "ProcessGroupCollectives", "Reduction", "Work", "done"]
+__all__ = ["Collectives", "ProcessGroupCollectives", "Reduction", "Work", "done", "wait_all"]
 
 CustomCollective = Callable[..., Optional[dist.Work]]
 """FSDP2's ``AllGather`` and ``ReduceScatter``: called as torch's collectives of the same name; None if synchronous."""
@@ -143,6 +143,20 @@ class _Done:
 
 done = _Done()
 """The work of a collective that was not needed, or is through."""
+
+
+class _All:
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def wait_all(works: Sequence[Work]) -> Work:
+    """Several collectives as one."""
+    return _All(works)
 
 
 class _ScaledWork:

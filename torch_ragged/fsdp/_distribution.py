@@ -93,11 +93,18 @@ class Distribution:
         """The DTensor whose elements here are ``flat``, which it is a view of."""
         if self.shard_dim is not None:
             rows = flat.numel() // max(1, math.prod(self._other_sizes()))
-            flat = flat.view(rows, *self._other_sizes()).movedim(0, self.shard_dim)
-        placements = [self._shard_placement(layout, index) if p is None else p for p in self._template]
+            return self.shaped(flat.view(rows, *self._other_sizes()).movedim(0, self.shard_dim))
+        placements = [self._ragged_placement(layout, index) if p is None else p for p in self._template]
         if None not in self._template:
             flat = flat.view(self.local_shape)
         return DTensor.from_local(flat, self.mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
+
+    def shaped(self, local: torch.Tensor) -> DTensor:
+        """The DTensor whose part here, along ``shard_dim``, is ``local``."""
+        split = math.prod(self._cuts().get(self.shard_dim, ()))  # type: ignore[arg-type]
+        shard = _StridedShard(self.shard_dim, split_factor=split) if split > 1 else Shard(self.shard_dim)  # type: ignore[arg-type]
+        placements = [shard if placement is None else placement for placement in self._template]
+        return DTensor.from_local(local, self.mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
 
     def gathered(self, view: torch.Tensor) -> torch.Tensor:
         """What the model computes with, of a ``view`` of all elements of the piece."""
@@ -126,11 +133,8 @@ class Distribution:
 
     # -- placements ------------------------------------------------------------------------------------------------
 
-    def _shard_placement(self, layout: BufferLayout, index: int) -> Placement:
+    def _ragged_placement(self, layout: BufferLayout, index: int) -> Placement:
         cuts = self._cuts()
-        if self.shard_dim is not None:
-            split = math.prod(cuts.get(self.shard_dim, ()))
-            return _StridedShard(self.shard_dim, split_factor=split) if split > 1 else Shard(self.shard_dim)
         ragged = layout.placement(index)
         if 0 not in cuts:
             return ragged

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ragged._register._torch import flatten
 from torch_ragged.fsdp._agreement import agree
+from torch_ragged.fsdp._extension import ExtensionGroup, has_extension
 from torch_ragged.fsdp._fsdp_module import STATE, FSDPModule, check_reshard_after_forward, make_fsdp_module
 from torch_ragged.fsdp._granularity import OrigParamPolicy
 from torch_ragged.fsdp._grouping import Places, ShardPlacementFn, find_params, plan_groups
@@ -110,7 +111,7 @@ def fully_shard(
     for plan in plans:
         for param in plan.params:
             _sharded_originals[id(param.value)] = (weakref.ref(param.value), param.fqn)
-    groups = [ParamGroup(plan) for plan in plans]
+    groups = [ExtensionGroup(plan) if has_extension(plan.params[0].value) else ParamGroup(plan) for plan in plans]
     for plan in plans:
         plan.params.clear()  # The originals' memory goes here.
     if not isinstance(reshard_after_forward, (bool, type(None))):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 
 from torch_ragged.fsdp._advice import PADDING_LIMIT
 from torch_ragged.fsdp._distribution import Distribution
+from torch_ragged.fsdp._extension import has_extension
 from torch_ragged.fsdp._granularity import Granularity, OrigParamPolicy, elements
 from torch_ragged.fsdp._layout import BufferLayout
 from torch_ragged.fsdp._mesh import DataParallelMesh
@@ -71,6 +72,8 @@ def plan_groups(
     meshes: dict[Any, DataParallelMesh] = {}
     for fqn, (param, places) in found.items():
         cut, mesh = _cut_of(fqn, param, dp, policy, shard_placement_fn)
+        if has_extension(param):
+            cut = _rows_of_extension(fqn, param, cut)
         dtype = _param_dtype(fqn, param, mp_policy)
         shard_dim = cut.dim if isinstance(cut, Shard) else None
         key = (mesh.key, param.dtype, dtype, param.device, fqn if shard_dim is not None else None)
@@ -83,7 +86,7 @@ def plan_groups(
         reduce_dtype = mp_policy.reduce_dtype if params[0].value.dtype.is_floating_point else None
         sizes = [dtype.itemsize for dtype in (key[1], key[2], reduce_dtype) if dtype is not None]
         layout = _layout(params, [granularity for _, granularity in members], dp.ranks, min(sizes))
-        plans.append(GroupPlan(params, dp, layout, key[2], reduce_dtype, offload))
+        plans.append(GroupPlan(params, dp, layout, key[2], reduce_dtype, offload, mp_policy))
     return plans
 
 
@@ -126,6 +129,16 @@ def _cut_of(
             f"{fqn} gets {granularity.text} from orig_param_policy and {placement} from shard_placement_fn: return None from one"
         )
     return placement, dp
+
+
+def _rows_of_extension(fqn: str, param: nn.Parameter, cut: Granularity | Shard) -> Shard:
+    """Parameters of types with their own all-gather are cut into rows, as FSDP2 cuts them."""
+    if (isinstance(cut, Shard) and cut.dim != 0) or param.is_meta or not param.ndim:
+        raise ValueError(
+            f"{fqn} of shape {tuple(param.shape)} on {param.device} is a {type(param).__name__} with fsdp_pre_all_gather, which "
+            f"is placed as Shard(0), got {cut}: leave it to that, and materialise it before fully_shard"
+        )
+    return Shard(0)
 
 
 def _param_dtype(fqn: str, param: nn.Parameter, mp_policy: MixedPrecisionPolicy) -> torch.dtype | None:

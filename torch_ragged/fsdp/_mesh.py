@@ -76,6 +76,12 @@ class DataParallelMesh:
         return self.mesh.get_group(0) if self.has_replicas else None
 
     @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The 1-D mesh of the shards; that of all data-parallel ranks if they have no names."""
+        names = self.mesh.mesh_dim_names
+        return self.mesh if self.mesh.ndim == 1 or names is None else self.mesh[names[-1]]
+
+    @property
     def ranks(self) -> int:
         """How many shards there are."""
         return self.mesh.size(self.mesh.ndim - 1) if self.has_shards else 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_ragged.fsdp._collectives import Collectives, ProcessGroupCollectives, Work
@@ -51,6 +51,7 @@ class GroupPlan:
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     offload: OffloadPolicy
+    mp_policy: MixedPrecisionPolicy
 
 
 class ParamGroup:
@@ -108,8 +109,7 @@ class ParamGroup:
         flat.copy_(found.distribution.flat(found.value)[start:stop])
         sharded = nn.Parameter(self._sharded_dtensor(found.distribution, index), requires_grad=found.value.requires_grad)
         vars(sharded).update(vars(found.value))
-        param = ManagedParam(found.fqn, found.places, found.distribution, sharded, requires_grad=sharded.requires_grad)
-        return param
+        return ManagedParam(found.fqn, found.places, found.distribution, sharded, requires_grad=sharded.requires_grad)
 
     def _sharded_dtensor(self, distribution: Distribution, index: int) -> DTensor:
         return distribution.sharded(self.sharded.tensor(index), self.layout, index)
@@ -176,6 +176,7 @@ class ParamGroup:
             self._gather.wait()
             self._gather = None
             self._drop_kept()
+            self._finish_gather()
             self.is_unsharded = True
             for param in self.params:
                 param.register(param.unsharded)
@@ -187,6 +188,9 @@ class ParamGroup:
         if self.neighbours is not None and self.neighbours.holds:
             return self.neighbours.gather(self.unsharded, self.collectives)
         return self.unsharded.all_gather_from(self.sharded, self.collectives)
+
+    def _finish_gather(self) -> None:
+        """What is gathered is there: for types that make something of it."""
 
     @property
     def is_gathered(self) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from torch_ragged.fsdp._collectives import Collectives, ProcessGroupCollectives, Reduction, Work, done
+from torch_ragged.fsdp._collectives import Collectives, ProcessGroupCollectives, Reduction, Work, done, wait_all
 from torch_ragged.fsdp._dbuffer import DBuffer
 
 __all__ = ["HierarchicalCollectives", "Resident"]
@@ -81,7 +82,7 @@ class Resident:
             mine.copy_(sharded.flat, non_blocking=True)
             collectives.all_gather(self._flat, mine, self._levels.across).wait()
         parts = zip(gathered.flat.split(per_node * shard), self._flat.split(shard))
-        return _All([collectives.all_gather(node, part, self._levels.within) for node, part in parts])
+        return wait_all([collectives.all_gather(node, part, self._levels.within) for node, part in parts])
 
 
 class HierarchicalCollectives(ProcessGroupCollectives):
@@ -99,24 +100,15 @@ class HierarchicalCollectives(ProcessGroupCollectives):
         works = [self._within.reduce_scatter(part, node, reduction) for part, node in parts]
         # A divisor of the user's is applied once.
         rest = Reduction(None if reduction.divisor is None else 1.0, reduction.sum_only)
-        return _Then(_All(works), lambda: self._across.reduce_scatter(output, partial, rest))
-
-
-class _All:
-    def __init__(self, works: list[Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        return _Then(wait_all(works), lambda: self._across.reduce_scatter(output, partial, rest))
 
 
 class _Then:
     """A collective that follows another: started when that one is waited for."""
 
-    def __init__(self, first: Work, second: object) -> None:
+    def __init__(self, first: Work, second: Callable[[], Work]) -> None:
         self._first, self._second = first, second
 
     def wait(self) -> None:
         self._first.wait()
-        self._second().wait()  # type: ignore[operator]
+        self._second().wait()

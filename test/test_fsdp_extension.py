@@ -1,0 +1,168 @@
+"""Tensor types that say what is gathered (fsdp_pre_all_gather, fsdp_post_all_gather), against FSDP2 with the same type."""
+
+import unittest
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from common import error_of, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Shard
+
+from torch_ragged.fsdp import fully_shard, memory_report, rows
+
+
+class Halved(torch.Tensor):
+    """A float32 tensor that is gathered as bfloat16, in two tensors: its values, and one number of each rank."""
+
+    @staticmethod
+    def __new__(cls, data):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.size(), data.stride(), data.storage_offset(), dtype=data.dtype, device=data.device
+        )
+
+    def __init__(self, data):
+        self.data_ = data
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        unwrapped = pytree.tree_map_only(cls, lambda t: t.data_, (args, kwargs or {}))
+        out = func(*unwrapped[0], **unwrapped[1])
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.mul_.Scalar, torch.ops.aten.add_.Tensor):
+            return args[0]
+        keeps = {"split", "slice", "view", "as_strided", "clone", "detach", "new_zeros", "empty_like", "_to_copy", "zeros_like"}
+        keeps |= {"narrow", "alias"}
+        if func.overloadpacket.__name__ in keeps:
+            return pytree.tree_map_only(torch.Tensor, cls, out)
+        return out
+
+    def __tensor_flatten__(self):
+        return ["data_"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, metadata, size, stride):
+        return Halved(inner["data_"])
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        assert mesh.ndim == 1 and isinstance(module, nn.Linear) and len(outer_size) == 2 == len(outer_stride)
+        return (self.data_.bfloat16(), torch.tensor([float(mesh.get_local_rank())])), "metadata"
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        values, ranks = outputs
+        assert metadata == "metadata" and ranks.tolist() == list(range(dist.get_world_size()))
+        if out is not None:
+            with torch.autograd._unsafe_preserve_version_counter(out):  # FSDP2 needs it.
+                out.copy_(values.float())
+            return None
+        made = values.float()
+        return made, (made,)
+
+
+class Broken(Halved):
+    fsdp_post_all_gather = property()
+
+
+def build(shard, width, hidden, mesh, **knobs):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
+    for linear in (model[0], model[2]):
+        linear.weight = nn.Parameter(Halved(linear.weight.detach().clone()))
+        shard(linear, mesh=mesh, **knobs)
+    return shard(model, mesh=mesh, **knobs)
+
+
+def step(model, x, lr=0.1):
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local = parameter.to_local()
+            local.add_(parameter.grad.to_local(), alpha=-lr)
+            parameter.grad = None
+    return loss.item()
+
+
+def batch(number, rank, width):
+    return torch.randn(5, width, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+def check_like_fsdp2():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    for knobs in ({}, {"reshard_after_forward": False}):
+        theirs, ours = (build(shard, 4 * ranks, 2 * ranks, mesh, **knobs) for shard in (torch_fully_shard, fully_shard))
+        assert ours[0].weight.placements == (Shard(0),) and type(ours[0].weight.to_local()) is Halved
+        for number in range(4):
+            x = batch(number, rank, 4 * ranks)
+            assert torch.allclose(torch.tensor(step(ours, x)), torch.tensor(step(theirs, x)), rtol=1e-5)
+        for mine, other in zip(ours.parameters(), theirs.parameters()):
+            torch.testing.assert_close(_plain(mine), _plain(other))
+    held = memory_report(ours).total.gathered
+    assert held == 0, held  # All is given back.
+
+
+def _plain(parameter):
+    local = parameter.to_local()
+    return local.data_ if isinstance(local, Halved) else parameter.full_tensor()
+
+
+def check_uneven():
+    """Rows that do not divide by the ranks: FSDP2 leaves padding to the type, here the type need not know."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = build(fully_shard, 7, 5, init_device_mesh("cpu", (ranks,)))
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 7))
+    masters = [parameter.detach().clone() for parameter in single.parameters()]
+    for number in range(3):
+        with torch.no_grad():
+            for parameter, master in zip(single.parameters(), masters):
+                parameter.copy_(master.bfloat16().float() if parameter.ndim == 2 else master)
+        single(torch.cat([batch(number, other, 7) for other in range(ranks)])).pow(2).mean().backward()
+        for parameter, master in zip(single.parameters(), masters):
+            master -= 0.1 * parameter.grad
+            parameter.grad = None
+        step(model, batch(number, rank, 7))
+    for parameter, master in zip(model.parameters(), masters):
+        local = parameter.to_local()
+        if isinstance(local, Halved):
+            first = rank * -(-len(master) // ranks)
+            torch.testing.assert_close(local.data_, master[first : first + len(local)])
+            assert len(local) == max(0, min(-(-len(master) // ranks), len(master) - first))
+
+
+def check_errors():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def linear(cls):
+        module = nn.Linear(4, 4)
+        module.weight = nn.Parameter(cls(module.weight.detach().clone()))
+        return module
+
+    by_columns = error_of(fully_shard, linear(Halved), mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    model = fully_shard(linear(Halved), mesh=mesh, orig_param_policy=lambda f, p: rows(2))
+    return [by_columns, error_of(fully_shard, linear(Broken), mesh=mesh), error_of(model.double)]
+
+
+class ExtensionTest(unittest.TestCase):
+    def test_like_fsdp2(self):
+        run_ranks(2, check_like_fsdp2)
+
+    def test_rows_that_do_not_divide(self):
+        for ranks in (2, 3):
+            run_ranks(ranks, check_uneven)
+
+    def test_errors(self):
+        words = (
+            "which is placed as Shard(0), got",
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be",
+            "convert it before",
+        )
+        for errors in run_ranks(2, check_errors):
+            for error, text in zip(errors, words, strict=True):
+                self.assertIn(text, error)
+
+
+if __name__ == "__main__":
+    unittest.main()
