@@ -53,7 +53,7 @@ class Halved(torch.Tensor):
         values, ranks = outputs
         assert metadata == "metadata" and ranks.tolist() == list(range(dist.get_world_size()))
         if out is not None:
-            with torch.autograd._unsafe_preserve_version_counter(out):  # FSDP2 needs it.
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):  # FSDP2 needs both.
                 out.copy_(values.float())
             return None
         made = values.float()

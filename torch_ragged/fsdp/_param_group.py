@@ -311,8 +311,9 @@ class ParamGroup:
             if self.is_meta:
                 self._adopt_materialised(replaced)
                 return
-            for index, value in [(index, self._replacement(index).clone()) for index in replaced]:
-                self._adopt(index, value)
+            values = [self._replacement(index) for index in replaced]
+            for index, value, copy in zip(replaced, values, [value.clone() for value in values]):
+                self._adopt(index, copy, value.requires_grad)
 
     def _is_in_place(self, index: int) -> bool:
         param = self.params[index]
@@ -337,13 +338,13 @@ class ParamGroup:
             )
         return current
 
-    def _adopt(self, index: int, value: torch.Tensor) -> None:
+    def _adopt(self, index: int, value: torch.Tensor, requires_grad: bool) -> None:
         """Copy ``value`` into the buffer; the parameter stays the same object, also for an optimizer."""
         param = self.params[index]
         if not self._is_in_buffer(param.sharded):
             self._put(index, param.sharded)
         param.sharded.copy_(value)
-        param.sharded.requires_grad_(value.requires_grad)
+        param.sharded.requires_grad_(requires_grad)
         self._register_at_all_places(param)
 
     def _adopt_materialised(self, replaced: list[int]) -> None:

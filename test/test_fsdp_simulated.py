@@ -1,0 +1,175 @@
+"""Blocks of real models on 256 simulated ranks: layouts, buffers and collective bytes are the plan's.
+
+Everything is on the meta device and in one process of a fake process group; collectives are counted in place of run.
+"""
+
+import unittest
+from collections import Counter
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torch_ragged.fsdp import (
+    HIERARCHICAL,
+    ZERO2,
+    DBuffer,
+    buffer_layouts,
+    elements,
+    fully_shard,
+    memory_report,
+    plan_layout,
+    rows,
+)
+from torch_ragged.fsdp._collectives import done
+from torch_ragged.fsdp._param_group import ParamGroup
+
+RANKS = 256
+
+
+def linear(into, out):
+    return nn.Linear(into, out, bias=False, device="meta", dtype=torch.bfloat16)
+
+
+class Llama70B(nn.Module):
+    """One block of Llama-3-70B; attention without its softmax, which has no parameters."""
+
+    def __init__(self, dim=8192, kv=1024, hidden=28672):
+        super().__init__()
+        self.q, self.k, self.v, self.out = linear(dim, dim), linear(dim, kv), linear(dim, kv), linear(dim, dim)
+        self.gate, self.up, self.down = linear(dim, hidden), linear(dim, hidden), linear(hidden, dim)
+        self.norm1, self.norm2 = (nn.RMSNorm(dim, device="meta", dtype=torch.bfloat16) for _ in range(2))
+
+    def forward(self, x):
+        y = self.norm1(x)
+        x = x + self.out(self.q(y)) + (self.k(y) + self.v(y)).sum()
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class GptOss120B(nn.Module):
+    """One block of GPT-OSS-120B: 128 fused experts of 2880 x 2880."""
+
+    def __init__(self, dim=2880, heads=4096, kv=512, experts=128):
+        super().__init__()
+        self.q, self.k, self.v, self.out = linear(dim, heads), linear(dim, kv), linear(dim, kv), linear(heads, dim)
+        self.router = linear(dim, experts)
+        parameter = lambda *shape: nn.Parameter(torch.empty(*shape, device="meta", dtype=torch.bfloat16))  # noqa: E731
+        self.gate_up, self.gate_up_bias = parameter(experts, dim, 2 * dim), parameter(experts, 2 * dim)
+        self.down, self.down_bias = parameter(experts, dim, dim), parameter(experts, dim)
+        self.norm1, self.norm2 = (nn.RMSNorm(dim, device="meta", dtype=torch.bfloat16) for _ in range(2))
+
+    def forward(self, x):
+        y = self.norm1(x)
+        x = x + self.out(self.q(y)) + (self.k(y) + self.v(y)).sum()
+        y = self.norm2(x).expand(len(self.gate_up), -1, -1)
+        gate, up = (torch.bmm(y, self.gate_up) + self.gate_up_bias.unsqueeze(1)).chunk(2, -1)
+        experts = torch.bmm(gate * up, self.down) + self.down_bias.unsqueeze(1)
+        return x + (experts * self.router(x).T.unsqueeze(-1)).sum(0)
+
+
+class Counted:
+    """Collectives that count calls and bytes, and do nothing."""
+
+    def __init__(self):
+        self.calls, self.bytes = Counter(), Counter()
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.calls[name] += 1
+            self.bytes[name] += max(arg.nbytes for arg in args if isinstance(arg, torch.Tensor))
+            return done
+
+        return call
+
+
+def granularity(fqn, parameter):
+    return rows(32, within=0) if parameter.ndim == 3 else rows() if parameter.ndim == 2 else elements()
+
+
+def simulate(block, mesh, **knobs):
+    """The group of ``block``, and what a forward and backward of it communicates."""
+    model = fully_shard(block, mesh=mesh, orig_param_policy=granularity, reshard_after_forward=True, **knobs)
+    (group,) = (group for state in model._ragged_states(True) for group in state.groups)
+    group.collectives = counted = Counted()
+    with mock.patch.object(ParamGroup, "is_meta", False), mock.patch.object(DBuffer, "holds", lambda self, tensor: False):
+        # There are no addresses on the meta device by which to tell whose memory a tensor lies in.
+        with mock.patch.multiple(ParamGroup, _restore_changed=lambda self: [], _is_in_place=lambda self, index: True):
+            dim = model.norm1.weight.shape[0]
+            held = []
+            group.gradients.on_gradient, inner = (lambda: (held.append(resident(group)), inner())), group.gradients.on_gradient
+            model(torch.randn(2, dim, device="meta", dtype=torch.bfloat16)).sum().backward()
+    return model, group, counted, max(held)
+
+
+def resident(group):
+    return sum(b.resident_nbytes for kind in ("sharded", "gathered", "gradients") for b in group.buffers()[kind])
+
+
+class SimulatedTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        dist.init_process_group("fake", rank=37, world_size=RANKS, store=FakeStore())
+
+    @classmethod
+    def tearDownClass(cls):
+        dist.destroy_process_group()
+
+    def check(self, make, count, reduce_dtype):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        block = make()
+        names, values = zip(*block.named_parameters())
+        self.assertEqual(sum(value.numel() for value in values), count)
+        specs = [granularity(name, value).tensor_spec(name, value.shape) for name, value in zip(names, values)]
+        plan = plan_layout(specs, RANKS, 128 // 2)
+        model, group, counted, most = simulate(block, init_device_mesh("cpu", (RANKS,)), mp_policy=policy)
+        self.assertEqual(buffer_layouts(model)["root"], plan)
+        self.assertLess(plan.padding_fraction, 0.005)
+        for index, (name, param) in enumerate(model.named_parameters()):
+            start, stop = plan.local_range(index, 37)
+            self.assertEqual((param.to_local().numel(), param.grad.to_local().numel()), (stop - start, stop - start), name)
+            self.assertEqual(sum(param.placements[0].local_units) * (values[index].numel() // sum(param.placements[0].local_units)),
+                             values[index].numel(), name)  # fmt: skip
+        whole = plan.numel * 2
+        self.assertEqual((group.sharded.nbytes, group.unsharded.nbytes), (whole // RANKS, whole))
+        self.assertEqual(counted.calls, {"all_gather": 2, "reduce_scatter": 1, "all_reduce_max": 1})
+        self.assertEqual(counted.bytes["all_gather"], 2 * whole)
+        self.assertEqual(counted.bytes["reduce_scatter"], plan.numel * reduce_dtype.itemsize)
+        self.assertEqual(counted.bytes["all_reduce_max"], len(names))
+        self.assertEqual(most, whole // RANKS + whole + plan.numel * reduce_dtype.itemsize)
+        self.assertEqual(resident(group), whole // RANKS)  # All else is given back.
+        self.assertEqual(memory_report(model).peak.gathered, whole)
+
+    def test_llama_3_70b(self):
+        self.check(Llama70B, 855_654_400, torch.float32)
+
+    def test_gpt_oss_120b(self):
+        self.check(GptOss120B, 3_213_072_000, torch.bfloat16)
+
+    def test_replicas_and_zero(self):
+        square = init_device_mesh("cpu", (32, 8), mesh_dim_names=("replicate", "shard"))
+        for knobs, mesh, shards, calls in (
+            ({}, square, 8, {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 1, "all_reduce_max": 1}),
+            (
+                {"placements": ZERO2},
+                init_device_mesh("cpu", (RANKS,)),
+                256,
+                {"all_gather": 1, "reduce_scatter": 1, "all_reduce_max": 1},
+            ),
+            # One gather of 8 ranks' slots across 32 nodes; within a node one for each of these, twice.
+            ({"placements": HIERARCHICAL}, square, 256, {"all_gather": 1 + 2 * 32, "reduce_scatter": 1, "all_reduce_max": 1}),
+        ):
+            with self.subTest(**knobs):
+                _, group, counted, _ = simulate(Llama70B(), mesh, **knobs)
+                self.assertEqual(group.layout.ranks, shards)
+                self.assertEqual(counted.calls, calls)
+                self.assertEqual(counted.bytes["reduce_scatter"], group.layout.numel * 2)
+
+
+if __name__ == "__main__":
+    unittest.main()
