@@ -155,7 +155,7 @@ class ExtensionTest(unittest.TestCase):
 
     def test_errors(self):
         words = (
-            "which is placed as Shard(0), got",
+            "is placed as Shard(0), got",
             "Both fsdp_pre_all_gather and fsdp_post_all_gather should be",
             "convert it before",
         )

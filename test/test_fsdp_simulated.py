@@ -129,12 +129,11 @@ class SimulatedTest(unittest.TestCase):
         plan = plan_layout(specs, RANKS, 128 // 2)
         model, group, counted, most = simulate(block, init_device_mesh("cpu", (RANKS,)), mp_policy=policy)
         self.assertEqual(buffer_layouts(model)["root"], plan)
-        self.assertLess(plan.padding_fraction, 0.005)
+        self.assertLess(plan.padding_fraction, 0.02)
         for index, (name, param) in enumerate(model.named_parameters()):
             start, stop = plan.local_range(index, 37)
             self.assertEqual((param.to_local().numel(), param.grad.to_local().numel()), (stop - start, stop - start), name)
-            self.assertEqual(sum(param.placements[0].local_units) * (values[index].numel() // sum(param.placements[0].local_units)),
-                             values[index].numel(), name)  # fmt: skip
+            self.assertEqual(param.placements[0], plan.placement(index), name)
         whole = plan.numel * 2
         self.assertEqual((group.sharded.nbytes, group.unsharded.nbytes), (whole // RANKS, whole))
         self.assertEqual(counted.calls, {"all_gather": 2, "reduce_scatter": 1, "all_reduce_max": 1})

@@ -46,7 +46,7 @@ class Distribution:
             self._model_mesh, self._model_placements = param.device_mesh, param.placements
         elif dp.spmd is not None:
             raise ValueError(
-                f"When dp_mesh_dims is provided, all parameters must be DTensors on the full mesh, got a plain tensor for {fqn}: "
+                f"When dp_mesh_dims is provided, all parameters must be DTensors on the full mesh, {fqn} is plain: "
                 "distribute it (distribute_tensor, distribute_module), with Replicate() on data-parallel dimensions"
             )
         self.local_shape = tuple(local_of(param).shape)
@@ -141,7 +141,7 @@ class Distribution:
         return StridedRaggedShard(ragged.dims, ragged.local_units, split_factor=math.prod(cuts[0]))
 
     def _cuts(self) -> dict[int, list[int]]:
-        """Dimensions that the model cuts on mesh dimensions behind the shards', which cut its pieces, with the sizes of these."""
+        """Dimensions that the model cuts on mesh dimensions behind the shards', with the sizes of these."""
         cuts: dict[int, list[int]] = {}
         behind = self._template.index(None) + 1 if None in self._template else len(self._template)
         for dim in range(behind, len(self._template)):
@@ -169,8 +169,8 @@ def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> N
         if type(placement) is Shard:
             if sizes[placement.dim] % param.device_mesh.size(dim):
                 raise ValueError(
-                    f"{fqn} of shape {tuple(param.shape)} is cut unevenly by {placement} over {param.device_mesh.size(dim)} ranks "
-                    "of model parallelism: pad it, or choose a size that they divide"
+                    f"{fqn} of shape {tuple(param.shape)} is cut unevenly by {placement} over {param.device_mesh.size(dim)} "
+                    "ranks of model parallelism: pad it, or choose a size that they divide"
                 )
             sizes[placement.dim] //= param.device_mesh.size(dim)
         elif not isinstance(placement, Replicate):

@@ -185,9 +185,9 @@ class FSDPModule(TorchFSDPModule):
             group.gradients.requires_all_reduce = requires_all_reduce
 
     def set_max_all_gathers_ahead(self, max_all_gathers: int) -> None:
-        """How many all-gathers may be started before their modules run, 2 unless set: FSDP1's rate limiter. Call it on the root.
+        """How many all-gathers may be started before their modules run, 2 unless set: FSDP1's rate limiter.
 
-        Those beyond are started when their modules run. Each one ahead holds a gathered group.
+        Call it on the root. Those beyond are started when their modules run. Each one ahead holds a gathered group.
 
         Raises:
             ValueError: ``max_all_gathers`` is not an int of at least 0.

@@ -78,7 +78,7 @@ def fully_shard(
             are reduced in ``param_dtype`` before torch 2.15, in the parameters' dtype from it on.
         offload_policy: ``CPUOffloadPolicy()`` keeps sharded parameters, their gradients and so the optimizer on the CPU.
         ignored_params: parameters that stay as they are: not sharded, nor their gradients reduced.
-        dp_mesh_dims: torch's ``DataParallelMeshDims``: ``mesh`` is the whole mesh, and these of its dimensions are data-parallel
+        dp_mesh_dims: torch's ``DataParallelMeshDims``: ``mesh`` is the whole mesh, these of its dimensions are data-parallel
             (several names are flattened). Parameters are DTensors on it, replicated there.
         orig_param_policy: ``(fqn, parameter) -> granularity``: what may not be cut. None: everything may be. With a list,
             names begin with the module's index in it.

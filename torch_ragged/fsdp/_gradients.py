@@ -46,7 +46,7 @@ class GradientBuffers:
         self.collectives: Collectives
 
     def place(self, device: torch.device, reduce_dtype: torch.dtype, sharded: DBuffer) -> None:
-        """Reduce on ``device`` in ``reduce_dtype``, for a ``.grad`` where the ``sharded`` parameters are; drops what there was."""
+        """Reduce on ``device`` in ``reduce_dtype``, for a ``.grad`` like the ``sharded`` buffer; what there was is dropped."""
         self._device, self.reduce_dtype, self._sharded = device, reduce_dtype, sharded
         self._unreduced: DBuffer | None = None
         self._views: list[torch.Tensor] = []

@@ -34,7 +34,7 @@ _logger = logging.getLogger("torch_ragged.fsdp")
 def find_params(
     modules: Sequence[nn.Module], ignored: set[nn.Parameter], is_managed: Callable[[nn.Module], bool]
 ) -> dict[str, tuple[nn.Parameter, Places]]:
-    """Parameters under ``modules`` by name, each once, with all its places; those of inner ``is_managed`` modules are not taken."""
+    """Parameters under ``modules`` by name, each once, with all its places; none of inner ``is_managed`` modules."""
     names: dict[nn.Parameter, str] = {}
     found: dict[str, tuple[nn.Parameter, Places]] = {}
 
@@ -126,7 +126,7 @@ def _cut_of(
         )
     if granularity is not None:
         raise ValueError(
-            f"{fqn} gets {granularity.text} from orig_param_policy and {placement} from shard_placement_fn: return None from one"
+            f"{fqn} gets {granularity.text} from orig_param_policy, {placement} from shard_placement_fn: return None from one"
         )
     return placement, dp
 
@@ -135,8 +135,8 @@ def _rows_of_extension(fqn: str, param: nn.Parameter, cut: Granularity | Shard) 
     """Parameters of types with their own all-gather are cut into rows, as FSDP2 cuts them."""
     if (isinstance(cut, Shard) and cut.dim != 0) or param.is_meta or not param.ndim:
         raise ValueError(
-            f"{fqn} of shape {tuple(param.shape)} on {param.device} is a {type(param).__name__} with fsdp_pre_all_gather, which "
-            f"is placed as Shard(0), got {cut}: leave it to that, and materialise it before fully_shard"
+            f"{fqn} of shape {tuple(param.shape)} on {param.device} is a {type(param).__name__} with fsdp_pre_all_gather, "
+            f"which is placed as Shard(0), got {cut}: leave it to that, and materialise it before fully_shard"
         )
     return Shard(0)
 

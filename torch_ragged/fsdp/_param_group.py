@@ -389,8 +389,8 @@ class ParamGroup:
                 "" if not self.is_meta else f" with a mesh on {self.dp.mesh.device_type}{' and offload' if offloads else ''}"
             )
             raise ValueError(
-                f"{self.names} is sharded in a buffer on {device}{where} and cannot be on {probe.device}: expected {home}; move "
-                "the module before fully_shard"
+                f"{self.names} is sharded in a buffer on {device}{where} and cannot be on {probe.device}: expected {home}; "
+                "move the module before fully_shard"
             )
         if probe.dtype.is_floating_point != self.orig_dtype.is_floating_point:
             raise ValueError(f"{self.names} is sharded in a buffer of {self.orig_dtype} and cannot become {probe.dtype}")
@@ -419,8 +419,8 @@ class ParamGroup:
                 return
             if len(chosen) < len(self.params):
                 raise ValueError(
-                    f"{self.names}: only {', '.join(param.fqn for param in chosen)} would become {probe.dtype} on {probe.device}, "
-                    "but the group lies in one buffer: convert the module that fully_shard was called on"
+                    f"{self.names}: only {', '.join(param.fqn for param in chosen)} would become {probe.dtype} on "
+                    f"{probe.device}, but the group lies in one buffer: convert the module that fully_shard was called on"
                 )
             values = None if self.is_meta else [function(local_of(param.sharded)) for param in self.params]
             self._rebuild(self._compute_device(probe.device), probe.dtype, values)

@@ -40,8 +40,8 @@ class BufferPlacements:
     def __post_init__(self) -> None:
         if (self.parameters, self.gradients, self.optimizer) not in _KNOWN:
             raise ValueError(
-                f"{self} is not supported; expected ZERO1, ZERO2 or ZERO3 on a 1-D mesh, HIERARCHICAL or all three (Replicate(), "
-                "Shard(0)), HSDP, on a 2-D one"
+                f"{self} is not supported; expected ZERO1, ZERO2 or ZERO3 on a 1-D mesh, HIERARCHICAL or HSDP, all three "
+                "(Replicate(), Shard(0)), on a 2-D one"
             )
 
     @property
