@@ -1,0 +1,245 @@
+"""What users of FSDP2 are used to works the same: one way of training after the other, against FSDP2."""
+
+import gc
+import unittest
+import weakref
+
+import torch
+import torch.distributed as dist
+from common import error_of, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+from torch_ragged.fsdp import fully_shard, rows
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Adapted(Block):
+    """LoRA: frozen weights and two narrow trainable ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(2, WIDTH) * 0.3), nn.Parameter(torch.zeros(WIDTH, 2))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.a.T @ self.b.T
+
+
+class Branching(nn.Module):
+    """Uses one of two layers, as the data says, and never a third."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        return x + (self.left(x) if x.sum() > 0 else self.right(x))
+
+
+class Tied(nn.Module):
+    """Two layers inside a group share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+def pair(block, **knobs):
+    """The same model under FSDP2 and under ours."""
+    models = []
+    for shard in (torch_fully_shard, fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(block(), block(), nn.Linear(WIDTH, 5))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        if shard is fully_shard:
+            knobs["orig_param_policy"] = lambda fqn, p: rows(3)
+        for layer in model[:2]:
+            shard(layer, mesh=mesh, **knobs)
+        models.append(shard(model, mesh=mesh, **knobs))
+    return models
+
+
+def batch(step, same=False):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + (0 if same else dist.get_rank())))
+
+
+def assert_equal_models(models, grads=True):
+    for (name, theirs), (_, ours) in zip(*(model.named_parameters() for model in models), strict=True):
+        assert ours.requires_grad == theirs.requires_grad, name
+        torch.testing.assert_close(ours.full_tensor(), theirs.full_tensor(), rtol=1e-4, atol=1e-6, msg=name)
+        if grads:
+            assert (ours.grad is None) == (theirs.grad is None), name
+            if ours.grad is not None:
+                torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor(), rtol=1e-4, atol=1e-6, msg=name)
+
+
+def train(models, step_of, steps=4, **options):
+    for model in models:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        for step in range(steps):
+            step_of(model, optimizer, step)
+            if step < steps - 1:
+                optimizer.zero_grad(**options)
+    assert_equal_models(models)
+
+
+def plain_step(model, optimizer, step):
+    model(batch(step)).pow(2).mean().backward()
+    optimizer.step()
+
+
+def check_frozen_and_adapters():
+    train(pair(Adapted), plain_step)
+    models = pair(Block)
+    for model in models:
+        model[0].requires_grad_(False)
+        model[1].up.weight.requires_grad_(False)
+    train(models, plain_step)
+
+
+def check_unused():
+    def step_of(model, optimizer, step):
+        model(batch(step, same=True)).pow(2).mean().backward()
+        optimizer.step()
+
+    train(pair(Branching), step_of, steps=6)
+    # Where ranks take other branches FSDP2 reduces the wrong gradients with each other; ours are compared in test_fsdp.
+    ours = pair(Branching)[1]
+    plain_step(ours, torch.optim.SGD(ours.parameters(), lr=0.1), 0)
+    assert ours[0].never.weight.grad is None
+
+
+def check_tied():
+    train(pair(Tied), plain_step)
+    ours = pair(Tied)[1]
+    assert ours[0].second.weight is ours[0].first.weight
+    assert len(list(ours.parameters())) == 2 * 3 + 2
+
+
+def check_several_forwards():
+    def step_of(model, optimizer, step):
+        losses = [model(batch(3 * step + i)).pow(2).mean() for i in range(3)]
+        losses[1].backward()
+        (losses[0] + losses[2]).backward()
+        optimizer.step()
+
+    train(pair(Block), step_of)
+
+
+def check_scaler():
+    models, scales = pair(Block), []
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+        for step in range(6):
+            loss = model(batch(step)).pow(2).mean()
+            scaler.scale(loss * (float("inf") if step == 2 and dist.get_rank() == 1 else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        assert norm.full_tensor() > 0.1
+    assert scales[:6] == scales[6:] and scales[2] < scales[1]  # The step with an overflow on one rank is skipped on all.
+    assert_equal_models(models)
+
+
+def check_autocast():
+    def step_of(model, optimizer, step):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(batch(step)).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+
+    train(pair(Block), step_of, steps=2)
+
+
+def check_set_to_zero():
+    train(pair(Block), plain_step, set_to_none=False)
+
+
+def check_knobs_of_resharding():
+    for after_forward, after_backward in ((False, False), (True, False), (False, True)):
+        models = pair(Block)
+        for model in models:
+            model.set_reshard_after_forward(after_forward)
+            model.set_reshard_after_backward(after_backward)
+            for step in range(2):
+                model(batch(step)).pow(2).mean().backward()
+            assert isinstance(model[0].up.weight, DTensor) == after_backward
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        assert_equal_models(models)
+    models = pair(Block)
+    for model in models:
+        handle = model[0].unshard(async_op=True)
+        handle.wait()
+        assert not isinstance(model[0].up.weight, DTensor)
+        model[0].unshard()
+        model(batch(0)).sum().backward()
+    assert_equal_models(models)
+
+
+def check_names_and_deletion():
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 5))
+    theirs, ours = pair(Block)
+    names = [name for name, _ in plain.named_parameters()]
+    assert isinstance(ours, FSDPModule) and isinstance(ours[0], Block)
+    assert [n for n, _ in ours.named_parameters()] == names == list(ours.state_dict()) == list(theirs.state_dict())
+    plain_step(ours, torch.optim.AdamW(ours.parameters()), 0)
+    storages = [weakref.ref(group.sharded.flat) for state in ours._ragged_states(True) for group in state.groups]
+    storages += [weakref.ref(group.unsharded.flat) for state in ours._ragged_states(True) for group in state.groups]
+    assert all(each() is not None for each in storages)
+    del ours
+    gc.collect()
+    assert all(each() is None for each in storages)
+    across = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    across[1].weight = across[0].weight
+    fully_shard(across[0])
+    return error_of(fully_shard, across)
+
+
+class HabitsTest(unittest.TestCase):
+    def test_habits(self):
+        checks = (
+            check_frozen_and_adapters,
+            check_unused,
+            check_tied,
+            check_several_forwards,
+            check_scaler,
+            check_autocast,
+            check_set_to_zero,
+            check_knobs_of_resharding,
+        )
+        for check in checks:
+            with self.subTest(check.__name__):
+                run_ranks(2, check)
+
+    def test_names_and_deletion(self):
+        for error in run_ranks(2, check_names_and_deletion):
+            self.assertIn("is tied to weight, which another fully_shard has sharded", error)
+
+
+if __name__ == "__main__":
+    unittest.main()
