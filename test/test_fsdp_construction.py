@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_ragged import RaggedShard
+from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.fsdp import blocks, buffer_layouts, elements, fully_shard, memory_report, rows, tensor
 
 WIDTH = 10
@@ -342,6 +342,37 @@ def check_named_dimensions():
     ]
 
 
+def check_replicas_and_model_parallel():
+    """Replicas, shards and tensor parallelism at once, each cut another way, for parameters that nothing divides."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    dp, tp = mesh["replicate", "shard"], mesh["tp"]
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 7, bias=False), nn.LayerNorm(7))
+    model = copy.deepcopy(single)
+    cuts = {"0.weight": Shard(0), "0.bias": Shard(0), "1.weight": Shard(1), "2.weight": Replicate(), "2.bias": Replicate()}
+    for name, parameter in list(model.named_parameters()):
+        module, attribute = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        setattr(module, attribute, nn.Parameter(distribute_tensor(parameter.detach(), tp, [cuts[name]])))
+    fully_shard(model, mesh=dp, orig_param_policy=lambda fqn, p: rows(2) if fqn == "0.weight" else None)
+    placements = {name: p.placements for name, p in model.named_parameters()}
+    assert all(p.device_mesh == mesh for p in model.parameters())
+    assert all(p[0] == Replicate() and p[2] == cuts[name] for name, p in placements.items()), placements
+    assert isinstance(placements["0.weight"][1], StridedRaggedShard) and placements["1.weight"][1].dims == (0,)
+    data = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        mine = data.chunk(4)[2 * mesh.get_local_rank("replicate") + mesh.get_local_rank("shard")]
+        model(DTensor.from_local(mine, tp, [Replicate()], run_check=False)).to_local().pow(2).mean().backward()
+        single(data).pow(2).mean().backward()
+        for (name, ours), (_, plain) in zip(model.named_parameters(), single.named_parameters()):
+            assert torch.equal(ours.full_tensor(), plain), name
+            torch.testing.assert_close(
+                ours.grad.full_tensor(), plain.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    uneven = nn.Linear(4, 5)
+    uneven.weight = nn.Parameter(distribute_tensor(uneven.weight.detach(), tp, [Shard(0)]))
+    return [error_of(fully_shard, uneven, mesh=dp), error_of(fully_shard, model[0], mesh=mesh["shard"])]
+
+
 def check_agreement():
     """What is wrong on one rank is an error on all, and leaves the module as it was."""
     rank, mesh = dist.get_rank(), world()
@@ -393,6 +424,11 @@ class ConstructionTest(unittest.TestCase):
             )
             for error, text in zip(errors, words, strict=True):
                 self.assertIn(text, error)
+
+    def test_replicas_shards_and_model_parallelism(self):
+        for uneven, twice in run_ranks(8, check_replicas_and_model_parallel):
+            self.assertIn("weight of shape (5, 4) is cut unevenly by S(0) over 2 ranks of model parallelism", uneven)
+            self.assertIn("is sharded by fully_shard already", twice)
 
     def test_ranks_agree_or_all_raise(self):
         words = (
