@@ -1,0 +1,407 @@
+"""Weight gradients that matmuls compute straight into the gradient buffer: nothing is allocated for them, nothing copied.
+
+Autograd allocates the gradient of a parameter, and a hook copies it to its place in the buffer. The matmul that computes the
+gradient of a weight could as well write there, or add to what is there; but that takes another autograd node, and so the matmul
+has to be noticed in forward. :class:`ComputeParameter` notices it by ``__torch_function__``::
+
+    F.linear(x, W, b), x @ W.t(), x @ W[e], ...
+        |   any other operation, and matmuls that torch does in another way: left to torch
+    _Product          forward: the same call of torch
+        |             backward: torch's formulas, but the weight gradient with out=, or addmm_ where there is one already;
+        v             autograd gets None for the weight
+    GradientTarget    the place, and whether it holds a gradient
+
+A view of a weight, such as one expert's matrix or the transpose, remembers its parameter (:class:`_WeightView`): its gradient
+is the same view of the place. Whether to write there at all is decided in backward, so that hooks and frozen parameters are
+heeded as by torch; if not, the gradient is computed as torch does it and handed to autograd.
+
+Compiled code is left to torch: Dynamo traces through ``__torch_function__`` without a graph break.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import forward_ad
+
+__all__ = ["ComputeParameter", "GradientTarget"]
+
+
+class GradientTarget(Protocol):
+    """Where the gradient of one parameter goes. Both methods are called in backward only."""
+
+    def begin(self) -> tuple[torch.Tensor, bool] | None:
+        """The tensor to write to, and whether it holds a gradient, to which to add.
+
+        It has the parameter's shape and strides. None: the gradient takes autograd's way, through ``.grad`` and the hooks
+        for it. So does one whose dtype is another than the tensor's.
+        """
+
+    def done(self) -> None:
+        """The tensor holds the gradient now."""
+
+
+class _Weight:
+    """What a matmul computes weight gradients for: a parameter, or a view of one."""
+
+    parameter: ComputeParameter
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # First: it is all that Dynamo has to trace.
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is not None and torch.is_grad_enabled():
+            with torch._C.DisableTorchFunctionSubclass():
+                result = handler(func, *args, **kwargs)
+            if result is not None:
+                return result
+        return _as_plain(func, types, args, kwargs)
+
+    def _plain(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def __repr__(self, **keywords: Any) -> str:
+        return self._plain().__repr__(**keywords)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+
+class ComputeParameter(_Weight, nn.Parameter):
+    """A parameter whose gradient matmuls write into ``gradient_target``; without one, a parameter like any other.
+
+    The matmuls are ``F.linear``, ``matmul``, ``mm``, ``bmm``, ``addmm`` and ``baddbmm`` (without factors), ``einsum`` where it
+    is one of these, and on the CPU the grouped matmul: functions, methods and operators. The weight, or a view of it, is the
+    second factor: ``(in, out)``, or ``(experts, in, out)`` with an input of as many experts.
+
+    Results are plain tensors, but for views, and bitwise those of a plain parameter, as are the gradients of all other
+    operands. The first gradient of a weight that is used once and as a whole is bitwise autograd's, except in batched matmuls
+    of its transpose; sums are rounded in another order. Double backward, autocast, functorch, forward-mode differentiation and
+    other tensor classes go torch's way.
+
+    Where it differs from a plain parameter: operations on it take a few microseconds more; the fast paths of
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` for inference are not taken; before torch 2.15, the first call
+    of compiled code raises if it is given a view that eager code has made (give it the parameter); ``backward(inputs=...)``
+    with a parameter and views of it gives the views nothing.
+
+    Args:
+        data: a tensor of a floating-point dtype.
+        requires_grad: as in ``nn.Parameter``.
+
+    Raises:
+        ValueError: ``data`` is of another dtype.
+    """
+
+    gradient_target: GradientTarget | None = None
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> ComputeParameter:
+        if not data.is_floating_point():
+            raise ValueError(f"ComputeParameter got a tensor of {data.dtype}: expected a floating-point dtype")
+        return super().__new__(cls, data, requires_grad)
+
+    @property
+    def parameter(self) -> ComputeParameter:  # type: ignore[override]
+        return self
+
+    def _plain(self) -> torch.Tensor:
+        return nn.Parameter(self.data, self.requires_grad)
+
+
+class _WeightView(_Weight, torch.Tensor):
+    """A view of a :class:`ComputeParameter` by one of ``_VIEWS``."""
+
+    def _plain(self) -> torch.Tensor:
+        return self.view_as(self)  # Not one of _VIEWS.
+
+
+def _as_plain(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Call ``func`` as it would be for plain tensors and parameters."""
+    if len(types) > 1:
+        others = tuple(other for other in types if not issubclass(other, _Weight))
+        if others:
+            return others[0].__torch_function__(func, others, args, kwargs)
+    return nn.Parameter.__torch_function__(func, types, args, kwargs)
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+class _Product(torch.autograd.Function):
+    """``call`` of an input and a weight, which is one matmul: ``(m, in) x (in, out)`` or ``(e, m, in) x (e, in, out)``.
+
+    The weight of ``F.linear`` is ``(out, in)``. A bias is added within.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.weight, ctx.is_linear = weight, call is F.linear
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None)
+        if bias is None:
+            return call(x, weight)
+        return call(x, weight, bias) if ctx.is_linear else call(bias, x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        needs = ctx.needs_input_grad
+        if gradient is None:
+            return (None,) * len(needs)
+        x, weight = ctx.saved_tensors  # May run forward again, which has to find torch functions on.
+        with torch._C.DisableTorchFunctionSubclass():
+            multiply, add = (torch.mm, torch.Tensor.addmm_) if x.dim() == 2 else (torch.bmm, torch.Tensor.baddbmm_)
+            of_weight, of_x = _weight_gradient(ctx, x, gradient, multiply, add), None
+            if needs[1]:
+                factor = weight if ctx.is_linear else weight.mT
+                is_transposed = x.stride() == (1, x.shape[0])  # Then torch returns the gradient so, too.
+                of_x = multiply(factor.mT, gradient.mT).mT if is_transposed else multiply(gradient, factor)
+        return None, of_x, of_weight, *[gradient if need else None for need in needs[3:]]  # Autograd sums that of a bias.
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """A grouped matmul on the CPU: rows ``offsets[g - 1]`` to ``offsets[g]`` of ``(n, in)`` by ``(groups, in, out)[g]``."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.weight, ctx.is_linear = call, weight, False
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None, offsets)
+        return call(x, weight, offs=offsets)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is None:
+            return None, None, None, None
+        x, weight, offsets = ctx.saved_tensors
+        with torch._C.DisableTorchFunctionSubclass():
+
+            def groups(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> Any:
+                stops = offsets.tolist()
+                return [(first[:, i:j], second[i:j], part) for i, j, part in zip([0, *stops], stops, out)]
+
+            def multiply(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
+                if out is None:
+                    return ctx.call(first, second, offs=offsets)
+                for one, other, part in groups(first, second, out):
+                    torch.mm(one, other, out=part)
+                return out
+
+            def add(out: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+                for one, other, part in groups(first, second, out):
+                    part.addmm_(one, other)
+
+            of_weight = _weight_gradient(ctx, x, gradient, multiply, add)
+            of_x = ctx.call(gradient, weight.mT, offs=offsets) if ctx.needs_input_grad[1] else None
+        return None, of_x, of_weight, None
+
+
+def _weight_gradient(
+    ctx: Any, x: torch.Tensor, gradient: torch.Tensor, multiply: Callable[..., Any], add: Callable[..., Any]
+) -> torch.Tensor | None:
+    """Compute the gradient of ``ctx.weight`` into its place; where it has none, return it.
+
+    The gradient of a weight that is stored transposed is computed transposed, as in the backward of ``mm``.
+    """
+    weight, place = ctx.weight, _place(ctx)
+    rows, columns = (-1, -2) if ctx.is_linear else (-2, -1)  # in and out
+    is_transposed = weight.stride(rows) == 1 and weight.stride(columns) == weight.shape[rows]
+    if place is None and multiply is torch.bmm:
+        is_transposed = False  # torch does not ask.
+    first, second = (gradient.mT, x) if is_transposed else (x.mT, gradient)
+    must_turn = is_transposed != ctx.is_linear
+    if place is None:
+        product = multiply(first, second)
+        return product.mT if must_turn else product
+    view, holds_gradient, target = place
+    out = view.mT if must_turn else view
+    if holds_gradient:
+        add(out, first, second)
+    else:
+        multiply(first, second, out=out)
+    target.done()
+    return None
+
+
+def _place(ctx: Any) -> tuple[torch.Tensor, bool, GradientTarget] | None:
+    """Where to write the gradient of ``ctx.weight``, and whether to add to what is there. None: autograd takes it."""
+    weight: _WeightView | ComputeParameter = ctx.weight
+    parameter = weight.parameter
+    target, is_whole = parameter.gradient_target, weight is parameter
+    if target is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        return None
+    if parameter._backward_hooks or not (is_whole or (weight._backward_hooks is None and not weight.retains_grad)):
+        return None
+    if not _will_accumulate(ctx.next_functions[1][0]) or (begun := target.begin()) is None:
+        return None
+    place, holds_gradient = begun
+    if place.dtype != weight.dtype:
+        return None
+    if is_whole:
+        return place, holds_gradient, target
+    if place.stride() != parameter.stride():
+        return None
+    offset = place.storage_offset() + weight.storage_offset() - parameter.storage_offset()
+    view = place.as_strided(weight.shape, weight.stride(), offset)
+    if not holds_gradient and view.numel() < place.numel():
+        place.zero_()  # No other part may ever get a gradient.
+        holds_gradient = True
+    return view, holds_gradient, target
+
+
+def _will_accumulate(node: Any) -> bool:
+    """Whether the backward under way gives a gradient to the parameter that leads to ``node``: not so if it is for others."""
+    while node.next_functions:
+        node = node.next_functions[0][0]
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad wants this gradient for its caller.
+        return False
+
+
+# -- which calls are products ------------------------------------------------------------------------------------------
+# A handler gets a call's arguments and returns its result, or None to leave it to torch: also with wrong arguments, for torch's
+# own error.
+
+_PLAIN_TYPES = {torch.Tensor, nn.Parameter, ComputeParameter, _WeightView}
+
+
+def _is_product(weight: Any, x: Any, bias: Any = None) -> bool:
+    """Whether a matmul of ``x`` and ``weight`` may be a product here."""
+    return (
+        isinstance(weight, _Weight)
+        and weight.requires_grad
+        and weight.parameter.gradient_target is not None
+        and type(x) in _PLAIN_TYPES
+        and (bias is None or type(bias) in _PLAIN_TYPES)
+        and x.dtype == weight.dtype
+        and x.layout == torch.strided
+        and not x.is_nested
+        and not torch._C._is_any_autocast_enabled()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
+
+
+def _linear(func: Any, input: Any = None, weight: Any = None, bias: Any = None, *others: Any) -> torch.Tensor | None:
+    if others or not _is_product(weight, input, bias) or weight.dim() != 2 or input.dim() == 0:
+        return None
+    if bias is None:
+        return _product_2d(F.linear, input, weight)
+    if input.dim() <= 2 or input.is_contiguous():
+        return _product_2d(F.linear, input, weight, bias)
+    return _product_2d(F.linear, input, weight) + bias  # As torch does.
+
+
+def _product_2d(call: Any, x: Any, weight: Any, *bias: Any) -> torch.Tensor:
+    """The product of a 2-D weight and ``(..., in)``, as torch does it: flattened, which copies only if it must."""
+    if x.dim() == 2:
+        return _Product.apply(call, x, weight, *bias)
+    output = _Product.apply(call, x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0), weight, *bias)
+    return output.view(*x.shape[:-1], output.shape[-1])
+
+
+def _matmul(func: Any, *args: Any, **keywords: Any) -> torch.Tensor | None:
+    if keywords or len(args) != 2 or not _is_product(args[1], args[0]):
+        return None
+    x, weight = args
+    if weight.dim() == 2 and x.dim() > 0:
+        return _product_2d(torch.mm, x, weight)
+    is_batch = weight.dim() == x.dim() == 3 and x.shape[0] == weight.shape[0]
+    return _Product.apply(torch.bmm, x, weight) if is_batch else None
+
+
+def _mm(func: Any, *args: Any, **keywords: Any) -> torch.Tensor | None:
+    if keywords or len(args) != 2 or not _is_product(args[1], args[0]):
+        return None
+    x, weight = args
+    return _Product.apply(func, x, weight) if x.dim() == weight.dim() in (2, 3) else None
+
+
+def _addmm(func: Any, *args: Any, **keywords: Any) -> torch.Tensor | None:
+    if keywords or len(args) != 3 or not _is_product(args[2], args[1], args[0]):
+        return None
+    bias, x, weight = args
+    return _Product.apply(func, x, weight, bias) if x.dim() == weight.dim() in (2, 3) else None
+
+
+def _grouped_mm(func: Any, *args: Any, offs: Any = None, **keywords: Any) -> torch.Tensor | None:
+    """On the CPU alone: elsewhere the host does not know the groups, and torch's kernel has no ``out=``."""
+    if len(args) != 2 or offs is None or any(value is not None for value in keywords.values()):
+        return None
+    x, weight = args
+    if not _is_product(weight, x) or weight.device.type != "cpu" or (x.dim(), weight.dim()) != (2, 3):
+        return None
+    return _GroupedProduct.apply(func, x, weight, offs) if x.stride(-1) == 1 else None
+
+
+def _einsum(func: Any, equation: Any, *operands: Any) -> torch.Tensor | None:
+    """``x,W->y`` where y is x with W's other dimension in place of x's last one: einsum computes it by one bmm."""
+    if len(operands) != 2 or not _is_product(operands[1], operands[0]) or not isinstance(equation, str):
+        return None
+    x, weight = operands
+    match = re.fullmatch("([A-Za-z]*)([A-Za-z]),([A-Za-z]?)(..)->([A-Za-z]*)([A-Za-z])", equation.replace(" ", ""))
+    if match is None or 1 in (*x.shape, *weight.shape):  # Dimensions of size 1 take another way.
+        return None
+    rows, k, batch, matrix, kept, n = match.groups()
+    is_batch, is_transposed, names = len(batch), matrix == n + k, rows + k + n
+    if matrix not in (k + n, n + k) or kept != rows or batch not in rows or len(set(names)) < len(names):
+        return None
+    if (x.dim(), weight.dim()) != (len(rows) + 1, 2 + is_batch) or x.shape[-1] != weight.shape[-1 if is_transposed else -2]:
+        return None
+    if is_batch and x.shape[rows.index(batch)] != weight.shape[0]:
+        return None
+    if is_transposed:
+        weight = _view(torch.transpose, weight, -2, -1)
+    x = x.movedim(rows.index(batch), 0) if is_batch else x.unsqueeze(0)
+    matrices = weight if is_batch else _view(torch.unsqueeze, weight, 0)
+    output = _Product.apply(torch.bmm, x.reshape(matrices.shape[0], -1, x.shape[-1]), matrices)
+    output = output.view(*x.shape[:-1], weight.shape[-1])
+    return output.movedim(0, rows.index(batch)) if is_batch else output.squeeze(0)
+
+
+def _view(func: Any, *args: Any, **keywords: Any) -> Any:
+    """A view, or several, that remember their parameter."""
+    if not args or not isinstance(args[0], _Weight):
+        return None
+    result, parameter = func(*args, **keywords), args[0].parameter
+    if parameter.gradient_target is not None:
+        views: Any = (result,) if isinstance(result, torch.Tensor) else result
+        for view in views:
+            view.__class__ = _WeightView
+            view.parameter = parameter
+    return result
+
+
+def _getitem(func: Any, weight: Any, index: Any) -> torch.Tensor | None:
+    indices = index if type(index) is tuple else (index,)
+    is_view = all(type(part) in (int, slice) for part in indices)  # Others may copy.
+    return _view(func, weight, index) if is_view else None
+
+
+def _iter(func: Any, weight: Any) -> Any:
+    return iter(_view(torch.Tensor.unbind, weight))
+
+
+_T = torch.Tensor
+_VIEWS = [torch.t, _T.t, torch.transpose, _T.transpose, torch.select, _T.select, torch.unbind, _T.unbind]
+_VIEWS += [torch.narrow, _T.narrow, torch.chunk, _T.chunk, torch.split, _T.split, torch.permute, _T.permute, _T.view]
+_VIEWS += [torch.squeeze, _T.squeeze, torch.unsqueeze, _T.unsqueeze]
+_VIEWS += [_T.T.__get__, _T.mT.__get__]  # type: ignore[attr-defined]
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    **dict.fromkeys([torch.matmul, _T.matmul, _T.__matmul__], _matmul),
+    **dict.fromkeys([torch.mm, _T.mm, torch.bmm, _T.bmm], _mm),
+    **dict.fromkeys([torch.addmm, _T.addmm, torch.baddbmm, _T.baddbmm], _addmm),
+    torch._grouped_mm: _grouped_mm,
+    torch.einsum: _einsum,
+    **dict.fromkeys(_VIEWS, _view),
+    _T.__getitem__: _getitem,
+    _T.__iter__: _iter,
+}
