@@ -54,14 +54,27 @@ def programs(mesh):
         "uneven": lambda: place(torch.arange(5.0), Shard(0)) * 2,
         "foreach": lambda: torch._foreach_mul([place(x, Shard(0)), place(w, Shard(1))], 2.0)[1],
         "new_zeros": lambda: place(x, Shard(0)).new_zeros(3),
+        "normal_": lambda: place(x, Shard(0)).normal_(0.5, 2),
+        "normal_ of a generator": lambda: place(x, Shard(0)).normal_(generator=torch.Generator().manual_seed(1)),
+        "rand_like": lambda: torch.rand_like(place(x, Shard(0)), dtype=torch.float64),
+        "native_dropout": lambda: torch.native_dropout(place(x, Shard(1)), 0.5, True)[0],
         "train": train,
         "roundtrip": roundtrip,
     }
 
 
+def draw_ragged(mesh):
+    """Random ops on ragged tensors first: what they leave behind in DTensor's tables must not matter to others."""
+    x = distribute_tensor(torch.ones(8, 6), mesh, [torch_ragged.RaggedShard((0,), (3, 5))])
+    torch.native_dropout(torch.rand_like(x.normal_()), 0.5, True)
+    x.normal_(generator=torch.Generator())
+
+
 def main():
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if "--ragged" in sys.argv:
+        draw_ragged(mesh)
     results = {}
     for name, program in programs(mesh).items():
         with CommDebugMode() as mode:

@@ -149,7 +149,7 @@ def check_views_back():
 ERRORS = {
     "a view that cuts rows": lambda x: x.view(6, 8),
     "a view in place": lambda x: x.t_(),
-    "random numbers": lambda x: torch.rand_like(x),
+    "random numbers": lambda x: torch.poisson(x.abs()),
     "in place, across rows": lambda x: x.cumsum_(0),
     "to another ragged": lambda x: x.t().redistribute(placements=[RaggedShard((0,), (1, 1, 2, 2))]),
     "no rule in DTensor": lambda x: torch.searchsorted(x, x),
@@ -187,7 +187,7 @@ a view that cuts rows
 a view in place
     NotImplementedError: aten.t_.default is not supported on a DTensor with RaggedShard placements: it does not take rows one by one (dimensions (0,) are cut) (got (8, 6) RS(0)[3,1,0,4]). Redistribute first, as in t.redistribute(placements=[Replicate()]) or [Shard(0)], or work on t.to_local()
 random numbers
-    NotImplementedError: aten.rand_like.default is not supported on a DTensor with RaggedShard placements: its random numbers would depend on the placement (got (8, 6) RS(0)[3,1,0,4]). Redistribute first, as in t.redistribute(placements=[Replicate()]) or [Shard(0)], or work on t.to_local()
+    NotImplementedError: aten.poisson.default is not supported on a DTensor with RaggedShard placements: DTensor itself has no sharding rule for it (got (8, 6) RS(0)[3,1,0,4]). Redistribute first, as in t.redistribute(placements=[Replicate()]) or [Shard(0)], or work on t.to_local()
 in place, across rows
     NotImplementedError: aten.cumsum_.default is not supported on a DTensor with RaggedShard placements: it does not take rows one by one (dimensions (0,) are cut) (got (8, 6) RS(0)[3,1,0,4]). Redistribute first, as in t.redistribute(placements=[Replicate()]) or [Shard(0)], or work on t.to_local()
 to another ragged

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torch_ragged._ops._pointwise_ops import pointwise_rule
 from torch_ragged._ops._rows import has_ragged_rows, rows_of
-from torch_ragged._ops._rules import OpCall, Sharding, decomposition, is_row_major, rule, tensor_leaves
+from torch_ragged._ops._rules import OpCall, Sharding, decomposition, is_row_major, rule, tensor_leaves, unsupported
 from torch_ragged.placement_types import RaggedShard
 
 aten = torch.ops.aten
@@ -62,6 +62,16 @@ def new_factory_rule(call: OpCall) -> Sharding:
         return local.new_empty(size, **kwargs) if strided else call.op(local, size, *args[1:], **kwargs)
 
     return Sharding([(spec.placements, None)], clean, run)
+
+
+@decomposition(aten.eye.out, aten.eye.m_out)
+def eye(op: torch._ops.OpOverload, *sizes: int, out: DTensor) -> DTensor:
+    """``nn.init.eye_``: every rank makes all of it and keeps its own. No communication."""
+    if tuple(out.shape) != (sizes[0], sizes[-1]):
+        raise unsupported(op, [out], f"out= must have the shape of the result, {(sizes[0], sizes[-1])}")  # type: ignore
+    whole = torch.eye(sizes[0], sizes[-1], dtype=out.dtype, device=out.device)
+    out.copy_(DTensor.from_local(whole, out.device_mesh, [Replicate()] * out.device_mesh.ndim, run_check=False))
+    return out
 
 
 @decomposition(aten._local_scalar_dense.default)

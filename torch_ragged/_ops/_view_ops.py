@@ -36,11 +36,15 @@ def view_rule(call: OpCall) -> Sharding:
     (spec,) = specs
     outputs = _outputs_on_one_device(call)
     plain = all(out.dtype == spec.tensor_meta.dtype and not (out.is_conj() or out.is_neg()) for out in outputs)
+    if plain and not _is_list(call) and _is_same(spec, outputs[0]):
+        return Sharding([(spec.placements, None)], spec.placements, lambda local, *args, **kwargs: aten.alias.default(local))
     cut = flat_cut(spec)
     if plain and cut is not None and all(is_row_major(_meta(out)) for out in outputs):
         return _intervals(spec, cut, outputs, single=len(call.op._schema.returns) == 1 and not _is_list(call))
     rows = rows_of(spec)
     if rows is None:
+        if cut is None:
+            raise NoLocalWay("several mesh dimensions cut it: no placement tells which ranks would hold a part of it")
         raise NoLocalWay("its output would not be row-major, and ranks do not hold whole rows")
     packet = call.op.overloadpacket
     if packet in _RESHAPES or packet is aten.expand:
@@ -50,6 +54,11 @@ def view_rule(call: OpCall) -> Sharding:
 
 def _is_list(call: OpCall) -> bool:
     return "[]" in str(call.op._schema.returns[0].type) or "List" in str(call.op._schema.returns[0].type)
+
+
+def _is_same(spec: Spec, out: torch.Tensor) -> bool:
+    """Whether a view shows its argument as it is, so that it means the same under any placements."""
+    return out.shape == spec.shape and out.stride() == tuple(spec.tensor_meta.stride) and not out.storage_offset()
 
 
 def _outputs_on_one_device(call: OpCall) -> list[torch.Tensor]:

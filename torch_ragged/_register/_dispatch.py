@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -40,6 +41,7 @@ from torch_ragged._ops import (
 )
 from torch_ragged._ownership import row_major
 from torch_ragged._register._hook import OPERATORS, has, hook
+from torch_ragged._register._random import before_draw
 from torch_ragged.placement_types import has_ragged
 
 _aten = torch.ops.aten
@@ -61,9 +63,15 @@ _fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 @dataclass
 class RaggedSharding(OutputSharding):
-    """An OutputSharding that tells how the op runs on the local tensors, once they are as ``redistribute_schema`` says."""
+    """An OutputSharding that tells how the op runs on the local tensors, once they are as ``redistribute_schema`` says.
+
+    Attributes:
+        run: computes the local outputs; the op itself where None.
+        draws: whether it draws random numbers.
+    """
 
     run: Callable[..., Any] | None = None
+    draws: bool = False
 
 
 class _Propagation:
@@ -75,7 +83,11 @@ class _Propagation:
 
     @functools.cached_property
     def metas(self) -> Any:
-        return self._propagator._propagate_tensor_meta_non_cached(self._schema)
+        schema, kwargs = self._schema, dict(self._schema.kwargs_schema)
+        if isinstance(kwargs.get("generator"), torch.Generator):  # Some ops refuse it for meta tensors, which need none.
+            kwargs["generator"] = None
+            schema = OpSchema(schema.op, schema.args_schema, kwargs, schema_info=schema.schema_info)
+        return self._propagator._propagate_tensor_meta_non_cached(schema)
 
     @functools.cached_property
     def _from_the_left(self) -> OpSchema:
@@ -211,6 +223,19 @@ def _install_dispatch() -> None:
     dispatcher._dispatch_get_local_results_slow_path = local_results  # type: ignore[method-assign]
 
 
+@hook(
+    "_C._dynamo.eval_frame.set_code_exec_strategy",
+    "between two graphs, dynamo would compile what the dispatcher calls here, random numbers included; torch's it leaves alone",
+    OPERATORS,
+    lambda: callable(eval_frame.set_code_exec_strategy) and {"DEFAULT", "SKIP"} <= set(eval_frame._FrameAction.__members__),
+)
+def _install_no_compile() -> None:
+    dispatcher, skip = DTensor._op_dispatcher, eval_frame._FrameAction.SKIP
+    functions = [dispatcher._propagate_op_sharding_dispatch_slow_path, dispatcher._dispatch_get_local_results_slow_path]
+    for function in [*functions, _guard_handler(lambda: None)]:
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
 def _ragged_specs(schema: OpSchema) -> list[DTensorSpec]:
     return [spec for spec in _specs((schema.args_schema, schema.kwargs_schema)) if has_ragged(spec.placements)]
 
@@ -296,8 +321,8 @@ def _key_tables() -> list[dict[Any, RuntimeSchemaInfo]]:
 
 
 def _complete_key(op: Any) -> RuntimeSchemaInfo:
-    """All arguments belong to the key."""
-    names = [a.name for a in op._schema.arguments if a.kwarg_only]
+    """All arguments belong to the key, but for a generator, which has no hash: it changes no sharding."""
+    names = [a.name for a in op._schema.arguments if a.kwarg_only and "Generator" not in str(a.type)]
     has_list = any("[]" in str(a.type) or "List[Tensor]" in str(a.type) for a in op._schema.arguments)
     return RuntimeSchemaInfo(1, static_kwargkey=names or None, needs_pytree=has_list)
 
@@ -314,7 +339,8 @@ def _output_sharding(schema: OpSchema, call: OpCall, specs: list[DTensorSpec], s
     outputs = _output_specs(call, mesh, sharding)
     if sharding.run is None and all(a is b for a, b in zip(wanted, specs)):
         return OutputSharding(outputs)
-    return RaggedSharding(outputs, _with_specs(schema, wanted), needs_redistribute=True, run=sharding.run)
+    options: Any = {"needs_redistribute": True, "run": sharding.run, "draws": is_random(call.op)}
+    return RaggedSharding(outputs, _with_specs(schema, wanted), **options)
 
 
 def _output_specs(call: OpCall, mesh: DeviceMesh, sharding: Sharding) -> Any:
@@ -337,11 +363,10 @@ def _gathered(op: Any, schema: OpSchema, why: str) -> OutputSharding:
     """DTensor's way for an op with no local one: replicate the ragged tensors, and ask torch.
 
     Raises:
-        NotImplementedError: the op writes to or aliases an argument, draws random numbers, or torch has no rule for it.
+        NotImplementedError: the op writes to or aliases an argument, draws random numbers beside a tensor that is sharded or
+            pending a reduction, or torch has no rule for it.
     """
     specs = _specs((schema.args_schema, schema.kwargs_schema))
-    if is_random(op):
-        raise unsupported(op, specs, "its random numbers would depend on the placement")
     if _writes_to_ragged(op, schema) or returns_alias(op) or _ragged_specs_by_keyword(schema):
         raise unsupported(op, specs, why)
     given = _specs(schema.args_schema)
@@ -359,11 +384,20 @@ def _gathered(op: Any, schema: OpSchema, why: str) -> OutputSharding:
     wanted = answer.redistribute_schema or gathered
     if op._schema.is_mutable and any(a != b for a, b in zip(given, _specs(wanted.args_schema)) if not has_ragged(a.placements)):
         raise unsupported(op, specs, "the tensor that it writes to would have to be redistributed")
+    if is_random(op) and not _draws_alike(specs, _specs(wanted.args_schema)):
+        raise unsupported(op, specs, why)
     outputs = [spec and spec.placements for spec in pytree.tree_leaves(answer.output_spec)]
     if not fits_out(OpCall(op, schema.args_schema, schema.kwargs_schema, _Propagation(schema)), outputs):
         raise unsupported(op, specs, f"out= must have the placements of the result, {outputs}")
     values = answer.use_val_from_redistribute_schema
-    return RaggedSharding(answer.output_spec, wanted, needs_redistribute=True, use_val_from_redistribute_schema=values)
+    options: Any = {"needs_redistribute": True, "use_val_from_redistribute_schema": values, "draws": is_random(op)}
+    return RaggedSharding(answer.output_spec, wanted, **options)
+
+
+def _draws_alike(given: list[DTensorSpec], wanted: list[DTensorSpec]) -> bool:
+    """Whether every rank sees what a single device sees, so that all draw the same numbers for the same elements."""
+    usual = not any(has_ragged_rows(spec.placements) or any(p.is_partial() for p in spec.placements) for spec in given)
+    return usual and all(p.is_replicate() for spec in wanted for p in spec.placements)
 
 
 def _writes_to_ragged(op: Any, schema: OpSchema) -> bool:
@@ -381,6 +415,8 @@ def _ragged_specs_by_keyword(schema: OpSchema) -> bool:
 
 def _run_ragged(op: Any, op_info: Any, sharding: RaggedSharding) -> Any:
     """Redistribute the local arguments as ``sharding`` says and run the op on them."""
+    if sharding.draws:
+        before_draw(op, op_info)
     schema, values = sharding.redistribute_schema, sharding.use_val_from_redistribute_schema
     dtensor_dispatch.OpDispatcher.redistribute_local_args(op_info, schema, values)  # type: ignore[arg-type]
     arguments = op_info.local_args
@@ -400,18 +436,19 @@ def _install_op_handlers() -> None:
     handlers = DTensor._op_dispatcher._custom_op_handlers
     safe = {_aten.is_same_size.default, _aten.as_strided.default, _aten.is_pinned.default}
 
-    def guard(handler: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded(op_call, args, kwargs):  # type: ignore[no-untyped-def]
-            leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, DTensor)]
-            if any(has_ragged(t.placements) for t in leaves):
-                return _dispatch_now(op_call, args, kwargs)
-            return handler(op_call, args, kwargs)
-
-        return guarded
-
     for op, handler in handlers.items():
         if op not in safe:
-            handlers[op] = guard(handler)
+            handlers[op] = _guard_handler(handler)
+
+
+def _guard_handler(handler: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(op_call, args, kwargs):  # type: ignore[no-untyped-def]
+        leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, DTensor)]
+        if any(has_ragged(t.placements) for t in leaves):
+            return _dispatch_now(op_call, args, kwargs)
+        return handler(op_call, args, kwargs)
+
+    return guarded
 
 
 def _dispatch_now(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
