@@ -41,7 +41,7 @@ from torch_ragged._ownership import Whole, owned
 from torch_ragged._transfer import Exchange, Fill, Gather, Move, Part, Reduce, Route, Step
 from torch_ragged.placement_types import cuts_of, has_ragged
 
-__all__ = ["REDUCTIONS", "Pending", "broadcast_local", "group_name", "plan", "redistribute_local"]
+__all__ = ["REDUCTIONS", "Pending", "broadcast_local", "group_name", "mesh_group", "plan", "redistribute_local"]
 
 # Above this ratio of send (or receive) buffer to tensor, one collective per owner is used instead of one all-to-all.
 _MAX_BUFFER_RATIO = 2
@@ -210,12 +210,12 @@ def _run_move(step: Move, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
 
 def _run_exchange(step: Exchange, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
     packed = _pack(flat, step.sends)
-    received = _all_to_all(packed, step.receive_splits, step.send_splits, _group(mesh, step.mesh_dims))
+    received = _all_to_all(packed, step.receive_splits, step.send_splits, mesh_group(mesh, step.mesh_dims))
     return Pending(received, step.local_shape, _unpacking(step.receives, step.local_shape), in_flight=True)
 
 
 def _run_gather(step: Gather, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
-    group, rank = _group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
+    group, rank = mesh_group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
     splits, size, flat = step.splits, len(step.splits), _pack(flat, step.sends)
     unpack = _unpacking(step.receives, step.local_shape)
     if len(set(splits)) == 1:
@@ -237,7 +237,7 @@ def _run_gather(step: Gather, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
 
 def _run_reduce(step: Reduce, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
     """A sum's order of additions over uneven owners is the rank order; backends choose it for even ones."""
-    group, rank = _group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
+    group, rank = mesh_group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
     size, splits = mesh.size(step.mesh_dim), step.splits
     average = step.operation == "avg"
     kernel = "sum" if average else step.operation
@@ -398,7 +398,7 @@ def _(tensor: torch.Tensor, operation: str, root: int, group_name: str) -> torch
     return torch.empty_like(tensor)
 
 
-def _group(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> dist.ProcessGroup:
+def mesh_group(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> dist.ProcessGroup:
     """The group of the ranks that differ from this one in ``mesh_dims`` only, in mesh order.
 
     Groups over several dimensions are made when first needed, by their members alone, and kept as long as the world's is.
