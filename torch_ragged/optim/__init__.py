@@ -5,6 +5,8 @@ Files by noun: ``_roots`` (which rank computes with which whole matrix), ``_gath
 """
 
 import torch_ragged  # noqa: F401  (registers the placements)
+from torch_ragged.optim._adam8bit import Adam8bit, AdamW8bit
+from torch_ragged.optim._blocks import BlockPolicy
 from torch_ragged.optim._muon import Muon, matrix_groups
 
-__all__ = ["Muon", "matrix_groups"]
+__all__ = ["Adam8bit", "AdamW8bit", "BlockPolicy", "Muon", "matrix_groups"]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.placement_types import Placement
 from torch.optim.adamw import adamw
 
 from torch_ragged._redistribute import mesh_group
@@ -23,10 +24,12 @@ __all__ = [
     "by_mesh",
     "check_placement",
     "local",
+    "local_gradient",
     "mesh_of",
     "placed_of",
     "run_closure",
     "scalar",
+    "zeros_placed",
 ]
 
 _NONE, _PLACED, _ELSEWHERE, _SPARSE = range(4)
@@ -42,13 +45,24 @@ def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
-def placed_of(param: torch.Tensor) -> Placed:
-    """How a parameter lies on its mesh."""
+def placed_of(param: torch.Tensor, placements: Sequence[Placement] | None = None) -> Placed:
+    """How a parameter lies on its mesh, or would under other ``placements``."""
     if not isinstance(param, DTensor):
         return Placed(tuple(param.shape), (), ())
     mesh_shape = tuple(param.device_mesh.shape)
-    placements = normalize_placements(tuple(param.placements), tuple(param.shape), mesh_shape)
-    return Placed(tuple(param.shape), mesh_shape, cuts_of(placements))
+    normalized = normalize_placements(tuple(placements or param.placements), tuple(param.shape), mesh_shape)
+    return Placed(tuple(param.shape), mesh_shape, cuts_of(normalized))
+
+
+def zeros_placed(shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """A DTensor of zeros; no communication."""
+    mesh_shape = tuple(mesh.shape)
+    normalized = normalize_placements(tuple(placements), shape, mesh_shape)
+    mine = Placed(shape, mesh_shape, cuts_of(normalized)).owned(tuple(mesh.get_coordinate() or ()))
+    values = torch.zeros(mine.local_shape, dtype=dtype, device=mesh.device_type)
+    return DTensor.from_local(
+        values, mesh, normalized, run_check=False, shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride()
+    )
 
 
 def scalar(value: float | torch.Tensor) -> float:
@@ -111,13 +125,23 @@ def agree_on_gradients(params: Sequence[torch.Tensor], check: bool = True) -> li
                 f"{what} has no gradient on some ranks, and on others one that is placed otherwise than the parameter: set it "
                 "to None or to a DTensor on all ranks before step()"
             )
-    return [None if code == _NONE else _local_gradient(param) for param, code in zip(params, codes)]
+    return [
+        None if code == _NONE else torch.zeros_like(local(param)) if param.grad is None else local_gradient(param)
+        for param, code in zip(params, codes)
+    ]
 
 
-def _local_gradient(param: torch.Tensor) -> torch.Tensor:
+def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of the gradient, placed as the parameter; None where there is none here.
+
+    Raises:
+        RuntimeError: it is sparse.
+    """
     gradient = param.grad
     if gradient is None:
-        return torch.zeros_like(local(param))
+        return None
+    if gradient.is_sparse:
+        raise RuntimeError(f"a parameter of shape {tuple(param.shape)} has a sparse gradient: expected a dense one")
     if isinstance(param, DTensor) and isinstance(gradient, DTensor) and gradient.placements != param.placements:
         gradient = gradient.redistribute(placements=param.placements)
     return local(gradient)
