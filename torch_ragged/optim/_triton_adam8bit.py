@@ -69,6 +69,7 @@ def _step_kernel(  # type: ignore[no-untyped-def]
     step_size,
     correction,
     key,
+    narrow: tl.constexpr,
     stochastic: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
@@ -93,10 +94,14 @@ def _step_kernel(  # type: ignore[no-untyped-def]
     v = tl.where(inside, v * beta2 + g * g * rest2, 0.0)
     denominator = tl.div_rn(tl.sqrt_rn(v), tl.zeros(v.shape, tl.float32) + correction) + eps
     p = p * shrink - tl.div_rn(m, denominator) * step_size
-    if stochastic:
-        index = origin + matrix * matrix_stride + row * row_stride + column
-        noise = _hash32(index.to(tl.uint32) ^ _hash32((index >> 32).to(tl.uint32) ^ key.to(tl.uint32))) & 0xFFFF
-        rounded = ((p.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    if narrow:  # To bfloat16: to nearest, ties to even, or up as often as the remainder says.
+        bits = p.to(tl.uint32, bitcast=True)
+        if stochastic:
+            index = origin + matrix * matrix_stride + row * row_stride + column
+            noise = _hash32(index.to(tl.uint32) ^ _hash32((index >> 32).to(tl.uint32) ^ key.to(tl.uint32))) & 0xFFFF
+        else:
+            noise = 0x7FFF + ((bits >> 16) & 1)
+        rounded = ((bits + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
         p = tl.where(tl.abs(p) < float("inf"), rounded, p)
     tl.store(param_ptr + at, p.to(param_ptr.dtype.element_ty), mask=inside)
     _requantize(m, inside, m_codes_ptr, m_scales_ptr, at, place, signed_middles_ptr)
@@ -141,6 +146,7 @@ def update_region(
         numbers.step_size,
         numbers.correction,
         numbers.rounding_key or 0,
+        narrow=param.dtype == torch.bfloat16,
         stochastic=numbers.rounding_key is not None,
         height=block[0],
         width=block[1],
