@@ -3,8 +3,8 @@
     python benchmarks/convergence.py --steps 200 --out out/convergence
 
 The model is the mixture of experts of examples/, the data are the bytes of Python's standard library. Both runs of an optimizer
-see the same batches from the same initial weights; they differ in the order of additions of gradients only. AdamW8bit and Shampoo,
-which torch lacks, and Muon, whose version in torch takes no stacks of experts, run on plain tensors in the one process.
+see the same batches from the same initial weights; they differ in the order of additions of gradients only. AdamW8bit and
+Shampoo, which torch lacks, and Muon, whose version in torch takes no stacks of experts, run on plain tensors in one process.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ def parse_args() -> argparse.Namespace:
     add("--lr", type=float, default=3e-3, help="peak learning rate of all optimizers (default: %(default)s)")
     add("--optimizers", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS, help="which (default: all)")
     add("--cut-blocks", action="store_true", help="also adam8bit without orig_param_policy, its blocks cut between ranks")
-    add(
-        "--out", type=Path, default=Path("out/convergence"), help="folder of the picture and the numbers (default: %(default)s)"
-    )
+    add("--out", type=Path, default=Path("out/convergence"), help="folder of picture and numbers (default: %(default)s)")
     return parser.parse_args()
 
 
@@ -52,7 +50,7 @@ CONFIG = MoEConfig(context=64, dim=96, heads=4, layers=2, experts=4, hidden=192)
 
 
 def train(
-    name: str, args: argparse.Namespace, rank: int, ranks: int, is_sharded: bool, keeps_blocks: bool = True
+    name: str, args: argparse.Namespace, rank: int = 0, ranks: int = 1, is_sharded: bool = False, keeps_blocks: bool = True
 ) -> list[float]:
     """The loss of every step, and last the held-out loss; over all ranks."""
     torch.manual_seed(0)
@@ -119,7 +117,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
-    plain = {name: train(name, args, 0, 1, False) for name in args.optimizers}
+    plain = {name: train(name, args) for name in args.optimizers}
     runs = [(name, True) for name in args.optimizers] + ([("adam8bit", False)] if args.cut_blocks else [])
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")

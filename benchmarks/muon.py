@@ -1,6 +1,6 @@
 """Time of an optimizer step: this package's optimizers on its fully_shard against torch.optim's on FSDP2.
 
-    python benchmarks/muon.py --layers 6 --dim 256 --rounds 15
+    python benchmarks/muon.py --layers 6 --dim 240 --rounds 15
 
 Every rank steps all optimizers in turn, each round in another order, so that what else the machine does hits them alike; a step
 is timed from one barrier to the next. Gradients are given, nothing is trained. Also counted: collectives per step.
@@ -39,7 +39,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--ranks", type=int, default=4, help="(default: %(default)s)")
     add("--layers", type=int, default=6, help="transformer blocks' worth of matrices (default: %(default)s)")
-    add("--dim", type=int, default=256, help="width (default: %(default)s)")
+    add("--dim", type=int, default=240, help="width (default: %(default)s)")
     add("--rounds", type=int, default=15, help="timed steps of each optimizer (default: %(default)s)")
     add("--json", help="file to write the numbers to")
     return parser.parse_args()

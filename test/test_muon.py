@@ -3,6 +3,7 @@
 import io
 import math
 import pickle
+import random
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard
+from torch_ragged._ownership import Run, Whole
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.plan._models import BUILT_IN
-from torch_ragged.optim import Muon, matrix_groups
+from torch_ragged.optim import Muon, _gather, matrix_groups
+from torch_ragged.optim._gather import Placed, owners_of
 from torch_ragged.optim._newton_schulz import newton_schulz_cost
 from torch_ragged.optim._roots import Stack, assign_roots, split_flights
 
@@ -271,6 +274,29 @@ _UNIT = 8192**3 * 5.0  # Newton-Schulz of an m x n matrix costs (4 m m n + 2 m m
 # with less than 22 units on each, no rank could hold a 16 and a 6, nor two 16s: 240 ranks hold one 16 each, and the other 16
 # ranks at most three 6s each, which leaves 112 of the 160 without a place. From 512 ranks on a 16 is above the mean.
 LLAMA_OPTIMUM = {256: 22 * _UNIT, 512: 16 * _UNIT, 1024: 16 * _UNIT}
+
+
+def test_owners_along_a_run_are_those_of_any_cut(monkeypatch):
+    rng, found = random.Random(1), [0, 0]
+    for _ in range(300):
+        shape, ranks = rng.choice([(4, 6), (3, 4, 2), (5, 1, 3), (1, 8)]), rng.choice([1, 2, 3, 5])
+        dims = rng.randrange(len(shape) + 1)
+        units = [int(rank == rng.randrange(ranks)) for rank in range(ranks)]
+        if rng.random() < 0.5 or not any(units):
+            prefix = math.prod(shape[:dims])
+            edges = sorted(rng.randrange(prefix + 1) for _ in range(ranks - 1))
+            units = [b - a for a, b in zip([0, *edges], [*edges, prefix])]
+        run = Run(dims, tuple(units))
+        if math.prod(shape[:dims]) % sum(units):
+            continue
+        for mesh_shape, cuts in (((ranks,), (run,)), ((2, ranks), (Whole(), run)), ((ranks, 2), (run, Whole()))):
+            placed = Placed(shape, mesh_shape, cuts)
+            fast = owners_of(placed)
+            with monkeypatch.context() as patch:
+                patch.setattr(_gather, "_owners_along", lambda *_: None)
+                assert owners_of(placed) == fast, placed
+            found[fast is None] += 1
+    assert min(found) > 30, found
 
 
 def test_flights_hold_the_cap_and_share_the_cost():

@@ -13,7 +13,9 @@ the root's RaggedShard, compute, redistribute back) with the transfers of many p
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_ragged._ownership import Box, Cut, Owned, Whole, owned, owned_near, row_major
+from torch_ragged._ownership import Box, Cut, Owned, Run, Whole, owned, owned_near, row_major
 from torch_ragged._redistribute import all_to_all, mesh_group
 from torch_ragged._transfer import Part, common_parts
 from torch_ragged.optim._roots import Stack
@@ -100,16 +102,38 @@ def owners_of(placed: Placed) -> tuple[tuple[int, ...], ...] | None:
     count = math.prod(placed.shape[:-2])
     whole_dims = [i for i, cut in enumerate(placed.cuts) if isinstance(cut, Whole)]
     replicas = math.prod(placed.mesh_shape[i] for i in whole_dims)
+    run = next((i for i, cut in enumerate(placed.cuts) if isinstance(cut, Run)), None)
+    along = _owners_along(placed, run) if run is not None and len(whole_dims) == len(placed.cuts) - 1 else None
     result = []
     for replica in range(replicas):
         start = [0] * len(placed.mesh_shape)
         for dim, value in zip(whole_dims, _coordinate(replica, [placed.mesh_shape[i] for i in whole_dims])):
             start[dim] = value
-        owners = [_owner(placed, position, tuple(start)) for position in range(count)]
+        if along is None or run is None:
+            owners = [_owner(placed, position, tuple(start)) for position in range(count)]
+        else:
+            owners = [None if o is None else _rank([*start[:run], o, *start[run + 1 :]], placed.mesh_shape) for o in along]
         if None in owners or owners != sorted(owners):  # type: ignore[type-var]
             return None
         result.append(tuple(owners))
     return tuple(result)  # type: ignore[arg-type]
+
+
+def _owners_along(placed: Placed, mesh_dim: int) -> list[int | None] | None:
+    """The owner of each matrix along the mesh dimension of a plain run, all others being whole; None for other cuts.
+
+    :func:`_owner` finds the same, in a thousand times the time for a thousand ranks.
+    """
+    cut = placed.cuts[mesh_dim]
+    if not isinstance(cut, Run) or cut.split_factor > 1:
+        return None
+    unit, size = math.prod(placed.shape) // sum(cut.units), math.prod(placed.shape[-2:])
+    edges = [0, *(unit * total for total in itertools.accumulate(cut.units))]
+    owners: list[int | None] = []
+    for start in range(0, size * math.prod(placed.shape[:-2]), max(size, 1)):
+        rank = bisect_right(edges, start) - 1
+        owners.append(rank if start + size <= edges[rank + 1] else None)
+    return owners
 
 
 def _owner(placed: Placed, position: int, coordinate: tuple[int, ...]) -> int | None:
