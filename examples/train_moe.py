@@ -41,8 +41,21 @@ from torch_ragged.fsdp import (
     rows,
     tensor,
 )
+from torch_ragged.optim import AdamW8bit, Muon, Shampoo, matrix_groups
 
 _META = "train_moe.json"
+OPTIMIZERS = ("adamw", "muon", "adam8bit", "shampoo")
+
+
+def make_optimizer(name: str, model: MoETransformer, lr: float) -> torch.optim.Optimizer:
+    """One of ``OPTIMIZERS``; Muon and Shampoo leave embeddings, positions, head and vectors to AdamW, at the same rate."""
+    options: dict[str, Any] = {"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), **options)
+    if name == "adam8bit":
+        return AdamW8bit(model.parameters(), **options)
+    groups = matrix_groups(model, adamw=[model.position, model.head])
+    return Muon(groups, adjust_lr_fn="match_rms_adamw", **options) if name == "muon" else Shampoo(groups, **options)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -55,6 +68,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=16, help="sequences per step over all ranks (default: %(default)s)")
     add("--lr", type=float, default=3e-3, help="peak learning rate (default: %(default)s)")
     add("--warmup", type=int, default=20, help="steps of linear warm-up (default: %(default)s)")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="of torch_ragged.optim but for adamw (default: %(default)s)")
     add("--clip", type=float, default=1.0, help="largest gradient norm (default: %(default)s)")
     add("--granularity", default="rows:16", help="elements, rows:N, blocks:N or tensor, for experts (default: %(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype to compute in (default: %(default)s)")
@@ -133,11 +147,12 @@ class Trainer:
         self.model = MoETransformer(config)
         dtype = getattr(torch, args.dtype)
         mp_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        knobs: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy, "orig_param_policy": policy_of(args.granularity)}
+        policy = AdamW8bit.policy if args.optimizer == "adam8bit" else policy_of(args.granularity)
+        knobs: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy, "orig_param_policy": policy}
         for block in self.model.blocks:
             fully_shard(block, reshard_after_forward=not args.keep_unsharded, **knobs)
         fully_shard(self.model, **knobs)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        self.optimizer = make_optimizer(args.optimizer, self.model, args.lr)
         self.watch = monitor(self.model, self.optimizer)
         self.data = ByteData(train, config.context, args.batch, args.seed + 1)
         self.held_out = held_out

@@ -9,6 +9,7 @@ import unittest
 from pathlib import Path
 
 import byte_data
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +48,21 @@ class ExampleTest(unittest.TestCase):
             torch.testing.assert_close(torch.tensor(got["held_out"]), torch.tensor(want["held_out"]), rtol=1e-4, atol=1e-4)
             self.assertGreater((out / "second" / "loss.png").stat().st_size, 10_000)
             self.assertFalse((out / "ckpt.incomplete").exists())
+
+    @pytest.mark.slow
+    def test_every_optimizer_trains_and_resumes(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out, data = Path(folder), Path(folder) / "data"
+            data.mkdir()
+            (data / "one.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 2000)
+            for name in ("muon", "adam8bit", "shampoo"):
+                common = ("--data", data, "--batch", 4, "--eval-every", 1, "--optimizer", name, "--warmup", 1)
+                first = run_example(2, *common, "--steps", 3, "--checkpoint", out / name, "--out", out / "first")
+                self.assertEqual(first.returncode, 0, first.stderr)
+                resumed = run_example(1, *common, "--steps", 5, "--resume", out / name, "--out", out / "second")
+                self.assertEqual(resumed.returncode, 0, resumed.stderr)
+                losses = json.loads((out / "second" / "report.json").read_text())["history"]["held_out"]
+                self.assertLess(losses[-1], losses[0] - 0.5, name)
 
     def test_bad_input_is_an_error_on_every_rank(self):
         with tempfile.TemporaryDirectory() as folder:

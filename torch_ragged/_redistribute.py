@@ -40,7 +40,7 @@ from torch_ragged._ownership import Whole, owned
 from torch_ragged._transfer import Exchange, Fill, Gather, Move, Part, Reduce, Route, Step
 from torch_ragged.placement_types import cuts_of, has_ragged
 
-__all__ = ["REDUCTIONS", "Pending", "broadcast_local", "plan", "redistribute_local"]
+__all__ = ["REDUCTIONS", "Pending", "all_to_all", "broadcast_local", "mesh_group", "plan", "redistribute_local"]
 
 # Above this ratio of send (or receive) buffer to tensor, one collective per owner is used instead of one all-to-all.
 _MAX_BUFFER_RATIO = 2
@@ -209,18 +209,18 @@ def _run_move(step: Move, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
 
 def _run_exchange(step: Exchange, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
     packed = _pack(flat, step.sends)
-    received = _all_to_all(packed, step.receive_splits, step.send_splits, _group(mesh, step.mesh_dims))
+    received = all_to_all(packed, step.receive_splits, step.send_splits, mesh_group(mesh, step.mesh_dims))
     return Pending(received, step.local_shape, _unpacking(step.receives, step.local_shape), in_flight=True)
 
 
 def _run_gather(step: Gather, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
-    group, rank = _group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
+    group, rank = mesh_group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
     splits, size, flat = step.splits, len(step.splits), _pack(flat, step.sends)
     unpack = _unpacking(step.receives, step.local_shape)
     if len(set(splits)) == 1:
         received = _c10d().all_gather_into_tensor(flat, size, group.group_name)
     elif max(splits) * size <= _MAX_BUFFER_RATIO * sum(splits):
-        received = _all_to_all(flat.expand(size, -1).contiguous().view(-1), splits, (splits[rank],) * size, group)
+        received = all_to_all(flat.expand(size, -1).contiguous().view(-1), splits, (splits[rank],) * size, group)
     else:
         pieces = [
             _c10d().broadcast(flat if owner == rank else flat.new_empty(split), owner, group.group_name)
@@ -236,7 +236,7 @@ def _run_gather(step: Gather, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
 
 def _run_reduce(step: Reduce, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
     """A sum's order of additions over uneven owners is the rank order; backends choose it for even ones."""
-    group, rank = _group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
+    group, rank = mesh_group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
     size, splits = mesh.size(step.mesh_dim), step.splits
     average = step.operation == "avg"
     kernel = "sum" if average else step.operation
@@ -259,7 +259,7 @@ def _run_reduce(step: Reduce, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
     owners = [owner for owner, split in enumerate(splits) if split]
     rounds = -(-max(splits) * size // (_MAX_BUFFER_RATIO * sum(splits)))
     if rounds == 1:
-        received = _all_to_all(packed, (own,) * size, splits, group)
+        received = all_to_all(packed, (own,) * size, splits, group)
         return pending(received, True, lambda data: _reduce_rows(data.view(size, own), kernel))
     if len(owners) <= rounds:
         pieces = packed.split(splits)
@@ -279,7 +279,7 @@ def _reduce_in_rounds(
         ranges = [(split * turn // rounds, split * (turn + 1) // rounds) for split in splits]
         slices = torch.cat([piece[start:stop] for piece, (start, stop) in zip(pieces, ranges)])
         sends = tuple(stop - start for start, stop in ranges)
-        received = _c10d().wait_tensor(_all_to_all(slices, (sends[rank],) * size, sends, group))
+        received = _c10d().wait_tensor(all_to_all(slices, (sends[rank],) * size, sends, group))
         reduced.append(_reduce_rows(received.view(size, sends[rank]), kernel))
     return torch.cat(reduced)
 
@@ -371,7 +371,7 @@ def _c10d():  # type: ignore[no-untyped-def]
     return torch.ops._c10d_functional
 
 
-def _all_to_all(
+def all_to_all(
     packed: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     return _c10d().all_to_all_single(packed, list(receive_splits), list(send_splits), group.group_name)
@@ -397,7 +397,7 @@ def _(tensor: torch.Tensor, operation: str, root: int, group_name: str) -> torch
     return torch.empty_like(tensor)
 
 
-def _group(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> dist.ProcessGroup:
+def mesh_group(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> dist.ProcessGroup:
     """The group of the ranks that differ from this one in ``mesh_dims`` only, in mesh order.
 
     Groups over several dimensions are made when first needed, by their members alone, and kept as long as the world's is.

@@ -37,7 +37,7 @@ from torch_ragged._ownership import (
     piece_shape,
 )
 
-__all__ = ["Exchange", "Fill", "Gather", "Move", "Part", "Reduce", "Route", "Step"]
+__all__ = ["Exchange", "Fill", "Gather", "Move", "Part", "Reduce", "Route", "Step", "common_parts"]
 
 
 class Part(NamedTuple):
@@ -201,7 +201,7 @@ class Route:
             receives = _everything(math.prod(local_shape))
         else:
             whole = owned(shape, (), (), ())
-            peers = {p: _pairs(whole, owned(shape, (size,), (cut_of_piece,), (p,))) for p in range(size)}
+            peers = {p: common_parts(whole, owned(shape, (size,), (cut_of_piece,), (p,))) for p in range(size)}
             splits, sends = _numels(peers, size), _merged(part for pairs in peers.values() for part, _ in pairs)
             receives = _merged(part for _, part in peers[rank])
         self.steps.append(Reduce(mesh_dim, operation, splits, sends, receives, local_shape))
@@ -211,7 +211,7 @@ class Route:
         """Become pending on ``mesh_dim``: each rank contributes what it holds."""
         target = self.replace(mesh_dim, Whole())
         here, there = self._owned(self.cuts), self._owned(target)
-        pairs = _pairs(here, there)
+        pairs = common_parts(here, there)
         sends, receives = _merged(part for part, _ in pairs), _merged(part for _, part in pairs)
         was_whole = isinstance(self.cuts[mesh_dim], Whole)
         self.steps.append(Fill(mesh_dim, operation, was_whole, sends, receives, there.local_shape))
@@ -219,7 +219,7 @@ class Route:
 
     def _stay(self, target: tuple[Cut, ...]) -> None:
         here, there = self._owned(self.cuts), self._owned(target)
-        pairs = _pairs(here, there)
+        pairs = common_parts(here, there)
         # The decision to alias needs no agreement: nothing is communicated.
         stays = _contents(here) == _contents(there)
         sends, receives = _merged(p for p, _ in pairs), _merged(p for _, p in pairs)
@@ -240,7 +240,7 @@ class Route:
             sends = _everything(splits[rank])
         else:
             whole = owned(shape, (), (), ())
-            peers = {p: _pairs(owned(shape, (size,), (cut,), (p,)), whole) for p in range(size)}
+            peers = {p: common_parts(owned(shape, (size,), (cut,), (p,)), whole) for p in range(size)}
             splits, receives = _numels(peers, size), _merged(part for pairs in peers.values() for _, part in pairs)
             sends = _merged(part for part, _ in peers[rank])
         self.steps.append(Gather(mesh_dim, splits, sends, receives, local_shape))
@@ -275,8 +275,8 @@ class Route:
             return
         size = math.prod(self.mesh_shape[i] for i in mesh_dims)
         near = functools.partial(owned_near, self.shape, self.mesh_shape)
-        sends = {peer: _pairs(here, after) for peer, after in near(target, self.coordinate, mesh_dims, here)}
-        receives = {peer: _pairs(before, there) for peer, before in near(self.cuts, self.coordinate, mesh_dims, there)}
+        sends = {peer: common_parts(here, after) for peer, after in near(target, self.coordinate, mesh_dims, here)}
+        receives = {peer: common_parts(before, there) for peer, before in near(self.cuts, self.coordinate, mesh_dims, there)}
         self.steps.append(_exchange_of(mesh_dims, size, sends, receives, there.local_shape))
 
     def _all_stay(self, mesh_dims: tuple[int, ...], target: tuple[Cut, ...]) -> bool:
@@ -447,8 +447,8 @@ def _exchange_boxes(
     if all(_contents(before) == _contents(after) for before, after in peers):  # Peers decide alike: each looks at all.
         return Move((), (), local_shape, stays=True)
     here, there = peers[rank]
-    sends = {peer: _pairs(here, after) for peer, (_, after) in enumerate(peers)}
-    receives = {peer: _pairs(before, there) for peer, (before, _) in enumerate(peers)}
+    sends = {peer: common_parts(here, after) for peer, (_, after) in enumerate(peers)}
+    receives = {peer: common_parts(before, there) for peer, (before, _) in enumerate(peers)}
     return _exchange_of(mesh_dims, len(peers), sends, receives, local_shape)
 
 
@@ -479,7 +479,7 @@ def _contents(piece: Owned) -> list[object]:
     return [box for box in piece.boxes if box.numel]
 
 
-def _pairs(source: Owned, target: Owned) -> list[_Pair]:
+def common_parts(source: Owned, target: Owned) -> list[_Pair]:
     """The common parts of two local tensors, as parts of either, in storage order of the source, then of the target."""
     pairs = []
     for s, t in itertools.product(source.boxes, target.boxes):

@@ -5,48 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Optional
 
-import torch
-
+from torch_ragged.granularity import TensorSpec
 from torch_ragged.placement_types import RaggedShard
 
 __all__ = ["BufferLayout", "TensorSpec"]
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor to lay out: its name and shape, the RaggedShard dims it is cut along, and the size of its blocks.
-
-    No shard boundary may fall inside a block of ``block`` elements, counted from the tensor's start; the last
-    block may be shorter. With a ``period`` blocks are counted anew every ``period`` elements, and the last one of each
-    may be shorter: matrices of a fused tensor, whose blocks must not straddle two of them. ``dtype`` is for the planner
-    to check: a buffer has one.
-
-    Raises:
-        ValueError: ``block`` is no positive integer, a size or ``period`` is negative, or periods do not fill the tensor.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dims: tuple[int, ...]
-    block: int
-    period: int = 0
-    dtype: Optional[torch.dtype] = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.block, int) or self.block < 1:
-            raise ValueError(f"{self.name}: block of {self.block} elements, expected an integer of at least 1")
-        if min(self.shape, default=0) < 0:
-            raise ValueError(f"{self.name}: shape {self.shape} has a negative size")
-        if self.period < 0 or (self.period and self.numel % self.period):
-            raise ValueError(f"{self.name}: {self.numel} elements are not made of whole periods of {self.period} elements")
-
-    @cached_property
-    def numel(self) -> int:
-        """Elements of the tensor."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,392 @@
+"""Adam with 8-bit moments in blocks that the placements keep whole: no communication in a step."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from torch_ragged.optim._base import (
+    RaggedOptimizer,
+    agree_on_gradients,
+    check_placement,
+    local,
+    local_gradient,
+    mesh_of,
+    placed_of,
+    run_closure,
+    scalar,
+    zeros_placed,
+)
+from torch_ragged.optim._blocks import BlockPolicy, Region, aligned_placements, flat_indices, grid_placements, regions_of
+from torch_ragged.optim._quantize import BOOKS, code_book, dequantize, hash32, midpoints, quantize, round_to_bfloat16
+
+__all__ = ["Adam8bit", "AdamStep", "AdamW8bit", "Moments", "update_region"]
+
+_MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """The numbers of one step of one parameter.
+
+    Attributes:
+        shrink: what the parameter is multiplied by (decoupled weight decay).
+        decay: what of the parameter is added to the gradient (L2 penalty).
+        beta1, beta2, eps: Adam's.
+        step_size: lr over the bias correction of the first moment.
+        correction: square root of the bias correction of the second moment.
+        rounding_key: of stochastic rounding; None for rounding to nearest.
+    """
+
+    shrink: float
+    decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    step_size: float
+    correction: float
+    rounding_key: Optional[int]
+
+    def update(self, param: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
+        """Adam in place on float32 tensors (``gradient`` is left alone).
+
+        Made of additions, products, quotients and square roots only, each rounded once: fused multiply-adds round otherwise in
+        the last few elements of a tensor than in the others, and a shard has other last elements than the whole.
+        """
+        if self.decay:
+            gradient = gradient + param * self.decay
+        m.mul_(self.beta1).add_(gradient * (1 - self.beta1))
+        v.mul_(self.beta2).add_((gradient * gradient).mul_(1 - self.beta2))
+        denominator = v.sqrt().div_(self.correction).add_(self.eps)
+        if self.shrink != 1.0:
+            param.mul_(self.shrink)
+        param.sub_((m / denominator).mul_(self.step_size))
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a parameter's moments are kept.
+
+    Attributes:
+        is_blocked: 8-bit codes; else float32.
+        aligned: where some rank has parts of blocks only: the placements of the codes, to which gradients are moved.
+        grid: placements of the scales.
+        regions: this rank's blocks.
+    """
+
+    is_blocked: bool
+    aligned: Optional[tuple[Placement, ...]] = None
+    grid: tuple[Placement, ...] = ()
+    regions: tuple[Region, ...] = ()
+
+
+class Moments(NamedTuple):
+    """This rank's quantised moments, flat: uint8 codes, one per element, and float32 scales, one per block."""
+
+    m_codes: torch.Tensor
+    m_scales: torch.Tensor
+    v_codes: torch.Tensor
+    v_scales: torch.Tensor
+
+
+class Adam8bit(RaggedOptimizer):
+    """Adam whose moments are 8-bit codes with a float32 scale per block, on parameters of any placement.
+
+    Blocks and what has them follow from the global shape alone (see :class:`BlockPolicy`), and so do numerics: given equal
+    gradients, parameters and states are bitwise equal for any number of ranks on the same device type. Codes (uint8, placed
+    as the parameter) and scales (the grid of blocks, placed alike) are DTensors, so that checkpoints reshard. Parameters
+    without blocks keep float32 moments.
+
+    No collectives in ``step`` where every rank holds whole blocks, as with ``fully_shard(..., orig_param_policy=policy)``.
+    Where some do not, parameter and gradient are redistributed to whole blocks and the parameter back, three collectives per
+    such parameter and one that agrees on gradients; a warning says once what it costs.
+
+    A NaN or infinite gradient spoils the moments of its whole block. Gradients that are missing on some ranks only are skipped
+    there; only where blocks are redistributed do ranks agree (a missing one is zero then).
+
+    On CUDA one kernel dequantises, updates, quantises and writes in one pass (Triton); elsewhere vectorised tensor operations
+    do the same.
+
+    Source: Dettmers et al., ICLR 2022; section 6.3 of the RaggedShard paper.
+
+    Args:
+        params, lr, betas, eps: as ``torch.optim.Adam``; the options of groups.
+        weight_decay: L2 penalty, added to the gradient (:class:`AdamW8bit`: decoupled).
+        policy: a :class:`BlockPolicy`; the class attribute ``policy``, of 32 x 32 blocks, where None. Hand the same to
+            ``fully_shard`` as ``orig_param_policy``.
+        code: ``"dynamic"`` or ``"linear"``, the code book.
+        stochastic_rounding: of bfloat16 parameters, with bits that depend on ``seed``, the step, the parameter's position in
+            the optimizer and the element's global index.
+        seed: of stochastic rounding.
+
+    Raises:
+        ValueError: an option is out of range; a parameter is not real floating point, or a Partial DTensor; stochastic
+            rounding of a parameter that is not bfloat16.
+        TypeError: ``policy`` is no BlockPolicy.
+    """
+
+    policy = BlockPolicy()
+    _decoupled = False
+    _knobs = ("policy", "code", "stochastic_rounding", "seed")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        policy: Optional[BlockPolicy] = None,
+        code: str = "dynamic",
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+    ) -> None:
+        name = type(self).__name__
+        if policy is not None and not isinstance(policy, BlockPolicy):
+            raise TypeError(f"{name} policy must be a BlockPolicy or None, got {type(policy).__name__}")
+        if code not in BOOKS:
+            raise ValueError(f"{name} code must be one of {BOOKS}, got {code!r}")
+        self.policy = policy if policy is not None else type(self).policy
+        self.code, self.stochastic_rounding, self.seed = code, stochastic_rounding, seed
+        self._layouts: dict[torch.Tensor, _Layout] = {}
+        self._has_warned = False
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._layouts, self._has_warned = {}, getattr(self, "_has_warned", False)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; raises ``ValueError`` as the constructor does, and leaves the optimizer as it was then."""
+        name, group = type(self).__name__, {**self.defaults, **param_group}
+        given = group["params"]
+        group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
+        for option in ("lr", "eps", "weight_decay"):
+            if not group[option] >= 0.0:
+                raise ValueError(f"{name} {option} must be >= 0, got {group[option]!r}")
+        if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
+            raise ValueError(f"{name} betas must be two numbers in [0, 1), got {group['betas']!r}")
+        for entry in group["params"]:
+            param = entry[1] if isinstance(entry, tuple) else entry
+            if isinstance(param, torch.Tensor):
+                check_placement(param, name)
+                if not param.is_floating_point():
+                    raise ValueError(f"{name} got a parameter of {param.dtype}: expected a real floating-point dtype")
+                if self.stochastic_rounding and param.dtype != torch.bfloat16:
+                    raise ValueError(f"{name}: stochastic_rounding is for bfloat16 parameters, got one of {param.dtype}")
+        super().add_param_group({**param_group, "params": group["params"]})
+
+    @torch.no_grad()
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
+        """One step; returns the loss of ``closure``, if given.
+
+        Raises:
+            RuntimeError: a gradient is sparse, or (on every rank) missing on some ranks and placed otherwise than its parameter
+                on others, for parameters whose blocks are redistributed.
+        """
+        loss = run_closure(closure)
+        entries = [(param, group) for group in self.param_groups for param in group["params"]]
+        entries_here = [(i, p, g) for i, (p, g) in enumerate(entries) if (mesh := mesh_of(p)) is None or mesh.get_coordinate()]
+        layouts = [self._layout(param) for _, param, _ in entries_here]
+        moved = [place for place, layout in enumerate(layouts) if layout.aligned is not None]
+        if moved and not self._has_warned:
+            self._warn([entries_here[place][1] for place in moved])
+        agreed = dict(zip(moved, agree_on_gradients([entries_here[place][1] for place in moved]))) if moved else {}
+        for place, ((index, param, group), layout) in enumerate(zip(entries_here, layouts)):
+            gradient = agreed[place] if place in agreed else local_gradient(param)
+            if gradient is not None:
+                self._step_param(index, param, gradient, group, layout)
+        return loss
+
+    def _step_param(
+        self, index: int, param: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], layout: _Layout
+    ) -> None:
+        state = self.state[param]
+        if "step" not in state:
+            self._init_state(param, state, layout)
+        state["step"] += 1
+        numbers = self._numbers(group, int(state["step"].item()), index)
+        if layout.aligned is None:
+            target = local(param)
+            flat = target.view(-1) if target.is_contiguous() else target.contiguous().view(-1)
+            if layout.is_blocked:
+                self._update_blocks(flat, gradient, state, numbers, layout)
+            else:
+                _update_plain(param, flat, gradient.contiguous().view(-1), state, numbers)
+            if flat.data_ptr() != target.data_ptr():
+                target.copy_(flat.view(target.shape))
+            return
+        assert isinstance(param, DTensor)
+        there: Any = param.detach().redistribute(placements=layout.aligned)
+        source = DTensor.from_local(
+            gradient, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        )
+        moved: Any = source.redistribute(placements=layout.aligned)
+        self._update_blocks(local(there).view(-1), local(moved), state, numbers, layout)
+        param.copy_(there.redistribute(placements=param.placements))
+
+    def _update_blocks(
+        self, param: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], numbers: AdamStep, layout: _Layout
+    ) -> None:
+        """One step on this rank's flat parameter, its gradient and its 8-bit moments."""
+        gradient = gradient.contiguous().view(-1)
+        names = [f"{name}_{part}" for name, _ in _MOMENTS for part in ("codes", "scales")]
+        moments = Moments(*(local(state[name]).view(-1) for name in names))
+        if param.is_cuda:
+            from torch_ragged.optim._triton_adam8bit import update_region as update  # Triton is no dependency elsewhere.
+        else:
+            update = update_region
+        for region in layout.regions:
+            update(region, self.policy.block, self.code, numbers, param, gradient, moments)
+
+    def _numbers(self, group: dict[str, Any], step: int, index: int) -> AdamStep:
+        lr, (beta1, beta2), decay = scalar(group["lr"]), group["betas"], group["weight_decay"]
+        return AdamStep(
+            shrink=1 - lr * decay if self._decoupled else 1.0,
+            decay=0.0 if self._decoupled else decay,
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            step_size=lr / (1 - beta1**step),
+            correction=math.sqrt(1 - beta2**step),
+            rounding_key=hash32(self.seed ^ hash32(step ^ hash32(index + 1))) if self.stochastic_rounding else None,
+        )
+
+    def _init_state(self, param: torch.Tensor, state: dict[str, Any], layout: _Layout) -> None:
+        state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        for name, _ in _MOMENTS:
+            if not layout.is_blocked:
+                state[name] = torch.zeros_like(param, dtype=torch.float32)
+                continue
+            grid = self.policy.grid(tuple(param.shape))
+            if isinstance(param, DTensor):
+                placements = layout.aligned or param.placements
+                mesh = param.device_mesh
+                codes: torch.Tensor = zeros_placed(tuple(param.shape), torch.uint8, mesh, placements)
+                scales: torch.Tensor = zeros_placed(grid, torch.float32, mesh, layout.grid)
+            else:
+                codes = torch.zeros(param.shape, dtype=torch.uint8, device=param.device)
+                scales = torch.zeros(grid, dtype=torch.float32, device=param.device)
+            state[f"{name}_codes"], state[f"{name}_scales"] = codes, scales
+
+    def _layout(self, param: torch.Tensor) -> _Layout:
+        if param not in self._layouts:
+            self._layouts[param] = self._make_layout(param)
+        return self._layouts[param]
+
+    def _make_layout(self, param: torch.Tensor) -> _Layout:
+        shape, policy = tuple(param.shape), self.policy
+        if not policy.is_blocked(shape):
+            return _Layout(False)
+        placed = placed_of(param)
+        if not isinstance(param, DTensor):
+            return _Layout(True, regions=tuple(regions_of(placed, (), policy)))
+        mesh_shape, coordinate = tuple(param.device_mesh.shape), tuple(param.device_mesh.get_coordinate() or ())
+        placements, aligned = tuple(param.placements), None
+        grid = grid_placements(shape, mesh_shape, placements, policy)
+        if grid is None:
+            aligned = aligned_placements(shape, mesh_shape, placements, policy)
+            grid = grid_placements(shape, mesh_shape, aligned, policy)
+            placed = placed_of(param, aligned)
+        assert grid is not None
+        return _Layout(True, aligned, grid, tuple(regions_of(placed, coordinate, policy)))
+
+    def _warn(self, params: list[torch.Tensor]) -> None:
+        self._has_warned = True
+        size = sum(3 * param.numel() * param.element_size() for param in params)
+        warnings.warn(
+            f"{type(self).__name__}: ranks hold parts of blocks of {len(params)} parameters, the first of shape "
+            f"{tuple(params[0].shape)}; each step redistributes parameter and gradient and the parameter back, "
+            f"{3 * len(params)} collectives of up to {size:,} bytes over all ranks. fully_shard(..., "
+            "orig_param_policy=optimizer.policy) keeps blocks whole, and needs none",
+            stacklevel=3,
+        )
+
+
+class AdamW8bit(Adam8bit):
+    """:class:`Adam8bit`, its options included, with decoupled weight decay (0.01 by default), as ``torch.optim.AdamW``."""
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+
+def _update_plain(
+    param: torch.Tensor, flat: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], numbers: AdamStep
+) -> None:
+    """One step on a parameter without blocks; ``flat`` is its local tensor."""
+    wide = flat if flat.dtype == torch.float32 else flat.float()
+    m, v = (local(state[name]).view(-1) for name, _ in _MOMENTS)
+    numbers.update(wide, gradient.float(), m, v)
+    if numbers.rounding_key is not None:
+        mesh = mesh_of(param)
+        coordinate = () if mesh is None else tuple(mesh.get_coordinate() or ())
+        flat.copy_(round_to_bfloat16(wide, flat_indices(placed_of(param), coordinate, flat.device), numbers.rounding_key))
+    elif wide is not flat:
+        flat.copy_(wide)
+
+
+def update_region(
+    region: Region,
+    block: tuple[int, int],
+    code: str,
+    numbers: AdamStep,
+    param: torch.Tensor,
+    gradient: torch.Tensor,
+    moments: Moments,
+) -> None:
+    """One Adam step on a region, in place, vectorised over its blocks.
+
+    Args:
+        region: which part of the flat local tensors.
+        block: height and width.
+        code: the code book.
+        param, gradient: flat, of any floating dtype.
+        moments: flat as well.
+    """
+    device, (_, rows, columns), (bands, across) = param.device, region.sizes, region.grid[1:]
+    padding = (0, across * block[1] - columns, 0, bands * block[0] - rows)
+    books = [(moments.m_codes, moments.m_scales, True), (moments.v_codes, moments.v_scales, False)]
+
+    def blocks_of(flat: torch.Tensor) -> torch.Tensor:
+        matrices = torch.nn.functional.pad(region.of(flat), padding) if any(padding) else region.of(flat)
+        return matrices.view(-1, bands, block[0], across, block[1])
+
+    def matrices_of(blocks: torch.Tensor) -> torch.Tensor:
+        return blocks.view(-1, bands * block[0], across * block[1])[:, :rows, :columns]
+
+    wide = blocks_of(param).float()  # The parameter itself where it is float32 and needs no padding.
+    values = []
+    for codes, scales, signed in books:
+        of_blocks = region.scales(scales).view(-1, bands, 1, across, 1)
+        values.append(dequantize(blocks_of(codes), of_blocks, code_book(code, signed, device)))
+        padded = values[-1].view(-1, bands * block[0], across * block[1])
+        padded[:, rows:] = 0.0  # Code 0 is no 0.
+        padded[:, :, columns:] = 0.0
+    numbers.update(wide, blocks_of(gradient).float(), *values)
+    for moment, (codes, scales, signed) in zip(values, books):
+        quantized, maxima = quantize(moment, (2, 4), midpoints(code, signed, device))
+        region.of(codes).copy_(matrices_of(quantized))
+        region.scales(scales).copy_(maxima.view(region.grid))
+    updated = matrices_of(wide)
+    if numbers.rounding_key is not None:
+        updated = round_to_bfloat16(updated, region.indices(device), numbers.rounding_key)
+    if updated.data_ptr() != region.of(param).data_ptr():
+        region.of(param).copy_(updated)

@@ -1,0 +1,265 @@
+"""Blocks of matrices: which parameters have them, how they lie over ranks, and where they are in a local tensor.
+
+Everything is decided from the global shape, never from a local shard, so that numerics do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from torch_ragged._ownership import row_major
+from torch_ragged.granularity import Granularity, blocks
+from torch_ragged.optim._gather import Placed
+from torch_ragged.placement_types import RaggedShard, StridedRaggedShard, normalize_placements
+
+__all__ = ["BlockPolicy", "Region", "aligned_placements", "flat_indices", "grid_placements", "regions_of"]
+
+_MOST_SCALES = 0.1
+"""Bytes of scales per element at most: parameters whose matrices are too narrow for it are not blocked."""
+
+
+@dataclass(frozen=True)
+class BlockPolicy:
+    """Which parameters are cut into blocks, and how: what 8-bit optimizers quantise by, and an ``orig_param_policy``.
+
+    Handed to ``fully_shard(..., orig_param_policy=policy)`` it keeps every block whole on one rank, so that the optimizer needs
+    no communication. Parameters of two dimensions, or of three (a stack of matrices), have blocks if they have at least
+    ``min_numel`` elements and their matrices fill the blocks well enough that scales add at most 0.1 byte per element. Blocks
+    at the lower and the right edge of a matrix may be smaller; none straddles two matrices.
+
+    Args:
+        block: height and width of a block; one number is the width of flat blocks, which lie within a row.
+        min_numel: parameters of fewer elements are not blocked.
+
+    Raises:
+        ValueError: a size is not a positive integer.
+    """
+
+    block: tuple[int, int] = (32, 32)
+    min_numel: int = 4096
+
+    def __post_init__(self) -> None:
+        given = self.block
+        block = (1, given) if isinstance(given, int) and not isinstance(given, bool) else given
+        is_pair = isinstance(block, tuple) and len(block) == 2
+        if not is_pair or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in block):
+            raise ValueError(f"block must be a positive integer or a pair of them (height, width), got {given!r}")
+        if not isinstance(self.min_numel, int) or self.min_numel < 0:
+            raise ValueError(f"min_numel must be a number of elements, got {self.min_numel!r}")
+        object.__setattr__(self, "block", block)
+
+    def __call__(self, fqn: str, param: torch.Tensor) -> Optional[Granularity]:
+        """The granularity that keeps the parameter's blocks whole; None where it has none."""
+        return blocks(*self.block) if self.is_blocked(tuple(param.shape)) else None
+
+    def is_blocked(self, shape: Sequence[int]) -> bool:
+        """Whether a parameter of this global shape has blocks."""
+        numel = math.prod(shape)
+        if len(shape) not in (2, 3) or numel < max(self.min_numel, 1):
+            return False
+        return 2 * 4 * math.prod(self.grid(shape)) <= _MOST_SCALES * numel
+
+    def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The number of blocks along each dimension; leading dimensions of a stack stay."""
+        height, width = self.block
+        return (*shape[:-2], -(-shape[-2] // height), -(-shape[-1] // width))
+
+
+# --- how blocks lie over ranks --------------------------------------------------------------------------------------
+
+
+def grid_placements(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], policy: BlockPolicy
+) -> tuple[Placement, ...] | None:
+    """How the grid of blocks is placed if each rank holds whole blocks under ``placements``; None if some block is cut."""
+    piece, result = list(shape), list[Placement]()
+    is_even, factor, has_run = True, 1, False
+    for placement, size in zip(normalize_placements(placements, shape, mesh_shape), mesh_shape):
+        if isinstance(placement, _StridedShard):
+            return None
+        if isinstance(placement, Shard):
+            dim = placement.dim
+            if not (dim == 0 and factor > 1):  # Else it chooses among the pieces of a strided run.
+                unit = policy.block[dim - len(shape) + 2] if dim >= len(shape) - 2 else 1
+                chunk = -(-piece[dim] // size)
+                if chunk % unit and chunk < piece[dim]:
+                    return None
+                is_even &= piece[dim] % size == 0
+                piece[dim] = chunk
+            result.append(placement)
+        elif isinstance(placement, (RaggedShard, StridedRaggedShard)):
+            factor = placement.split_factor if isinstance(placement, StridedRaggedShard) else 1
+            run = _grid_run(placement, (piece[0] // factor, *piece[1:]), factor, policy)
+            if run is None:
+                return None
+            has_run = True
+            result.append(run)
+        else:
+            result.append(placement)
+    if has_run and not is_even:
+        return None
+    return normalize_placements(tuple(result), policy.grid(shape), mesh_shape)
+
+
+def _grid_run(
+    placement: RaggedShard | StridedRaggedShard, piece: tuple[int, ...], factor: int, policy: BlockPolicy
+) -> Placement | None:
+    """The same cut of the grid of ``piece``, where it falls between bands of blocks everywhere."""
+    height, ndims = policy.block[0], len(placement.dims)
+    if factor > 1 and len(piece) == 2 and piece[0] % height:
+        return None  # Pieces of a strided run would share a band.
+    rows, columns = piece[-2:]
+    bands, edge = -(-rows // height), 0
+    unit = math.prod(piece) // sum(placement.local_units)
+    edges = [0]
+    for units in placement.local_units:
+        edge += unit * units
+        row, within = divmod(edge, columns)
+        matrix, row = divmod(row, rows)
+        if within or row % height:
+            return None
+        edges.append(matrix * bands + row // height)
+    if ndims <= len(piece) - 2:
+        return placement
+    dims, units_of = tuple(range(len(piece) - 1)), tuple(b - a for a, b in zip(edges, edges[1:]))
+    return RaggedShard(dims, units_of) if factor == 1 else StridedRaggedShard(dims, units_of, factor)
+
+
+def aligned_placements(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: Sequence[Placement], policy: BlockPolicy
+) -> tuple[Placement, ...]:
+    """Placements near to ``placements`` that cut no block: one mesh dimension shares the bands out, others replicate."""
+    cutting = next((i for i, p in enumerate(placements) if not isinstance(p, Replicate)), 0)
+    rows, height = shape[-2], policy.block[0]
+    bands = -(-rows // height)
+    total, ranks = bands * math.prod(shape[:-2]), mesh_shape[cutting]
+
+    def first_row(band: int) -> int:
+        return band // bands * rows + band % bands * height
+
+    edges = [first_row(total * rank // ranks) for rank in range(ranks + 1)]
+    run = RaggedShard(tuple(range(len(shape) - 1)), tuple(b - a for a, b in zip(edges, edges[1:])))
+    return tuple(run if i == cutting else Replicate() for i in range(len(mesh_shape)))
+
+
+# --- where blocks are in a local tensor -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of a local tensor that is made of whole blocks, in storage order.
+
+    Attributes:
+        start: where it begins in the flat local tensor; it is contiguous.
+        sizes: matrices, rows, columns.
+        origin: the flat index, in the global tensor, of its first element.
+        strides: of the global tensor: elements from one matrix, row and column to the next.
+        first_block: where its scales begin in the flat local grid.
+        grid: blocks along each size.
+    """
+
+    start: int
+    sizes: tuple[int, int, int]
+    origin: int
+    strides: tuple[int, int, int]
+    first_block: int
+    grid: tuple[int, int, int]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The region of a flat local tensor, as a (matrices, rows, columns) view."""
+        return flat[self.start : self.start + self.numel].view(self.sizes)
+
+    def scales(self, flat: torch.Tensor) -> torch.Tensor:
+        """The scales of its blocks, of a flat local grid, as a view."""
+        return flat[self.first_block : self.first_block + math.prod(self.grid)].view(self.grid)
+
+    def indices(self, device: torch.device) -> torch.Tensor:
+        """The flat global index of every element, int64."""
+        return _indices(self.origin, self.sizes, self.strides, device)
+
+
+def flat_indices(placed: Placed, coordinate: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The flat global index of every element of a local tensor, int64, flat."""
+    mine, strides = placed.owned(coordinate), row_major(placed.shape)
+    result = torch.empty(mine.numel, dtype=torch.int64, device=device)
+    for box in mine.boxes:
+        origin = sum(offset * stride for offset, stride in zip(box.offsets, strides))
+        result.as_strided(box.sizes, box.local_strides, box.local_offset).copy_(_indices(origin, box.sizes, strides, device))
+    return result
+
+
+def _indices(origin: int, sizes: Sequence[int], strides: Sequence[int], device: torch.device) -> torch.Tensor:
+    result = torch.full((1,) * len(sizes), origin, dtype=torch.int64, device=device)
+    for dim, (size, stride) in enumerate(zip(sizes, strides)):
+        shape = [1] * len(sizes)
+        shape[dim] = size
+        result = result + (torch.arange(size, device=device) * stride).view(shape)
+    return result
+
+
+def regions_of(placed: Placed, coordinate: tuple[int, ...], policy: BlockPolicy, most: int = 1 << 22) -> list[Region]:
+    """What the rank at ``coordinate`` holds of a parameter, as regions of whole blocks of about ``most`` elements at most.
+
+    Only for placements that :func:`grid_placements` accepts.
+    """
+    return [part for region in _whole_regions(placed, coordinate, policy) for part in _split(region, policy, most)]
+
+
+def _whole_regions(placed: Placed, coordinate: tuple[int, ...], policy: BlockPolicy) -> Iterator[Region]:
+    rows, columns = placed.shape[-2:]
+    (height, width), block = policy.block, 0
+    for box in placed.owned(coordinate).boxes:
+        if not box.numel:
+            continue
+        matrix, row, column = box.offsets if len(placed.shape) == 3 else (0, *box.offsets)
+        sizes: Any = box.sizes if len(placed.shape) == 3 else (1, *box.sizes)
+        for at, size, full, unit in ((row, sizes[1], rows, height), (column, sizes[2], columns, width)):
+            assert at % unit == 0 and (at + size == full or size % unit == 0), "a block is cut"
+        grid = (sizes[0], -(-sizes[1] // height), -(-sizes[2] // width))
+        origin, strides = (matrix * rows + row) * columns + column, (rows * columns, columns, 1)
+        yield Region(box.local_offset, sizes, origin, strides, block, grid)
+        block += math.prod(grid)
+
+
+def _split(region: Region, policy: BlockPolicy, most: int) -> Iterator[Region]:
+    """Cut a large region between matrices, and a large matrix between bands."""
+    (count, rows, columns), (_, bands, across) = region.sizes, region.grid
+    if region.numel <= most:
+        yield region
+    elif count > 1:
+        per = max(1, most // (rows * columns))
+        for first in range(0, count, per):
+            some = min(per, count - first)
+            part = Region(
+                region.start + first * rows * columns,
+                (some, rows, columns),
+                region.origin + first * region.strides[0],
+                region.strides,
+                region.first_block + first * bands * across,
+                (some, bands, across),
+            )
+            yield from _split(part, policy, most)
+    else:
+        height = policy.block[0]
+        per = max(1, most // (height * columns))
+        for band in range(0, bands, per):
+            some, row = min(per, bands - band), band * height
+            yield Region(
+                region.start + row * columns,
+                (1, min(some * height, rows - row), columns),
+                region.origin + row * region.strides[1],
+                region.strides,
+                region.first_block + band * across,
+                (1, some, across),
+            )

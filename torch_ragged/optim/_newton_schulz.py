@@ -1,0 +1,62 @@
+"""Newton-Schulz orthogonalisation of batches of matrices, bitwise what ``torch.optim.Muon`` computes for each."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["COEFFICIENTS", "EPS", "STEPS", "newton_schulz", "newton_schulz_cost"]
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+EPS = 1e-7
+STEPS = 5
+
+
+def newton_schulz_cost(rows: int, columns: int, steps: int = STEPS) -> float:
+    """Floating-point operations of the iteration: per step, with m <= n, two products of 2 m m n and one of 2 m m m."""
+    m, n = min(rows, columns), max(rows, columns)
+    return float(steps * (4 * m * m * n + 2 * m**3))
+
+
+def newton_schulz(
+    matrices: torch.Tensor,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    steps: int = STEPS,
+    eps: float = EPS,
+    batched: bool = True,
+) -> torch.Tensor:
+    """The quintic iteration of Muon on each matrix: nearly the orthogonal factor of its polar decomposition.
+
+    Source: K. Jordan, "Muon", 2024; the operations are those of ``torch.optim.Muon``, in the same order and in bfloat16.
+
+    Args:
+        matrices: (B, rows, columns), any floating dtype; not changed.
+        coefficients, steps, eps: as ``ns_coefficients``, ``ns_steps`` and ``eps`` of ``torch.optim.Muon``.
+        batched: one product for all matrices; False: one after another, the very kernels of ``torch.optim.Muon``. On CPU both
+            give the same bits; on a GPU the library may choose another kernel for another number of matrices.
+
+    Returns:
+        (B, rows, columns) in bfloat16.
+    """
+    if not batched and len(matrices) > 1:
+        return torch.cat([newton_schulz(one, coefficients, steps, eps) for one in matrices.split(1)])
+    a, b, c = coefficients
+    rows, columns = matrices.shape[-2:]
+    x = matrices.to(torch.bfloat16, copy=True)
+    if rows > columns:
+        x = x.mT
+    for one in x:  # A norm over one matrix at a time: a reduction's order of additions may depend on the batch.
+        one.div_(one.norm().clamp(min=eps))
+    if len(x) == 1:
+        return _iterate(x[0], a, b, c, steps, rows > columns).unsqueeze(0)
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if rows > columns else x
+
+
+def _iterate(x: torch.Tensor, a: float, b: float, c: float, steps: int, transposed: bool) -> torch.Tensor:
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if transposed else x
