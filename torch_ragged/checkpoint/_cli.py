@@ -21,6 +21,8 @@ from torch_ragged.debug import visualize_sharding
 
 __all__ = ["main"]
 
+_HIDDEN = {"objects", "rng"}  # Pickled values and random states are told of, but not as tensors.
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv``. Returns 0; 1 if a checkpoint is damaged, checkpoints differ or there is none."""
@@ -65,7 +67,8 @@ def _inspect(path: Path, pattern: str, draw: bool) -> int:
         ("files", f"{len(manifest.files)}, {_bytes(manifest.nbytes)}"),
     ]
     _table(rows)
-    tensors = {name: t for name, t in sorted(manifest.tensors.items()) if fnmatch.fnmatchcase(name, pattern)}
+    named = sorted((name, t) for name, t in manifest.tensors.items() if name.partition(".")[0] not in _HIDDEN)
+    tensors = {name: t for name, t in named if fnmatch.fnmatchcase(name, pattern)}
     print()
     if not tensors:
         print(f"no tensor is named {pattern}")
@@ -145,7 +148,7 @@ def _parameters(manifest: Manifest) -> int:
 
 def _parts(manifest: Manifest) -> list[str]:
     """``model``, ``optimizer`` and the like, with the number of their tensors."""
-    parts = sorted({name.partition(".")[0] for name in manifest.tensors} - {"objects", "rng"})
+    parts = sorted({name.partition(".")[0] for name in manifest.tensors} - _HIDDEN)
     counts = {part: sum(name.startswith(part + ".") for name in manifest.tensors) for part in parts}
     return [f"{part} ({count} tensors)" for part, count in counts.items()]
 

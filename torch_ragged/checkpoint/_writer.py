@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from torch_ragged._checkpoint import own_storage
 from torch_ragged.checkpoint._errors import CheckpointError, listed
 from torch_ragged.checkpoint._files import BLOCK, FileRecord, HashingFileSystem, check_blocks, check_size
 from torch_ragged.checkpoint._folder import incomplete_of, publish
@@ -41,18 +42,7 @@ class SavePlannerOfViews(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         value = super().transform_object(write_item, object)
-        return _own_storage(value) if isinstance(value, torch.Tensor) else value
-
-
-def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The contiguous tensor, as the whole of a storage where it is on the CPU; its memory where it was contiguous."""
-    tensor = tensor.detach().contiguous()
-    storage = tensor.untyped_storage()
-    if tensor.device.type != "cpu" or storage.nbytes() == tensor.nbytes or not tensor.nbytes:
-        return tensor
-    start = tensor.storage_offset() * tensor.element_size()
-    part = storage[start : start + tensor.nbytes]
-    return torch.empty(0, dtype=tensor.dtype).set_(part, 0, tensor.shape, tensor.stride())
+        return own_storage(value.detach().contiguous()) if isinstance(value, torch.Tensor) else value
 
 
 class CheckpointWriter(FileSystemWriter):
