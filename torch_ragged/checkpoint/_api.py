@@ -67,7 +67,7 @@ def save(path: str | os.PathLike[str], state: TrainState, *, process_group: dist
                 no_dist=not dist.is_initialized(),
             )
     except CheckpointError:
-        _clean_up(folder, process_group)
+        agree(lambda: _clean_up(folder, process_group), what, process_group)  # Gone when the first rank raises.
         raise
     return folder
 

@@ -44,10 +44,7 @@ class _HashingFile:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        try:
-            written = self.raw.write(view)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        written = self.raw.write(view)
         if written is not None and written != len(view):
             raise OSError(errno.EIO, f"only {written} of {len(view)} bytes were taken", str(self.path))
         while len(view):
@@ -62,10 +59,7 @@ class _HashingFile:
         return len(memoryview(data).cast("B"))
 
     def flush(self) -> None:
-        try:
-            self.raw.flush()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        self.raw.flush()
 
     def tell(self) -> int:
         return self.nbytes
@@ -93,9 +87,12 @@ class HashingFileSystem(FileSystem):
                 yield stream
             return
         path = Path(path)
-        with path.open(mode) as stream:
-            hashing = _HashingFile(stream, path, self.block)
-            yield hashing
+        try:
+            with path.open(mode) as stream:
+                hashing = _HashingFile(stream, path, self.block)
+                yield hashing
+        except OSError as error:  # Writing, syncing and closing do not tell which file it was.
+            raise OSError(error.errno, error.strerror, str(path)) from error
         self.records[path.name] = hashing.record
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
