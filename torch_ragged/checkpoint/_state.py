@@ -76,7 +76,7 @@ class TrainState:
         for name, generator in self.rng.items():
             if not isinstance(generator, torch.Generator) or name in DEFAULT:
                 raise TypeError(
-                    f"TrainState.rng must map names, other than {', '.join(DEFAULT)}, to generators, got {name!r}: {generator!r}"
+                    f"TrainState.rng must map names, other than {', '.join(DEFAULT)}, to generators, got {name!r}: {generator}"
                 )
         try:
             same = json.loads(json.dumps(self.data_position))
