@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -124,11 +123,23 @@ def check_blocks(path: Path, record: FileRecord, blocks: Sequence[int] | None = 
     if not record.nbytes or not blocks:
         return []
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), record.nbytes, access=mmap.ACCESS_READ) as mapped:
-            with memoryview(mapped) as view:
-                return [b for b in blocks if zlib.crc32(view[b * record.block : (b + 1) * record.block]) != record.crc32[b]]
-    except (OSError, ValueError) as error:
+        with path.open("rb", buffering=0) as file:
+            return [block for block in blocks if _crc(file, block * record.block, record.block) != record.crc32[block]]
+    except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _crc(file: Any, start: int, nbytes: int) -> int:
+    """CRC-32 of a part of a file, or of what there is of it, through a small buffer."""
+    crc, buffer = 0, memoryview(bytearray(min(nbytes, 1 << 20)))
+    file.seek(start)
+    while nbytes:
+        count = file.readinto(buffer[: min(nbytes, len(buffer))])
+        if not count:
+            break
+        crc = zlib.crc32(buffer[:count], crc)
+        nbytes -= count
+    return crc
 
 
 def sync_folder(folder: Path) -> None:

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -167,11 +169,18 @@ def describe(tensor: torch.Tensor) -> TensorRecord:
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     if not isinstance(tensor, DTensor):
         return TensorRecord(shape, dtype)
-    mesh = tensor.device_mesh
-    ranks = tuple(mesh.mesh.flatten().tolist())
-    return TensorRecord(
-        shape, dtype, tuple(map(_placement_text, tensor.placements)), tuple(mesh.shape), mesh.mesh_dim_names or (), ranks
-    )
+    return TensorRecord(shape, dtype, tuple(map(_placement_text, tensor.placements)), *_mesh(tensor.device_mesh))
+
+
+_Mesh = tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]
+_meshes: WeakKeyDictionary[DeviceMesh, _Mesh] = WeakKeyDictionary()  # Asking a mesh for its ranks takes a while.
+
+
+def _mesh(mesh: DeviceMesh) -> _Mesh:
+    """Shape, names of dimensions and ranks."""
+    if mesh not in _meshes:
+        _meshes[mesh] = tuple(mesh.shape), tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.flatten().tolist())
+    return _meshes[mesh]
 
 
 def fingerprint(tensors: Mapping[str, TensorRecord]) -> str:

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
+from torch.utils.serialization import config as serialization_config
 
 from torch_ragged._checkpoint import own_storage
 from torch_ragged.checkpoint._errors import CheckpointError, listed
@@ -75,7 +75,8 @@ class CheckpointWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's chunks to one file, and read them back."""
-        results: list[Any] = super().write_data(plan, planner).value()
+        with serialization_config.patch("save.compute_crc32", False):  # Of the archives; files have checksums of their own.
+            results: list[Any] = super().write_data(plan, planner).value()
         for name, record in self.fs.records.items():
             problem = check_size(Path(self.path), name, record)
             if problem or check_blocks(Path(self.path) / name, record):
@@ -84,10 +85,11 @@ class CheckpointWriter(FileSystemWriter):
         mine = {item.index.fqn for item in plan.items}
         tensors = {}
         for name, value in planner.state_dict.items():  # type: ignore[attr-defined]
-            if isinstance(value, DTensor) and rank == int(value.device_mesh.mesh.min()):
-                tensors[name] = describe(value)
-            elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and name in mine:
-                tensors[name] = describe(value)
+            if not isinstance(value, torch.Tensor):
+                continue
+            record = describe(value)
+            if rank == min(record.mesh_ranks) if record.mesh_ranks else name in mine:
+                tensors[name] = record
         future: Future[list[WriteResult]] = Future()
         results.append(_Report(dict(self.fs.records), tensors, self.rng))
         future.set_result(results)
