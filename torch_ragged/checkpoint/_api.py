@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import warnings
@@ -189,7 +190,7 @@ def _prepare(folder: Path, state: TrainState, group: dist.ProcessGroup | None) -
     manifest = Manifest(
         step=state.step,
         consumed_tokens=state.consumed_tokens,
-        data_position=state.data_position,
+        data_position=copy.deepcopy(state.data_position),  # Training goes on while a background save has not written it.
         objects=objects_of(state),
     )
     writer = CheckpointWriter(folder, manifest, rng_checksums(states))
