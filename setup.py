@@ -1,6 +1,7 @@
 from setuptools import find_packages, setup
 
-_TEST = ["pytest", "hypothesis", "expecttest", "numpy"]
+_HF = ["safetensors"]
+_TEST = ["pytest", "hypothesis", "expecttest", "numpy", *_HF]
 _DEMO = ["tqdm", "matplotlib", "numpy"]
 _VIZ = ["matplotlib"]
 
@@ -17,6 +18,7 @@ setup(
         "demo": _DEMO,
         "test": [*_TEST, *_DEMO],
         "docs": _VIZ,
+        "hf": _HF,
         "viz": _VIZ,
         "dev": [*_TEST, *_DEMO, "ruff", "mypy"],
     },

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 examples/train_moe.py --steps 150 --checkpoint out/checkpoint
     torchrun --nproc-per-node 2 examples/train_moe.py --steps 180 --resume out/checkpoint
 
-The first trains on 4 ranks and saves; the second goes on from there on 2. Both write out/loss.png and out/report.json.
+The first trains on 4 ranks and saves every --save-every steps and at the end; the second goes on from the last complete
+checkpoint on 2, also if the first was killed, at whatever moment. Both write out/loss.png and out/report.json.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from byte_data import ByteData, load_bytes, unigram_entropy
 from moe import MoEConfig, MoETransformer
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
+from torch_ragged import checkpoint
 from torch_ragged.fsdp import (
     MixedPrecisionPolicy,
     OrigParamPolicy,
@@ -43,7 +42,6 @@ from torch_ragged.fsdp import (
 )
 from torch_ragged.optim import AdamW8bit, Muon, Shampoo, matrix_groups
 
-_META = "train_moe.json"
 OPTIMIZERS = ("adamw", "muon", "adam8bit", "shampoo")
 
 
@@ -74,8 +72,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype to compute in (default: %(default)s)")
     add("--untied", action="store_true", help="give the head a weight of its own")
     add("--keep-unsharded", action="store_true", help="keep gathered parameters between forward and backward")
-    add("--checkpoint", type=Path, help="folder to save the checkpoint to at the end")
-    add("--resume", type=Path, help="checkpoint to go on from, at any number of ranks")
+    add("--checkpoint", type=Path, help="folder to save checkpoints to")
+    add(
+        "--save-every",
+        type=int,
+        default=50,
+        help="steps between checkpoints; one is saved at the end too (default: %(default)s)",
+    )
+    add("--keep", type=int, default=2, help="checkpoints to keep, the newest ones (default: %(default)s)")
+    add("--resume", type=Path, help="folder of checkpoints whose last to go on from, or one of them; at any number of ranks")
     add("--out", type=Path, default=Path("out"), help="folder of loss.png and report.json (default: %(default)s)")
     add("--eval-every", type=int, default=25, help="steps between held-out evaluations (default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of weights and data order (default: %(default)s)")
@@ -114,26 +119,10 @@ def check_args(args: argparse.Namespace) -> None:
         raise ValueError(f"--mesh {args.mesh}, but {ranks} ranks were started: use torchrun --nproc-per-node {args.mesh}")
     if args.batch % ranks:
         raise ValueError(f"--batch {args.batch} does not divide over {ranks} ranks")
-    if args.steps < 1:
-        raise ValueError(f"--steps {args.steps}: expected at least 1")
+    for name in ("steps", "save_every", "keep"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1")
     policy_of(args.granularity)
-
-
-def read_meta(path: Path, config: MoEConfig) -> dict[str, Any]:
-    """What this script wrote beside a checkpoint; refuses folders that are none of its own or of another model."""
-    if not path.is_dir():
-        raise ValueError(f"--resume {path}: there is no such checkpoint")
-    if not (path / _META).is_file() or not (path / ".metadata").is_file():
-        raise ValueError(f"--resume {path}: not a checkpoint of train_moe (no {_META} or .metadata in it)")
-    try:
-        meta = json.loads((path / _META).read_text())
-        saved = meta["model"]
-        meta["history"]["steps"], meta["step"], meta["batch"], meta["seed"]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"--resume {path}: {_META} is damaged ({error!r})") from error
-    if saved != dataclasses.asdict(config):
-        raise ValueError(f"--resume {path}: checkpoint of another model {saved}, expected {dataclasses.asdict(config)}")
-    return meta
 
 
 class Trainer:
@@ -191,43 +180,39 @@ class Trainer:
             dist.all_reduce(value)
         return value.item() / self.ranks
 
-    def state(self) -> dict[str, Any]:
-        """Everything that a checkpoint holds, tensors sharded as they are."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        progress = torch.tensor([self.step, self.data.position])
-        rng = {"data": self.data.generator.get_state(), "torch": torch.get_rng_state()}
-        return {"model": model, "optimizer": optimizer, "progress": progress, "rng": rng}
+    def train_state(self) -> checkpoint.TrainState:
+        """Everything that a checkpoint holds. The data's generator is one of the run's own."""
+        return checkpoint.TrainState(
+            self.model,
+            self.optimizer,
+            step=self.step,
+            consumed_tokens=self.data.position * self.config.context,
+            data_position=self.data.position,
+            rng={"data": self.data.generator},
+            extra={"config": dataclasses.asdict(self.config), "history": self.history, "batch": self.args.batch},
+        )
 
-    def save(self, path: Path) -> None:
-        """Write beside ``path``, then rename: a checkpoint is complete or not there."""
-        beside = path.with_name(path.name + ".incomplete")
-        if self.rank == 0:
-            shutil.rmtree(beside, ignore_errors=True)
-        dist.barrier()
-        dcp.save(self.state(), checkpoint_id=beside)
-        if self.rank == 0:
-            meta = {
-                "model": dataclasses.asdict(self.config),
-                "step": self.step,
-                "batch": self.args.batch,
-                "seed": self.args.seed,
-                "ranks": self.ranks,
-                "history": self.history,
-            }
-            (beside / _META).write_text(json.dumps(meta))
-            shutil.rmtree(path, ignore_errors=True)
-            beside.rename(path)
-        dist.barrier()
+    def save(self) -> None:
+        """Save a checkpoint: complete or not there."""
+        checkpoint.save(self.args.checkpoint, self.train_state())
+        checkpoint.keep(self.args.checkpoint, self.args.keep)
+        self.watch.restart()
 
-    def load(self, path: Path, meta: dict[str, Any]) -> None:
-        state = self.state()
-        dcp.load(state, checkpoint_id=path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        self.step, self.data.position = state["progress"].tolist()
-        self.data.generator.set_state(state["rng"]["data"])
-        torch.set_rng_state(state["rng"]["torch"])
-        self.history = meta["history"]
+    def load(self, path: Path) -> checkpoint.Manifest:
+        """Go on from a checkpoint.
+
+        Raises:
+            SystemExit: there is none, or it is damaged or of another model.
+        """
+        state = self.train_state()
+        try:
+            manifest = checkpoint.load(path, state)
+        except checkpoint.CheckpointError as error:  # On every rank.
+            dist.destroy_process_group()
+            raise SystemExit(f"train_moe: --resume {path}: {error}") from error
+        self.step, self.data.position, self.history = state.step, state.data_position, state.extra["history"]
         self.history["resumed_at"].append(self.step)
+        return manifest
 
 
 def train(trainer: Trainer, steps: int) -> dict[str, Any]:
@@ -248,6 +233,8 @@ def train(trainer: Trainer, steps: int) -> dict[str, Any]:
             history["eval_steps"].append(trainer.step)
             history["held_out"].append(trainer.evaluate())
             watch.restart()
+        if trainer.args.checkpoint and (trainer.step % trainer.args.save_every == 0 or trainer.step == steps):
+            trainer.save()
     bar.close()
     watch.close()
     seconds = total["step_s"]
@@ -304,7 +291,6 @@ def main() -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     config = MoEConfig(tied=not args.untied)
     agree(lambda: check_args(args))
-    meta = agree(lambda: read_meta(args.resume, config) if args.resume else None)
     train_bytes, held_out = agree(lambda: load_bytes(args.data))
     trainer = agree(lambda: Trainer(args, config, train_bytes, held_out))
     unigram = unigram_entropy(train_bytes, held_out)
@@ -312,22 +298,20 @@ def main() -> None:
         print(f"{sum(p.numel() for p in trainer.model.parameters()):,} parameters; {train_bytes.numel():,} bytes to train on")
         for name, layout in buffer_layouts(trainer.model).items():
             print("  " + layout.describe(name, 4))
-    if meta is not None:
-        trainer.load(args.resume, meta)
-        again, saved = trainer.evaluate(), trainer.history["held_out"][-1]
+    begin = 0
+    if args.resume:
+        manifest = trainer.load(args.resume)
+        begin, again = trainer.step, trainer.evaluate()
         if trainer.rank == 0:
-            print(
-                f"resumed step {trainer.step} of {meta['ranks']} ranks on {trainer.ranks}: held-out {saved:.6f} -> {again:.6f}"
-            )
+            known = dict(zip(trainer.history["eval_steps"], trainer.history["held_out"]))
+            before = f"{known[begin]:.6f} -> " if begin in known else ""
+            print(f"resumed step {begin} of {manifest.world_size} ranks on {trainer.ranks}: held-out {before}{again:.6f}")
         agree(lambda: _check_steps(args, trainer.step))
     result = train(trainer, args.steps)
-    if meta is not None and trainer.rank == 0:
-        begin = len(trainer.history["train"]) - (trainer.step - meta["step"])
+    if args.resume and trainer.rank == 0:
         losses = [f"{loss:.3f}" for loss in trainer.history["train"]]
         before, after = " ".join(losses[max(0, begin - 5) : begin]), " ".join(losses[begin : begin + 5])
         print(f"losses before the resume ... {before} | after {after} ...")
-    if args.checkpoint:
-        trainer.save(args.checkpoint)
     if trainer.rank == 0:
         print(memory_report(trainer.model, trainer.optimizer))
         report(trainer, result, unigram)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch_ragged._ownership import Box, owned, row_major
 from torch_ragged.placement_types import cuts_of
 
-__all__ = ["create_chunk_list", "create_write_items", "get_tensor_shard", "owned_boxes"]
+__all__ = ["copy_from_full", "create_chunk_list", "create_write_items", "get_tensor_shard", "own_storage", "owned_boxes"]
 
 
 def owned_boxes(tensor: DTensor) -> tuple[Box, ...]:
@@ -60,5 +60,31 @@ def get_tensor_shard(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
     local = tensor.detach().to_local()
     for box in owned_boxes(tensor):
         if index.offset is None or tuple(index.offset) == box.offsets:
-            return local.as_strided(box.sizes, box.local_strides, local.storage_offset() + box.local_offset)
+            return own_storage(_view(local, box))
     raise ValueError(f"{index.fqn}: this rank holds no chunk at offset {index.offset} of {tuple(tensor.shape)}")
+
+
+def copy_from_full(tensor: DTensor, full: torch.Tensor) -> None:
+    """Fill this rank's shard of ``tensor`` from a tensor of its global shape that every rank has. No communication."""
+    local = tensor.detach().to_local()
+    for box in owned_boxes(tensor):
+        part = full[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))]
+        _view(local, box).copy_(part)
+
+
+def _view(local: torch.Tensor, box: Box) -> torch.Tensor:
+    return local.as_strided(box.sizes, box.local_strides, local.storage_offset() + box.local_offset)
+
+
+def own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as the whole of a storage: DCP copies whatever is only a part of one before it writes it.
+
+    Only where that is on the CPU and contiguous. Writes through it do not count in the version of the tensor that was viewed.
+    """
+    storage = view.untyped_storage()
+    is_plain = type(view) is torch.Tensor and view.device.type == "cpu" and view.is_contiguous()
+    if not is_plain or not view.nbytes or storage.nbytes() == view.nbytes:
+        return view
+    start = view.storage_offset() * view.element_size()
+    part = storage[start : start + view.nbytes]
+    return torch.empty(0, dtype=view.dtype).set_(part, 0, view.shape, view.stride())

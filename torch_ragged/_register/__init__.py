@@ -10,7 +10,15 @@ from __future__ import annotations
 
 import torch
 
-from torch_ragged._register import _api, _dispatch, _distributed_c10d, _random, _redistribute  # noqa: F401  (they add hooks)
+from torch_ragged._register import (  # noqa: F401  (they add their hooks)
+    _api,
+    _dispatch,
+    _distributed_c10d,
+    _hf_storage,
+    _random,
+    _redistribute,
+    _state_dict_utils,
+)
 from torch_ragged._register._hook import Hook, hooks
 
 __all__ = ["Hook", "hooks", "register", "registration_report"]

@@ -215,6 +215,22 @@ def _install_cache_key() -> None:
 
 
 @hook(
+    "DTensor.data_ptr",
+    "around a view into a buffer it gives the view's offset, which copy.deepcopy takes for memory of its own",
+    CHECKPOINT,
+    lambda: callable(DTensor.data_ptr),
+)
+def _install_data_ptr() -> None:
+    original = DTensor.data_ptr
+
+    @functools.wraps(original)
+    def data_ptr(self):  # type: ignore[no-untyped-def]
+        return 0 if has_ragged(self.placements) else original(self)
+
+    DTensor.data_ptr = data_ptr  # type: ignore[method-assign]
+
+
+@hook(
     "DTensor.__create_write_items__, __create_chunk_list__, __get_tensor_shard__",
     "several chunks per rank in checkpoints",
     CHECKPOINT,

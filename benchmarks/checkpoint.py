@@ -1,0 +1,157 @@
+"""Time to save and load a checkpoint, beside FSDP2 with torch.distributed.checkpoint (DCP): same model, same ranks, one run.
+
+    PYTHONPATH=. python benchmarks/checkpoint.py [--json PATH] [--ranks 2] [--rounds 9] [--dim 1024] [--layers 4]
+
+Model and AdamW states of a small transformer are saved and loaded by turns, each round in another order:
+
+    FSDP2, DCP            torch's fully_shard, get_state_dict, dcp.save; dcp.load, set_state_dict
+    ragged, DCP           the same calls on a model of torch_ragged.fsdp
+    ragged, checkpoint    torch_ragged.checkpoint.save and load, which also verify checksums of every byte
+
+Wall time from when all ranks begin until the last one is done, files synced to disk. Loads find the files in the page cache.
+Memory is the growth of the peak resident memory over one save (VmHWM), as a share of what the rank saves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from common import print_table, write_json
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from torch_ragged import checkpoint
+from torch_ragged.fsdp import fully_shard
+
+
+def build(options: argparse.Namespace, shard: Callable[..., Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model, sharded, and its optimizer with states."""
+    torch.manual_seed(0)
+    dim = options.dim
+    layer = lambda: nn.TransformerEncoderLayer(dim, 8, 4 * dim, batch_first=True)  # noqa: E731
+    model = nn.Sequential(nn.Embedding(4 * dim, dim), *(layer() for _ in range(options.layers)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model[1:]:
+        shard(block, mesh=mesh)
+    shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    get_state_dict(model, optimizer)  # Makes the states.
+    return model, optimizer
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Callable[[Path], Any], Callable[[Path], Any]]:
+    def save(path: Path) -> None:
+        parameters, states = get_state_dict(model, optimizer)
+        dcp.save({"model": parameters, "optimizer": states}, checkpoint_id=path)
+
+    def load(path: Path) -> None:
+        parameters, states = get_state_dict(model, optimizer)
+        state = {"model": parameters, "optimizer": states}
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    return save, load
+
+
+def contract(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Callable[[Path], Any], Callable[[Path], Any]]:
+    state = checkpoint.TrainState(model, optimizer)
+    return lambda path: checkpoint.save(path, state), lambda path: checkpoint.load(path, state)
+
+
+def timed(function: Callable[[Path], Any], path: Path) -> float:
+    """Seconds until the slowest rank is done."""
+    dist.barrier()
+    start = time.perf_counter()
+    function(path)
+    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def peak_growth(function: Callable[[Path], Any], path: Path) -> int:
+    """Bytes by which the peak resident memory of this process rises above what it holds now."""
+
+    def status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    function(path)
+    return status("VmHWM") - before
+
+
+def measure(rank: int, store: str, folder: str, options: argparse.Namespace, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, options.ranks), rank=rank, world_size=options.ranks)
+    ours, theirs = build(options, fully_shard), build(options, torch_fully_shard)
+    ways = {"FSDP2, DCP": plain(*theirs), "ragged, DCP": plain(*ours), "ragged, checkpoint": contract(*ours)}
+    nbytes = 3 * sum(p.numel() * p.element_size() for p in ours[0].parameters())
+    times: dict[tuple[str, str], list[float]] = {(name, what): [] for name in ways for what in ("save", "load")}
+    names = list(ways)
+    for turn in range(-1, options.rounds):  # The first is to warm up.
+        for index in range(len(names)):
+            name = names[(turn + index) % len(names)]
+            path = Path(folder) / name.replace(", ", "-")
+            if rank == 0:
+                shutil.rmtree(path, ignore_errors=True)
+                os.sync()
+            found = [timed(ways[name][0], path), timed(ways[name][1], path)]
+            if turn >= 0:
+                for what, seconds in zip(("save", "load"), found):
+                    times[name, what].append(seconds)
+    growth = {
+        name: peak_growth(save, Path(folder) / f"memory-{name}") / (nbytes / options.ranks) for name, (save, _) in ways.items()
+    }
+    if rank == 0:
+        results.put((nbytes, times, growth))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="write the results to this file too")
+    for name, default in (("ranks", 2), ("rounds", 9), ("dim", 1024), ("layers", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
+    parser.add_argument("--folder", help="where to write (default: a temporary folder)")
+    options = parser.parse_args()
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        results = context.Queue()
+        arguments = (f"{folder}/store", folder, options, results)
+        ranks = [context.Process(target=measure, args=(rank, *arguments)) for rank in range(options.ranks)]
+        for process in ranks:
+            process.start()
+        nbytes, times, growth = results.get()
+        for process in ranks:
+            process.join()
+    rows = []
+    for name in growth:
+        row: dict[str, Any] = {"way": name}
+        for what in ("save", "load"):
+            base = times["FSDP2, DCP", what]
+            ratios = [mine / theirs for mine, theirs in zip(times[name, what], base)]
+            row |= {f"{what} s": statistics.median(times[name, what]), f"{what} ratio": statistics.median(ratios)}
+        rows.append({**row, "memory": growth[name]})
+    title = f"torch {torch.__version__}: {nbytes / 1e6:.0f} MB on {options.ranks} ranks, medians of {options.rounds} rounds"
+    print_table(title, rows)
+    write_json(options.json, {"ranks": options.ranks, "rounds": options.rounds, "bytes": nbytes, "ways": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,407 @@
+"""torch_ragged.checkpoint: resumes to the bit, is complete or invisible, and says what is wrong before it changes anything."""
+
+import contextlib
+import errno
+import io
+import json
+import os
+import random
+import resource
+import tempfile
+import unittest
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoint_model import Model, make_state, train, values
+from common import error_of, run_ranks
+from torch.distributed.tensor.debug import CommDebugMode
+
+from torch_ragged import checkpoint
+from torch_ragged.checkpoint import _cli, _files
+from torch_ragged.checkpoint._manifest import _checksum
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+def run_whole(path, dropout):
+    """Train, with a checkpoint in the middle; what came after it is what a resume must give."""
+    state = make_state(0, dropout=dropout)
+    train(state, 3)
+    with CommDebugMode() as mode:
+        folder = checkpoint.save(path, state)
+    assert not any("reduce" in str(op) or "all_to_all" in str(op) for op in mode.get_comm_counts()), mode.get_comm_counts()
+    saved = values(state)
+    return str(folder), saved, train(state, 3), values(state)
+
+
+def resume(path, dropout):
+    state = make_state(1, dropout=dropout)
+    manifest = checkpoint.load(path, state)
+    assert (manifest.step, state.step, state.extra) == (3, 3, {"best": state.extra["best"]}) and state.extra["best"] is not None
+    assert state.model.unused not in state.optimizer.state  # It never had a gradient, and has no state now either.
+    loaded = values(state)
+    train_before = torch.get_rng_state()
+    losses = train(state, 3)
+    return loaded, losses, values(state), train_before
+
+
+def resume_running(path):
+    """Into a run that is under way: its own states and gradients give way."""
+    state = make_state(2)
+    train(state, 2)
+    state.model(torch.arange(4)).sum().backward()
+    checkpoint.load(path, state)
+    return values(state)
+
+
+def check_failed_saves(path):
+    """An error on one rank is one on all, and nothing is left of the checkpoint."""
+    rank = dist.get_rank()
+    state = make_state(0)
+    train(state, 1)
+    first = checkpoint.save(path, state)
+    train(state, 1)
+
+    class Bad:
+        def state_dict(self):
+            raise KeyError("no such thing") if rank == 1 else None
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    def check(text, *words):
+        assert text.startswith("CheckpointError") and all(word in text for word in words), text
+        assert sorted(os.listdir(path)) == [first.name] and checkpoint.latest(path) == first, os.listdir(path)
+        dist.barrier()
+
+    state.extra["bad"] = Bad()
+    check(error_of(checkpoint.save, path, state), "no such thing", "rank 1")
+    del state.extra["bad"]
+
+    write = _files._HashingFile.write
+
+    def full(self, data):
+        if self.nbytes > 3000:
+            raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+        return write(self, data)
+
+    for bad_rank, name in ((1, "__1_0.distcp"), (0, "__0_0.distcp")):
+        _files._HashingFile.write = full if rank == bad_rank else write
+        try:
+            check(error_of(checkpoint.save, path, state), "No space left on device", name, f"rank {bad_rank}")
+        finally:
+            _files._HashingFile.write = write
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)  # As a full disk: the kernel takes a part, then refuses.
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, old[1]))
+    try:
+        check(error_of(checkpoint.save, path, state), "File too large", "__1_0.distcp", "rank 1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    second = checkpoint.save(path, state)  # And it is fine again.
+    assert checkpoint.latest(path) == second
+    return values(state)
+
+
+def check_refused(path, words, kwargs=None, make=None):
+    """Loading raises on every rank, names what is wrong, and leaves model and optimizer as they were."""
+    state = make() if make else make_state(3, **(kwargs or {}))
+    fresh = values(state)
+    text = error_of(checkpoint.load, path, state)
+    assert text.startswith("CheckpointError") and all(word in text for word in words), (words, text)
+    assert_same(values(state), fresh)
+    assert not state.optimizer.state
+    train(state, 1)  # One that has trained keeps its states.
+    trained = values(state)
+    assert error_of(checkpoint.load, path, state).startswith("CheckpointError")
+    assert_same(values(state), trained)
+
+
+def renamed():
+    model = Model()
+    model.specialists = torch.nn.Parameter(model.experts.detach().clone())
+    del model.experts
+    return make_state(3, model=model)
+
+
+def check_all_refused(path, cases):
+    for folder, words, kwargs in cases:
+        if kwargs == "renamed":
+            model = Model()
+            model.inner[3] = torch.nn.Sequential(model.inner[3])
+            state = make_state(3, model=model)
+            text = error_of(checkpoint.load, folder, state)
+            assert all(word in text for word in words), text
+        else:
+            check_refused(folder, words, kwargs)
+
+
+def damaged_copies(folder, into):
+    """Copies of a checkpoint with something wrong, and what the error must say."""
+    cases = []
+
+    def copy(name):
+        target = Path(into) / name
+        target.mkdir()
+        for file in Path(folder).iterdir():
+            (target / file.name).write_bytes(file.read_bytes())
+        return target
+
+    for name in sorted(file.name for file in Path(folder).iterdir()):
+        missing, short, flipped = (copy(f"{kind}-{name.strip('.')}") for kind in ("missing", "short", "flipped"))
+        (missing / name).unlink()
+        content = bytearray((short / name).read_bytes())
+        (short / name).write_bytes(content[: len(content) // 2])
+        content[len(content) // 3] ^= 1 << 3
+        (flipped / name).write_bytes(content)
+        cases += [(str(missing), [name], {}), (str(short), [name], {}), (str(flipped), [name, "damaged"], {})]
+    newer = copy("newer")
+    document = json.loads((newer / "manifest.json").read_text())
+    document["manifest"] |= {"format": 99, "package_version": "7.0", "something": "new"}
+    document["crc32"] = _checksum(document["manifest"])
+    (newer / "manifest.json").write_text(json.dumps(document))
+    cases.append((str(newer), ["format 99", "torch_ragged 7.0", "install a newer torch_ragged"], {}))
+    wrong = ["model.inner.0.weight is (13, 6) float32 in the checkpoint, (17, 6) float32 here"]
+    cases.append((str(folder), wrong, {"hidden": 17}))
+    cases.append((str(folder), ["optimizer.state.embedding.weight.square_avg"], {"optimizer": torch.optim.RMSprop}))
+    cases.append((str(folder), ["model.inner.3.0.weight", "model.inner.3.weight", "renamed"], "renamed"))
+    plain = Path(into) / "plain"
+    dcp.save({"x": torch.ones(2)}, checkpoint_id=plain, no_dist=True)
+    cases.append((str(plain), ["plain", "torch.distributed.checkpoint.load"], {}))
+    cases.append((str(Path(into) / "nothing"), ["nothing", "no folder"], {}))
+    return cases
+
+
+def check_fresh_optimizer(path):
+    """A run that has not stepped yet: saving it does not step its optimizer, resuming starts at step one."""
+    state = make_state(0)
+    checkpoint.save(path, state)
+    assert not state.optimizer.state
+    losses = train(state, 2)
+    other = make_state(1)
+    checkpoint.load(path, other)
+    assert not other.optimizer.state and torch.equal(train(other, 2), losses)
+    without = make_state(2)
+    without.optimizer = without.scheduler = None
+    checkpoint.load(path, without)  # The model alone.
+    folder = checkpoint.save(path + "/model", without)
+    assert "it holds no scheduler" in error_of(checkpoint.load, folder, other)
+    other.scheduler = None
+    assert "optimizer.param_groups" in error_of(checkpoint.load, folder, other)
+
+
+def check_extra(path):
+    """Tensors are loaded in place, what has a state dict gets it, values are replaced."""
+    state = make_state(0)
+    average = {name: p.detach().clone() for name, p in state.model.named_parameters()}
+    other_schedule = torch.optim.lr_scheduler.LambdaLR(state.optimizer, lambda step: 0.5**step)
+    state.extra |= {"average": average["experts"], "schedule": other_schedule, "notes": {"tags": ["a"], 3: (1, 2)}}
+    other_schedule.step()
+    checkpoint.save(path, state)
+    fresh = make_state(1)
+    mine = fresh.model.experts.detach().clone()
+    schedule = torch.optim.lr_scheduler.LambdaLR(fresh.optimizer, lambda step: 0.5**step)
+    fresh.extra |= {"average": mine, "schedule": schedule}
+    checkpoint.load(path, fresh)
+    assert fresh.extra["average"] is mine and torch.equal(mine.full_tensor(), average["experts"].full_tensor())
+    assert fresh.extra["schedule"] is schedule and schedule.last_epoch == 1
+    assert fresh.extra["notes"] == {"tags": ["a"], 3: (1, 2)}
+    fresh.extra["unknown"] = 1
+    assert "extra.unknown" in error_of(checkpoint.load, path, fresh)
+    fresh.extra.pop("unknown")
+    fresh.rng = {"other": torch.Generator()}
+    assert "other" in error_of(checkpoint.load, path, fresh)
+
+
+def check_folder(path):
+    """``latest``, ``keep`` and saving a step again."""
+    state = make_state(0)
+    names = []
+    for step in (1, 20, 3):
+        state.step = step
+        names.append(checkpoint.save(path, state).name)
+    assert names == ["step-00000001", "step-00000020", "step-00000003"]
+    state.model.state_dict()["count"].fill_(7)
+    state.step = 20
+    checkpoint.save(path, state)  # Again: replaces it.
+    assert sorted(os.listdir(path)) == sorted(names)
+    fresh = make_state(1)
+    checkpoint.load(path, fresh)
+    assert (fresh.step, int(fresh.model.count)) == (20, 7)
+    dist.barrier()
+    kept = checkpoint.keep(path, 2)
+    assert [folder.name for folder in kept] == ["step-00000003", "step-00000020"]
+    assert sorted(os.listdir(path)) == ["step-00000003", "step-00000020"]
+    assert "a number of checkpoints >= 1" in error_of(checkpoint.keep, path, 0)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        newest = Path(path) / "step-00000020"
+        (newest / "__0_0.distcp").write_bytes(b"short")
+        (Path(path) / "step-00000030.incomplete").mkdir()
+        (Path(path) / "notes.txt").write_text("mine")
+    dist.barrier()
+    assert checkpoint.latest(path).name == "step-00000003"
+    state.step = 4
+    checkpoint.save(path, state)
+    assert "step-00000030.incomplete" not in os.listdir(path) and "notes.txt" in os.listdir(path)
+
+
+class ResumeTest(unittest.TestCase):
+    def test_goes_on_bitwise_at_the_same_ranks_and_closely_at_others(self):
+        with tempfile.TemporaryDirectory() as path:
+            _, saved, losses, after = run_ranks(4, run_whole, path, 0.0)[0]
+            for loaded, again, end, _ in run_ranks(4, resume, path, 0.0):
+                assert_same(loaded, saved)
+                assert_same(end, after)
+                self.assertTrue(torch.equal(again, losses))
+            for ranks in (1, 2):
+                loaded, again, end, _ = run_ranks(ranks, resume, path, 0.0)[0]
+                assert_same(loaded, saved)
+                torch.testing.assert_close(again, losses, rtol=1e-5, atol=1e-6)
+            assert_same(run_ranks(2, resume_running, path)[0], saved)
+            with contextlib.redirect_stdout(io.StringIO()):
+                self.assertEqual(_cli.main(["verify", path]), 0)
+            assert_same(resume(path, 0.0)[0], saved)  # One process, no process group.
+
+    def test_random_states(self):
+        with tempfile.TemporaryDirectory() as path:
+            _, _, losses, after = run_ranks(2, run_whole, path, 0.5)[0]
+            _, again, end, _ = run_ranks(2, resume, path, 0.5)[0]
+            self.assertTrue(torch.equal(again, losses))  # The same elements are dropped.
+            assert_same(end, after)
+            states = [rng for *_, rng in run_ranks(4, resume, path, 0.5)]
+            self.assertEqual(len({bytes(state.tolist()) for state in states}), 4)  # New ranks draw other numbers.
+
+    def test_fresh_optimizers_extra_and_folders(self):
+        with tempfile.TemporaryDirectory() as path:
+            run_ranks(2, check_fresh_optimizer, path + "/fresh")
+            run_ranks(2, check_extra, path + "/extra")
+            run_ranks(2, check_folder, path + "/folder")
+
+    def test_a_state_that_cannot_be_saved(self):
+        state = make_state(0)
+        for name, value, words in (
+            ("step", -1, "step must be an int >= 0"),
+            ("model", 3, "must be an nn.Module"),
+            ("optimizer", "adam", "must be an optimizer or several"),
+            ("scheduler", 3, "must have state_dict"),
+            ("data_position", (1, 2), "what JSON can hold"),
+            ("data_position", object(), "what JSON can hold"),
+            ("rng", {"torch": torch.Generator()}, "other than torch, accelerator"),
+        ):
+            old = getattr(state, name)
+            setattr(state, name, value)
+            with tempfile.TemporaryDirectory() as path:
+                self.assertIn(words, error_of(checkpoint.save, path, state))
+                self.assertEqual(os.listdir(path), [])
+            setattr(state, name, old)
+
+
+class DamageTest(unittest.TestCase):
+    def test_failed_saves_leave_nothing(self):
+        with tempfile.TemporaryDirectory() as path:
+            run_ranks(2, check_failed_saves, path)
+
+    def test_what_is_wrong_is_said_before_anything_changes(self):
+        with tempfile.TemporaryDirectory() as path, tempfile.TemporaryDirectory() as into:
+            folder = run_ranks(2, run_whole, path, 0.0)[0][0]
+            run_ranks(2, check_all_refused, path, damaged_copies(folder, into))
+
+    def test_any_flipped_bit_is_found(self):
+        with tempfile.TemporaryDirectory() as path:
+            state = make_state(0)
+            train(state, 1)
+            folder = checkpoint.save(path, state)
+            rng = random.Random(0)
+            files = sorted(folder.iterdir())
+            for _ in range(300):
+                file = rng.choice(files)
+                content = bytearray(file.read_bytes())
+                place = rng.randrange(len(content))
+                content[place] ^= 1 << rng.randrange(8)
+                whole = file.read_bytes()
+                file.write_bytes(content)
+                with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+                    code = _cli.main(["verify", str(folder)])
+                file.write_bytes(whole)
+                if code == 0:  # Nothing but the layout of the manifest's text may change.
+                    self.assertEqual(file.name, "manifest.json")
+                    self.assertIn(chr(whole[place]), " \n")
+                else:
+                    self.assertIn(file.name, out.getvalue())
+                    self.assertEqual(code, 1)
+
+    def test_blocks(self):
+        with tempfile.TemporaryDirectory() as path:
+            system = _files.HashingFileSystem(block=100)
+            data = bytes(range(256)) * 3
+            with system.create_stream(Path(path) / "x", "wb") as stream:
+                for start, stop in ((0, 1), (1, 1), (1, 250), (250, 500), (500, 768)):
+                    stream.write(data[start:stop])
+            record = system.records["x"]
+            self.assertEqual((record.nbytes, len(record.crc32)), (768, 8))
+            self.assertEqual(_files.check_blocks(Path(path) / "x", record), [])
+            changed = bytearray(data)
+            changed[99] ^= 1
+            changed[767] ^= 128
+            (Path(path) / "x").write_bytes(changed)
+            self.assertEqual(_files.check_blocks(Path(path) / "x", record), [0, 7])
+            self.assertEqual(_files.check_blocks(Path(path) / "x", record, [3, 7]), [7])
+
+
+class CommandLineTest(unittest.TestCase):
+    def run_cli(self, *arguments):
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+            code = _cli.main([*map(str, arguments)])
+        return code, out.getvalue()
+
+    def test_inspect_verify_diff(self):
+        with tempfile.TemporaryDirectory() as path:
+            folder = Path(run_ranks(2, run_whole, path, 0.0)[0][0])
+            code, text = self.run_cli("inspect", path)
+            self.assertEqual(code, 0)
+            for line in (
+                "step           3",
+                "data position  {'epoch': 0, 'sample': 24}",
+                "ranks          2",
+                "random states  torch (each), python (each), numpy (each), data (same)",
+            ):
+                self.assertIn(line, text) if "numpy" not in line else self.assertIn("data (same)", text)
+            self.assertRegex(text, r"model\.inner\.0\.weight +13 x 6 +float32 +RS\(0,1\)\[\d+,\d+\] +2\n")
+            self.assertNotIn("rng.0.torch", text)
+            code, text = self.run_cli("inspect", folder, "--draw", "--tensors", "model.experts")
+            self.assertIn("model.experts float32\n(3, 5, 6) under RS(", text)
+            self.assertIn("ranks  elements", text)
+            self.assertIn("no tensor is named none", self.run_cli("inspect", folder, "--tensors", "none")[1])
+            self.assertEqual(self.run_cli("verify", path)[0], 0)
+            self.assertIn("is whole: 3 files", self.run_cli("verify", path)[1])
+            self.assertEqual(self.run_cli("diff", folder, folder)[0], 0)
+
+            other = tempfile.mkdtemp(dir=path)
+            state = make_state(0)
+            checkpoint.load(path, state)
+            with torch.no_grad():
+                state.model.experts[0, 0, 0] += 1.0
+            state.step = 4
+            checkpoint.save(other, state)
+            code, text = self.run_cli("diff", folder, other, "--values", "--tensors", "model.*")
+            self.assertEqual(code, 1)
+            self.assertRegex(text, r"step +3 +4\n")
+            self.assertRegex(text, r"world size +2 +1\n")
+            self.assertRegex(text, r"model\.experts .*1 of 90 values differ, by at most 1\n")
+            self.assertEqual(text.count("values differ"), 1)
+            self.assertEqual(
+                self.run_cli("verify", path + "/none"),
+                (1, f"{path}/none is no folder: expected a checkpoint, or a folder of checkpoints\n"),
+            )
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,196 @@
+"""``python -m torch_ragged.checkpoint inspect|verify|diff``: a checkpoint for people. One process, no model needed."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from torch_ragged.checkpoint._errors import CheckpointError
+from torch_ragged.checkpoint._folder import resolve
+from torch_ragged.checkpoint._manifest import Manifest, TensorRecord, read_manifest
+from torch_ragged.checkpoint._reader import CheckpointReader, damage
+from torch_ragged.checkpoint._writer import missing_chunks
+from torch_ragged.debug import visualize_sharding
+
+__all__ = ["main"]
+
+_HIDDEN = {"objects", "rng"}  # Pickled values and random states are told of, but not as tensors.
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv``. Returns 0; 1 if a checkpoint is damaged, checkpoints differ or there is none."""
+    parser = argparse.ArgumentParser(prog="python -m torch_ragged.checkpoint", description="Look at a checkpoint.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    inspect = commands.add_parser("inspect", help="what it holds, and how each tensor was sharded")
+    verify = commands.add_parser("verify", help="read every byte and compare checksums")
+    diff = commands.add_parser("diff", help="what differs between two checkpoints")
+    for command in (inspect, verify, diff):
+        command.add_argument("path", type=Path, help="a checkpoint, or a folder of them: its latest")
+    diff.add_argument("other", type=Path, help="another one")
+    diff.add_argument("--values", action="store_true", help="compare values too, one tensor in memory at a time")
+    for command in (inspect, diff):
+        command.add_argument("--tensors", default="*", metavar="PATTERN", help="only these, such as 'model.*.weight'")
+    inspect.add_argument("--draw", action="store_true", help="draw who owned what of each tensor")
+    args = parser.parse_args(argv)
+    try:
+        if args.command == "inspect":
+            return _inspect(args.path, args.tensors, args.draw)
+        return _verify(args.path) if args.command == "verify" else _diff(args.path, args.other, args.tensors, args.values)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # Into head.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _inspect(path: Path, pattern: str, draw: bool) -> int:
+    folder = resolve(path)
+    manifest = read_manifest(folder)
+    print(folder)
+    rows = [
+        ("step", f"{manifest.step:,}"),
+        ("tokens", f"{manifest.consumed_tokens:,}"),
+        ("data position", str(manifest.data_position)),
+        ("ranks", str(manifest.world_size)),
+        ("written by", f"torch_ragged {manifest.package_version}, torch {manifest.torch_version}, format {manifest.format}"),
+        ("model", f"{_parameters(manifest):,} elements, fingerprint {manifest.fingerprint[:16]}"),
+        ("holds", ", ".join([*_parts(manifest), *manifest.objects])),
+        ("random states", ", ".join(f"{name} ({kind})" for name, kind in manifest.rng.items()) or "none"),
+        ("files", f"{len(manifest.files)}, {_bytes(manifest.nbytes)}"),
+    ]
+    _table(rows)
+    named = sorted((name, t) for name, t in manifest.tensors.items() if name.partition(".")[0] not in _HIDDEN)
+    tensors = {name: t for name, t in named if fnmatch.fnmatchcase(name, pattern)}
+    print()
+    if not tensors:
+        print(f"no tensor is named {pattern}")
+    elif draw:
+        print("\n\n".join(f"{name} {tensor.dtype}\n{_drawing(tensor)}" for name, tensor in tensors.items()))
+    else:
+        header = ("tensor", "shape", "dtype", "placements", "mesh")
+        _table([header, *((name, _shape(t.shape), t.dtype, _placements(t), _mesh(t)) for name, t in tensors.items())])
+    return 0
+
+
+def _verify(path: Path) -> int:
+    reader = CheckpointReader(path)
+    metadata = reader.read_metadata()
+    problems = damage(reader.folder, reader.manifest, metadata) or missing_chunks(metadata, reader.manifest.files)
+    for problem in problems:
+        print(problem)
+    if not problems:
+        chunks = sum(len(getattr(item, "chunks", ())) for item in metadata.state_dict_metadata.values())
+        print(
+            f"{reader.folder} is whole: {len(reader.manifest.files)} files, {_bytes(reader.manifest.nbytes)}, "
+            f"{chunks} chunks of {len(reader.manifest.tensors)} tensors"
+        )
+    return bool(problems)
+
+
+def _diff(path: Path, other: Path, pattern: str, values: bool) -> int:
+    folders = [resolve(path), resolve(other)]
+    first, second = map(read_manifest, folders)
+    rows = [("", str(folders[0]), str(folders[1]))]
+    for name in ("step", "consumed_tokens", "data_position", "world_size", "torch_version", "package_version", "objects"):
+        a, b = getattr(first, name), getattr(second, name)
+        if a != b:
+            rows.append((name.replace("_", " "), str(a), str(b)))
+    names = sorted(name for name in {*first.tensors, *second.tensors} if fnmatch.fnmatchcase(name, pattern))
+    for name in names:
+        a, b = first.tensors.get(name), second.tensors.get(name)
+        if a != b:
+            rows.append((name, _described(a), _described(b)))
+    alike = [n for n in names if n in first.tensors and n in second.tensors and first.tensors[n].what == second.tensors[n].what]
+    if values:
+        for name in alike:
+            difference = _value_difference(name, first.tensors[name], folders)
+            if difference:
+                rows.append((name, "", difference))
+    if len(rows) == 1:
+        print(f"no difference between {folders[0]} and {folders[1]}{'' if values else ' (values not compared: --values)'}")
+        return 0
+    _table(rows)
+    return 1
+
+
+def _value_difference(name: str, record: TensorRecord, folders: Sequence[Path]) -> str:
+    """How the values of a tensor differ; empty if they are bitwise the same."""
+    tensors = []
+    for folder in folders:
+        tensor = {name: torch.empty(record.shape, dtype=getattr(torch, record.dtype))}
+        dcp.load(tensor, storage_reader=CheckpointReader(folder, verify=False), no_dist=True)
+        tensors.append(tensor[name])
+    a, b = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)
+    if torch.equal(a, b):
+        return ""
+    count = int((a != b).view(-1, tensors[0].element_size()).any(1).sum())
+    text = f"{count:,} of {tensors[0].numel():,} values differ"
+    if tensors[0].is_complex() or tensors[0].dtype == torch.bool:
+        return text
+    return f"{text}, by at most {(tensors[0].double() - tensors[1].double()).abs().max().item():.3g}"
+
+
+def _described(tensor: TensorRecord | None) -> str:
+    return "-" if tensor is None else " ".join(filter(None, (tensor.what, _placements(tensor), _mesh(tensor))))
+
+
+def _parameters(manifest: Manifest) -> int:
+    return sum(torch.Size(t.shape).numel() for name, t in manifest.tensors.items() if name.startswith("model."))
+
+
+def _parts(manifest: Manifest) -> list[str]:
+    """``model``, ``optimizer`` and the like, with the number of their tensors."""
+    parts = sorted({name.partition(".")[0] for name in manifest.tensors} - _HIDDEN)
+    counts = {part: sum(name.startswith(part + ".") for name in manifest.tensors) for part in parts}
+    return [f"{part} ({count} tensors)" for part, count in counts.items()]
+
+
+def _drawing(tensor: TensorRecord) -> str:
+    if not tensor.placements:
+        return f"{tensor.shape}, a plain tensor"
+    try:
+        placements = tensor.parsed_placements()
+        return visualize_sharding(tensor.shape, tensor.mesh_shape, placements, ranks=tensor.mesh_ranks, max_width=100)
+    except ValueError as error:
+        return f"{tensor.shape} under {_placements(tensor)}: cannot be drawn ({error})"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _placements(tensor: TensorRecord) -> str:
+    """The placements in short, those over many ranks cut off."""
+    try:
+        text = ", ".join(map(str, tensor.parsed_placements()))
+    except ValueError:
+        text = ", ".join(tensor.placements)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _mesh(tensor: TensorRecord) -> str:
+    names = tensor.mesh_dim_names or [""] * len(tensor.mesh_shape)
+    return " x ".join(f"{name}={size}" if name else str(size) for name, size in zip(names, tensor.mesh_shape))
+
+
+def _bytes(count: int) -> str:
+    size, units = float(count), iter(("bytes", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while size >= 1024 and unit != "TiB":
+        size, unit = size / 1024, next(units)
+    return f"{count} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())

@@ -1,0 +1,213 @@
+"""The manifest of a checkpoint: what was saved, under which placements, by whom; and size and checksums of every file."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+import torch_ragged
+from torch_ragged.checkpoint._errors import CheckpointError
+from torch_ragged.checkpoint._files import FileRecord
+from torch_ragged.placement_types import RaggedShard, StridedRaggedShard
+
+__all__ = ["FORMAT", "MANIFEST", "FileRecord", "Manifest", "TensorRecord", "describe", "fingerprint", "read_manifest"]
+
+FORMAT = 1  # Readers refuse a higher one.
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """Shape, dtype and, of a DTensor, how it was placed: ``mesh_ranks`` in row-major order of ``mesh_shape``."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    placements: tuple[str, ...] = ()
+    mesh_shape: tuple[int, ...] = ()
+    mesh_dim_names: tuple[str, ...] = ()
+    mesh_ranks: tuple[int, ...] = ()
+
+    @property
+    def what(self) -> str:
+        """``(4, 3) float32``"""
+        return f"{self.shape} {self.dtype}"
+
+    def parsed_placements(self) -> tuple[Placement, ...]:
+        """The placements as objects.
+
+        Raises:
+            ValueError: one is of a kind that is unknown here.
+        """
+        return tuple(map(_parse_placement, self.placements))
+
+
+@dataclass
+class Manifest:
+    """What a checkpoint holds. All fields are plain values.
+
+    Attributes:
+        step, consumed_tokens, data_position: as in :class:`TrainState`.
+        world_size: ranks that saved it.
+        tensors: by their names in the checkpoint: ``model.<fqn>``, ``optimizer.state.<fqn>.<state>``, ...
+        files: by name.
+        fingerprint: SHA-256 of name, shape and dtype of each tensor of the model.
+        objects: what is held beside tensors: ``scheduler``, ``extra.<name>``.
+        rng: of each random generator, whether its state was the "same" on all ranks or "each" rank had another.
+        torch_version, package_version, format: of the writer.
+    """
+
+    step: int = 0
+    consumed_tokens: int = 0
+    data_position: Any = None
+    world_size: int = 1
+    tensors: dict[str, TensorRecord] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    fingerprint: str = ""
+    rng: dict[str, str] = field(default_factory=dict)
+    objects: list[str] = field(default_factory=list)
+    torch_version: str = torch.__version__
+    package_version: str = torch_ragged.__version__
+    format: int = FORMAT
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files but the manifest itself."""
+        return sum(file.nbytes for file in self.files.values())
+
+    def to_json(self) -> str:
+        """JSON with a checksum of itself. Meshes, of which many tensors share one, are written once."""
+        meshes: dict[tuple[Any, ...], int] = {}
+        tensors = {}
+        for name, tensor in sorted(self.tensors.items()):
+            entry: dict[str, Any] = {"shape": tensor.shape, "dtype": tensor.dtype}
+            if tensor.placements:
+                key = (tensor.mesh_shape, tensor.mesh_dim_names, tensor.mesh_ranks)
+                entry |= {"placements": tensor.placements, "mesh": meshes.setdefault(key, len(meshes))}
+            tensors[name] = entry
+        body = {key: value for key, value in vars(self).items() if key not in ("tensors", "files")}
+        body["tensors"] = tensors
+        body["meshes"] = [dict(zip(("shape", "dim_names", "ranks"), mesh)) for mesh in meshes]
+        body["files"] = {
+            name: {"nbytes": file.nbytes, "block": file.block, "crc32": [f"{crc:08x}" for crc in file.crc32]}
+            for name, file in sorted(self.files.items())
+        }
+        return json.dumps({"crc32": _checksum(body), "manifest": body}, indent=1)
+
+
+def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
+    """The manifest of the checkpoint in ``folder``. No communication.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or a newer version of this package wrote it.
+    """
+    path = Path(folder) / MANIFEST
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}): expected a checkpoint of torch_ragged.checkpoint.save. One that "
+            "torch.distributed.checkpoint.save wrote is read by torch.distributed.checkpoint.load"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    try:
+        document = json.loads(text)
+        body = document["manifest"]
+        if isinstance(body["format"], int) and body["format"] > FORMAT:
+            raise CheckpointError(
+                f"{path} has format {body['format']}, written by torch_ragged {body.get('package_version')}, this version "
+                f"({torch_ragged.__version__}) reads up to {FORMAT}: install a newer torch_ragged"
+            )
+        if document["crc32"] != _checksum(body):
+            raise CheckpointError(f"{path} is damaged: its checksum is {_checksum(body)}, expected {document['crc32']}")
+        return _from_body(body)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _from_body(body: dict[str, Any]) -> Manifest:
+    meshes = [
+        {"mesh_shape": tuple(m["shape"]), "mesh_dim_names": tuple(m["dim_names"]), "mesh_ranks": tuple(m["ranks"])}
+        for m in body.pop("meshes")
+    ]
+    tensors = {
+        name: TensorRecord(
+            tuple(entry["shape"]),
+            entry["dtype"],
+            tuple(entry.get("placements", ())),
+            **(meshes[entry["mesh"]] if "mesh" in entry else {}),
+        )
+        for name, entry in body.pop("tensors").items()
+    }
+    files = {
+        name: FileRecord(entry["nbytes"], tuple(int(crc, 16) for crc in entry["crc32"]), entry["block"])
+        for name, entry in body.pop("files").items()
+    }
+    return Manifest(tensors=tensors, files=files, **body)
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(canonical.encode()):08x}"
+
+
+def describe(tensor: torch.Tensor) -> TensorRecord:
+    """The record of a tensor. No communication."""
+    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    if not isinstance(tensor, DTensor):
+        return TensorRecord(shape, dtype)
+    return TensorRecord(shape, dtype, tuple(map(_placement_text, tensor.placements)), *_mesh(tensor.device_mesh))
+
+
+_Mesh = tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]
+_meshes: WeakKeyDictionary[DeviceMesh, _Mesh] = WeakKeyDictionary()  # Asking a mesh for its ranks takes a while.
+
+
+def _mesh(mesh: DeviceMesh) -> _Mesh:
+    """Shape, names of dimensions and ranks."""
+    if mesh not in _meshes:
+        _meshes[mesh] = tuple(mesh.shape), tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.flatten().tolist())
+    return _meshes[mesh]
+
+
+def fingerprint(tensors: Mapping[str, TensorRecord]) -> str:
+    """SHA-256 over name, shape and dtype of each tensor of the model, in the order of their names."""
+    lines = [f"{name} {record.what}\n" for name, record in sorted(tensors.items()) if name.startswith("model.")]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _placement_text(placement: Placement) -> str:
+    if isinstance(placement, _StridedShard):
+        return f"_StridedShard(dim={placement.dim}, split_factor={placement.split_factor})"
+    if isinstance(placement, Shard):
+        return f"Shard(dim={placement.dim})"
+    if isinstance(placement, Replicate):
+        return "Replicate()"
+    if isinstance(placement, Partial):
+        return f"Partial(reduce_op={placement.reduce_op!r})"
+    return repr(placement)
+
+
+def _parse_placement(text: str) -> Placement:
+    """The placement of a text such as ``RaggedShard(dims=(0,), local_units=(1, 2))``, without evaluating it."""
+    kinds = {kind.__name__: kind for kind in (RaggedShard, StridedRaggedShard, Shard, _StridedShard, Replicate, Partial)}
+    try:
+        call = ast.parse(text, mode="eval").body
+        assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args
+        arguments = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return kinds[call.func.id](**arguments)
+    except (SyntaxError, AssertionError, KeyError, TypeError) as error:
+        raise ValueError(f"unknown placement {text!r}") from error

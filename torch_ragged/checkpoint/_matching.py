@@ -1,0 +1,59 @@
+"""Whether a checkpoint is of this model: names, shapes and dtypes, told apart from renamed parameters."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from torch_ragged.checkpoint._errors import CheckpointError, listed
+from torch_ragged.checkpoint._manifest import Manifest, TensorRecord, describe
+
+__all__ = ["CheckingPlanner", "differences"]
+
+
+class CheckingPlanner(DefaultLoadPlanner):
+    """DCP's planner, which first compares what is to be filled with the manifest; DCP tells all ranks what it raises."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__()
+        self.manifest = manifest
+
+    def create_local_plan(self) -> LoadPlan:
+        """The plan of this rank. Nothing has been changed yet.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model or another optimizer.
+        """
+        wanted = {name: describe(value) for name, value in self.state_dict.items() if isinstance(value, torch.Tensor)}
+        problems = differences(wanted, self.manifest.tensors)
+        if problems:
+            raise CheckpointError(f"the checkpoint is not of this model and optimizer:{listed(problems)}")
+        return super().create_local_plan()
+
+
+def differences(wanted: Mapping[str, TensorRecord], saved: Mapping[str, TensorRecord]) -> list[str]:
+    """What keeps tensors ``wanted`` from being filled with those that were ``saved``, a line each.
+
+    Of the model all names must be the same; of the optimizer too, if any is wanted; of the rest, those wanted must be there.
+    """
+    whole = {name.partition(".")[0] for name in wanted} & {"model", "optimizer"}
+    missing = [name for name in wanted if name not in saved]
+    surplus = [name for name in saved if name not in wanted and name.partition(".")[0] in whole]
+    problems = [
+        f"{name} is {saved[name].what} in the checkpoint, {record.what} here"
+        for name, record in wanted.items()
+        if name in saved and saved[name].what != record.what
+    ]
+    for name in missing:
+        alike = [other for other in surplus if saved[other].what == wanted[name].what]
+        closest = difflib.get_close_matches(name, alike, n=1, cutoff=0.5)
+        if closest:
+            surplus.remove(closest[0])
+            problems.append(f"{name} is not in the checkpoint, which has {closest[0]} of the same shape: was it renamed?")
+        else:
+            problems.append(f"{name} {wanted[name].what} is not in the checkpoint")
+    return problems + [f"{name} {saved[name].what} is in the checkpoint, but not here" for name in surplus]

@@ -1,0 +1,238 @@
+"""Reading: DCP's file system reader, which verifies before anything is changed and copies from the mapped file."""
+
+from __future__ import annotations
+
+import errno
+import io
+import math
+import mmap
+import os
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from torch_ragged.checkpoint._errors import CheckpointError, listed
+from torch_ragged.checkpoint._files import check_blocks, check_size
+from torch_ragged.checkpoint._folder import resolve
+from torch_ragged.checkpoint._manifest import Manifest, read_manifest
+
+__all__ = ["CheckpointReader", "damage"]
+
+
+def damage(folder: Path, manifest: Manifest, metadata: Metadata | None, rank: int = 0, ranks: int = 1) -> list[str]:
+    """What is wrong with the files of a checkpoint: all sizes, and this rank's share of the blocks' checksums."""
+    problems = list(filter(None, (check_size(folder, name, record) for name, record in manifest.files.items())))
+    if problems:
+        return problems
+    blocks = [(name, block) for name, record in sorted(manifest.files.items()) for block in range(len(record.crc32))]
+    mine: dict[str, list[int]] = {}
+    for name, block in blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks]:
+        mine.setdefault(name, []).append(block)
+    for name, part in mine.items():
+        record = manifest.files[name]
+        for block in check_blocks(folder / name, record, part):
+            start, stop = block * record.block, min((block + 1) * record.block, record.nbytes)
+            inside = ", ".join(_stored_in(metadata, name, start, stop))
+            problems.append(
+                f"{folder / name} is damaged: bytes {start} to {stop} have another checksum; they hold {inside or 'no tensor'}"
+            )
+    return problems
+
+
+def _stored_in(metadata: Metadata | None, file: str, start: int, stop: int) -> list[str]:
+    """The names of what lies in these bytes of a file, a few at most."""
+    stored = metadata.storage_data if metadata is not None else {}
+    names = {
+        index.fqn
+        for index, info in (stored or {}).items()
+        if info.relative_path == file and info.offset < stop and start < info.offset + info.length
+    }
+    few = sorted(names)[:4]
+    return few + ([f"and {len(names) - 4} more"] if len(names) > 4 else [])
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads what :class:`CheckpointWriter` wrote, for ``dcp.load``.
+
+    Before any tensor is changed, every file's presence and size are checked on each rank, and checksums of all bytes, shared
+    out over the ranks. Then each rank copies what it needs from the mapped files to where it belongs: no staging copy.
+
+    Args:
+        path: a checkpoint, or a folder of them, whose latest is taken.
+        verify: False leaves checksums out.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or its manifest is damaged or of a newer version.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
+        self.folder = resolve(Path(path))
+        super().__init__(self.folder)
+        self.manifest = read_manifest(self.folder)
+        self.verify = verify
+        self.group: dist.ProcessGroup | None = None
+        self.metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's metadata, verified.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        if self.metadata is None:
+            record = self.manifest.files[".metadata"]
+            problem = check_size(self.folder, ".metadata", record)
+            if problem or check_blocks(self.folder / ".metadata", record):
+                raise CheckpointError(problem or f"{self.folder / '.metadata'} is damaged: it has another checksum")
+            self.metadata = super().read_metadata(*args)
+        return self.metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Verify this rank's share.
+
+        Raises:
+            CheckpointError: a file is missing, truncated or damaged. DCP raises on every rank, before anything is read.
+        """
+        in_group = dist.is_initialized()
+        rank, ranks = (dist.get_rank(self.group), dist.get_world_size(self.group)) if in_group else (0, 1)
+        if self.verify:
+            problems = damage(self.folder, self.manifest, self.metadata, rank, ranks)
+            if problems:
+                raise CheckpointError(listed(problems).strip() if len(problems) == 1 else f"damaged files:{listed(problems)}")
+        return super().prepare_local_plan(plan)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what the plan asks for from the mapped files.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            path = self.folder / name
+            try:
+                with path.open("rb") as file:
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # Tensors on it keep it open.
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            chunks = _Chunks(mapped, self.storage_data)
+            for item in items:
+                self._read(item, chunks, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, item: ReadItem, chunks: _Chunks, planner: LoadPlanner) -> None:
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(chunks.pickled(item.storage_index)))
+            return
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(stored, TensorStorageMetadata)
+        target = planner.resolve_tensor(item).detach()
+        place = zip(item.storage_offsets, item.lengths)
+        chunks.copy(item.storage_index, _sizes(stored, item.storage_index), stored.properties.dtype, tuple(place), target)
+        planner.commit_tensor(item, target)
+
+
+def _sizes(stored: TensorStorageMetadata, index: MetadataIndex) -> tuple[int, ...]:
+    if index.index is not None and stored.chunks[index.index].offsets == index.offset:
+        return tuple(stored.chunks[index.index].sizes)
+    return next(tuple(chunk.sizes) for chunk in stored.chunks if chunk.offsets == index.offset)
+
+
+class _Chunks:
+    """The chunks in a mapped file: each is what ``torch.save`` wrote of one contiguous tensor, a zip archive, not
+    compressed."""
+
+    def __init__(self, mapped: mmap.mmap, stored: dict[MetadataIndex, Any]) -> None:
+        self._mapped, self._stored = mapped, stored
+        self._starts: dict[MetadataIndex, int | None] = {}
+
+    def pickled(self, index: MetadataIndex) -> bytes:
+        """A chunk as it is in the file."""
+        info = self._stored[index]
+        return self._mapped[info.offset : info.offset + info.length]
+
+    def copy(
+        self,
+        index: MetadataIndex,
+        sizes: tuple[int, ...],
+        dtype: torch.dtype,
+        place: tuple[tuple[int, int], ...],
+        target: torch.Tensor,
+    ) -> None:
+        """Copy the part of a chunk of ``sizes`` that ``place`` gives, as (start, length) of each dimension, to ``target``."""
+        nbytes, width = math.prod(sizes) * dtype.itemsize, dtype.itemsize
+        start = self._start(index, nbytes) if nbytes else None
+        if start is None:  # No elements, or an archive of another kind.
+            source = torch.load(io.BytesIO(self.pickled(index)), map_location="cpu", weights_only=True)
+            target.copy_(_narrow(source, place))
+            return
+        # In bytes, since elements may lie at any address of the file.
+        *rows, columns = sizes or (1,)
+        *outer, (first, length) = place or ((0, 1),)
+        flat = torch.frombuffer(self._mapped, dtype=torch.uint8, count=nbytes, offset=start)
+        source = _narrow(flat.view(*rows, columns * width), (*outer, (first * width, length * width)))
+        if target.dtype == dtype and target.shape and target.stride(-1) == 1:
+            target.view(torch.uint8).copy_(source)
+        else:
+            aligned = source.clone(memory_format=torch.contiguous_format).view(dtype)
+            target.copy_(aligned.view(target.shape))
+
+    def _start(self, index: MetadataIndex, nbytes: int) -> int | None:
+        """Where the elements of a chunk begin in the file; None if its archive is not as expected."""
+        if index not in self._starts:
+            self._starts[index] = self._find(self._stored[index].offset, self._stored[index].length, nbytes)
+        return self._starts[index]
+
+    def _find(self, offset: int, length: int, nbytes: int) -> int | None:
+        with zipfile.ZipFile(_Window(self._mapped, offset, length)) as archive:  # type: ignore[arg-type]
+            records = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
+        if len(records) != 1 or records[0].file_size != nbytes or records[0].compress_type != zipfile.ZIP_STORED:
+            return None
+        header = offset + records[0].header_offset  # Its fixed part of 30 bytes ends with the lengths of what follows.
+        name, extra = (int.from_bytes(self._mapped[header + at : header + at + 2], "little") for at in (26, 28))
+        return header + 30 + name + extra
+
+
+def _narrow(tensor: torch.Tensor, place: Sequence[tuple[int, int]]) -> torch.Tensor:
+    for dim, (start, length) in enumerate(place):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
+
+
+class _Window:
+    """A part of a mapped file, as a file of its own."""
+
+    def __init__(self, mapped: mmap.mmap, offset: int, length: int) -> None:
+        self._mapped, self._offset, self._length, self._position = mapped, offset, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        if base + position < 0:
+            raise OSError(errno.EINVAL, "negative seek position")
+        self._position = base + position
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        stop = self._length if size < 0 else min(self._position + size, self._length)
+        data = self._mapped[self._offset + self._position : self._offset + max(stop, self._position)]
+        self._position += len(data)
+        return data

@@ -1,0 +1,148 @@
+"""Writing: DCP's file system writer, whose checkpoint is complete or invisible."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.utils.serialization import config as serialization_config
+
+from torch_ragged._checkpoint import own_storage
+from torch_ragged.checkpoint._errors import CheckpointError, listed
+from torch_ragged.checkpoint._files import BLOCK, FileRecord, HashingFileSystem, check_blocks, check_size
+from torch_ragged.checkpoint._folder import incomplete_of, publish
+from torch_ragged.checkpoint._manifest import MANIFEST, Manifest, TensorRecord, describe, fingerprint
+
+__all__ = ["CheckpointWriter", "SavePlannerOfViews"]
+
+
+@dataclass
+class _Report:
+    """What a rank tells the coordinator beside DCP's own results."""
+
+    files: dict[str, FileRecord]
+    tensors: dict[str, TensorRecord]
+    rng: dict[str, int]
+
+
+class SavePlannerOfViews(DefaultSavePlanner):
+    """DCP's planner, whose tensors are contiguous, and of a storage of their own so that DCP does not copy them.
+
+    A part of a larger contiguous storage on the CPU is given as that part of the storage: no copy.
+    """
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        value = super().transform_object(write_item, object)
+        return own_storage(value.detach().contiguous()) if isinstance(value, torch.Tensor) else value
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes a DCP checkpoint beside ``folder``, verifies it, writes its manifest and then renames it: complete or invisible.
+
+    For ``dcp.save`` and ``dcp.async_save``. Every rank writes one file, computes checksums on the way and reads them back; DCP
+    brings the checksums, not the data, to the coordinator, which checks that every chunk of every tensor is there. If anything
+    fails on any rank, DCP raises on all, and no checkpoint of that name is seen (or the one that was there before).
+
+    Args:
+        folder: where the checkpoint will be; its parent is a folder that all ranks share.
+        manifest: the fields that the caller knows: step, tokens, data position.
+        rng: checksum of this rank's state of each random generator.
+        block: bytes per checksum.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        manifest: Manifest | None = None,
+        rng: Mapping[str, int] | None = None,
+        *,
+        block: int = BLOCK,
+    ) -> None:
+        self.folder = Path(folder)
+        super().__init__(incomplete_of(self.folder))
+        self.fs = HashingFileSystem(block)
+        self.manifest = manifest or Manifest()
+        self.rng = dict(rng or {})
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's chunks to one file, and read them back."""
+        with serialization_config.patch("save.compute_crc32", False):  # Of the archives; files have checksums of their own.
+            results: list[Any] = super().write_data(plan, planner).value()
+        for name, record in self.fs.records.items():
+            problem = check_size(Path(self.path), name, record)
+            if problem or check_blocks(Path(self.path) / name, record):
+                raise CheckpointError(problem or f"{Path(self.path) / name} reads back other bytes than were written")
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        mine = {item.index.fqn for item in plan.items}
+        tensors = {}
+        for name, value in planner.state_dict.items():  # type: ignore[attr-defined]
+            if not isinstance(value, torch.Tensor):
+                continue
+            record = describe(value)
+            if rank == min(record.mesh_ranks) if record.mesh_ranks else name in mine:
+                tensors[name] = record
+        future: Future[list[WriteResult]] = Future()
+        results.append(_Report(dict(self.fs.records), tensors, self.rng))
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, when all ranks have written: verify, write the manifest, rename."""
+        reports = [item for part in results for item in part if isinstance(item, _Report)]
+        written = [[item for item in part if not isinstance(item, _Report)] for part in results]
+        super().finish(metadata, written)
+        files = {".metadata": self.fs.records[".metadata"]}
+        tensors: dict[str, TensorRecord] = {}
+        for report in reports:
+            files |= report.files
+            tensors |= report.tensors
+        problems = [check_size(Path(self.path), name, record) for name, record in files.items()]
+        problems += missing_chunks(metadata, files)
+        problems = list(filter(None, problems))
+        if problems:
+            raise CheckpointError(f"what was written is not complete:{listed(problems)}")
+        same = {name: len({report.rng.get(name) for report in reports}) == 1 for name in reports[0].rng}
+        manifest = replace(
+            self.manifest,
+            world_size=len(reports),
+            files=files,
+            tensors=tensors,
+            fingerprint=fingerprint(tensors),
+            rng={name: "same" if is_same else "each" for name, is_same in same.items()},
+        )
+        with self.fs.create_stream(Path(self.path) / MANIFEST, "wb") as stream:
+            stream.write(manifest.to_json().encode())
+            os.fsync(stream.fileno())
+        publish(Path(self.path), self.folder)
+
+
+def missing_chunks(metadata: Metadata, files: Mapping[str, FileRecord]) -> list[str]:
+    """What is wrong with the chunks of a checkpoint: they must fill each tensor, and lie within the files."""
+    problems = []
+    stored = metadata.storage_data or {}
+    filled: dict[str, int] = {}
+    for index, info in stored.items():
+        file = files.get(info.relative_path)
+        if file is None or info.offset + info.length > file.nbytes:
+            problems.append(
+                f"{index.fqn}: its bytes {info.offset} to {info.offset + info.length} are not in {info.relative_path}"
+            )
+    held = {(index.fqn, tuple(index.offset)) for index in stored if index.offset is not None}
+    for name, item in metadata.state_dict_metadata.items():
+        if not isinstance(item, TensorStorageMetadata):
+            continue
+        for chunk in item.chunks:
+            if (name, tuple(chunk.offsets)) in held:
+                filled[name] = filled.get(name, 0) + chunk.sizes.numel()
+        if filled.get(name, 0) != item.size.numel():
+            problems.append(f"{name}: {filled.get(name, 0)} of its {item.size.numel()} elements were written")
+    return problems
