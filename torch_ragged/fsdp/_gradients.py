@@ -12,6 +12,7 @@ from torch_ragged.fsdp._collectives import Collectives, Reduction, Work
 from torch_ragged.fsdp._dbuffer import DBuffer
 from torch_ragged.fsdp._layout import BufferLayout
 from torch_ragged.fsdp._managed_param import ManagedParam
+from torch_ragged.fsdp._weight_gradient import GradientTarget
 
 __all__ = ["GradientBuffers"]
 
@@ -21,7 +22,8 @@ class GradientBuffers:
 
     ::
 
-        unreduced  DBuffer Partial(), reduce_dtype     each gradient is copied (cast, added) into its view once
+        unreduced  DBuffer Partial(), reduce_dtype     weight gradients of matmuls are computed in their views, others are
+                                                   copied (cast, added) there once
            | reduce-scatter
         reduced    DBuffer Shard(0), reduce_dtype      then an all-reduce over replicas (HSDP)
            | a cast, a copy to the CPU, or nothing
@@ -87,8 +89,27 @@ class GradientBuffers:
             view.add_(gradient)
         else:
             view.copy_(gradient)
-            param.has_gradient = True
         unsharded.grad = None
+        self.done(index)
+
+    def target(self, index: int) -> GradientTarget:
+        """Where a matmul may write the gradient of a parameter itself."""
+        return _Target(weakref.ref(self), index)
+
+    def begin(self, index: int) -> tuple[torch.Tensor, bool] | None:
+        """The view to write a gradient to, and whether it holds one already; None where autograd has to have the gradient."""
+        param = self._params[index]
+        param.sync_requires_grad()
+        if not param.requires_grad or param.view.dtype != self.reduce_dtype:
+            return None
+        hooks = getattr(param.unsharded, "_post_accumulate_grad_hooks", None) or {}
+        if param.unsharded._backward_hooks or len(hooks) > 1:  # One hook is ours.
+            return None
+        return param.distribution.gathered(self.views()[index]), param.has_gradient
+
+    def done(self, index: int) -> None:
+        """The view of a parameter holds its gradient."""
+        self._params[index].has_gradient = True
         if self.on_gradient is not None:
             self.on_gradient()
 
@@ -195,3 +216,19 @@ class GradientBuffers:
         if self._unreduced is not None:
             self._unreduced.release()
         return had_any
+
+
+class _Target:
+    """The place of one parameter's gradient. What autograd saves must not keep the buffers alive."""
+
+    def __init__(self, buffers: weakref.ref[GradientBuffers], index: int) -> None:
+        self._buffers, self._index = buffers, index
+
+    def begin(self) -> tuple[torch.Tensor, bool] | None:
+        buffers = self._buffers()
+        return None if buffers is None else buffers.begin(self._index)
+
+    def done(self) -> None:
+        buffers = self._buffers()
+        assert buffers is not None
+        buffers.done(self._index)

@@ -79,6 +79,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] |
     around others, which it takes to be there from the start of their backward, where all of this holds:
 
     - ``.grad`` is None when the step begins (``zero_grad()``), and one backward follows one forward;
+    - modules called several times have matmuls for weights, which write gradients from the first call on;
     - the inputs of every group but the root's need gradients; else a group stays gathered to the end of backward;
     - the optimizer has its state: before its first step there is none, and none is predicted.
 
@@ -214,10 +215,11 @@ class _Step:
     def _backward(self, position: int, children: dict[int, list[int]]) -> None:
         state = self._order[position]
         self._gather(position, step=-1)
-        is_last_call = state not in self._order[:position]  # Autograd adds up the gradients of all calls before.
+        is_last_call = state not in self._order[:position]
         trainable = [group for group in state.groups if group.is_trainable]
-        for group in trainable if is_last_call else ():
-            self._gradients[group] = group.layout.numel * group.reduce_dtype.itemsize
+        for group in trainable:
+            if is_last_call or group.writes_gradients:  # Autograd adds up the gradients of all calls before it hands them on.
+                self._gradients[group] = group.layout.numel * group.reduce_dtype.itemsize
         self._note("backward", position)
         for child in reversed(children[position]):
             self._backward(child, children)

@@ -20,6 +20,7 @@ from torch_ragged.fsdp._managed_param import ManagedParam
 from torch_ragged.fsdp._mesh import DataParallelMesh
 from torch_ragged.fsdp._neighbours import Neighbours
 from torch_ragged.fsdp._resident import Resident
+from torch_ragged.fsdp._weight_gradient import ComputeParameter
 
 __all__ = ["FoundParam", "GroupPlan", "ParamGroup"]
 
@@ -118,9 +119,13 @@ class ParamGroup:
         """New unsharded parameters, as views of the unsharded buffer, whose storage is given back."""
         for index, param in enumerate(self.params):
             param.view = self.unsharded.tensor(index)
-            is_float = param.view.is_floating_point() or param.view.is_complex()
-            param.unsharded = nn.Parameter(param.distribution.gathered(param.view), requires_grad=is_float)
-            if is_float:  # A hook can be set only where a gradient can be.
+            value = param.distribution.gathered(param.view)
+            if param.view.is_floating_point() and not isinstance(value, DTensor):
+                param.unsharded = compute = ComputeParameter(value)
+                compute.gradient_target = self.gradients.target(index)
+            else:
+                param.unsharded = nn.Parameter(value, requires_grad=param.view.is_floating_point())
+            if param.view.is_floating_point():  # A hook can be set only where a gradient can be.
                 if _KEEPS_WIDE_GRADIENTS and self.reduce_dtype.itemsize > self.param_dtype.itemsize:
                     param.unsharded.grad_dtype = None  # The copy into the gradient buffer casts.
                 param.unsharded.register_post_accumulate_grad_hook(self.gradients.hook(index))
@@ -149,6 +154,12 @@ class ParamGroup:
     @property
     def is_trainable(self) -> bool:
         return any(param.sharded.requires_grad for param in self.params)
+
+    @property
+    def writes_gradients(self) -> bool:
+        """Whether matmuls write weight gradients to the gradient buffer themselves: it is of the dtype they compute in."""
+        is_compute = any(isinstance(param.unsharded, ComputeParameter) for param in self.params)
+        return is_compute and self.param_dtype == self.reduce_dtype
 
     def buffers(self) -> dict[str, list[DBuffer]]:
         """The buffers of this group, released ones too, by what they hold; ``.grad`` lies in buffers that are let go."""
