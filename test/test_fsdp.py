@@ -159,6 +159,27 @@ def check_storage_and_collectives():
         torch.testing.assert_close(param.grad.full_tensor(), plain.grad, rtol=1e-4, atol=1e-6, msg=lambda m: f"{name}: {m}")
 
 
+def check_weight_gradients_in_place():
+    """Matmuls write weight gradients to the gradient buffer, and add to them there; only what is no matrix is copied."""
+    model, copied = build("ragged"), []
+    groups = [group for state in model._ragged_states(True) for group in state.groups]
+    for group in groups:
+        take = group.gradients._take
+        group.gradients._take = lambda i, unsharded, group=group, take=take: (
+            copied.append(group.params[i].fqn) if unsharded.grad is not None else None,
+            take(i, unsharded),
+        )
+    for step, sync in enumerate((False, True)):
+        model.set_requires_gradient_sync(sync)
+        loss_of(model, batch(step, False)).backward()
+    # The embedding is looked up, and its gradient as the tied head's is written beside.
+    assert set(copied) == {"norm1.weight", "norm2.weight", "norm.weight", "embedding.weight", "position"}, sorted(set(copied))
+    single = build("single")
+    for step in range(2):
+        loss_of(single, batch(step, True)).backward()
+    compare_gradients(model, single)
+
+
 def check_accumulation_and_prefetch():
     model, single = build("ragged"), build("single")
     for step in range(3):
@@ -346,6 +367,9 @@ class FullyShardTest(unittest.TestCase):
 
     def test_unsharded_parameters_are_the_gathered_buffer(self):
         run_ranks(4, check_storage_and_collectives)
+
+    def test_weight_gradients_are_written_where_they_are_reduced_from(self):
+        run_ranks(2, check_weight_gradients_in_place)
 
     def test_gradient_accumulation_and_unusual_orders(self):
         run_ranks(3, check_accumulation_and_prefetch)
