@@ -385,7 +385,7 @@ COMPILED = {
 
 
 def without_draws(graph, inputs):
-    """A backend that runs graphs as they are, but refuses draws in them: the user's, and those of what runs between two graphs."""
+    """A backend that runs graphs as they are, but refuses draws: the user's, and those of what runs between two graphs."""
     for node in graph.graph.nodes:
         if any(name in str(node.target) for name in ("normal", "uniform", "rand", "bernoulli", "dropout")):
             raise AssertionError(f"{node.target} in a graph")
