@@ -105,7 +105,20 @@ def check_failed_saves(path):
         check(error_of(checkpoint.save, path, state), "File too large", "__1_0.distcp", "rank 1")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    second = checkpoint.save(path, state)  # And it is fine again.
+
+    def flip(self, data):  # What is on the disk is not what was written.
+        content = bytearray(data)
+        content[0] ^= rank == 1
+        count = write(self, data)
+        self.raw.seek(-len(content), os.SEEK_CUR)
+        return self.raw.write(content) and count
+
+    _files._HashingFile.write = flip
+    try:
+        check(error_of(checkpoint.save, path, state, read_back=True), "reads back other bytes", "__1_0.distcp", "rank 1")
+    finally:
+        _files._HashingFile.write = write
+    second = checkpoint.save(path, state, read_back=True)  # And it is fine again.
     assert checkpoint.latest(path) == second
     return values(state)
 

@@ -31,13 +31,19 @@ __all__ = ["async_save", "load", "save"]
 _being_written: set[Path] = set()  # Folders that savers of this process write to in the background.
 
 
-def save(path: str | os.PathLike[str], state: TrainState, *, process_group: dist.ProcessGroup | None = None) -> Path:
+def save(
+    path: str | os.PathLike[str],
+    state: TrainState,
+    *,
+    read_back: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> Path:
     """Save ``state`` as the checkpoint ``step-<state.step>`` in the folder ``path``, which all ranks share.
 
-    Each rank writes what it owns to one file; of replicas one writes. It is written beside, synced, read back and verified
-    (presence and size of every file, a place for every element of every tensor, checksums), and gets its name as the last
-    thing: whatever happens before, the checkpoint is not there, and what was there before is. One of the same step is replaced.
-    Leftovers of writers that died are removed.
+    Each rank writes what it owns to one file; of replicas one writes. It is written beside, checksums are computed on
+    the way, synced, verified (presence and size of every file, a place for every element of every tensor), and it gets its name
+    as the last thing: whatever happens before, the checkpoint is not there, and what was there before is. One of the same step
+    is replaced. Leftovers of writers that died are removed.
 
     No tensor travels between ranks and the shard is not copied: ranks exchange DCP's plan and the checksums, as objects.
     Without a process group it is a checkpoint of one process.
@@ -45,6 +51,8 @@ def save(path: str | os.PathLike[str], state: TrainState, *, process_group: dist
     Args:
         path: made if it is not there. One run writes to it at a time.
         state: what to save. Nothing is changed.
+        read_back: read every file again and compare checksums, before it gets its name. :func:`load` always does; here it would
+            find what the operating system does to bytes on their way.
         process_group: the ranks that save; all of them where None.
 
     Returns:
@@ -58,6 +66,7 @@ def save(path: str | os.PathLike[str], state: TrainState, *, process_group: dist
     folder = folder_of(Path(path), state.step)
     what = f"saving {folder}"
     tensors, writer = agree(lambda: _prepare(folder, state, process_group), what, process_group)
+    writer.read_back = read_back
     try:
         with raise_on_all(what), _quiet():
             dcp.save(

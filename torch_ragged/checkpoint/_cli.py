@@ -83,7 +83,9 @@ def _inspect(path: Path, pattern: str, draw: bool) -> int:
 def _verify(path: Path) -> int:
     reader = CheckpointReader(path)
     metadata = reader.read_metadata()
-    problems = damage(reader.folder, reader.manifest, metadata) or missing_chunks(metadata, reader.manifest.files)
+    problems = damage(reader.folder, reader.manifest, metadata) or missing_chunks(
+        metadata, metadata.storage_data, reader.manifest.files
+    )
     for problem in problems:
         print(problem)
     if not problems:

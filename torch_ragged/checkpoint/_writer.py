@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -48,14 +48,15 @@ class SavePlannerOfViews(DefaultSavePlanner):
 class CheckpointWriter(FileSystemWriter):
     """Writes a DCP checkpoint beside ``folder``, verifies it, writes its manifest and then renames it: complete or invisible.
 
-    For ``dcp.save`` and ``dcp.async_save``. Every rank writes one file, computes checksums on the way and reads them back; DCP
-    brings the checksums, not the data, to the coordinator, which checks that every chunk of every tensor is there. If anything
-    fails on any rank, DCP raises on all, and no checkpoint of that name is seen (or the one that was there before).
+    For ``dcp.save`` and ``dcp.async_save``. Every rank writes one file and computes checksums on the way; DCP brings these,
+    not the data, to the coordinator, which checks that every chunk of every tensor is there. If anything fails on any rank, DCP
+    raises on all, and no checkpoint of that name is seen (or the one that was there before).
 
     Args:
         folder: where the checkpoint will be; its parent is a folder that all ranks share.
         manifest: the fields that the caller knows: step, tokens, data position.
         rng: checksum of this rank's state of each random generator.
+        read_back: have every rank read its file again and compare checksums, before the checkpoint gets its name.
         block: bytes per checksum.
     """
 
@@ -65,6 +66,7 @@ class CheckpointWriter(FileSystemWriter):
         manifest: Manifest | None = None,
         rng: Mapping[str, int] | None = None,
         *,
+        read_back: bool = False,
         block: int = BLOCK,
     ) -> None:
         self.folder = Path(folder)
@@ -72,15 +74,15 @@ class CheckpointWriter(FileSystemWriter):
         self.fs = HashingFileSystem(block)
         self.manifest = manifest or Manifest()
         self.rng = dict(rng or {})
+        self.read_back = read_back
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's chunks to one file, and read them back."""
+        """Write this rank's chunks to one file, and sync it."""
         with serialization_config.patch("save.compute_crc32", False):  # Of the archives; files have checksums of their own.
             results: list[Any] = super().write_data(plan, planner).value()
-        for name, record in self.fs.records.items():
-            problem = check_size(Path(self.path), name, record)
-            if problem or check_blocks(Path(self.path) / name, record):
-                raise CheckpointError(problem or f"{Path(self.path) / name} reads back other bytes than were written")
+        for name, record in self.fs.records.items() if self.read_back else ():
+            if check_blocks(Path(self.path) / name, record):
+                raise CheckpointError(f"{Path(self.path) / name} reads back other bytes than were written")
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         mine = {item.index.fqn for item in plan.items}
         tensors = {}
@@ -106,7 +108,7 @@ class CheckpointWriter(FileSystemWriter):
             files |= report.files
             tensors |= report.tensors
         problems = [check_size(Path(self.path), name, record) for name, record in files.items()]
-        problems += missing_chunks(metadata, files)
+        problems += missing_chunks(metadata, {item.index: item.storage_data for part in written for item in part}, files)
         problems = list(filter(None, problems))
         if problems:
             raise CheckpointError(f"what was written is not complete:{listed(problems)}")
@@ -125,10 +127,9 @@ class CheckpointWriter(FileSystemWriter):
         publish(Path(self.path), self.folder)
 
 
-def missing_chunks(metadata: Metadata, files: Mapping[str, FileRecord]) -> list[str]:
-    """What is wrong with the chunks of a checkpoint: they must fill each tensor, and lie within the files."""
+def missing_chunks(metadata: Metadata, stored: Mapping[MetadataIndex, Any], files: Mapping[str, FileRecord]) -> list[str]:
+    """What is wrong with the chunks ``stored`` of a checkpoint: they must fill each tensor, and lie within the files."""
     problems = []
-    stored = metadata.storage_data or {}
     filled: dict[str, int] = {}
     for index, info in stored.items():
         file = files.get(info.relative_path)
