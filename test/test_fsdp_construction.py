@@ -275,6 +275,15 @@ def check_meta():
     loss_of(model, batch()).backward()
     optimizer.step()
     assert not torch.equal(model(batch()), single(batch()))
+    # The initialisation of one process, at any granularity.
+    initialised = build_meta(orig_param_policy=lambda f, p: rows(3)).to_empty(device="cpu")
+    for module in (initialised, single):
+        torch.manual_seed(7)
+        for child in module.modules():
+            if hasattr(child, "reset_parameters"):
+                child.reset_parameters()
+    for (name, mine), (_, plain) in zip(initialised.named_parameters(), single.named_parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), plain), name
     # A new dtype while there is no memory.
     assert build_meta().bfloat16().to_empty(device="cpu").head.weight.dtype == torch.bfloat16
     return [partly, error_of(build_meta().cpu)]
