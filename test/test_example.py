@@ -1,7 +1,9 @@
 """examples/train_moe.py: it trains, resumes elsewhere on the same curve, and refuses bad input on every rank."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,19 +14,21 @@ import byte_data
 import pytest
 import torch
 
+from torch_ragged import checkpoint
+
 ROOT = Path(__file__).parents[1]
 
 
-def run_example(ranks, *arguments):
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def example(ranks, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*command, str(ROOT / "examples" / "train_moe.py"), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-    )
+    return [*command, str(ROOT / "examples" / "train_moe.py"), *map(str, arguments)]
+
+
+def run_example(ranks, *arguments):
+    return subprocess.run(example(ranks, *arguments), capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
 
 
 class ExampleTest(unittest.TestCase):
@@ -51,6 +55,7 @@ class ExampleTest(unittest.TestCase):
             self.assertEqual(sorted(f.name for f in (out / "ckpt").iterdir()), ["step-00000001", "step-00000002"])
 
     @pytest.mark.slow
+<<<<<<< HEAD
     def test_every_optimizer_trains_and_resumes(self):
         with tempfile.TemporaryDirectory() as folder:
             out, data = Path(folder), Path(folder) / "data"
@@ -64,6 +69,27 @@ class ExampleTest(unittest.TestCase):
                 self.assertEqual(resumed.returncode, 0, resumed.stderr)
                 losses = json.loads((out / "second" / "report.json").read_text())["history"]["held_out"]
                 self.assertLess(losses[-1], losses[0] - 0.5, name)
+=======
+    def test_killed_at_any_moment_it_goes_on_from_the_last_complete_checkpoint(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out, data = Path(folder), Path(folder) / "data"
+            data.mkdir()
+            for index in range(30):
+                (data / f"{index}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+            common = ("--data", data, "--batch", 4, "--eval-every", 100, "--checkpoint", out / "ckpt", "--save-every", 1)
+            command = example(2, *common, "--steps", 1000, "--keep", 2, "--out", out)
+            run = subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, stderr=subprocess.DEVNULL)
+            while checkpoint.latest(out / "ckpt") is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.fail(f"it ended with {run.wait(0.1)}")
+            os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+            step = int(checkpoint.latest(out / "ckpt").name.removeprefix("step-"))
+            resumed = run_example(1, *common, "--steps", step + 2, "--resume", out / "ckpt", "--out", out)
+            self.assertEqual(resumed.returncode, 0, resumed.stderr)
+            history = json.loads((out / "report.json").read_text())["history"]
+            self.assertEqual((history["resumed_at"][0] >= step, history["steps"][-1]), (True, step + 2))
+>>>>>>> ckpt
 
     def test_bad_input_is_an_error_on_every_rank(self):
         with tempfile.TemporaryDirectory() as folder:

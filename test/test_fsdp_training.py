@@ -2,6 +2,7 @@
 
 import unittest
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -160,16 +161,14 @@ def train(model, data_rank, data_ranks, micro_batches=1):
     return curve / dist.get_world_size()
 
 
-def compare(is_moe, mesh, data_rank=None, data_ranks=None, tolerance=2e-4, steps=None, **options):
+def compare(is_moe, mesh, data_rank=None, data_ranks=None, tolerance=2e-4, **options):
     where = (dist.get_rank(), dist.get_world_size()) if data_rank is None else (data_rank, data_ranks)
     micro_batches = options.pop("micro_batches", 1)
-    models = [build(torch_fully_shard, is_moe, mesh, **options)]
-    models += [build(fully_shard, is_moe, mesh, granular=granular, **options) for granular in (False, True)]
-    want, *others = (train(model, *where, micro_batches) for model in models)
+    theirs, ours = build(torch_fully_shard, is_moe, mesh, **options), build(fully_shard, is_moe, mesh, granular=True, **options)
+    want, got = (train(model, *where, micro_batches) for model in (theirs, ours))
     assert want[0] - want[-1] > 0.5, want  # It learns, so equal curves mean something.
-    for got in others:
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
-    return models[1]
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    return ours
 
 
 def world():
@@ -253,19 +252,29 @@ def check_expert_parallel(is_moe):
     assert isinstance(placements[0], StridedRaggedShard) and placements[1] == Shard(0), placements
 
 
-WAYS = [check_replicas, check_mixed_precision, check_offload, check_accumulation, check_checkpointing, check_compile]
+EVERYDAY = {
+    False: [check_replicas, check_mixed_precision, check_compile, check_tensor_parallel],
+    True: [check_offload, check_accumulation, check_checkpointing, check_expert_parallel],
+}
+OTHERS = {
+    False: [check_offload, check_accumulation, check_checkpointing],
+    True: [check_replicas, check_mixed_precision, check_compile, check_tensor_parallel],
+}
 
 
 class TrainingTest(unittest.TestCase):
-    def test_dense(self):
-        for check in (*WAYS, check_tensor_parallel):
-            with self.subTest(check.__name__):
-                run_ranks(4, check, False)
+    def run_all(self, ways):
+        for is_moe, checks in ways.items():
+            for check in checks:
+                with self.subTest(check.__name__, is_moe=is_moe):
+                    run_ranks(4, check, is_moe)
 
-    def test_experts(self):
-        for check in (*WAYS, check_tensor_parallel, check_expert_parallel):
-            with self.subTest(check.__name__):
-                run_ranks(4, check, True)
+    def test_each_way(self):
+        self.run_all(EVERYDAY)
+
+    @pytest.mark.slow
+    def test_each_way_with_the_other_model(self):
+        self.run_all(OTHERS)
 
 
 if __name__ == "__main__":
