@@ -55,7 +55,6 @@ class ExampleTest(unittest.TestCase):
             self.assertEqual(sorted(f.name for f in (out / "ckpt").iterdir()), ["step-00000001", "step-00000002"])
 
     @pytest.mark.slow
-<<<<<<< HEAD
     def test_every_optimizer_trains_and_resumes(self):
         with tempfile.TemporaryDirectory() as folder:
             out, data = Path(folder), Path(folder) / "data"
@@ -69,7 +68,8 @@ class ExampleTest(unittest.TestCase):
                 self.assertEqual(resumed.returncode, 0, resumed.stderr)
                 losses = json.loads((out / "second" / "report.json").read_text())["history"]["held_out"]
                 self.assertLess(losses[-1], losses[0] - 0.5, name)
-=======
+
+    @pytest.mark.slow
     def test_killed_at_any_moment_it_goes_on_from_the_last_complete_checkpoint(self):
         with tempfile.TemporaryDirectory() as folder:
             out, data = Path(folder), Path(folder) / "data"
@@ -89,7 +89,6 @@ class ExampleTest(unittest.TestCase):
             self.assertEqual(resumed.returncode, 0, resumed.stderr)
             history = json.loads((out / "report.json").read_text())["history"]
             self.assertEqual((history["resumed_at"][0] >= step, history["steps"][-1]), (True, step + 2))
->>>>>>> ckpt
 
     def test_bad_input_is_an_error_on_every_rank(self):
         with tempfile.TemporaryDirectory() as folder:
