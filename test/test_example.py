@@ -78,11 +78,14 @@ class ExampleTest(unittest.TestCase):
                 (data / f"{index}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
             common = ("--data", data, "--batch", 4, "--eval-every", 100, "--checkpoint", out / "ckpt", "--save-every", 1)
             command = example(2, *common, "--steps", 1000, "--keep", 2, "--out", out)
-            run = subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, stderr=subprocess.DEVNULL)
+            run = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
             while checkpoint.latest(out / "ckpt") is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.fail(f"it ended with {run.wait(0.1)}")
-            os.killpg(run.pid, signal.SIGKILL)
+            ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+            self.assertEqual(len(ranks), 2)
+            for pid in (run.pid, *map(int, ranks)):
+                os.kill(pid, signal.SIGKILL)
             run.wait()
             step = int(checkpoint.latest(out / "ckpt").name.removeprefix("step-"))
             resumed = run_example(1, *common, "--steps", step + 2, "--resume", out / "ckpt", "--out", out)
