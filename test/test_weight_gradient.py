@@ -101,7 +101,9 @@ class PartTest(unittest.TestCase):
         for name, (function, x_shape, w_shape, first, later) in {
             "linear": (F.linear, (M, K), (N, K), "mm.out", "addmm_"),
             "linear 3-D": (F.linear, (B, M, K), (N, K), "mm.out", "addmm_"),
+            "transpose": (lambda x, w, b: x @ w.t(), (M, K), (N, K), "mm.out", "addmm_"),
             "bmm": (lambda x, w, b: x @ w, (E, M, K), (E, K, N), "bmm.out", "baddbmm_"),
+            "bmm of a transpose": (lambda x, w, b: x @ w.mT, (E, M, K), (E, N, K), "bmm.out", "baddbmm_"),
             "experts": (experts(lambda w: w), (M, K), (E, N, K), None, "addmm_"),
         }.items():
             x, data, b = tensors(x_shape, w_shape, torch.float32)

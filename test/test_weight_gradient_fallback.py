@@ -125,6 +125,18 @@ class FallbackTest(unittest.TestCase):
         for one, other in zip(act(x, plain, b), act(*[x.detach().requires_grad_(), weight, b.detach().requires_grad_()])):
             torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-3)
 
+        def keeps_graph(x, w, b):
+            F.linear(x, w, b).pow(3).sum().backward(create_graph=True)
+            self.assertEqual(weight.gradient_target.done_calls, 0)
+            of_w = gradient(w).clone()
+            of_w.square().sum().backward()
+            return of_w, x.grad, gradient(w)
+
+        x, plain, weight, b = linear_case()
+        wanted, got = keeps_graph(x, plain, b), keeps_graph(x.detach().requires_grad_(), weight, b)
+        for one, other in zip(wanted, got):
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-3)
+
     def test_gradients_for_others_than_the_parameter(self):
         """torch.autograd.grad and backward(inputs=) write no gradient that nobody asked for."""
 
@@ -173,6 +185,23 @@ class FallbackTest(unittest.TestCase):
 
         for act in (on_weight, on_view, retained):
             self.assertEqual(self.same(act).gradient_target.moves, 1)
+
+    def test_strides_are_autograds(self):
+        """Hooks see gradients with the strides that torch gives them."""
+        x, plain, weight, b = linear_case()
+        fused, batch, seen = torch.randn(2, N, K), torch.randn(2, M, K), []
+        for w, e in ((plain, nn.Parameter(fused)), (weight, direct(fused))):
+            strides = []
+            operands = [x.t().contiguous().t(), x * 1, w.t(), w * 1, e.mT, e * 1]
+            for operand in operands:
+                operand.register_hook(lambda grad, strides=strides: strides.append(grad.stride()))
+            for left in operands[:2]:
+                for output in (left @ operands[2], left @ w.t(), F.linear(left, w), F.linear(left, operands[3])):
+                    output.sum().backward(retain_graph=True)
+            (torch.bmm(batch, operands[4]) + batch @ operands[5].mT).sum().backward()
+            seen.append(sorted(strides))
+        self.assertEqual(*seen)
+        self.assertGreater(len(set(seen[0])), 3)
 
     def test_other_tensor_classes(self):
         class Noted(torch.Tensor):

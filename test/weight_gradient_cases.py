@@ -57,7 +57,7 @@ class Ops(TorchDispatchMode):
 
 
 def grouped(x, w, b):
-    return F.grouped_mm(x, w, offs=torch.tensor([2, 2, M - 1, M], dtype=torch.int32))
+    return F.grouped_mm(x, w, offs=torch.tensor([2, 2, len(x) - 1, len(x)], dtype=torch.int32))
 
 
 # Name: (function of x, weight and bias, shape of x, of the weight, whether the weight's gradient is bitwise autograd's).
@@ -162,6 +162,8 @@ OTHERS = {
     "left and right": (lambda x, w, b: w @ w.t() @ x, (M, K), (M, K)),
     "used after a change": (lambda x, w, b: F.linear(x, w * 2) + F.linear(x, w), (M, K), (N, K)),
     "advanced indices": (lambda x, w, b: x @ w[torch.tensor([1, 1])], (M, K), (E, K, N)),
+    "a batch of advanced indices": (lambda x, w, b: torch.bmm(x[:2], w[torch.tensor([1, 2])]), (E, M, K), (E, K, N)),
+    "a mask": (lambda x, w, b: x @ w[torch.arange(E) == 2, 1:][0], (M, K - 1), (E, K, N)),
     "a copied view": (lambda x, w, b: x @ w.t().contiguous(), (M, K), (N, K)),
     "a factor": (lambda x, w, b: torch.addmm(b, x, w, beta=2, alpha=3), (M, K), (K, N)),
     "vector": (lambda x, w, b: x @ w[0], (M, K), (N, K)),
@@ -169,6 +171,8 @@ OTHERS = {
     "one input for all experts": (lambda x, w, b: x @ w, (M, K), (E, K, N)),
     "einsum of three": (lambda x, w, b: torch.einsum("mk,kn,n->mn", x, w, b), (M, K), (K, N)),
     "einsum that sums": (lambda x, w, b: torch.einsum("mk,kn->n", x, w), (M, K), (K, N)),
+    "einsum of size 1": (lambda x, w, b: torch.einsum("mk,kn->mn", x, w), (M, 1), (1, N)),
+    "grouped_mm of a transposed input": (lambda x, w, b: grouped(x.t(), w, b), (K, M + 3), (E, K, N)),
     "einsum of a diagonal": (lambda x, w, b: torch.einsum("mk,kk->mk", x, w), (M, K), (K, K)),
     "einsum of an outer product": (lambda x, w, b: torch.einsum("mk,ekn->emn", x, w), (M, K), (E, K, N)),
     "multi-head attention": (

@@ -280,7 +280,6 @@ def _is_product(weight: Any, x: Any, bias: Any = None) -> bool:
         and weight.parameter.gradient_target is not None
         and type(x) in _PLAIN_TYPES
         and (bias is None or type(bias) in _PLAIN_TYPES)
-        and x.dtype == weight.dtype
         and x.layout == torch.strided
         and not x.is_nested
         and not torch._C._is_any_autocast_enabled()
