@@ -4,6 +4,7 @@ import gc
 import tempfile
 import unittest
 import weakref
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -161,7 +162,8 @@ def check_storage_and_collectives():
 
 def check_weight_gradients_in_place():
     """Matmuls write weight gradients to the gradient buffer, and add to them there; only what is no matrix is copied."""
-    model, copied = build("ragged"), []
+    with mock.patch("torch_ragged.fsdp._param_group.SMALLEST_WRITTEN_IN_PLACE", 1):
+        model, copied = build("ragged"), []
     groups = [group for state in model._ragged_states(True) for group in state.groups]
     for group in groups:
         take = group.gradients._take

@@ -207,13 +207,14 @@ def check_memory_does_not_grow():
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step in (49, 199):
+        if step % 50 == 49:
             gc.collect()
             tensors.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
             with open("/proc/self/statm") as file:
                 sizes.append(int(file.read().split()[1]) * 4096)
-    assert tensors[0] == tensors[1], tensors
-    assert sizes[1] - sizes[0] < 4 * 2**20, sizes  # A gathered layer that stayed each time would be 40 MB.
+    assert len(set(tensors)) == 1, tensors
+    # What stays grows every time: a gathered layer per step would be 13 MB in 50 steps. The allocator's caches do not.
+    assert min(after - before for before, after in zip(sizes, sizes[1:])) < 2**20, sizes
 
 
 class CombinationsTest(unittest.TestCase):

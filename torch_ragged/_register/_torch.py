@@ -9,7 +9,32 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["backend_of", "backward_id", "concatenate", "flatten"]
+__all__ = [
+    "as_plain_tensors",
+    "backend_of",
+    "backward_id",
+    "concatenate",
+    "flatten",
+    "functorch_is_active",
+    "grouped_mm",
+    "is_autocast",
+    "will_run_node",
+]
+
+as_plain_tensors = torch._C.DisableTorchFunctionSubclass
+"""A context in which attributes and operations of tensor subclasses are those of tensors, and as fast. (2.11 to 2.15)"""
+
+is_autocast = torch._C._is_any_autocast_enabled
+"""Whether any device's autocast is on. (2.11 to 2.15)"""
+
+functorch_is_active = torch._C._are_functorch_transforms_active
+"""Whether a functorch transform is. (2.11 to 2.15)"""
+
+will_run_node = torch._C._will_engine_execute_node
+"""Whether the backward under way comes to a node. (2.11 to 2.15)"""
+
+grouped_mm = torch._grouped_mm
+"""The matmul of groups of rows with their own matrices; ``F.grouped_mm`` in newer versions too. (2.11 to 2.15)"""
 
 
 def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import Partial, Shard
 
+from torch_ragged._register._torch import as_plain_tensors
 from torch_ragged.fsdp._collectives import Collectives, Reduction, Work
 from torch_ragged.fsdp._dbuffer import DBuffer
 from torch_ragged.fsdp._layout import BufferLayout
@@ -78,18 +79,20 @@ class GradientBuffers:
 
     def _take(self, index: int, unsharded: torch.Tensor) -> None:
         param = self._params[index]
-        param.sync_requires_grad()
+        with as_plain_tensors():
+            gradient, unsharded.grad = unsharded.grad, None
+            if gradient is None:  # Backward came here with no gradient, or it was written in place.
+                return
+            param.sync_requires_grad()
         if not param.requires_grad:  # frozen since forward
-            unsharded.grad = None
-        if unsharded.grad is None:  # or backward came here with no gradient
             return
         view = self.views()[index]
-        gradient = param.distribution.gradient(unsharded.grad)
+        gradient = param.distribution.gradient(gradient)
         if param.has_gradient:
             view.add_(gradient)
         else:
             view.copy_(gradient)
-        unsharded.grad = None
+        del gradient
         self.done(index)
 
     def target(self, index: int) -> GradientTarget:
@@ -99,12 +102,11 @@ class GradientBuffers:
     def begin(self, index: int) -> tuple[torch.Tensor, bool] | None:
         """The view to write a gradient to, and whether it holds one already; None where autograd has to have the gradient."""
         param = self._params[index]
-        param.sync_requires_grad()
-        if not param.requires_grad or param.view.dtype != self.reduce_dtype:
-            return None
-        hooks = getattr(param.unsharded, "_post_accumulate_grad_hooks", None) or {}
-        if param.unsharded._backward_hooks or len(hooks) > 1:  # One hook is ours.
-            return None
+        with as_plain_tensors():
+            param.sync_requires_grad()
+            hooks = getattr(param.unsharded, "_post_accumulate_grad_hooks", None) or {}
+            if not param.requires_grad or param.unsharded._backward_hooks or len(hooks) > 1:  # One hook is ours.
+                return None
         return param.distribution.gathered(self.views()[index]), param.has_gradient
 
     def done(self, index: int) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from torch_ragged._register._torch import as_plain_tensors
 from torch_ragged.fsdp._collectives import Collectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp._dbuffer import DBuffer
 from torch_ragged.fsdp._distribution import Distribution, local_of
@@ -27,6 +28,9 @@ __all__ = ["FoundParam", "GroupPlan", "ParamGroup"]
 # From 2.15 on FSDP2 does not round gradients to param_dtype: autograd leaves them in the dtype they are computed in, and
 # without a reduce_dtype they are reduced in the parameters' own dtype. Results follow the FSDP2 that is installed.
 _KEEPS_WIDE_GRADIENTS = torch.__version__ >= "2.15"
+
+SMALLEST_WRITTEN_IN_PLACE = 2**16
+"""Elements of a weight whose gradient matmuls write in place: below, noticing the matmul in Python costs more than the copy."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +124,7 @@ class ParamGroup:
         for index, param in enumerate(self.params):
             param.view = self.unsharded.tensor(index)
             value = param.distribution.gathered(param.view)
-            if param.view.is_floating_point() and not isinstance(value, DTensor):
+            if self._is_written_in_place(value):
                 param.unsharded = compute = ComputeParameter(value)
                 compute.gradient_target = self.gradients.target(index)
             else:
@@ -131,6 +135,11 @@ class ParamGroup:
                 param.unsharded.register_post_accumulate_grad_hook(self.gradients.hook(index))
             param.unsharded.requires_grad_(param.requires_grad)
         self._release_unsharded()
+
+    def _is_written_in_place(self, value: torch.Tensor) -> bool:
+        """Whether matmuls with ``value`` are to write its gradient: where that costs less than a copy of it."""
+        is_matrix = not isinstance(value, DTensor) and value.ndim in (2, 3) and value.numel() >= SMALLEST_WRITTEN_IN_PLACE
+        return is_matrix and value.is_floating_point() and self.param_dtype == self.reduce_dtype
 
     @property
     def collectives(self) -> Collectives:
@@ -157,9 +166,8 @@ class ParamGroup:
 
     @property
     def writes_gradients(self) -> bool:
-        """Whether matmuls write weight gradients to the gradient buffer themselves: it is of the dtype they compute in."""
-        is_compute = any(isinstance(param.unsharded, ComputeParameter) for param in self.params)
-        return is_compute and self.param_dtype == self.reduce_dtype
+        """Whether matmuls write weight gradients to the gradient buffer themselves."""
+        return any(isinstance(param.unsharded, ComputeParameter) for param in self.params)
 
     def buffers(self) -> dict[str, list[DBuffer]]:
         """The buffers of this group, released ones too, by what they hold; ``.grad`` lies in buffers that are let go."""
@@ -189,9 +197,10 @@ class ParamGroup:
             self._drop_kept()
             self._finish_gather()
             self.is_unsharded = True
-            for param in self.params:
-                param.register(param.unsharded)
-                param.version = param.compute_version
+            with as_plain_tensors():
+                for param in self.params:
+                    param.register(param.unsharded)
+                    param.version = param.compute_version
 
     def _start_gather(self) -> Work:
         if self.resident is not None:
@@ -231,7 +240,8 @@ class ParamGroup:
             return
         if keep and self.is_unsharded and self.neighbours is not None:
             self.neighbours.keep(self.unsharded)
-        changed = self._restore_changed() if self.is_unsharded else []
+        with as_plain_tensors():
+            changed = self._restore_changed() if self.is_unsharded else []
         self.is_unsharded = False
         self._release_unsharded()
         self.register_sharded()
@@ -289,8 +299,9 @@ class ParamGroup:
 
     def register_sharded(self) -> None:
         """Make the sharded DTensors the modules' parameters."""
-        for param in self.params:
-            param.register(param.sharded)
+        with as_plain_tensors():
+            for param in self.params:
+                param.register(param.sharded)
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:

@@ -29,6 +29,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 
+from torch_ragged._register._torch import as_plain_tensors, functorch_is_active, grouped_mm, is_autocast, will_run_node
+
 __all__ = ["ComputeParameter", "GradientTarget"]
 
 
@@ -55,11 +57,11 @@ class _Weight:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # First: it is all that Dynamo has to trace.
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain_tensors():
                 return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None and torch.is_grad_enabled():
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain_tensors():
                 result = handler(func, *args, **kwargs)
             if result is not None:
                 return result
@@ -155,7 +157,7 @@ class _Product(torch.autograd.Function):
         if gradient is None:
             return (None,) * len(needs)
         x, weight = ctx.saved_tensors  # May run forward again, which has to find torch functions on.
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             multiply, add = (torch.mm, torch.Tensor.addmm_) if x.dim() == 2 else (torch.bmm, torch.Tensor.baddbmm_)
             of_weight, of_x = _weight_gradient(ctx, x, gradient, multiply, add), None
             if needs[1]:
@@ -180,7 +182,7 @@ class _GroupedProduct(torch.autograd.Function):
         if gradient is None:
             return None, None, None, None
         x, weight, offsets = ctx.saved_tensors
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
 
             def groups(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> Any:
                 stops = offsets.tolist()
@@ -234,7 +236,7 @@ def _place(ctx: Any) -> tuple[torch.Tensor, bool, GradientTarget] | None:
     weight: _WeightView | ComputeParameter = ctx.weight
     parameter = weight.parameter
     target, is_whole = parameter.gradient_target, weight is parameter
-    if target is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+    if target is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or is_autocast():
         return None
     if parameter._backward_hooks or not (is_whole or (weight._backward_hooks is None and not weight.retains_grad)):
         return None
@@ -260,7 +262,7 @@ def _will_accumulate(node: Any) -> bool:
     while node.next_functions:
         node = node.next_functions[0][0]
     try:
-        return torch._C._will_engine_execute_node(node)
+        return will_run_node(node)
     except RuntimeError:  # torch.autograd.grad wants this gradient for its caller.
         return False
 
@@ -282,8 +284,8 @@ def _is_product(weight: Any, x: Any, bias: Any = None) -> bool:
         and (bias is None or type(bias) in _PLAIN_TYPES)
         and x.layout == torch.strided
         and not x.is_nested
-        and not torch._C._is_any_autocast_enabled()
-        and not torch._C._are_functorch_transforms_active()
+        and not is_autocast()
+        and not functorch_is_active()
         and forward_ad._current_level < 0
     )
 
@@ -398,7 +400,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys([torch.matmul, _T.matmul, _T.__matmul__], _matmul),
     **dict.fromkeys([torch.mm, _T.mm, torch.bmm, _T.bmm], _mm),
     **dict.fromkeys([torch.addmm, _T.addmm, torch.baddbmm, _T.baddbmm], _addmm),
-    torch._grouped_mm: _grouped_mm,
+    grouped_mm: _grouped_mm,
     torch.einsum: _einsum,
     **dict.fromkeys(_VIEWS, _view),
     _T.__getitem__: _getitem,
