@@ -92,7 +92,8 @@ class ProcessGroupCollectives:
             torch.div(buffer, reduction.divisor or 1, out=output)
             return done
         group = self.separate_group or self._group
-        issue = functools.partial(_issue, _reduce_scatter, self.custom_reduce_scatter, output, buffer, group=group)
+        collective = _exchange_and_sum if _is_gloo(group, buffer.device) else _reduce_scatter
+        issue = functools.partial(_issue, collective, self.custom_reduce_scatter, output, buffer, group=group)
         return _reduce(issue, group, buffer, output, reduction)
 
     def memory_pool(self, device: torch.device, is_symmetric: bool) -> torch.cuda.MemPool | None:
@@ -157,6 +158,35 @@ class _All:
 def wait_all(works: Sequence[Work]) -> Work:
     """Several collectives as one."""
     return _All(works)
+
+
+def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    gloo = getattr(dist, "ProcessGroupGloo", None)  # Builds without gloo lack it.
+    return gloo is not None and isinstance(backend_of(group, device), gloo)
+
+
+def _exchange_and_sum(output: torch.Tensor, buffer: torch.Tensor, *, group: dist.ProcessGroup, **options: Any) -> Work:
+    """A reduce-scatter as one all-to-all and a local sum, in the order of the ranks; bfloat16 is added up in float32.
+
+    gloo's own is an all-reduce of a copy of the buffer, twice the bytes; both need memory for another buffer meanwhile.
+    """
+    received = torch.empty_like(buffer)
+    work = dist.all_to_all_single(received, buffer, group=group, async_op=options["async_op"])
+    return _SummedWork(work, received.view(group.size(), -1), output)
+
+
+class _SummedWork:
+    """An exchange whose parts are added up once they are there."""
+
+    def __init__(self, work: Work, received: torch.Tensor, output: torch.Tensor) -> None:
+        self._work, self._output = work, output
+        self._received: torch.Tensor | None = received
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._received is not None:
+            torch.sum(self._received, 0, out=self._output)
+        self._received = None
 
 
 class _ScaledWork:

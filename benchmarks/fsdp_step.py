@@ -1,0 +1,168 @@
+"""Time, copies and memory of a training step: torch_ragged.fsdp beside FSDP2, DDP, one process, and the floor.
+
+    PYTHONPATH=. python benchmarks/fsdp_step.py [--json PATH] [--ranks 4] [--rounds 15] [--cases dense moe ...]
+        [--policies float32 bf16] [--parts] [--peers]
+
+All systems of a case live in the same processes and take turns, each round in another order; a step begins when all ranks
+are there and takes as long as the slowest rank. Ratios are of the same round, and their median is given.
+
+    ragged         torch_ragged.fsdp.fully_shard of each block
+    FSDP2          torch's, in the same way
+    DDP            DistributedDataParallel with gradients as views of buckets
+    one process    the plain stack on every rank, without any communication
+    floor          the same, with the optimizer on a shard, then the bare collectives of FSDP, as fast as we know them, on memory
+                   that nothing is copied to or from; nothing overlaps
+    --parts        the package with parts switched off: see systems.py
+    --peers        Megatron-FSDP and DeepSpeed ZeRO-3, where they are installed and run: see peers.py
+
+Copies are those that a profiler sees in forward and backward and that the floor has not; those inside of collectives are theirs.
+The peak is what the CPU allocator has given out at the most in a step, activations included; held is before the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from common import print_table, write_json
+from peers import PEERS
+from stacks import CASES, Case
+from systems import POLICIES, SYSTEMS, Training
+from step_trace import Trace, traced
+
+PHASES = ("forward", "backward", "optimizer")
+USUAL = ("ragged", "FSDP2", "DDP", "one process", "floor")
+PARTS = ("no DBuffer", "gradients copied", "rows(32)", "rows(32), no planner")
+
+
+def timed_step(training: Training) -> list[float]:
+    """Seconds of each phase on this rank, and of the whole step."""
+    dist.barrier()
+    moments = [time.perf_counter()]
+    loss = training.forward()
+    moments.append(time.perf_counter())
+    training.backward(loss)
+    moments.append(time.perf_counter())
+    training.optimize()
+    moments.append(time.perf_counter())
+    return [later - sooner for sooner, later in zip(moments, moments[1:])] + [moments[-1] - moments[0]]
+
+
+def time_steps(trainings: dict[str, Training], rounds: int, warmup: int = 2) -> dict[str, torch.Tensor]:
+    """(rounds, phases and total) seconds of the slowest rank, for each system."""
+    names = list(trainings)
+    times: dict[str, list[list[float]]] = {name: [] for name in names}
+    for turn in range(-warmup, rounds):
+        gc.collect()
+        for index in range(len(names)):
+            name = names[(turn + index) % len(names)]
+            seconds = timed_step(trainings[name])
+            if turn >= 0:
+                times[name].append(seconds)
+    stacked = {name: torch.tensor(seconds, dtype=torch.float64) for name, seconds in times.items()}
+    for seconds in stacked.values():
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return stacked
+
+
+def trace_step(system: str, case: Case, policy: str) -> Trace:
+    """What a step of one system copies, sends and holds. The optimizer's copies are left out."""
+
+    def build() -> Any:
+        training = SYSTEMS[system](case, POLICIES[policy])
+        return training.step
+
+    return traced(build)
+
+
+def rows_of(times: dict[str, torch.Tensor], traces: dict[str, Trace]) -> list[dict[str, Any]]:
+    """A row per system: medians, ratios to FSDP2 and the floor, copies, collectives and memory."""
+    rows = []
+    base = traces["floor"]
+    for name, seconds in times.items():
+        total, trace = seconds[:, -1], traces.get(name, Trace())
+        low, high = statistics.quantiles(total.tolist(), n=4)[::2] if len(total) > 1 else (total[0], total[0])
+        ratio = lambda other: float((total / times[other][:, -1]).median())  # noqa: E731, B023
+        copied = sum(trace.copied.values()) - sum(base.copied.values())
+        calls = " ".join(f"{count} {kind}," for kind, count in trace.collectives.items()).rstrip(",")
+        rows.append(
+            {
+                "system": name,
+                "ms": 1e3 * float(total.median()),
+                "quartiles": f"{1e3 * low:.1f}-{1e3 * high:.1f}",
+                **{phase: 1e3 * float(seconds[:, i].median()) for i, phase in enumerate(PHASES)},
+                "/ FSDP2": ratio("FSDP2"),
+                "/ floor": ratio("floor"),
+                "copied MB": copied / 1e6,
+                "sent MB": sum(trace.collective_nbytes.values()) / 1e6,
+                "held MB": trace.start_nbytes / 1e6,
+                "peak MB": trace.peak_nbytes / 1e6,
+                "peak / FSDP2": trace.peak_nbytes / max(1, traces["FSDP2"].peak_nbytes),
+                "collectives": calls,
+            }
+        )
+    return rows
+
+
+def measure(rank: int, store: str, options: argparse.Namespace, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, options.ranks), rank=rank, world_size=options.ranks)
+    found = {}
+    for name in options.cases:
+        for policy in options.policies:
+            names = [*USUAL, *(PARTS if options.parts else ())]
+            systems = {system: SYSTEMS[system](CASES[name], POLICIES[policy]) for system in names}
+            missing = {}
+            for peer, make in PEERS.items() if options.peers else ():
+                made = make(CASES[name], POLICIES[policy])
+                (missing if isinstance(made, str) else systems)[peer] = made
+            times = time_steps(systems, options.rounds)
+            systems.clear()
+            gc.collect()
+            traces = {system: trace_step(system, CASES[name], policy) for system in names}
+            found[name, policy] = (rows_of(times, traces), missing)
+    if rank == 0:
+        results.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="write the results to this file too")
+    parser.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="default: all")
+    parser.add_argument("--parts", action="store_true", help="also with parts of the package switched off")
+    parser.add_argument("--peers", action="store_true", help="also Megatron-FSDP and DeepSpeed ZeRO-3")
+    options = parser.parse_args()
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        results = context.Queue()
+        arguments = (f"{folder}/store", options, results)
+        ranks = [context.Process(target=measure, args=(rank, *arguments), daemon=True) for rank in range(options.ranks)]
+        for process in ranks:
+            process.start()
+        found = results.get()
+        for process in ranks:
+            process.join()
+    cases = []
+    for (name, policy), (rows, missing) in found.items():
+        title = f"{name}, {policy}: {options.ranks} ranks, torch {torch.__version__}, medians of {options.rounds} rounds"
+        print_table(title, rows)
+        for peer, why in missing.items():
+            print(f"{peer}: not measured, {why}")
+        cases.append({"case": name, "policy": policy, "systems": rows, "missing": missing})
+    write_json(options.json, {"ranks": options.ranks, "rounds": options.rounds, "cases": cases})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+PEERS: dict = {}

@@ -1,0 +1,117 @@
+"""What a profiler trace of a step says: bytes copied, bytes in collectives, and memory at its highest."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+__all__ = ["Trace", "traced"]
+
+_COPIES = ("aten::copy_", "aten::cat", "aten::_chunk_cat", "aten::split_with_sizes_copy")
+_ITEMSIZE = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "unsigned char": 1, "int": 4}
+_COLLECTIVES = {
+    "c10d::_allgather_base_": ("all-gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
+    "c10d::alltoall_base_": ("all-to-all", 1),
+    "c10d::allreduce_": ("all-reduce", 0),
+    "c10d::broadcast_": ("broadcast", 0),
+}
+"""Name, and which argument's bytes are counted: the larger one."""
+
+
+@dataclass
+class Trace:
+    """Counts of one step on this rank.
+
+    Attributes:
+        copied: bytes written by copies and concatenations, by op, without those inside a collective.
+        copy_ms: milliseconds in them.
+        collectives: calls by kind.
+        collective_nbytes: bytes of the larger buffer of each, by kind.
+        peak_nbytes: the most that the CPU allocator had given out.
+        start_nbytes: what it had given out before the step.
+    """
+
+    copied: Counter[str] = field(default_factory=Counter)
+    copy_ms: float = 0.0
+    collectives: Counter[str] = field(default_factory=Counter)
+    collective_nbytes: Counter[str] = field(default_factory=Counter)
+    peak_nbytes: int = 0
+    start_nbytes: int = 0
+
+
+def traced(build: Callable[[], Callable[[], Any]], warmup: int = 2) -> Trace:
+    """Trace one call of the step that ``build`` makes, after ``warmup`` calls.
+
+    Building is traced too, since the allocator's events count what was allocated under the profiler only.
+    """
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as profiler:
+        step = build()
+        for _ in range(warmup):
+            step()
+        with torch.profiler.record_function("traced step"):
+            step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    marker = next(event for event in events if event.get("name") == "traced step" and event.get("ph") == "X")
+    start, stop = marker["ts"], marker["ts"] + marker["dur"]
+    trace = Trace()
+    _count_memory(trace, [event for event in events if event.get("name") == "[memory]"], start, stop)
+    ops = [e for e in events if e.get("cat") == "cpu_op" and start <= e["ts"] < stop and e["tid"] == marker["tid"]]
+    _count_ops(trace, ops)
+    return trace
+
+
+def _count_memory(trace: Trace, events: list[dict[str, Any]], start: float, stop: float) -> None:
+    held = 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        if event["ts"] >= stop:
+            break
+        held += event["args"]["Bytes"]
+        if event["ts"] < start:
+            trace.start_nbytes = held
+        else:
+            trace.peak_nbytes = max(trace.peak_nbytes, held)
+
+
+def _count_ops(trace: Trace, events: list[dict[str, Any]]) -> None:
+    events.sort(key=lambda event: (event["ts"], -event["dur"]))
+    collective_until = 0.0
+    for index, event in enumerate(events):
+        name, end = event["name"], event["ts"] + event["dur"]
+        if name in _COLLECTIVES and event["ts"] >= collective_until:
+            kind, argument = _COLLECTIVES[name]
+            trace.collectives[kind] += 1
+            trace.collective_nbytes[kind] += _nbytes(event, argument)
+            collective_until = end
+        elif name in _COPIES and event["ts"] >= collective_until and not _has_copy_inside(events, index, end):
+            trace.copied[name] += _nbytes(event, 0)
+            trace.copy_ms += event["dur"] / 1e3
+
+
+def _has_copy_inside(events: list[dict[str, Any]], index: int, end: float) -> bool:
+    """Whether an op does its work by another one of the copies."""
+    for inner in events[index + 1 :]:
+        if inner["ts"] >= end:
+            return False
+        if inner["name"] in _COPIES:
+            return True
+    return False
+
+
+def _nbytes(event: dict[str, Any], argument: int) -> int:
+    """Bytes of an argument, a tensor or a list of tensors (of float32, where the trace does not tell)."""
+    dims, kind = event["args"]["Input Dims"][argument], event["args"]["Input type"][argument]
+    shapes = dims if dims and isinstance(dims[0], list) else [dims]
+    return sum(math.prod(shape) for shape in shapes) * _ITEMSIZE.get(kind, 4)
