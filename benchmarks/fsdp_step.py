@@ -10,13 +10,14 @@ are there and takes as long as the slowest rank. Ratios are of the same round, a
     FSDP2          torch's, in the same way
     DDP            DistributedDataParallel with gradients as views of buckets
     one process    the plain stack on every rank, without any communication
-    floor          the same, with the optimizer on a shard, then the bare collectives of FSDP, as fast as we know them, on memory
-                   that nothing is copied to or from; nothing overlaps
+    floor          the same, with the optimizer on a shard, then the bare collectives of FSDP, as fast as we know them, on
+                   memory that nothing is copied to or from; nothing overlaps
     --parts        the package with parts switched off: see systems.py
     --peers        Megatron-FSDP and DeepSpeed ZeRO-3, where they are installed and run: see peers.py
 
-Copies are those that a profiler sees in forward and backward and that the floor has not; those inside of collectives are theirs.
-The peak is what the CPU allocator has given out at the most in a step, activations included; held is before the step.
+Copies are those that a profiler sees in forward and backward and that the floor has not; those inside of collectives are
+theirs. The last block stays gathered after forward in both, as torchtitan has it. The peak is what the CPU allocator has
+given out at the most in a step, activations included; held is before the step.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ import torch.multiprocessing as mp
 from common import print_table, write_json
 from peers import PEERS
 from stacks import CASES, Case
-from systems import POLICIES, SYSTEMS, Training
 from step_trace import Trace, traced
+from systems import POLICIES, SYSTEMS, Training
 
 PHASES = ("forward", "backward", "optimizer")
 USUAL = ("ragged", "FSDP2", "DDP", "one process", "floor")

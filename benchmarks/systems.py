@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ def _sharded(shard: Callable[..., object], case: Case, policy: MixedPrecisionPol
     model = case.model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model:
-        shard(block, mesh=mesh, mp_policy=policy)
+        shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=block is not model[-1])
     shard(model, mesh=mesh, mp_policy=policy)
     return Training(model, _adamw(model.parameters()), case.inputs(dist.get_rank()))
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import debug
+from torch.distributed.tensor.debug import CommDebugMode
 
 _TIMEOUT = datetime.timedelta(seconds=60)
 _LONGEST = 200.0  # seconds for a whole call; a rank that waits for another one gives up after _TIMEOUT
@@ -87,6 +88,12 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout:
         AssertionError: a rank raised or hung; with every rank's traceback.
     """
     return _pool.run(function, arguments, size, timeout)
+
+
+def collectives_seen(mode: CommDebugMode) -> tuple[int, int]:
+    """All-gathers and reduce-scatters that ``mode`` saw; with gloo these are all-to-alls, and sums on each rank."""
+    counts = {str(op): count for op, count in mode.get_comm_counts().items()}
+    return tuple(sum(n for op, n in counts.items() if kind in op) for kind in ("allgather", "alltoall"))  # type: ignore
 
 
 def error_of(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
