@@ -21,7 +21,7 @@ from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction, W
 from torch_ragged.fsdp._fully_shard import named_groups
 from torch_ragged.fsdp.plan._peers import RowBuffer
 
-__all__ = ["POLICIES", "SYSTEMS", "Training"]
+__all__ = ["POLICIES", "SYSTEMS", "Training", "adamw"]
 
 POLICIES = {
     "float32": MixedPrecisionPolicy(),
@@ -54,7 +54,8 @@ class Training:
         self.optimize()
 
 
-def _adamw(params: Iterator[nn.Parameter] | Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+def adamw(params: Iterator[nn.Parameter] | Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    """The optimizer of all systems."""
     return torch.optim.AdamW(params, lr=1e-4, foreach=True)
 
 
@@ -64,7 +65,7 @@ def _sharded(shard: Callable[..., object], case: Case, policy: MixedPrecisionPol
     for block in model:
         shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=block is not model[-1])
     shard(model, mesh=mesh, mp_policy=policy)
-    return Training(model, _adamw(model.parameters()), case.inputs(dist.get_rank()))
+    return Training(model, adamw(model.parameters()), case.inputs(dist.get_rank()))
 
 
 def _of_rows(case: Case, policy: MixedPrecisionPolicy) -> Training:
@@ -126,12 +127,12 @@ def _plain(case: Case, policy: MixedPrecisionPolicy) -> tuple[nn.Module, torch.T
 def _ddp(case: Case, policy: MixedPrecisionPolicy) -> Training:
     model, inputs = _plain(case, policy)
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return Training(model, _adamw(model.parameters()), inputs)
+    return Training(model, adamw(model.parameters()), inputs)
 
 
 def _one_process(case: Case, policy: MixedPrecisionPolicy) -> Training:
     model, inputs = _plain(case, policy)
-    return Training(model, _adamw(model.parameters()), inputs)
+    return Training(model, adamw(model.parameters()), inputs)
 
 
 class _Floor(Training):
@@ -149,7 +150,7 @@ def _floor(case: Case, policy: MixedPrecisionPolicy) -> Training:
     masters = [nn.Parameter(torch.zeros(numel)) for numel in shards]
     for master in masters:
         master.grad = torch.ones_like(master)
-    optimizer = _adamw(masters)
+    optimizer = adamw(masters)
     optimizer.zero_grad = lambda: None  # type: ignore[method-assign]
     return _Floor(model, optimizer, inputs, _bare_collectives(shards, policy))
 

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 __all__ = [
     "as_plain_tensors",
     "backend_of",
     "backward_id",
+    "dtensor_of",
     "concatenate",
     "flatten",
     "functorch_is_active",
@@ -35,6 +37,14 @@ will_run_node = torch._C._will_engine_execute_node
 
 grouped_mm = torch._grouped_mm
 """The matmul of groups of rows with their own matrices; ``F.grouped_mm`` in newer versions too. (2.11 to 2.15)"""
+
+
+def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
+    """The DTensor of ``local`` with the ``_spec`` of another one, whose shape, mesh and placements it has. (2.11 to 2.15)
+
+    A tenth of the time of ``DTensor.from_local``, which makes a spec anew.
+    """
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
