@@ -238,7 +238,14 @@ class FSDPModule(TorchFSDPModule):
             group.gradients.reduction = dataclasses.replace(group.gradients.reduction, sum_only=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """A hint of FSDP2's: here, parameters without a gradient always contribute zeros, and no rank waits for another."""
+        """Whether a group without any gradient on this rank takes part in gathering and reducing, with zeros; True unless set.
+
+        It may have gradients on other ranks, who would wait for this one. False saves its collectives where that cannot be:
+        where all ranks leave the same modules unused. (FSDP2 has False unless set, and hangs in the first case.) Single
+        parameters without a gradient contribute zeros always.
+        """
+        for state in self._ragged_states(recurse):
+            state.reduces_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many gradient buffers may be in a reduce-scatter at once; 1 unless set. Each one more is memory.

@@ -38,6 +38,7 @@ class GradientBuffers:
         requires_all_reduce: whether backward reduces over replicas.
         reduce_hook: called with each reduced shard.
         on_gradient: called when a parameter has got a gradient.
+        needs_reduction: whether backward came to the group since the last reduction, on any rank.
         pool: where the memory of unreduced gradients comes from.
     """
 
@@ -53,6 +54,7 @@ class GradientBuffers:
     def place(self, device: torch.device, reduce_dtype: torch.dtype, sharded: DBuffer) -> None:
         """Reduce on ``device`` in ``reduce_dtype``, for a ``.grad`` like the ``sharded`` buffer; what there was is dropped."""
         self._device, self.reduce_dtype, self._sharded = device, reduce_dtype, sharded
+        self.needs_reduction = False
         self._unreduced: DBuffer | None = None
         self._views: list[torch.Tensor] = []
         self._forms = [_Form(self._params[index].distribution, self._layout, index) for index in range(len(self._params))]
@@ -114,7 +116,7 @@ class GradientBuffers:
 
     def done(self, index: int) -> None:
         """The view of a parameter holds its gradient."""
-        self._params[index].has_gradient = True
+        self._params[index].has_gradient = self.needs_reduction = True
         if self.on_gradient is not None:
             self.on_gradient()
 
@@ -135,6 +137,7 @@ class GradientBuffers:
 
     def start_reduction(self) -> None:
         """Start one reduce-scatter. A parameter without a gradient here contributes zeros."""
+        self.needs_reduction = False
         for param, view in zip(self._params, self.views()):
             if not param.has_gradient:
                 view.zero_()
@@ -216,6 +219,7 @@ class GradientBuffers:
             if pending is not None:
                 pending[0].wait()
         self._reduction = self._all_reduce = self._reduced = self._kept = None
+        self.needs_reduction = False
         for param in self._params:
             param.has_gradient = param.was_used = False
         if self._unreduced is not None:
@@ -228,16 +232,16 @@ class _Form:
 
     def __init__(self, distribution: Distribution, layout: BufferLayout, index: int) -> None:
         self._distribution, self._layout, self._index = distribution, layout, index
-        self._like: tuple[Any, torch.Size, tuple[int, ...], int] | None = None
+        self._like: tuple[Any, Any] | None = None  # the spec; sizes, strides and offset
 
     def of(self, reduced: DBuffer) -> DTensor:
         """The gradient, as a view of ``reduced``."""
         if self._like is None:
             gradient = self._distribution.sharded(reduced.tensor(self._index), self._layout, self._index)
             local = gradient.to_local()
-            self._like = (gradient._spec, local.shape, local.stride(), local.storage_offset())
+            self._like = (gradient._spec, (local.shape, local.stride(), local.storage_offset()))
             return gradient
-        spec, *geometry = self._like
+        spec, geometry = self._like
         return dtensor_of(reduced.flat.detach().as_strided(*geometry), spec)
 
 

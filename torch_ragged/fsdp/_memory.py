@@ -261,6 +261,6 @@ class _Step:
 def _forward_order(states: list[ModuleState]) -> list[ModuleState]:
     """The calls of the last forward that is known whole; before the first, every module once."""
     contexts = [state.context for state in states if state.context is not None]
-    calls = max((order for c in contexts for order in (c.order, c.last_order)), key=len, default=[])
+    calls = max((order for c in contexts for order in (c.order.states, c.last_order.states)), key=len, default=[])
     mine = set(map(id, states))
     return [state for state in calls if id(state) in mine] or states

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils import _pytree as pytree
 
 from torch_ragged._register._torch import backward_id
+from torch_ragged.fsdp._forward_order import Call, ForwardOrder
 from torch_ragged.fsdp._param_group import ParamGroup
+from torch_ragged.fsdp._tensors import map_tensors, tensors_in
 
 __all__ = ["CommContext", "GradientReduction", "ModuleState", "RootContext"]
 
@@ -42,14 +43,15 @@ class RootContext:
     """What the states under one root share.
 
     ``order`` is the order of forward calls since the root was called, ``last_order`` that of the root's call before: the
-    next group is prefetched by it. ``callback`` is what autograd runs at the end of the backward under way; autograd alone
-    holds it, and drops it if the backward raises. ``is_unfinished`` is whether a backward awaits ``finalize_backward``, and
-    ``pending`` the handle of one that has begun.
+    next group is prefetched by it. ``in_use`` are the orders that the backward under way goes through. ``callback`` is what
+    autograd runs at its end; autograd alone holds it, and drops it if the backward raises. ``is_unfinished`` is whether a
+    backward awaits ``finalize_backward``, and ``pending`` the handle of one that has begun.
     """
 
     states: list[ModuleState]
-    order: list[ModuleState] = field(default_factory=list)
-    last_order: list[ModuleState] = field(default_factory=list)
+    order: ForwardOrder = field(default_factory=ForwardOrder)
+    last_order: ForwardOrder = field(default_factory=ForwardOrder)
+    in_use: list[ForwardOrder] = field(default_factory=list)
     callback: weakref.ref[Callable[[], None]] | None = None
     is_unfinished: bool = False
     pending: GradientReduction | None = None
@@ -57,7 +59,7 @@ class RootContext:
     @property
     def in_forward(self) -> bool:
         """Whether the root is in its forward."""
-        return bool(self.states[0]._positions)
+        return bool(self.states[0]._calls)
 
     @property
     def in_backward(self) -> bool:
@@ -80,19 +82,34 @@ class RootContext:
             else:
                 self.end_backward()
 
+        self.in_use = []
         self.callback = weakref.ref(callback)
         Variable._execution_engine.queue_callback(callback)
 
+    def use(self, order: ForwardOrder) -> None:
+        """Backward comes to a call in ``order``: it is through with what ran behind that forward."""
+        if order not in self.in_use:
+            self.finish_orders()
+            order.restart()
+            self.in_use.append(order)
+
+    def finish_orders(self) -> None:
+        """Backward comes to no further call of the orders in use."""
+        for order in self.in_use:
+            order.finish()
+
     def pause_backward(self) -> None:
         """A backward pass is through, others may follow before ``finalize_backward``."""
+        self.finish_orders()
         for state in self.states:
-            state.post_backward()
+            state.end_of_call(is_last=True)
         self.is_unfinished, self.callback = True, None
 
     def start_reductions(self) -> None:
         """Reduce what is left."""
+        self.finish_orders()
         for state in reversed(self.states):
-            state.post_backward()
+            state.end_of_call(is_last=True)
             state.reduce()
 
     def end_backward(self) -> None:
@@ -122,7 +139,7 @@ class RootContext:
     def forget_backward(self) -> bool:
         """Drop reductions under way and gradients not yet in ``.grad``; says whether there were any."""
         self.callback = self.pending = None
-        self.is_unfinished = False
+        self.is_unfinished, self.in_use = False, []
         return any([state.forget_backward() for state in self.states])
 
 
@@ -150,6 +167,7 @@ class ModuleState:
         self.finalizes_manually = False
         self.max_reductions = 1
         self.unshard_in_backward = True
+        self.reduces_unused = True
         self.post_optim_event: torch.Event | None = None
         self.forward_prefetch: list[ModuleState] | None = None
         self.backward_prefetch: list[ModuleState] | None = None
@@ -157,10 +175,8 @@ class ModuleState:
         self.comm = CommContext()
         self.is_root = False
         self._in_backward = False  # between pre- and post-backward: a forward call is a recomputation
-        self._open_calls = 0  # forward calls whose backward has not come through yet
-        self._positions: list[int] = []  # where calls that are in their forward stand in the order
+        self._calls: list[Call] = []  # those that are in their forward
         self._still_to_run = set(self.modules)  # of several modules, those that have not run since the groups were given back
-        self._needs_reduction = False  # backward came here since the last reduction
         self._must_refresh = False  # what is gathered may be out of date at the next iteration
         for group in groups:
             group.gradients.on_gradient = self._on_gradient
@@ -200,11 +216,11 @@ class ModuleState:
             if event is not None:
                 event.wait()
             state._refresh()
-        context.last_order, context.order = context.order, []
+        context.last_order, context.order = context.order, ForwardOrder()
 
     def _refresh(self) -> None:
         """Have the forward that begins gather anew what an earlier one left gathered: the shards may have changed since."""
-        self._positions.clear()
+        self._calls.clear()
         self._still_to_run = set(self.modules)
         if self._must_refresh or any(group.is_outdated for group in self.groups):
             self.give_back()
@@ -230,8 +246,7 @@ class ModuleState:
 
     def forget_backward(self) -> bool:
         """Be as before the backward under way; says whether gradients were dropped."""
-        self._in_backward = self._needs_reduction = False
-        self._open_calls = 0
+        self._in_backward = False
         self._must_refresh = True
         if self in self.comm.reducing:
             self.comm.reducing.remove(self)
@@ -240,7 +255,7 @@ class ModuleState:
     def reset(self) -> None:
         """Be as before the forward or backward under way."""
         self.forget_backward()
-        self._positions.clear()
+        self._calls.clear()
         self.give_back()
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -257,28 +272,25 @@ class ModuleState:
                 self._start_iteration(context)
             elif not context.in_forward:  # called by itself
                 self._refresh()
-        position = -1  # Calls outside the root's forward have no place in the order.
-        if self.is_root or context.in_forward:
-            position = len(context.order)
-            context.order.append(self)
-        self._positions.append(position)
+        call = Call(context.order if self.is_root or context.in_forward else None, self)
+        self._calls.append(call)
         if self.groups:
             self.unshard()
             self._must_refresh = True
-            for neighbour in self._prefetch(self.forward_prefetch, context.last_order, position, step=1):
+            for neighbour in self._prefetch(self.forward_prefetch, context.last_order, call.position, step=1):
                 neighbour._must_refresh = True  # It may never be called.
         if torch.is_grad_enabled():
-            args, kwargs = self._watch_inputs(args, kwargs)
+            args, kwargs = self._watch_inputs(args, kwargs, call)
         return args, kwargs
 
     def _prefetch(
-        self, chosen: list[ModuleState] | None, order: list[ModuleState], position: int, step: int
+        self, chosen: list[ModuleState] | None, order: ForwardOrder | None, position: int, step: int
     ) -> list[ModuleState]:
         """Start the all-gathers of the ``chosen`` modules, or of the next in ``order``; returns whose they are.
 
         No more are started than may be ahead of their use; those left out are gathered when they are needed.
         """
-        states = self._next(order, position, step) if chosen is None else chosen
+        states = self._next(order.states if order else [], position, step) if chosen is None else chosen
         started, gathering = [], self.comm.gathering
         for state in states:
             is_gathered = all(group.is_gathered for group in state.groups)
@@ -307,11 +319,10 @@ class ModuleState:
             output = _cast(output, self.mp_policy.output_dtype)
         if self._in_backward and context.in_backward:
             return output
-        position = self._positions.pop() if self._positions else -1
-        leaves = pytree.tree_leaves(output)
+        call = self._calls.pop() if self._calls else Call(None, self)
+        tensors, opaque = tensors_in(output)
         needs_backward = torch.is_grad_enabled()
-        must_stay = needs_backward and not self._watch_outputs(leaves, context, position)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        must_stay = needs_backward and not self._watch_outputs(tensors, context, call) and opaque
         if any(group.unsharded.holds(tensor) for group in self.groups for tensor in tensors):
             must_stay = True  # The output is a parameter or a view of one.
         self._still_to_run.discard(module)
@@ -324,64 +335,87 @@ class ModuleState:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def _watch_outputs(self, leaves: list[Any], context: RootContext, position: int) -> bool:
-        """Have autograd say when backward comes to an output; False if tensors may hide in objects unknown to pytree."""
-        watched = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad and not t.is_leaf]
-        if watched:
-            self._open_calls += 1
-            hook = self._pre_backward_hook(context, context.order, position)
-            for tensor in watched:
-                tensor.register_hook(hook)
-        return bool(watched) or all(leaf is None or isinstance(leaf, (torch.Tensor, int, float, str)) for leaf in leaves)
+    def _watch_outputs(self, outputs: list[torch.Tensor], context: RootContext, call: Call) -> bool:
+        """Have autograd say when backward comes to an output; False if there is none that it can come to."""
+        watched = [t for t in outputs if t.requires_grad and not t.is_leaf]
+        if not watched:
+            return False
+        if call.order is not None:
+            call.order.watch_exit(call.position)
 
-    def _pre_backward_hook(
-        self, context: RootContext, order: list[ModuleState], position: int
-    ) -> Callable[[torch.Tensor], None]:
-        def hook(gradient: torch.Tensor) -> None:
-            context.queue_callback()
-            if self._in_backward:
-                return
-            self._in_backward = self._needs_reduction = True
-            if self.groups and self.unshard_in_backward:
-                self.unshard()
-                self._prefetch(self.backward_prefetch, order, position, step=-1)
+        def hook(gradients: Any) -> None:
+            self._pre_backward(context, call)
 
-        return hook
+        def hook_of_base(gradients: Any) -> None:
+            if call.begun_in != backward_id():
+                self._pre_backward(context, call)
+
+        for tensor in watched:
+            tensor.register_hook(hook)
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:  # An in-place operation on a view takes the first hook away.
+                base.grad_fn.register_prehook(hook_of_base)
+        return True
+
+    def _pre_backward(self, context: RootContext, call: Call) -> None:
+        context.queue_callback()
+        if self._in_backward:
+            return
+        call.begun_in = backward_id()
+        if call.order is not None:
+            context.use(call.order)
+            call.order.begin(call.position)
+        self.begin_backward(call.order, call.position)
+
+    def begin_backward(self, order: ForwardOrder | None, position: int) -> None:
+        """Gather for the backward of a call, and prefetch the group before."""
+        self._in_backward = True
+        for group in self.groups:
+            group.gradients.needs_reduction |= group.is_trainable
+        if self.groups and self.unshard_in_backward:
+            self.unshard()
+            self._prefetch(self.backward_prefetch, order, position, step=-1)
 
     def _on_gradient(self) -> None:
         """A parameter got a gradient, in whatever way backward came to it."""
         (self.context or self._become_root()).queue_callback()
-        self._needs_reduction = True
 
-    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Have autograd say when the gradients of all inputs are there: then backward is through with this module."""
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        watched = [i for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.requires_grad]
-        if watched:
-            outputs = _PostBackward.apply(self, *(leaves[i] for i in watched))
-            for i, tensor in zip(watched, outputs):
-                leaves[i] = tensor
-        return pytree.tree_unflatten(leaves, tree)
+    def _watch_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Have autograd say when the gradients of all inputs are there: then backward is through with this call."""
+        watched = [t for t in tensors_in((args, kwargs))[0] if t.requires_grad]
+        if not watched:
+            return args, kwargs
+        if call.order is not None:
+            call.order.watch_entry(call.position)
+        outputs = iter(_PostBackward.apply(self, call, *watched))
+        return map_tensors(lambda t: next(outputs) if t.requires_grad else t, (args, kwargs))
 
-    def post_backward(self) -> None:
-        """Backward is through with one call of this module: reduce after the last call, give the parameters back."""
+    def post_backward(self, call: Call) -> None:
+        """Backward is through with a call."""
+        if self._in_backward:
+            if call.order is not None and self.context is not None and call.order in self.context.in_use:
+                call.order.end(call.position)
+            self.end_of_call(call.is_first)
+
+    def end_of_call(self, is_last: bool) -> None:
+        """Give the parameters back; reduce after the last call that backward comes to, which is the first in forward."""
         if not self._in_backward:
             return
         self._in_backward = False
-        self._open_calls = max(0, self._open_calls - 1)
-        if self.reshard_after_backward and (self._open_calls == 0 or len(self.modules) == 1):
+        if self.reshard_after_backward and (is_last or len(self.modules) == 1):
             self.give_back()
-        if self._open_calls == 0:
+        if is_last:
             self.reduce()
 
     def reduce(self) -> None:
         """Start the reduction of gradients that backward has brought here."""
-        groups = [group for group in self.groups if group.is_trainable]
-        if not (self._needs_reduction and groups and self.requires_gradient_sync):
+        groups = [group for group in self.groups if group.gradients.needs_reduction]
+        if not groups or not self.requires_gradient_sync:
             return
         if self.reduces_last_only and self.context is not None and not self.context.states[0].is_last_backward:
             return
-        self._needs_reduction = False
         reducing = self.comm.reducing
         while len(reducing) >= self.max_reductions:
             for group in reducing.pop(0).groups:
@@ -392,7 +426,6 @@ class ModuleState:
 
     def end_backward(self, context: RootContext) -> None:
         """Backward is at its end, and gradients are set."""
-        self._open_calls = 0
         if self in self.comm.reducing:
             self.comm.reducing.remove(self)
         if context.in_forward and self._must_refresh:  # Forward itself computes gradients, and goes on with these parameters.
@@ -405,15 +438,15 @@ class _PostBackward(torch.autograd.Function):
     """Identity on a module's inputs; its backward runs when backward is through with the module."""
 
     @staticmethod
-    def forward(ctx: Any, state: ModuleState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.state = state
+    def forward(ctx: Any, state: ModuleState, call: Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.state, ctx.call = state, call
         ctx.set_materialize_grads(False)  # An unused input has no gradient, not one of zeros.
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.state.post_backward()
-        return (None, *gradients)
+        ctx.state.post_backward(ctx.call)
+        return (None, None, *gradients)
 
 
 class GradientReduction:
@@ -460,8 +493,4 @@ def _used_anywhere(groups: list[ParamGroup]) -> Any:
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    def cast(value: Any) -> Any:
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_float else value
-
-    return pytree.tree_map(cast, values)
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)

@@ -1,0 +1,60 @@
+"""Tensors inside of what modules take and return."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+__all__ = ["map_tensors", "tensors_in"]
+
+_WITHOUT_TENSORS = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """``value`` with ``function`` of each tensor: of containers that pytree knows, sets, packed sequences and dataclasses.
+
+    Containers are new ones of the same type; other objects are left as they are.
+    """
+    return pytree.tree_map(lambda leaf: _map_leaf(function, leaf), value)
+
+
+def tensors_in(value: Any) -> tuple[list[torch.Tensor], bool]:
+    """The tensors that :func:`map_tensors` comes to, in its order; and whether there are objects that may hide others."""
+    tensors: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    leaves = pytree.tree_leaves(value)
+    for leaf in leaves:
+        _map_leaf(collect, leaf)
+    return tensors, not all(isinstance(leaf, (torch.Tensor, *_WITHOUT_TENSORS)) or _is_container(leaf) for leaf in leaves)
+
+
+def _is_container(leaf: Any) -> bool:
+    is_dataclass = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+    return is_dataclass or isinstance(leaf, (set, frozenset, PackedSequence))
+
+
+def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
+    """The same of what pytree takes for a leaf."""
+    if isinstance(leaf, torch.Tensor):
+        return function(leaf)
+    if not _is_container(leaf):
+        return leaf
+    if isinstance(leaf, PackedSequence):
+        return leaf._replace(data=function(leaf.data))
+    if isinstance(leaf, (set, frozenset)):
+        return type(leaf)(map_tensors(function, part) for part in leaf)
+    result = copy.copy(leaf)
+    for field in dataclasses.fields(leaf):
+        if hasattr(leaf, field.name):
+            object.__setattr__(result, field.name, map_tensors(function, getattr(leaf, field.name)))  # It may be frozen.
+    return result
