@@ -8,12 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 __all__ = [
     "as_plain_tensors",
     "backend_of",
     "backward_id",
     "concatenate",
+    "dtensor_like",
     "flatten",
     "functorch_is_active",
     "grouped_mm",
@@ -44,6 +46,11 @@ def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
         RuntimeError: they are not slices of one mesh, or have dimensions in common.
     """
     return DeviceMesh._concatenate(list(meshes))
+
+
+def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """The DTensor of ``local`` with the spec of ``like`` (mesh, placements, shape, dtype), unchecked. (2.11 to 2.15)"""
+    return DTensor(local, like._spec, requires_grad=False)
 
 
 def flatten(mesh: DeviceMesh) -> DeviceMesh:

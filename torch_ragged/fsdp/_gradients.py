@@ -201,7 +201,7 @@ class GradientBuffers:
             sharded = param.sharded
             if not is_used:
                 continue
-            gradient = param.distribution.sharded(reduced.tensor(index), self._layout, index)
+            gradient = param.distribution.sharded_like(reduced.tensor(index), sharded)  # type: ignore[arg-type]
             sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
             for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(sharded)
