@@ -8,6 +8,7 @@ of gradients are those of the model, activations are not.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -29,15 +30,19 @@ ACTIVE_EXPERTS = {"gpt-oss-120b": 4, "deepseek-v3": 8}
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-def blocks_of(name: str, layers: int) -> list[list[Parameter]]:
-    """The parameters of the last ``layers`` blocks of a model: of DeepSeek-V3, whose first three are dense, those with experts."""
-    groups = [_fused(group) for key, group in load_model(name).groups.items() if key != "rest"]
-    return groups[-layers:]
+_model = functools.lru_cache(maxsize=None)(load_model)
+
+
+@functools.lru_cache(maxsize=None)
+def blocks_of(name: str, layers: int | None = None) -> list[list[Parameter]]:
+    """The parameters of all blocks of a model, or of the last ``layers``: the first three of DeepSeek-V3 have no experts."""
+    groups = [group for key, group in _model(name).groups.items() if key != "rest"]
+    return [_fused(group) for group in groups[-(layers or 0) :]]
 
 
 def rest_of(name: str) -> list[Parameter]:
     """The parameters outside of blocks: embedding, norm, head."""
-    return load_model(name).groups["rest"]
+    return _model(name).groups["rest"]
 
 
 def active_numel(name: str, parameters: Sequence[Parameter]) -> int:

@@ -2,12 +2,15 @@
 
 A block has the parameters of a transformer block of Llama, seven matrices and two vectors, of 256 rows each, so that at 256
 ranks both packages cut them evenly. Its forward is one autograd node that returns its input, and whose backward allocates
-gradients and writes nothing. What is left is the package; the same stack without it is subtracted.
+gradients and writes nothing. The same stack without sharding is subtracted. The fake process group itself takes time for
+each of the ranks it pretends to have, in C++ and the same for both packages: a second set of rows has collectives that return
+at once in its place, which leaves the packages alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +19,9 @@ import torch
 from common import interleaved, print_table
 from fake_world import PACKAGES, fake_world, make_mesh
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from tracker import CollectiveLog
 
 RANKS, GROUPS, ROUNDS = 256, 32, 15
 SHAPES = ((256, 8),) * 7 + ((256,),) * 2
@@ -82,28 +87,35 @@ def stepper(fully_shard: Any, groups: int, **options: Any) -> Callable[[], None]
     return step
 
 
+def rows(title: str, mesh: DeviceMesh, rounds: int, groups: int) -> list[dict[str, Any]]:
+    """A row per policy: medians of microseconds per group and step, and of the rounds' ratios."""
+    found = []
+    for policy_name, policy in POLICIES.items():
+        steps = {"plain": stepper(None, groups)}
+        for package, fully_shard in PACKAGES.items():
+            steps[package] = stepper(fully_shard, groups, mesh=mesh, mp_policy=policy)
+        times = interleaved(steps, rounds)
+        own, other = ([(mine - plain) / groups for mine, plain in zip(times[package], times["plain"])] for package in PACKAGES)
+        row = {"mesh": title, "dtypes": policy_name, "plain us": statistics.median(times["plain"]) / groups}
+        row |= {"torch_ragged us": statistics.median(own), "FSDP2 us": statistics.median(other)}
+        ratios = sorted(mine / theirs for mine, theirs in zip(own, other))
+        found.append(row | {"ratio": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]})
+    return found
+
+
 def python_time(options: argparse.Namespace, rounds: int = ROUNDS, groups: int = GROUPS) -> list[dict[str, Any]]:
-    """A row per policy: medians of microseconds per group and step, and the median of the rounds' ratios."""
+    """Rows of 1-D and HSDP, with the fake process group's collectives and without any."""
     found = []
     with fake_world(RANKS):
-        for mesh_name, mesh in (("1-D", make_mesh(RANKS)), ("HSDP", make_mesh(RANKS, 8))):
-            for policy_name, policy in POLICIES.items():
-                steps = {"plain": stepper(None, groups)}
-                for package, fully_shard in PACKAGES.items():
-                    steps[package] = stepper(fully_shard, groups, mesh=mesh, mp_policy=policy)
-                times = interleaved(steps, rounds)
-                own, other = (
-                    [(mine - plain) / groups for mine, plain in zip(times[package], times["plain"])] for package in PACKAGES
-                )
-                row = {"mesh": mesh_name, "dtypes": policy_name, "plain us": statistics.median(times["plain"]) / groups}
-                row |= {"torch_ragged us": statistics.median(own), "FSDP2 us": statistics.median(other)}
-                ratios = sorted(mine / theirs for mine, theirs in zip(own, other))
-                row |= {"ratio": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]}
-                found.append(row)
+        meshes = {"1-D": make_mesh(RANKS), "HSDP 32 x 8": make_mesh(RANKS, 8)}
+        for collectives, replaced in (("fake", contextlib.nullcontext()), ("none", CollectiveLog().installed())):
+            with replaced:
+                for title, mesh in meshes.items():
+                    found += [{"collectives": collectives, **row} for row in rows(title, mesh, rounds, groups)]
     print_table(
         f"Python time per group and step, CPU microseconds, {RANKS} ranks: {groups} groups of {len(SHAPES)} parameters that compute "
         f"nothing, plain module subtracted,\nmedians of {rounds} interleaved rounds; ratio: torch_ragged / FSDP2 of a round "
-        "(median, least, most)",
+        "(median, least, most). collectives: those of the fake process group, or none",
         found,
     )
     return found
