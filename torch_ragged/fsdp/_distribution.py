@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from torch_ragged._register._torch import dtensor_like
+from torch_ragged._register._torch import dtensor_like, local_tensor
 from torch_ragged.fsdp._granularity import Granularity
 from torch_ragged.fsdp._layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp._mesh import DataParallelMesh
@@ -197,8 +196,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; a plain tensor itself, detached."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    with torch.no_grad():
-        return cast(torch.Tensor, tensor.to_local())
+    return local_tensor(tensor)
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
