@@ -61,7 +61,8 @@ def _fused(parameters: Sequence[Parameter]) -> list[Parameter]:
     for one in parameters:
         counts.setdefault(_ONE_EXPERT.sub(".experts.", one.name), []).append(one)
     return [
-        Parameter(name, (len(same), *same[0].shape), same[0].expert) if len(same) > 1 else same[0] for name, same in counts.items()
+        Parameter(name, (len(same), *same[0].shape), same[0].expert) if len(same) > 1 else same[0]
+        for name, same in counts.items()
     ]
 
 

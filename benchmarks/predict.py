@@ -64,7 +64,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--layer-ms", nargs=2, type=float, metavar=("FORWARD", "BACKWARD"), help="one block of the one --model")
     own.add_argument("--layer-tokens", type=int, default=8192, help="that --layer-ms was measured with")
     own.add_argument("--copy-gbs", type=float, default=2400.0, help="gigabytes per second of copies")
-    own.add_argument("--host-us", nargs=2, type=float, default=[600.0, 2000.0], help="Python per group and step, this package, FSDP2")
+    own.add_argument(
+        "--host-us", nargs=2, type=float, default=[600.0, 2000.0], help="Python per group and step, this package, FSDP2"
+    )
 
 
 def machine_of(name: str, options: argparse.Namespace) -> Machine:
@@ -88,7 +90,9 @@ def shard_numel(package: str, shapes: tuple[tuple[int, ...], ...], shards: int, 
     FSDP2 cuts fused experts on ``expert_dim`` where that is even, which it asks for; else on dimension 0.
     """
     if package == "FSDP2" and expert_dim:
-        shapes = tuple(_moved(shape, expert_dim) if len(shape) == 3 and not shape[expert_dim] % shards else shape for shape in shapes)
+        shapes = tuple(
+            _moved(shape, expert_dim) if len(shape) == 3 and not shape[expert_dim] % shards else shape for shape in shapes
+        )
     kept = rows(rows_kept) if rows_kept else elements()
     parameters = [Parameter(f"p{index}", shape) for index, shape in enumerate(shapes)]
     specs = tensor_specs("", parameters, lambda one: kept if len(one.shape) > 1 else elements())
@@ -148,7 +152,9 @@ def predict(name: str, package: str, ranks: int, shards: int, tokens: float, opt
 
 def schedule_of(package: str, machine: Machine, ranks: int, shards: int) -> Schedule:
     network, replicas = machine.network, ranks // shards
-    agreement = network.all_reduce(1, shards) + network.all_reduce(1, replicas, min(replicas, max(1, network.per_node // shards)))
+    agreement = network.all_reduce(1, shards) + network.all_reduce(
+        1, replicas, min(replicas, max(1, network.per_node // shards))
+    )
     return dataclasses.replace(SCHEDULES[package], agreement=agreement, host=machine.host[package] / 2)
 
 
@@ -182,7 +188,9 @@ def predict_all(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in options.model:
         compute = (
-            f"a block measured at {options.layer_ms} ms" if options.layer_ms else f"compute assumed at {options.tflops:g} TFLOP/s"
+            f"a block measured at {options.layer_ms} ms"
+            if options.layer_ms
+            else f"compute assumed at {options.tflops:g} TFLOP/s"
         )
         for strong in (False, True):
             table = _scaling(name, options, strong)

@@ -160,7 +160,9 @@ def plot(path: str, found: list[dict[str, Any]]) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--parts", nargs="+", choices=("count", "python", "predict", "check"), default=["count", "python", "predict"])
+    made.add_argument(
+        "--parts", nargs="+", choices=("count", "python", "predict", "check"), default=["count", "python", "predict"]
+    )
     made.add_argument("--check", action="store_true", help="also the part check")
     made.add_argument("--model", nargs="+", choices=NAMES, default=list(NAMES))
     made.add_argument("--ranks", nargs="+", type=int, default=list(COUNTED_RANKS), help="worlds to count in")

@@ -111,15 +111,17 @@ class _Done:
 
 
 class CollectiveLog:
-    """Collectives by kind: how many, and the bytes of the larger of their two buffers, on this rank."""
+    """Collectives by kind: how many (``calls``), the bytes of the larger of their two buffers (``nbytes``), and their ``order``."""
 
     KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.nbytes: Counter[str] = Counter()
+        self.order: list[str] = []
 
     def clear(self) -> None:
+        self.order.clear()
         self.calls.clear()
         self.nbytes.clear()
 
@@ -127,6 +129,7 @@ class CollectiveLog:
         def collective(*args: Any, **options: Any) -> _Done:
             tensors = [value for value in (*args, *options.values()) if isinstance(value, torch.Tensor)]
             self.calls[kind] += 1
+            self.order.append(kind)
             self.nbytes[kind] += max(tensor.nbytes for tensor in tensors)
             return _Done()
 
