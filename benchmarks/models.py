@@ -30,10 +30,10 @@ ACTIVE_EXPERTS = {"gpt-oss-120b": 4, "deepseek-v3": 8}
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-_model = functools.lru_cache(maxsize=None)(load_model)
+_model = functools.cache(load_model)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def blocks_of(name: str, layers: int | None = None) -> list[list[Parameter]]:
     """The parameters of all blocks of a model, or of the last ``layers``: the first three of DeepSeek-V3 have no experts."""
     groups = [group for key, group in _model(name).groups.items() if key != "rest"]
@@ -61,7 +61,7 @@ def _fused(parameters: Sequence[Parameter]) -> list[Parameter]:
     for one in parameters:
         counts.setdefault(_ONE_EXPERT.sub(".experts.", one.name), []).append(one)
     return [
-        Parameter(name, (len(same), *same[0].shape), same[0].expert) if len(same) > 1 else same[0]
+        same[0] if len(same) == 1 else Parameter(name, (len(same), *same[0].shape), expert=True)
         for name, same in counts.items()
     ]
 

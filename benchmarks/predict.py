@@ -65,7 +65,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--layer-tokens", type=int, default=8192, help="that --layer-ms was measured with")
     own.add_argument("--copy-gbs", type=float, default=2400.0, help="gigabytes per second of copies")
     own.add_argument(
-        "--host-us", nargs=2, type=float, default=[600.0, 2000.0], help="Python per group and step, this package, FSDP2"
+        "--host-us",
+        nargs=2,
+        type=float,
+        metavar=("OWN", "FSDP2"),
+        help="Python per group and step; where not given, what the part python measures, without it 1000 and 2300",
     )
 
 
@@ -83,16 +87,15 @@ def _moved(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return (shape[dim], *shape[:dim], *shape[dim + 1 :])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def shard_numel(package: str, shapes: tuple[tuple[int, ...], ...], shards: int, rows_kept: int, expert_dim: int = 0) -> int:
     """Elements of a rank's shard of a group, padding included.
 
     FSDP2 cuts fused experts on ``expert_dim`` where that is even, which it asks for; else on dimension 0.
     """
     if package == "FSDP2" and expert_dim:
-        shapes = tuple(
-            _moved(shape, expert_dim) if len(shape) == 3 and not shape[expert_dim] % shards else shape for shape in shapes
-        )
+        even = [len(shape) == 3 and not shape[expert_dim] % shards for shape in shapes]
+        shapes = tuple(_moved(shape, expert_dim) if fits else shape for shape, fits in zip(shapes, even))
     kept = rows(rows_kept) if rows_kept else elements()
     parameters = [Parameter(f"p{index}", shape) for index, shape in enumerate(shapes)]
     specs = tensor_specs("", parameters, lambda one: kept if len(one.shape) > 1 else elements())
@@ -151,10 +154,10 @@ def predict(name: str, package: str, ranks: int, shards: int, tokens: float, opt
 
 
 def schedule_of(package: str, machine: Machine, ranks: int, shards: int) -> Schedule:
+    """How a package goes about a step on ``machine``: its Python, and the end of this package's backward."""
     network, replicas = machine.network, ranks // shards
-    agreement = network.all_reduce(1, shards) + network.all_reduce(
-        1, replicas, min(replicas, max(1, network.per_node // shards))
-    )
+    in_node = min(replicas, max(1, network.per_node // shards))
+    agreement = network.all_reduce(1, shards) + network.all_reduce(1, replicas, in_node)
     return dataclasses.replace(SCHEDULES[package], agreement=agreement, host=machine.host[package] / 2)
 
 
@@ -185,25 +188,19 @@ def _scaling(name: str, options: argparse.Namespace, strong: bool) -> list[dict[
 
 def predict_all(options: argparse.Namespace) -> dict[str, Any]:
     """Weak and strong scaling of every model."""
+    options.host_us = options.host_us or [1000.0, 2300.0]
+    compute = f"{options.tflops:g} TFLOP/s assumed" if options.layer_ms is None else f"block measured, {options.layer_ms} ms"
+    weak = f"weak scaling, {options.batch_tokens:,} tokens per rank"
+    strong = f"strong scaling, {options.global_tokens:,} tokens in micro-batches of at most {options.batch_tokens:,}"
+    python = "Python {:.0f} and {:.0f} us per group".format(*options.host_us)
     found: dict[str, Any] = {}
     for name in options.model:
-        compute = (
-            f"a block measured at {options.layer_ms} ms"
-            if options.layer_ms
-            else f"compute assumed at {options.tflops:g} TFLOP/s"
-        )
-        for strong in (False, True):
-            table = _scaling(name, options, strong)
-            title = (
-                f"strong scaling, {options.global_tokens:,} tokens per step in micro-batches of at most {options.batch_tokens:,}"
-                if strong
-                else f"weak scaling, {options.batch_tokens:,} tokens per rank"
-            )
+        for title in (weak, strong):
+            table = _scaling(name, options, title is strong)
             print_table(
-                f"PREDICTED, {name}, whole model, forward and backward: {title}; {compute}; Python {options.host_us[0]:.0f} and "
-                f"{options.host_us[1]:.0f} us per group.\nexposed: of the step, nothing is computed; efficiency: relative to the first row "
-                "of the mesh; ratio: torch_ragged / FSDP2",
+                f"PREDICTED: whole {name}, forward and backward, {title}; {compute}; {python}.\nexposed: of the step, nothing "
+                "is computed; efficiency: relative to the first row of the mesh; ratio: torch_ragged / FSDP2",
                 table,
             )
-            found[f"{name} {'strong' if strong else 'weak'}"] = table
+            found[f"{name}, {title}"] = table
     return found

@@ -113,9 +113,15 @@ def python_time(options: argparse.Namespace, rounds: int = ROUNDS, groups: int =
                 for title, mesh in meshes.items():
                     found += [{"collectives": collectives, **row} for row in rows(title, mesh, rounds, groups)]
     print_table(
-        f"Python time per group and step, CPU microseconds, {RANKS} ranks: {groups} groups of {len(SHAPES)} parameters that compute "
-        f"nothing, plain module subtracted,\nmedians of {rounds} interleaved rounds; ratio: torch_ragged / FSDP2 of a round "
-        "(median, least, most). collectives: those of the fake process group, or none",
+        f"Python time per group and step, CPU microseconds, {RANKS} ranks: {groups} groups of {len(SHAPES)} parameters that "
+        f"compute nothing, plain module subtracted,\nmedians of {rounds} interleaved rounds; ratio: torch_ragged / FSDP2 of a "
+        "round (median, least, most). collectives: those of the fake process group, or none",
         found,
     )
     return found
+
+
+def packages_alone(found: list[dict[str, Any]]) -> list[float]:
+    """Microseconds per group and step of each package, 1-D in mixed precision, without the fake process group's part."""
+    (row,) = (row for row in found if (row["collectives"], row["mesh"], row["dtypes"]) == ("none", "1-D", list(POLICIES)[-1]))
+    return [row[f"{package} us"] for package in PACKAGES]

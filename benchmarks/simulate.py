@@ -30,6 +30,7 @@ from torch.distributed.tensor import Shard
 from tracker import CollectiveLog, MemoryTracker
 
 GIB = 2**30
+PARTS = ("count", "python", "predict", "check")
 COUNTED_RANKS = (8, 64, 256, 1024)
 
 
@@ -79,7 +80,7 @@ def count(name: str, package: str, ranks: int, shards: int | None, options: argp
             model = build(name, options.layers, device="meta", dtype=torch.float32)
             numel = sum(parameter.numel() for parameter in model.parameters())
             shard(model, PACKAGES[package], mesh=mesh, **options_of(package, options))
-            for turn in range(2):
+            for _ in range(2):
                 clear_gradients(model)
                 gc.collect()
                 log.clear()
@@ -125,9 +126,9 @@ def count_all(options: argparse.Namespace) -> list[dict[str, Any]]:
             each["row"]["without sharding ms"] = alone
         found += mine
         print_table(
-            f"{name}, {options.layers} layers, embedding and head: one step, per rank. float32 shards, bfloat16 compute, gradients "
-            f"reduced in {options.reduce_dtype}.\nGiB of a collective: its larger buffer. held: before the step; peak: in it, "
-            f"{options.tokens} token(s) of activations included.\nPython ms: CPU time of the step on the meta device",
+            f"{name}, {options.layers} layers, embedding and head: one step, per rank. float32 shards, bfloat16 compute, "
+            f"gradients reduced in {options.reduce_dtype}.\nGiB of a collective: its larger buffer; held: before the step; peak: "
+            f"in it, {options.tokens} token(s) of activations included.\nPython ms: CPU time of the step on the meta device",
             [{key: value for key, value in each["row"].items() if key != "model"} for each in mine],
         )
     return found
@@ -160,9 +161,7 @@ def plot(path: str, found: list[dict[str, Any]]) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument(
-        "--parts", nargs="+", choices=("count", "python", "predict", "check"), default=["count", "python", "predict"]
-    )
+    made.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:-1]))
     made.add_argument("--check", action="store_true", help="also the part check")
     made.add_argument("--model", nargs="+", choices=NAMES, default=list(NAMES))
     made.add_argument("--ranks", nargs="+", type=int, default=list(COUNTED_RANKS), help="worlds to count in")
@@ -180,7 +179,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     from predict import add_options, predict_all
-    from python_time import python_time
+    from python_time import packages_alone, python_time
     from step_check import check
 
     command = parser()
@@ -194,7 +193,12 @@ def main() -> None:
         "check": check,
     }
     chosen = {*options.parts, *(["check"] if options.check else [])}
-    results = {part: run(options) for part, run in parts.items() if part in chosen}
+    results: dict[str, Any] = {}
+    for part in PARTS:
+        if part in chosen:
+            results[part] = parts[part](options)
+        if part == "python" and part in chosen:
+            options.host_us = options.host_us or packages_alone(results[part])
     if options.plot and "count" in results:
         plot(options.plot, results["count"])
     write_json(options.json, results)

@@ -193,16 +193,12 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
             alpha, beta = found[name]
             row |= {f"{name} alpha ms": 1e3 * alpha, f"{name} GB/s": 1e-9 / beta if beta > 0 else float("inf")}
         row |= {"hidden %": 100 * found["hidden"], "overlapped ms": 1e3 * with_overlap, "in turn ms": 1e3 * without}
-        row |= {
-            "predicted ms": 1e3 * predicted,
-            "measured ms": 1e3 * found["step"],
-            "measured / predicted": found["step"] / predicted,
-        }
-        rows.append(row)
+        row |= {"predicted ms": 1e3 * predicted, "measured ms": 1e3 * found["step"]}
+        rows.append(row | {"measured / predicted": found["step"] / predicted})
     print_table(
-        f"step model against measured steps: gloo, {cores} cores, {BLOCKS} blocks of {NUMEL:,} float32 parameters, {TOKENS} tokens per "
-        "rank.\nforward, backward, host: of one block, in that world; alpha and GB/s: fitted, by the bytes of the whole buffer;\nhidden: of a collective beside "
-        "compute; predicted: so far between in turn and overlapped",
+        f"step model against measured steps: gloo, {cores} cores, {BLOCKS} blocks of {NUMEL:,} float32 parameters, {TOKENS} "
+        "tokens per rank.\nforward, backward, host: of one block, in that world; alpha and GB/s: fitted, by the bytes of the "
+        "whole buffer;\nhidden: of a collective beside compute; predicted: so far between in turn and overlapped",
         rows,
     )
     return rows

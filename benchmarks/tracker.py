@@ -111,7 +111,7 @@ class _Done:
 
 
 class CollectiveLog:
-    """Collectives by kind: how many (``calls``), the bytes of the larger of their two buffers (``nbytes``), and their ``order``."""
+    """Collectives in their ``order``; by kind, their number (``calls``) and the bytes of their larger buffers (``nbytes``)."""
 
     KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
