@@ -198,8 +198,8 @@ def predict_all(options: argparse.Namespace) -> dict[str, Any]:
         for title in (weak, strong):
             table = _scaling(name, options, title is strong)
             print_table(
-                f"PREDICTED: whole {name}, forward and backward, {title}; {compute}; {python}.\nexposed: of the step, nothing "
-                "is computed; efficiency: relative to the first row of the mesh; ratio: torch_ragged / FSDP2",
+                f"PREDICTED: whole {name}, forward and backward, {title}; {compute}; {python}.\nexposed: of the step, "
+                "neither forward nor backward; efficiency: relative to the first row of the mesh; ratio: torch_ragged / FSDP2",
                 table,
             )
             found[f"{name}, {title}"] = table

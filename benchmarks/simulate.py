@@ -127,8 +127,8 @@ def count_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         found += mine
         print_table(
             f"{name}, {options.layers} layers, embedding and head: one step, per rank. float32 shards, bfloat16 compute, "
-            f"gradients reduced in {options.reduce_dtype}.\nGiB of a collective: its larger buffer; held: before the step; peak: "
-            f"in it, {options.tokens} token(s) of activations included.\nPython ms: CPU time of the step on the meta device",
+            f"gradients reduced in {options.reduce_dtype}.\nGiB of a collective: its larger buffer; held: before the step; "
+            f"peak: in it, {options.tokens} token(s) of activations included.\nPython ms: CPU time of the step on the meta device",
             [{key: value for key, value in each["row"].items() if key != "model"} for each in mine],
         )
     return found

@@ -117,7 +117,7 @@ class Step:
 
     Attributes:
         seconds: from begin to end.
-        compute: seconds of it in forward, backward and copies.
+        compute: seconds of it in forward and backward.
         issued: (collective, group) in the order of issue.
         intervals: (what, group, begin, end) of all that ran.
     """
@@ -129,7 +129,7 @@ class Step:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which nothing is computed."""
+        """Seconds in which the model is not computed: waits, and copies."""
         return self.seconds - self.compute
 
 
@@ -231,12 +231,12 @@ class _Player:
         seconds, host = getattr(self._groups[index], what), 0.0
         if what in ("forward", "backward"):
             host = self._schedule.host
+            self._step.compute += seconds
         self._host += host
         begin = max(self._compute, self._host) if self._schedule.runs_ahead else self._compute + host
         if seconds:
             self._step.intervals.append((what, index, begin, begin + seconds))
         self._compute = begin + seconds
-        self._step.compute += seconds
 
     def _wait(self, end: float) -> None:
         self._compute = max(self._compute, end)
