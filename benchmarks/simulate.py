@@ -90,7 +90,7 @@ def count(name: str, package: str, ranks: int, shards: int | None, options: argp
                 tracker.mark("backward")
                 output.backward()
                 del output
-        calls, nbytes = log.calls.copy(), log.nbytes.copy()
+        calls, nbytes, timeline, marks = log.calls.copy(), log.nbytes.copy(), tracker.timeline[:], tracker.marks[:]
         elapsed = milliseconds(model, tokens)
     reduced = numel * getattr(torch, options.reduce_dtype).itemsize
     padding = nbytes["reduce_scatter"] / reduced - 1
@@ -98,9 +98,9 @@ def count(name: str, package: str, ranks: int, shards: int | None, options: argp
     row["package"] = package
     for kind in log.KINDS:
         row |= {f"{kind}s": calls[kind], f"{kind} GiB": nbytes[kind] / GIB}
-    held = tracker.timeline[0][1]
+    held = timeline[0][1]
     row |= {"padding %": 100 * padding, "held GiB": held / GIB, "peak GiB": tracker.peak / GIB, "Python ms": elapsed}
-    return {"row": row, "timeline": tracker.timeline, "marks": tracker.marks}
+    return {"row": row, "timeline": timeline, "marks": marks}
 
 
 def meshes(options: argparse.Namespace) -> list[tuple[int, int | None]]:
@@ -128,7 +128,7 @@ def count_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         print_table(
             f"{name}, {options.layers} layers, embedding and head: one step, per rank. float32 shards, bfloat16 compute, "
             f"gradients reduced in {options.reduce_dtype}.\nGiB of a collective: its larger buffer; held: before the step; "
-            f"peak: in it, {options.tokens} token(s) of activations included.\nPython ms: CPU time of the step on the meta device",
+            f"peak: in it, with the activations of {options.tokens} token(s).\nPython ms: CPU time of the step on the meta device",
             [{key: value for key, value in each["row"].items() if key != "model"} for each in mine],
         )
     return found
