@@ -128,7 +128,7 @@ def count_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         print_table(
             f"{name}, {options.layers} layers, embedding and head: one step, per rank. float32 shards, bfloat16 compute, "
             f"gradients reduced in {options.reduce_dtype}.\nGiB of a collective: its larger buffer; held: before the step; "
-            f"peak: in it, with the activations of {options.tokens} token(s).\nPython ms: CPU time of the step on the meta device",
+            f"peak: in it, with {options.tokens} token(s).\nPython ms: CPU time of the step on the meta device",
             [{key: value for key, value in each["row"].items() if key != "model"} for each in mine],
         )
     return found

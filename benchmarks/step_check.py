@@ -1,13 +1,13 @@
 """The step model against measured steps: gloo worlds of 1, 2, 4 and 8 ranks on this machine.
 
-In each world, and by all of its ranks at once, these are measured: forward and backward of one block; all-gathers and
-reduce-scatters of several sizes, to which a line is fitted (alpha + bytes * beta); the Python time of groups that compute
-nothing; the all-reduce that ends a step. From these, and the number of blocks, the model predicts the step. Then the step
-of the whole stack is measured.
+In each world these are measured by all ranks at once, in rounds that take every one in turn: forward and backward of a stack
+of plain blocks, from which the time of one block comes; all-gathers and reduce-scatters of several sizes, to which a line is
+fitted (alpha + bytes * beta); the all-reduce that ends a step; and the step of the sharded stack. The Python time is that
+of groups that compute and communicate nothing. From all but the step itself the model predicts the step.
 
-Ranks and gloo's threads share the cores, so that collectives beside compute take longer than alone. How much of a collective
-is hidden is measured too, on one all-gather and one forward: the prediction lies so far between the schedule in which
-everything runs in turn and the one in which collectives cost compute nothing. Both are shown.
+Ranks and gloo's threads share the cores. With as many ranks as cores, or more, what a collective needs is taken from compute:
+nothing is gained by overlap, and the prediction is the schedule with everything in turn. With fewer ranks it is the schedule
+with overlap. Both are shown.
 """
 
 from __future__ import annotations
@@ -44,19 +44,21 @@ WIDTH, HIDDEN, BLOCKS, TOKENS = 512, 2048, 6, 64
 BLOCK = [Parameter("norm", (WIDTH,)), Parameter("up", (HIDDEN, WIDTH)), Parameter("down", (WIDTH, HIDDEN))]
 NUMEL = WIDTH + 2 * HIDDEN * WIDTH
 IDLE_GROUPS = 8
+ROUNDS = 7
 
 
-def seconds(function: Callable[[], Any], repetitions: int = 7) -> float:
-    """Wall time of ``function``, called by all ranks at once: the median of this rank's, the mean over ranks."""
-    times = []
-    for _ in range(repetitions + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    median = torch.tensor(statistics.median(times[1:]), dtype=torch.float64)
-    dist.all_reduce(median)
-    return median.item() / dist.get_world_size()
+def in_rounds(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Seconds of each function, called by all ranks at once: the median of this rank's rounds, the mean over ranks."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(ROUNDS + 1):
+        for name, function in functions.items():
+            dist.barrier()
+            start = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - start)
+    medians = torch.tensor([statistics.median(found[1:]) for found in times.values()], dtype=torch.float64)
+    dist.all_reduce(medians)
+    return dict(zip(times, (medians / dist.get_world_size()).tolist()))
 
 
 def fit(sizes: list[int], times: list[float]) -> tuple[float, float]:
@@ -67,57 +69,46 @@ def fit(sizes: list[int], times: list[float]) -> tuple[float, float]:
     return mean_time - beta * mean_size, beta
 
 
-def measure_layer() -> tuple[float, float]:
-    """Seconds of forward and of backward of one plain block."""
-    block = Block(BLOCK, WIDTH)
-    for parameter in block.parameters():
+def stack() -> nn.Sequential:
+    """The blocks, with values that keep gradients finite."""
+    model = nn.Sequential(*(Block(BLOCK, WIDTH) for _ in range(BLOCKS)))
+    for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def compute(model: nn.Module, backward: bool = True) -> Callable[[], None]:
+    """A forward of ``model``, with or without a backward."""
     x = torch.randn(TOKENS, WIDTH, requires_grad=True)
-    forward = seconds(lambda: block(x))
 
-    def both() -> None:
-        block.zero_grad()
-        block(x).sum().backward()
+    def step() -> None:
+        model.zero_grad()
+        output = model(x).sum()
+        if backward:
+            output.backward()
 
-    return forward, max(0.0, seconds(both) - forward)
+    return step
 
 
-def measure_collectives(ranks: int) -> tuple[tuple[float, float], tuple[float, float], float]:
-    """(alpha, beta) of an all-gather and of a reduce-scatter, by the bytes of the whole buffer; seconds of a small all-reduce.
+def collectives_of(ranks: int) -> dict[str, Callable[[], Any]]:
+    """All-gathers and reduce-scatters by the elements of the whole buffer, and the all-reduce that ends a step.
 
-    Into memory that was not touched before, as a group's is.
+    What is gathered goes into memory that was not touched before, as a group's does.
     """
-    collectives = ProcessGroupCollectives(dist.group.WORLD)
-    sizes = [ranks * (NUMEL * quarters // 4 // ranks) for quarters in (1, 2, 4, 6)]
-    gathers, reductions = [], []
-    for numel in sizes:
-        shard, buffer = torch.zeros(numel // ranks), torch.zeros(numel)
-        gathers.append(seconds(lambda: collectives.all_gather(torch.empty(numel), shard).wait()))
-        reductions.append(seconds(lambda: collectives.reduce_scatter(torch.empty_like(shard), buffer, Reduction()).wait()))
-    nbytes = [4 * size for size in sizes]
+    group = ProcessGroupCollectives(dist.group.WORLD)
     flags = torch.zeros(len(BLOCK) * BLOCKS, dtype=torch.uint8)
-    return fit(nbytes, gathers), fit(nbytes, reductions), seconds(lambda: collectives.all_reduce_max(flags).wait())
+    found: dict[str, Callable[[], Any]] = {"agreement": lambda: group.all_reduce_max(flags).wait()}
+    for numel in sizes_of(ranks):
+        shard, buffer = torch.zeros(numel // ranks), torch.zeros(numel)
+        found[f"gather {numel}"] = lambda n=numel, shard=shard: group.all_gather(torch.empty(n), shard).wait()
+        found[f"reduce {numel}"] = lambda shard=shard, buffer=buffer: group.reduce_scatter(
+            torch.empty_like(shard), buffer, Reduction()
+        ).wait()
+    return found
 
 
-def measure_hidden() -> float:
-    """How much of an all-gather a forward of a block hides, or the other way round: 0 to 1, of what could be hidden."""
-    ranks = dist.get_world_size()
-    collectives, numel = ProcessGroupCollectives(dist.group.WORLD), ranks * (NUMEL // ranks)
-    block, shard, x = Block(BLOCK, WIDTH), torch.zeros(numel // ranks), torch.randn(TOKENS, WIDTH)
-    for parameter in block.parameters():
-        nn.init.normal_(parameter, std=0.02)
-
-    def beside() -> None:
-        work = collectives.all_gather(torch.empty(numel), shard)
-        block(x)
-        work.wait()
-
-    def in_turn() -> None:
-        collectives.all_gather(torch.empty(numel), shard).wait()
-        block(x)
-
-    least, both, together = seconds(lambda: block(x)), seconds(in_turn), seconds(beside)
-    return min(1.0, max(0.0, (both - together) / min(least, both - least))) if both > least else 0.0
+def sizes_of(ranks: int) -> list[int]:
+    return [ranks * (NUMEL * halves // 2 // ranks) for halves in (1, 2, 3)]
 
 
 def measure_python(mesh: Any) -> float:
@@ -133,35 +124,23 @@ def measure_python(mesh: Any) -> float:
     return max(0.0, times[0] - times[1]) / IDLE_GROUPS
 
 
-def measure_step(mesh: Any) -> float:
-    """Seconds of a forward and backward of the sharded stack."""
-    model = nn.Sequential(*(Block(BLOCK, WIDTH) for _ in range(BLOCKS)))
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.02)
-    for block in model:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    x = torch.randn(TOKENS, WIDTH, requires_grad=True)
-
-    def step() -> None:
-        model.zero_grad()
-        model(x).sum().backward()
-
-    return seconds(step)
-
-
 def worker(rank: int, ranks: int, folder: str) -> None:
     """One rank of one world; the first writes what was found."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
     mesh = init_device_mesh("cpu", (ranks,))
-    forward, backward = measure_layer()
-    gather, reduction, agreement = measure_collectives(ranks)
-    found = {"forward": forward, "backward": backward, "gather": gather, "reduce": reduction, "agreement": agreement}
-    found["hidden"] = measure_hidden()
+    plain, sharded = stack(), stack()
+    for module in (*sharded, sharded):
+        fully_shard(module, mesh=mesh)
+    functions = {"forward": compute(plain, backward=False), "both": compute(plain), "step": compute(sharded)}
+    times = in_rounds({**functions, **collectives_of(ranks)})
+    found: dict[str, Any] = {name: times[name] for name in ("step", "agreement")}
+    found["forward"], found["backward"] = times["forward"] / BLOCKS, (times["both"] - times["forward"]) / BLOCKS
+    sizes = sizes_of(ranks)
+    for kind in ("gather", "reduce"):
+        found[kind] = fit([4 * numel for numel in sizes], [times[f"{kind} {numel}"] for numel in sizes])
     found["host"] = measure_python(mesh)
-    found["step"] = measure_step(mesh)
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
     dist.barrier()
@@ -186,19 +165,19 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
             mp.spawn(worker, (ranks, folder), ranks)
             found = json.loads(Path(folder, "found.json").read_text())
         with_overlap, without = predict(found, True), predict(found, False)
-        predicted = found["hidden"] * with_overlap + (1 - found["hidden"]) * without
+        predicted = with_overlap if ranks < cores else without
         row: dict[str, Any] = {"ranks": ranks}
         row |= {f"{name} ms": 1e3 * found[name] for name in ("forward", "backward", "host")}
         for name in ("gather", "reduce"):
             alpha, beta = found[name]
             row |= {f"{name} alpha ms": 1e3 * alpha, f"{name} GB/s": 1e-9 / beta if beta > 0 else float("inf")}
-        row |= {"hidden %": 100 * found["hidden"], "overlapped ms": 1e3 * with_overlap, "in turn ms": 1e3 * without}
+        row |= {"overlapped ms": 1e3 * with_overlap, "in turn ms": 1e3 * without}
         row |= {"predicted ms": 1e3 * predicted, "measured ms": 1e3 * found["step"]}
         rows.append(row | {"measured / predicted": found["step"] / predicted})
     print_table(
         f"step model against measured steps: gloo, {cores} cores, {BLOCKS} blocks of {NUMEL:,} float32 parameters, {TOKENS} "
         "tokens per rank.\nforward, backward, host: of one block, in that world; alpha and GB/s: fitted, by the bytes of the "
-        "whole buffer;\nhidden: of a collective beside compute; predicted: so far between in turn and overlapped",
+        "whole buffer;\npredicted: overlapped with fewer ranks than cores, else in turn",
         rows,
     )
     return rows
