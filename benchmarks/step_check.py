@@ -5,9 +5,9 @@ of plain blocks, from which the time of one block comes; all-gathers and reduce-
 fitted (alpha + bytes * beta); the all-reduce that ends a step; and the step of the sharded stack. The Python time is that
 of groups that compute and communicate nothing. From all but the step itself the model predicts the step.
 
-Ranks and gloo's threads share the cores. With as many ranks as cores, or more, what a collective needs is taken from compute:
-nothing is gained by overlap, and the prediction is the schedule with everything in turn. With fewer ranks it is the schedule
-with overlap. Both are shown.
+Ranks and gloo's threads share the cores, with other programs too. With as many ranks as free cores, or more, what a
+collective needs is taken from compute: nothing is gained by overlap, and the prediction is the schedule with everything in
+turn. With fewer ranks it is the schedule with overlap. Both are shown. Free are the cores less the load when this begins.
 """
 
 from __future__ import annotations
@@ -159,13 +159,13 @@ def predict(found: dict[str, Any], overlaps: bool) -> float:
 
 def check(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row per world."""
-    cores, rows = len(os.sched_getaffinity(0)), []
+    cores, load, rows = len(os.sched_getaffinity(0)), os.getloadavg()[0], []
     for ranks in WORLDS:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(worker, (ranks, folder), ranks)
             found = json.loads(Path(folder, "found.json").read_text())
         with_overlap, without = predict(found, True), predict(found, False)
-        predicted = with_overlap if ranks < cores else without
+        predicted = with_overlap if ranks < cores - load else without
         row: dict[str, Any] = {"ranks": ranks}
         row |= {f"{name} ms": 1e3 * found[name] for name in ("forward", "backward", "host")}
         for name in ("gather", "reduce"):
@@ -175,9 +175,9 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
         row |= {"predicted ms": 1e3 * predicted, "measured ms": 1e3 * found["step"]}
         rows.append(row | {"measured / predicted": found["step"] / predicted})
     print_table(
-        f"step model against measured steps: gloo, {cores} cores, {BLOCKS} blocks of {NUMEL:,} float32 parameters, {TOKENS} "
+        f"step model against measured steps: gloo, {cores} cores, load {load:.1f}, {BLOCKS} blocks of {NUMEL:,} float32 parameters, {TOKENS} "
         "tokens per rank.\nforward, backward, host: of one block, in that world; alpha and GB/s: fitted, by the bytes of the "
-        "whole buffer;\npredicted: overlapped with fewer ranks than cores, else in turn",
+        "whole buffer;\npredicted: overlapped with fewer ranks than free cores, else in turn",
         rows,
     )
     return rows
