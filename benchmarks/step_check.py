@@ -176,8 +176,8 @@ def check(options: argparse.Namespace) -> list[dict[str, Any]]:
         rows.append(row | {"measured / predicted": found["step"] / predicted})
     print_table(
         f"step model against measured steps: gloo, {cores} cores, load {load:.1f}, {BLOCKS} blocks of {NUMEL:,} float32 "
-        f"parameters, {TOKENS} tokens per rank.\nforward, backward, host: of one block, in that world; alpha and GB/s: fitted, by "
-        "the bytes of the whole buffer;\npredicted: overlapped with fewer ranks than free cores, else in turn",
+        f"parameters, {TOKENS} tokens per rank.\nforward, backward, host: of one block, in that world; alpha and GB/s: fitted, "
+        "by the bytes of the whole buffer;\npredicted: overlapped with fewer ranks than free cores, else in turn",
         rows,
     )
     return rows
