@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # Last: both folders have a module ``common``.
 
+from cluster import CLUSTER, Machine, group_costs  # noqa: E402
 from fake_world import PACKAGES, fake_world, make_mesh, meta_training  # noqa: E402
 from models import NAMES, Stack, active_numel, blocks_of, rest_of, shard  # noqa: E402
-from predict import CLUSTER, Machine, group_costs  # noqa: E402
 from step_model import FSDP2, RAGGED, GroupCost, Link, Network, play  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: E402
 from tracker import CollectiveLog, MemoryTracker  # noqa: E402
