@@ -16,10 +16,12 @@ __all__ = [
     "backward_id",
     "dtensor_of",
     "concatenate",
+    "dtensor_like",
     "flatten",
     "functorch_is_active",
     "grouped_mm",
     "is_autocast",
+    "local_tensor",
     "will_run_node",
 ]
 
@@ -54,6 +56,16 @@ def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
         RuntimeError: they are not slices of one mesh, or have dimensions in common.
     """
     return DeviceMesh._concatenate(list(meshes))
+
+
+def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """The DTensor of ``local`` with the spec of ``like`` (mesh, placements, shape, dtype), unchecked. (2.11 to 2.15)"""
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """The local tensor itself, detached: what ``to_local()`` gives without gradients, in a tenth of the time. (2.11 to 2.15)"""
+    return tensor._local_tensor
 
 
 def flatten(mesh: DeviceMesh) -> DeviceMesh:

@@ -97,9 +97,10 @@ class DBuffer:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in the memory of this buffer."""
-        if not self.is_allocated or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
+        storage = self.flat.untyped_storage()
+        if storage.nbytes() != self._nbytes or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
             return False
-        return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
+        return tensor.untyped_storage().data_ptr() == storage.data_ptr()
 
     def shard(self) -> torch.Tensor:
         """This rank's shard: all of a sharded buffer, else its slice. No copy."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from torch_ragged._register._torch import dtensor_like, local_tensor
 from torch_ragged.fsdp._granularity import Granularity
 from torch_ragged.fsdp._layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp._mesh import DataParallelMesh
@@ -91,13 +91,22 @@ class Distribution:
 
     def sharded(self, flat: torch.Tensor, layout: BufferLayout, index: int) -> DTensor:
         """The DTensor whose elements here are ``flat``, which it is a view of."""
+        local = self._local(flat)
+        if self.shard_dim is not None:
+            return self.shaped(local)
+        placements = [self._ragged_placement(layout, index) if p is None else p for p in self._template]
+        return DTensor.from_local(local, self.mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
+
+    def sharded_like(self, flat: torch.Tensor, parameter: DTensor) -> DTensor:
+        """The same, placed as ``parameter``, which :meth:`sharded` has made: placements of many ranks take long to make."""
+        return dtensor_like(self._local(flat), parameter)
+
+    def _local(self, flat: torch.Tensor) -> torch.Tensor:
+        """The local tensor of a sharded parameter, as a view of ``flat``."""
         if self.shard_dim is not None:
             rows = flat.numel() // max(1, math.prod(self._other_sizes()))
-            return self.shaped(flat.view(rows, *self._other_sizes()).movedim(0, self.shard_dim))
-        placements = [self._ragged_placement(layout, index) if p is None else p for p in self._template]
-        if None not in self._template:
-            flat = flat.view(self.local_shape)
-        return DTensor.from_local(flat, self.mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
+            return flat.view(rows, *self._other_sizes()).movedim(0, self.shard_dim)
+        return flat if None in self._template else flat.view(self.local_shape)
 
     def shaped(self, local: torch.Tensor) -> DTensor:
         """The DTensor whose part here, along ``shard_dim``, is ``local``."""
@@ -187,8 +196,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; a plain tensor itself, detached."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    with torch.no_grad():
-        return cast(torch.Tensor, tensor.to_local())
+    return local_tensor(tensor)
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import Partial, Shard
 
-from torch_ragged._register._torch import as_plain_tensors, dtensor_of
+from torch_ragged._register._torch import as_plain_tensors
 from torch_ragged.fsdp._collectives import Collectives, Reduction, Work
 from torch_ragged.fsdp._dbuffer import DBuffer
-from torch_ragged.fsdp._distribution import Distribution
 from torch_ragged.fsdp._layout import BufferLayout
 from torch_ragged.fsdp._managed_param import ManagedParam
 from torch_ragged.fsdp._weight_gradient import GradientTarget
@@ -57,7 +55,6 @@ class GradientBuffers:
         self.needs_reduction = False
         self._unreduced: DBuffer | None = None
         self._views: list[torch.Tensor] = []
-        self._forms = [_Form(self._params[index].distribution, self._layout, index) for index in range(len(self._params))]
         self._reduction: tuple[Work, DBuffer] | None = None
         self._all_reduce: tuple[Work, DBuffer] | None = None
         self._reduced: DBuffer | None = None
@@ -207,7 +204,7 @@ class GradientBuffers:
             sharded = param.sharded
             if not is_used:
                 continue
-            gradient = self._forms[index].of(reduced)
+            gradient = param.distribution.sharded_like(reduced.tensor(index), sharded)  # type: ignore[arg-type]
             sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
             for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(sharded)
@@ -225,24 +222,6 @@ class GradientBuffers:
         if self._unreduced is not None:
             self._unreduced.release()
         return had_any
-
-
-class _Form:
-    """What makes the DTensor of a parameter's gradient of a reduced buffer: found once, since specs take time to make."""
-
-    def __init__(self, distribution: Distribution, layout: BufferLayout, index: int) -> None:
-        self._distribution, self._layout, self._index = distribution, layout, index
-        self._like: tuple[Any, Any] | None = None  # the spec; sizes, strides and offset
-
-    def of(self, reduced: DBuffer) -> DTensor:
-        """The gradient, as a view of ``reduced``."""
-        if self._like is None:
-            gradient = self._distribution.sharded(reduced.tensor(self._index), self._layout, self._index)
-            local = gradient.to_local()
-            self._like = (gradient._spec, (local.shape, local.stride(), local.storage_offset()))
-            return gradient
-        spec, geometry = self._like
-        return dtensor_of(reduced.flat.detach().as_strided(*geometry), spec)
 
 
 class _Target:

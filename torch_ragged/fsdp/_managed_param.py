@@ -59,8 +59,9 @@ class ManagedParam:
 
     def sync_requires_grad(self) -> None:
         """Freezing or unfreezing either of the two parameters holds for both."""
-        changed = [p.requires_grad for p in (self.sharded, self.unsharded) if p.requires_grad != self.requires_grad]
-        if changed:
-            self.requires_grad = changed[0]
-            self.sharded.requires_grad_(self.requires_grad)
-            self.unsharded.requires_grad_(self.requires_grad)
+        sharded, unsharded, before = self.sharded, self.unsharded, self.requires_grad
+        if sharded.requires_grad is before and unsharded.requires_grad is before:  # Five times a step: no list is made.
+            return
+        self.requires_grad = not before
+        sharded.requires_grad_(self.requires_grad)
+        unsharded.requires_grad_(self.requires_grad)
