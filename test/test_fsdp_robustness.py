@@ -51,8 +51,8 @@ class LoggedCollectives:
 def delay_collectives(model):
     for module in model.modules():
         if hasattr(module, "_ragged_fsdp_state"):
-            group = module._ragged_fsdp_state.groups[0]
-            group.collectives = LateCollectives(group.collectives)
+            for group in module._ragged_fsdp_state.groups:
+                group.collectives = LateCollectives(group.collectives)
     return model
 
 

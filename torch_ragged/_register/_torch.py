@@ -14,7 +14,6 @@ __all__ = [
     "as_plain_tensors",
     "backend_of",
     "backward_id",
-    "dtensor_of",
     "concatenate",
     "dtensor_like",
     "flatten",
@@ -22,6 +21,7 @@ __all__ = [
     "grouped_mm",
     "is_autocast",
     "local_tensor",
+    "unsafe_view",
     "will_run_node",
 ]
 
@@ -34,19 +34,15 @@ is_autocast = torch._C._is_any_autocast_enabled
 functorch_is_active = torch._C._are_functorch_transforms_active
 """Whether a functorch transform is. (2.11 to 2.15)"""
 
+unsafe_view = torch.ops.aten._unsafe_view.default
+"""A view that autograd takes for a new tensor, as torch's own matmuls return: no in-place operation changes its base. (2.11 to
+2.15)"""
+
 will_run_node = torch._C._will_engine_execute_node
 """Whether the backward under way comes to a node. (2.11 to 2.15)"""
 
 grouped_mm = torch._grouped_mm
 """The matmul of groups of rows with their own matrices; ``F.grouped_mm`` in newer versions too. (2.11 to 2.15)"""
-
-
-def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
-    """The DTensor of ``local`` with the ``_spec`` of another one, whose shape, mesh and placements it has. (2.11 to 2.15)
-
-    A tenth of the time of ``DTensor.from_local``, which makes a spec anew.
-    """
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

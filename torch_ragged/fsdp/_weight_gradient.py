@@ -29,7 +29,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 
-from torch_ragged._register._torch import as_plain_tensors, functorch_is_active, grouped_mm, is_autocast, will_run_node
+from torch_ragged._register._torch import (
+    as_plain_tensors,
+    functorch_is_active,
+    grouped_mm,
+    is_autocast,
+    unsafe_view,
+    will_run_node,
+)
 
 __all__ = ["ComputeParameter", "GradientTarget"]
 
@@ -305,7 +312,7 @@ def _product_2d(call: Any, x: Any, weight: Any, *bias: Any) -> torch.Tensor:
     if x.dim() == 2:
         return _Product.apply(call, x, weight, *bias)
     output = _Product.apply(call, x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0), weight, *bias)
-    return output.view(*x.shape[:-1], output.shape[-1])
+    return unsafe_view(output, (*x.shape[:-1], output.shape[-1]))
 
 
 def _matmul(func: Any, *args: Any, **keywords: Any) -> torch.Tensor | None:

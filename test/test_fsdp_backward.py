@@ -1,0 +1,269 @@
+"""fully_shard's backward: groups that only some ranks use, outputs of any kind, and gradients that do not pile up."""
+
+import random
+import unittest
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import run_ranks
+from test_fsdp import compare_gradients
+from test_fsdp_robustness import delay_collectives
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
+
+from torch_ragged.fsdp import fully_shard
+
+DIM = 6
+
+
+def shard(model, modules, fully_shard=fully_shard, **knobs):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in modules:
+        fully_shard(module, mesh=mesh, **knobs)
+    return fully_shard(model, mesh=mesh, **knobs)
+
+
+# -- groups that only some ranks use -----------------------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    """A layer around another one, which is a group of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.outer, self.inner = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        y = self.outer(x).tanh()
+        return y, self.inner(y)
+
+
+class Branches(nn.Module):
+    """Layers one behind the other, some of them nested, one used twice, and a head of each; returns what all heads say."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(DIM, DIM), Nested(), nn.Linear(DIM, DIM), Nested(), nn.Linear(DIM, DIM)])
+        self.heads = nn.ModuleList(nn.Linear(DIM, 2) for _ in range(5))
+        self.bias = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        outputs = []
+        for layer, head in zip((*self.layers, self.layers[2]), (*self.heads, self.heads[0])):
+            x = layer(x.detach() if isinstance(layer, Nested) else x)
+            x, inner = x if isinstance(x, tuple) else (x, x)
+            outputs += [head(x) + self.bias, inner.sum(-1)]
+        return outputs
+
+
+def loss_of_some(model, x, used):
+    return sum((output * (index + 1)).mean() for index, output in enumerate(model(x)) if index in used)
+
+
+def check_ranks_use_different_groups(**knobs):
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for seed in range(6):
+        generator = random.Random(seed)
+        torch.manual_seed(seed)
+        single = Branches()
+        torch.manual_seed(seed)
+        model = Branches()
+        inner = [layer.inner for layer in model.layers if isinstance(layer, Nested)]
+        shard(model, [*inner, *model.layers, *model.heads], reshard_after_forward=generator.choice([True, False, None]))
+        model.set_max_all_gathers_ahead(generator.choice([0, 1, 2]))
+        if generator.random() < 0.5:
+            delay_collectives(model)
+        for step in range(3):
+            inputs = [torch.randn(3, DIM) for _ in range(ranks)]
+            used = [generator.sample(range(12), generator.randint(1, 5)) for _ in range(ranks)]
+            model.set_requires_gradient_sync(step != 1)
+            loss_of_some(model, inputs[rank], used[rank]).backward()
+            for x, chosen in zip(inputs, used):
+                (loss_of_some(single, x, chosen) / ranks).backward()
+            if step != 1:
+                compare_gradients(model, single)
+
+
+def check_unused_everywhere():
+    """A group that no rank uses keeps ``.grad`` None, whether ranks agree on that beforehand or not."""
+    for takes_part in (True, False):
+        model = shard(branches := Branches(), [*branches.heads])
+        model.set_reduce_scatter_unused_params(takes_part)
+        loss_of_some(model, torch.ones(2, DIM), [0]).backward()
+        assert [head.weight.grad is None for head in model.heads] == [False, True, True, True, True]
+
+
+# -- outputs of any kind -----------------------------------------------------------------------------------------------
+
+
+class InPlace(nn.Module):
+    """Changes the outputs of its groups in place, which are views where a layer makes them so."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM, bias=bias), nn.Linear(DIM, DIM, bias=bias)
+        self.last = nn.Linear(DIM, 2)
+
+    def forward(self, x):
+        x = F.relu(self.first(x), inplace=True)
+        y = self.second(x)
+        y += 1
+        return self.last(y.mul_(2))
+
+
+def check_in_place_on_outputs():
+    for bias in (False, True):
+        for smallest in (1, 2**62):
+            torch.manual_seed(1)
+            single = InPlace(bias)
+            torch.manual_seed(1)
+            model = InPlace(bias)
+            with mock.patch("torch_ragged.fsdp._param_group.SMALLEST_WRITTEN_IN_PLACE", smallest):
+                shard(model, [model.first, model.second, model.last], reshard_after_forward=True)
+            delay_collectives(model)
+            for _ in range(2):
+                x = torch.randn(2, 3, DIM)
+                for each in (model, single):
+                    each(x).square().sum().backward()
+                compare_gradients(model, single)
+
+
+@dataclass(frozen=True)
+class Hidden:
+    value: torch.Tensor
+    rest: dict
+    label: str = "hidden"
+
+
+class Objects(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden):
+        return Hidden(self.layer(hidden.value), {"input": hidden.rest["input"]})
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(DIM, DIM)
+
+    def forward(self, packed):
+        return self.layer(packed)[0]
+
+
+def check_containers():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    models = []
+    for each in (fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Objects(nn.Linear(DIM, DIM)) for _ in range(3)))
+        models.append(shard(model, model, each, mp_policy=policy, reshard_after_forward=True))
+    for _ in range(2):
+        outputs = [model(Hidden(torch.ones(2, DIM), {"input": torch.ones(1)})) for model in models]
+        for output in outputs:
+            assert type(output) is Hidden and output.value.dtype == output.rest["input"].dtype == torch.float32
+        assert torch.equal(outputs[0].value, outputs[1].value)
+        assert all(isinstance(p, DTensor) for layer in models[0] for p in layer.parameters(recurse=True))  # given back
+        for model, output in zip(models, outputs):
+            with torch.no_grad():
+                model(Hidden(torch.ones(2, DIM), {"input": torch.ones(1)}))  # gives back what backward is to gather anew
+            output.value.sum().backward()
+        for mine, theirs in zip(models[0].parameters(), models[1].parameters()):
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad.full_tensor())
+    recurrent = shard(recurrent := Recurrent(), [recurrent.layer], mp_policy=policy, reshard_after_forward=True)
+    packed = pack_padded_sequence(torch.ones(4, 2, DIM), torch.tensor([4, 2]))
+    output = recurrent(packed)
+    assert isinstance(output, PackedSequence) and output.data.dtype == torch.float32
+    output.data.sum().backward()
+    assert all(p.grad is not None for p in recurrent.parameters())
+
+
+# -- gradients do not pile up ------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """A block with a group inside, recomputed in backward as one."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.attention, self.experts, self.reentrant = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), reentrant
+
+    def forward(self, x):
+        return checkpoint(lambda x: x + self.experts(self.attention(x).relu()), x, use_reentrant=self.reentrant)
+
+
+def most_gradient_buffers(model):
+    """The most groups that hold gradients when backward is about to end."""
+    groups, found = [g for m in model.modules() if hasattr(m, "_ragged_fsdp_state") for g in m._ragged_groups(False)], []
+    x = torch.ones(2, DIM, requires_grad=True)
+    x.register_hook(lambda _: found.append(sum(bool(b.resident_nbytes) for g in groups for b in g.buffers()["gradients"])))
+    model(x).sum().backward()
+    return max(found)
+
+
+def check_reduced_group_by_group():
+    for kind in ("plain", "not reentrant", "reentrant", "a forward without backward"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Checkpointed(kind == "reentrant") for _ in range(6)))
+        if kind == "plain":
+            for block in model:
+                block.forward = lambda x, block=block: x + block.experts(block.attention(x).relu())
+        shard(model, [*(block.experts for block in model), *model], reshard_after_forward=True)
+        kept = model(torch.ones(2, DIM, requires_grad=True)) if kind == "a forward without backward" else None
+        assert 1 <= most_gradient_buffers(model) <= 2, kind
+        del kept
+
+
+def check_frozen_group_gets_what_was_accumulated():
+    grads = []
+    for each in (fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
+        shard(model, model, each)
+        x = torch.ones(2, DIM)
+        model.set_requires_gradient_sync(False)
+        model(x).sum().backward()
+        model.set_requires_gradient_sync(True)
+        model[1].requires_grad_(False)
+        model(x).sum().backward()
+        accumulated = model[1].weight.grad.full_tensor().clone()
+        model.zero_grad()
+        model[1].requires_grad_(True)
+        model(x).sum().backward()
+        grads.append((accumulated, model[1].weight.grad.full_tensor()))
+    for mine, theirs in zip(*grads):
+        torch.testing.assert_close(mine, theirs)
+
+
+class BackwardTest(unittest.TestCase):
+    def test_ranks_that_use_different_groups(self):
+        run_ranks(3, check_ranks_use_different_groups)
+
+    def test_groups_that_no_rank_uses(self):
+        run_ranks(2, check_unused_everywhere)
+
+    def test_in_place_operations_on_outputs(self):
+        run_ranks(2, check_in_place_on_outputs)
+
+    def test_dataclasses_and_packed_sequences(self):
+        run_ranks(2, check_containers)
+
+    def test_gradients_are_reduced_group_by_group(self):
+        run_ranks(2, check_reduced_group_by_group)
+
+    def test_frozen_during_accumulation(self):
+        run_ranks(2, check_frozen_group_gets_what_was_accumulated)
+
+
+if __name__ == "__main__":
+    unittest.main()
