@@ -287,13 +287,14 @@ def check_training():
             wanted.update({"attention.qkv.weight": 1, "attention.out.weight": 1})
         for fqn, count in written.items():
             assert count == passes * wanted.get(fqn.partition(".")[2], 0), (fqn, count)
-    for reduce_dtype in (torch.bfloat16, torch.float32):
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for param_dtype, reduce_dtype in ((bf16, bf16), (bf16, fp32), (fp32, bf16)):
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         knobs = {"micro_batches": 1, "steps": 1}
         (plain, _, _), (got, moved, written) = train(False, policy, **knobs), train(True, policy, **knobs)
         for one, other in zip(plain, got):
             assert torch.equal(one, other), (one - other).abs().max()
-        is_direct = reduce_dtype == torch.bfloat16  # A buffer of another dtype: autograd's way for all.
+        is_direct = param_dtype == bf16  # Gradients that are rounded for their buffer take autograd's way.
         assert written["0.attention.qkv.weight"] == is_direct and moved["experts.up"] == 2 * (not is_direct), (written, moved)
 
 

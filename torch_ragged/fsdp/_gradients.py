@@ -23,8 +23,11 @@ class GradientBuffers:
 
     ::
 
-        unreduced  DBuffer Partial(), reduce_dtype     weight gradients of matmuls are computed in their views, others are
+        unreduced  DBuffer Partial(), dtype            weight gradients of matmuls are computed in their views, others are
                                                    copied (cast, added) there once
+           | one cast of the whole buffer where reduce_dtype is wider than param_dtype, or one addition to what earlier
+           | backward passes have left: then it is released
+        widened    DBuffer Partial(), reduce_dtype
            | reduce-scatter
         reduced    DBuffer Shard(0), reduce_dtype      then an all-reduce over replicas (HSDP)
            | a cast, a copy to the CPU, or nothing
@@ -33,6 +36,7 @@ class GradientBuffers:
     Attributes:
         collectives: what reduces.
         reduction: how.
+        dtype: of the gradients as they come.
         requires_all_reduce: whether backward reduces over replicas.
         reduce_hook: called with each reduced shard.
         on_gradient: called when a parameter has got a gradient.
@@ -49,11 +53,16 @@ class GradientBuffers:
         self.pool: torch.cuda.MemPool | None = None
         self.collectives: Collectives
 
-    def place(self, device: torch.device, reduce_dtype: torch.dtype, sharded: DBuffer) -> None:
-        """Reduce on ``device`` in ``reduce_dtype``, for a ``.grad`` like the ``sharded`` buffer; what there was is dropped."""
+    def place(self, device: torch.device, param_dtype: torch.dtype, reduce_dtype: torch.dtype, sharded: DBuffer) -> None:
+        """Take gradients of parameters in ``param_dtype`` on ``device``, and reduce them in ``reduce_dtype``.
+
+        ``.grad`` is like the ``sharded`` buffer. What there was is dropped.
+        """
         self._device, self.reduce_dtype, self._sharded = device, reduce_dtype, sharded
+        self.dtype = param_dtype if reduce_dtype.itemsize > param_dtype.itemsize else reduce_dtype
         self.needs_reduction = False
         self._unreduced: DBuffer | None = None
+        self._widened: DBuffer | None = None
         self._views: list[torch.Tensor] = []
         self._reduction: tuple[Work, DBuffer] | None = None
         self._all_reduce: tuple[Work, DBuffer] | None = None
@@ -64,7 +73,8 @@ class GradientBuffers:
         """The buffers, by what they hold: ``gradients`` are not reduced yet."""
         under_way = [pending[1] for pending in (self._reduction, self._all_reduce) if pending is not None]
         reduced = [buffer for buffer in (self._reduced, self._kept, *under_way) if buffer is not None]
-        return {"gradients": [] if self._unreduced is None else [self._unreduced], "reduced": reduced}
+        unreduced = [buffer for buffer in (self._unreduced, self._widened) if buffer is not None]
+        return {"gradients": unreduced, "reduced": reduced}
 
     # -- from autograd ---------------------------------------------------------------------------------------------
 
@@ -88,6 +98,8 @@ class GradientBuffers:
             param.sync_requires_grad()
         if not param.requires_grad:  # frozen since forward
             return
+        if gradient.dtype.itemsize > self.dtype.itemsize and self.dtype != self.reduce_dtype:
+            self._take_wide_ones()
         view = self.views()[index]
         gradient = param.distribution.gradient(gradient)
         if param.has_gradient:
@@ -120,28 +132,70 @@ class GradientBuffers:
     def views(self) -> list[torch.Tensor]:
         """The unreduced buffer's view of each parameter; the buffer is (re-)acquired if it is not there."""
         self.finish_reduction()  # It may still be read.
-        if self._unreduced is None:
-            self._unreduced = DBuffer(self._layout, Partial(), self._rank, self.reduce_dtype, self._device, pool=self.pool)
-            self._unreduced.zero_padding()
+        self._unreduced = self._acquired(self._unreduced, self.dtype)
+        if not self._views:
             self._views = [self._unreduced.tensor(index) for index in range(len(self._params))]
-        elif not self._unreduced.is_allocated:
-            self._unreduced.pool = self.pool
-            self._unreduced.allocate()
-            self._unreduced.zero_padding()
         return self._views
 
+    def _acquired(self, buffer: DBuffer | None, dtype: torch.dtype) -> DBuffer:
+        """``buffer``, or a new one, with its memory there."""
+        if buffer is None:
+            buffer = DBuffer(self._layout, Partial(), self._rank, dtype, self._device, pool=self.pool)
+        elif buffer.is_allocated:
+            return buffer
+        buffer.pool = self.pool
+        buffer.allocate()
+        buffer.zero_padding()
+        return buffer
+
+    def _take_wide_ones(self) -> None:
+        """Have gradients come in ``reduce_dtype`` from now on: this group has some that would be rounded else."""
+        self.finish_reduction()
+        self.widen()
+        self.dtype, self._unreduced, self._widened, self._views = self.reduce_dtype, self._widened, None, []
+        for param in self._params:
+            param.has_gradient = param.was_used and self._unreduced is not None and self._unreduced.is_allocated
+
     # -- reduction -------------------------------------------------------------------------------------------------
+
+    def widen(self) -> None:
+        """At the end of a backward pass: what it brought is cast to ``reduce_dtype``, or added to what is there already."""
+        if self.dtype == self.reduce_dtype or self._unreduced is None or not self._unreduced.is_allocated:
+            return
+        self._close()
+        holds_sum = self._widened is not None and self._widened.is_allocated
+        self._widened = self._acquired(self._widened, self.reduce_dtype)
+        if holds_sum:
+            self._widened.flat.add_(self._unreduced.flat)
+        else:
+            self._widened.flat.copy_(self._unreduced.flat)
+        self._unreduced.release()
+
+    def _close(self) -> None:
+        """Nothing more comes to the unreduced buffer: a parameter without a gradient here has zeros."""
+        for param, view in zip(self._params, self._views):
+            if not param.has_gradient:
+                view.zero_()
+            param.was_used, param.has_gradient = param.was_used or param.has_gradient, False
 
     def start_reduction(self) -> None:
         """Start one reduce-scatter. A parameter without a gradient here contributes zeros."""
         self.needs_reduction = False
-        for param, view in zip(self._params, self.views()):
-            if not param.has_gradient:
-                view.zero_()
-            param.was_used, param.has_gradient = param.was_used or param.has_gradient, False
-        assert self._unreduced is not None
+        self.finish_reduction()
+        if self._widened is None or not self._widened.is_allocated:  # No gradient has come: there may be no buffer.
+            self.views()
+        self.widen()
+        if self.dtype == self.reduce_dtype:
+            self._close()
         output = DBuffer(self._layout, Shard(0), self._rank, self.reduce_dtype, self._device)
-        self._reduction = (self._unreduced.reduce_scatter_to(output, self.collectives, self.reduction), output)
+        self._reduction = (self._source.reduce_scatter_to(output, self.collectives, self.reduction), output)
+
+    @property
+    def _source(self) -> DBuffer:
+        """The buffer that is reduced."""
+        source = self._unreduced if self.dtype == self.reduce_dtype else self._widened
+        assert source is not None
+        return source
 
     def finish_reduction(self) -> None:
         """Wait for the reduce-scatter under way, release the unreduced buffer and start the all-reduce of the shard."""
@@ -149,8 +203,7 @@ class GradientBuffers:
             return
         (work, output), self._reduction = self._reduction, None
         work.wait()
-        assert self._unreduced is not None
-        self._unreduced.release()
+        self._source.release()
         self._finish_all_reduce()
         if self._kept is not None:
             output.flat.add_(self._kept.flat)
@@ -219,8 +272,9 @@ class GradientBuffers:
         self.needs_reduction = False
         for param in self._params:
             param.has_gradient = param.was_used = False
-        if self._unreduced is not None:
-            self._unreduced.release()
+        for buffer in (self._unreduced, self._widened):
+            if buffer is not None:
+                buffer.release()
         return had_any
 
 

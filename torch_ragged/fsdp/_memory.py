@@ -219,23 +219,36 @@ class _Step:
         trainable = [group for group in state.groups if group.is_trainable]
         for group in trainable:
             if is_last_call or group.writes_gradients:  # Autograd adds up the gradients of all calls before it hands them on.
-                self._gradients[group] = group.layout.numel * group.reduce_dtype.itemsize
+                self._gradients[group] = group.layout.numel * group.gradients.dtype.itemsize
         self._note("backward", position)
         for child in reversed(children[position]):
             self._backward(child, children)
         if state.reshard_after_backward and (is_last_call or len(state.modules) == 1):
             for group in state.groups:
                 self._gathered.pop(group, None)
-        if is_last_call and trainable and state.requires_gradient_sync:
-            self._reduce(state, trainable)
+        if is_last_call and trainable:
+            if state.requires_gradient_sync:
+                self._reduce(state, trainable, position)
+            else:
+                self._widen(trainable, position)
             self._note("backward", position)
 
-    def _reduce(self, state: ModuleState, trainable: list[ParamGroup]) -> None:
+    def _widen(self, trainable: list[ParamGroup], position: int) -> None:
+        """Cast gradients to the wider dtype in which they are reduced: both buffers are there for a moment."""
+        for group in trainable:
+            if group.gradients.dtype != group.reduce_dtype:
+                widened = group.layout.numel * group.reduce_dtype.itemsize
+                self._gradients[group] += widened
+                self._note("backward", position)
+                self._gradients[group] = widened
+
+    def _reduce(self, state: ModuleState, trainable: list[ParamGroup], position: int) -> None:
         """Start a reduction; the oldest under way are finished first, so that there are ``max_reductions`` at the most."""
         while len(self._reducing) >= state.max_reductions:
             for group in self._reducing.pop(0).groups:
                 self._gradients.pop(group, None)
         self._reducing.append(state)
+        self._widen(trainable, position)
         for group in trainable:
             self._reduced[group] = group.layout.shard_numel * group.reduce_dtype.itemsize
 

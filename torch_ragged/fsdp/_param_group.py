@@ -87,7 +87,7 @@ class ParamGroup:
         self._allocate(local_of(first).device, first.dtype)
         self.params = [self._manage(index, found) for index, found in enumerate(plan.params)]
         self.gradients = GradientBuffers(self.params, self.layout, self.rank, plan.dp.has_replicas)
-        self.gradients.place(self.device, self.reduce_dtype, self.sharded)
+        self.gradients.place(self.device, self.param_dtype, self.reduce_dtype, self.sharded)
         self.collectives = self.process_groups
         self._make_unsharded()
         self.register_sharded()
@@ -139,7 +139,7 @@ class ParamGroup:
     def _is_written_in_place(self, value: torch.Tensor) -> bool:
         """Whether matmuls with ``value`` are to write its gradient: where that costs less than a copy of it."""
         is_matrix = not isinstance(value, DTensor) and value.ndim in (2, 3) and value.numel() >= SMALLEST_WRITTEN_IN_PLACE
-        return is_matrix and value.is_floating_point() and self.param_dtype == self.reduce_dtype
+        return is_matrix and value.is_floating_point() and self.param_dtype == self.gradients.dtype
 
     @property
     def collectives(self) -> Collectives:
@@ -456,7 +456,7 @@ class ParamGroup:
         self._allocate(device, dtype)
         if self.resident is not None:
             self.resident.reset()
-        self.gradients.place(self.device, self.reduce_dtype, self.sharded)
+        self.gradients.place(self.device, self.param_dtype, self.reduce_dtype, self.sharded)
         for index, value in enumerate(values or ()):
             self.sharded.tensor(index).copy_(self.params[index].distribution.flat_local(value))
         self._make_unsharded()

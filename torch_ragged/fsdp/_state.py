@@ -412,9 +412,12 @@ class ModuleState:
     def reduce(self) -> None:
         """Start the reduction of gradients that backward has brought here."""
         groups = [group for group in self.groups if group.gradients.needs_reduction]
-        if not groups or not self.requires_gradient_sync:
+        waits = self.reduces_last_only and self.context is not None and not self.context.states[0].is_last_backward
+        if waits or not self.requires_gradient_sync:
+            for group in groups:
+                group.gradients.widen()
             return
-        if self.reduces_last_only and self.context is not None and not self.context.states[0].is_last_backward:
+        if not groups:
             return
         reducing = self.comm.reducing
         while len(reducing) >= self.max_reductions:
