@@ -2,6 +2,7 @@
 
 import copy
 import unittest
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard, StridedRaggedShard
-from torch_ragged.fsdp import blocks, buffer_layouts, elements, fully_shard, memory_report, rows, tensor
+from torch_ragged.fsdp import HIERARCHICAL, blocks, buffer_layouts, elements, fully_shard, memory_report, rows, tensor
 
 WIDTH = 10
 
@@ -384,9 +385,10 @@ def check_agreement():
     rank, mesh = dist.get_rank(), world()
     errors = []
 
-    def attempt(module, **knobs):
+    def attempt(module, mesh=mesh, **knobs):
         errors.append(error_of(fully_shard, module, mesh=mesh, **knobs))
-        assert type(module) in (nn.Linear, nn.Sequential) and not any(isinstance(p, DTensor) for p in module.parameters())
+        assert not isinstance(module, nn.Module) or type(module) is nn.Linear
+        assert not isinstance(module, nn.Module) or not any(isinstance(p, DTensor) for p in module.parameters())
 
     attempt(nn.Linear(4, 4 if rank else 5))
     attempt(nn.Linear(4, 4), orig_param_policy=lambda f, p: rows(2) if rank == 1 else elements())
@@ -395,7 +397,30 @@ def check_agreement():
     attempt(nn.Linear(4, 4).requires_grad_(rank != 1))
     attempt(nn.Linear(4, 4), orig_param_policy=lambda f, p: 3 if rank == 1 else None)
     attempt(nn.Linear(4, 4), reshard_after_forward=7 if rank == 0 else True)
+    attempt(nn.Linear(4, 4) if rank else "module")
+    attempt(nn.Linear(4, 4) if rank else [])
+    attempt(nn.Linear(4, 4), mesh=mesh if rank else "cpu")
+    attempt(nn.Linear(4, 4), placements=None if rank else HIERARCHICAL)
+    attempt(nn.Linear(6, 6), shard_placement_fn=lambda p: Shard(min(rank, p.ndim - 1)))
     fully_shard(nn.Linear(4, 4), mesh=mesh)(torch.ones(1, 4)).sum().backward()  # The ranks are still in step.
+    return errors
+
+
+def check_agreement_with_model_parallelism():
+    """A parameter that tensor parallelism has cut on some ranks only, in pieces that are alike; calls that make groups."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    errors = []
+    for placement in (Shard(0), Shard(1)):
+        linear = nn.Linear(8, 8, bias=False)
+        weight = distribute_tensor(linear.weight.detach(), mesh["tp"], [placement if rank < 2 else Shard(0)])
+        linear.weight = nn.Parameter(weight if rank < 2 or placement == Shard(1) else weight.to_local())
+        errors.append(error_of(fully_shard, linear, mesh=mesh["dp"]))
+    # Before any rank makes a process group that another does not.
+    errors.append(error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, placements=HIERARCHICAL if rank else None))
+    errors.append(error_of(fully_shard, nn.Linear(4, 4) if rank else None, mesh=mesh, placements=HIERARCHICAL))
+    dims = SimpleNamespace(shard_names=("dp", "tp") if rank else ("dp", "pp"), replicate_names=())
+    errors.append(error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=dims))
+    fully_shard(nn.Linear(4, 4), mesh=mesh)(torch.ones(1, 4)).sum().backward()
     return errors
 
 
@@ -445,6 +470,11 @@ class ConstructionTest(unittest.TestCase):
             "frozen",
             "orig_param_policy('weight') returned 3",
             "it should be a factor of 3, not 7",
+            "TypeError: fully_shard expects an nn.Module or a list of them, got str",
+            "TypeError: fully_shard expects an nn.Module or a list of them, got list",
+            "TypeError: fully_shard expects a DeviceMesh, as init_device_mesh makes it, as mesh, got 'cpu'",
+            "is for a mesh with 2 dimensions",
+            "cut along dimension 1",
         )
         every = run_ranks(3, check_agreement)
         for errors in every:
@@ -453,6 +483,18 @@ class ConstructionTest(unittest.TestCase):
         for index, text in enumerate(words[1:], start=1):
             self.assertTrue(all(text in errors[index] for errors in every), [errors[index] for errors in every])
         self.assertTrue(all(errors[0].startswith("ValueError: fully_shard was called differently") for errors in every))
+
+    def test_ranks_agree_on_model_parallelism_and_process_groups(self):
+        words = (
+            "(8, 8) placed by the model as",
+            "placed by the model as",
+            "dp_mesh_dims None",
+            "got NoneType",
+            "'pp' not found",
+        )
+        for errors in run_ranks(4, check_agreement_with_model_parallelism):
+            for error, text in zip(errors, words, strict=True):
+                self.assertIn(text, error)
 
 
 if __name__ == "__main__":
