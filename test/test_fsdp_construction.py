@@ -110,6 +110,44 @@ def check_lists():
     memory_report(model)
 
 
+def check_conversions_of_lists():
+    """``to`` and the like on one of several modules that share a group is none of the others'."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    a, b = model
+    fully_shard([a, b], mesh=world())
+    for module, value in ((a, 1.0), (b, 2.0)):
+        assert module.weight.is_meta and "on the meta device" in error_of(model, torch.ones(1, 8))
+        module.to_empty(device="cpu")
+        nn.init.constant_(module.weight, value), nn.init.constant_(module.bias, value)
+    params = list(model.parameters())
+    loss_of(model, torch.ones(1, 8)).backward()
+    grads = [p.grad.full_tensor() for p in params]
+
+    def assert_values(value_of_a, dtype=torch.float32):
+        assert all(p is q for p, q in zip(params, model.parameters()))
+        for p, value, grad in zip(params, (value_of_a, value_of_a, 2.0, 2.0), grads, strict=True):
+            assert torch.equal(p.full_tensor(), torch.full(p.shape, value, dtype=dtype)), (p, value)
+            assert torch.equal(p.grad.full_tensor(), grad.to(dtype))
+        group = a._ragged_fsdp_state.groups[0]
+        assert all(group.sharded.holds(p.to_local()) for p in params) and group.orig_dtype == dtype
+
+    assert_values(1.0)
+    a._apply(lambda t: t * 4)  # Also of a parent that is not sharded: once for every parameter.
+    grads[:2] = [grad * 4 for grad in grads[:2]]
+    assert_values(4.0)
+    a.double()
+    part = error_of(model, torch.ones(1, 8))
+    b.double()
+    assert_values(4.0, torch.float64)
+    model.float()
+    assert_values(4.0)
+    assert loss_of(model, torch.ones(1, 8)) > 1
+    fully_shard(model, mesh=world()).double()
+    assert_values(4.0, torch.float64)
+    return part
+
+
 # -- placements ----------------------------------------------------------------------------------------------------------
 
 
@@ -427,6 +465,8 @@ def check_agreement_with_model_parallelism():
 class ConstructionTest(unittest.TestCase):
     def test_lists_of_modules_make_one_group(self):
         run_ranks(2, check_lists)
+        for part in run_ranks(2, check_conversions_of_lists):
+            self.assertIn("0.weight was replaced by DTensor of torch.Size([8, 8]), torch.float64", part)
 
     def test_shard_placements_are_honoured(self):
         for size in (2, 3):

@@ -87,22 +87,31 @@ class FSDPModule(TorchFSDPModule):
             each.reset()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """What ``to``, ``cpu``, ``half`` and the like call. Parameters stay where they are, in their dtype.
+        """What ``to``, ``cpu``, ``half`` and the like call: on the parameters under this module, which stay the same objects.
+
+        Where only some of a group's parameters are under it, those become what ``fn`` makes of them, and are in the buffer
+        again once that goes with all others; a use before raises.
 
         Raises:
-            ValueError: ``fn`` would change the dtype or device of a sharded parameter; nothing is changed then.
+            ValueError: ``fn`` would move a sharded parameter to another device; nothing is changed then.
         """
+        under = set(self.modules()) if recurse else {self}  # type: ignore[attr-defined]
         states = self._ragged_states(recurse)
+        groups = [group for state in states for group in state.groups if not group.is_hidden]
         for state in states:
             state.give_back()
-            for group in state.groups:
-                group.adopt_sharded()
-                group.check_conversion(fn)
+        for group in groups:
+            group.adopt_converted()
+            group.check_conversion(fn)
         with contextlib.ExitStack() as stack:
-            for group in states[0].groups:
-                group.convert(fn, owner=None if recurse else self)  # type: ignore[arg-type]
-                stack.enter_context(group.hidden())
-            return super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # past torch's, whose state is not here
+            for group in groups:
+                if group.is_whole(under):
+                    group.convert(fn)
+                    stack.enter_context(group.hidden())  # Also from modules inside: fn comes to each parameter once.
+            super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # past torch's, whose state is not here
+        for group in groups:
+            group.adopt_converted()
+        return self
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether :meth:`finalize_backward` ends backward, in place of autograd's end of each backward pass.
