@@ -55,9 +55,12 @@ class FSDPModule(TorchFSDPModule):
 
         With ``async_op`` it returns a handle at once, whose ``wait()`` makes the parameters available.
         """
-        groups = self._ragged_groups(recurse=False)
+        state = self._ragged_states(recurse=False)[0]
+        groups = list(state.groups)
         for group in groups:
             group.adopt_sharded()
+            if state.context is None or not (state.context.in_forward or state.context.in_backward):
+                group.distrust_resident()
             group.unshard(wait=False)
         handle = _UnshardHandle(groups)
         if async_op:

@@ -37,6 +37,7 @@ class GradientBuffers:
         reduction: how.
         requires_all_reduce: whether backward reduces over replicas.
         reduce_hook: called with each reduced shard.
+        is_accumulating: whether the last backward left gradients for a later one to add to and reduce.
         on_gradient: called when a parameter has got a gradient.
         pool: where the memory of unreduced gradients comes from.
     """
@@ -45,6 +46,7 @@ class GradientBuffers:
         self._params, self._layout, self._rank, self._has_replicas = params, layout, rank, has_replicas
         self.reduction = Reduction()
         self.requires_all_reduce = True
+        self.is_accumulating = False
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.on_gradient: Callable[[], None] | None = None
         self.pool: torch.cuda.MemPool | None = None
@@ -216,6 +218,7 @@ class GradientBuffers:
             if pending is not None:
                 pending[0].wait()
         self._reduction = self._all_reduce = self._reduced = self._kept = None
+        self.is_accumulating = False
         for param in self._params:
             param.has_gradient = param.was_used = False
         if self._unreduced is not None:

@@ -210,6 +210,14 @@ class ParamGroup:
             return self.neighbours.gather(self.unsharded, self.collectives)
         return self.unsharded.all_gather_from(self.sharded, self.collectives)
 
+    def distrust_resident(self) -> None:
+        """An iteration begins: parameters may have been written to unnoticed, as ``.data``, local tensors or ``dcp.load`` do.
+
+        On any rank, so that the others cannot know: what is resident is forgotten, but not while gradients accumulate.
+        """
+        if self.resident is not None and not self.is_gathered and not self.gradients.is_accumulating:
+            self.resident.invalidate()
+
     def _finish_gather(self) -> None:
         """What is gathered is there: for types that make something of it."""
 
