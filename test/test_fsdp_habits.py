@@ -200,6 +200,20 @@ def check_knobs_of_resharding():
     assert_equal_models(models)
 
 
+def check_containers():
+    """What indexing and constructing a sharded container makes is a container of the original class."""
+    for shard in (torch_fully_shard, fully_shard):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        layers = nn.ModuleDict({"list": nn.ModuleList([Block(), Block()])})
+        for each in (model, *layers["list"]):
+            shard(each)
+        assert type(model[:1]) is nn.Sequential and model[:1][0] is model[0]
+        assert type(layers["list"][1:]) is nn.ModuleList
+        made = type(model)(nn.Linear(2, 2))
+        assert type(made) is nn.Sequential and len(made) == 1 and type(type(model[:1])()) is nn.Sequential
+        assert type(type(layers["list"][0])()) is Block
+
+
 def check_names_and_deletion():
     torch.manual_seed(0)
     plain = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 5))
@@ -235,6 +249,9 @@ class HabitsTest(unittest.TestCase):
         for check in checks:
             with self.subTest(check.__name__):
                 run_ranks(2, check)
+
+    def test_containers(self):
+        run_ranks(2, check_containers)
 
     def test_names_and_deletion(self):
         for error in run_ranks(2, check_names_and_deletion):

@@ -43,6 +43,9 @@ class FSDPModule(TorchFSDPModule):
     ``NotImplementedError``.
     """
 
+    # Where the original class stands in the order of bases: torch's __new__ makes an object of it, for slices of containers.
+    _orig_cls_mro_index = 3
+
     def _ragged_states(self, recurse: bool) -> list[ModuleState]:
         modules = self.modules() if recurse else [self]  # type: ignore[attr-defined]
         return list(dict.fromkeys(getattr(m, STATE) for m in modules if hasattr(m, STATE)))
