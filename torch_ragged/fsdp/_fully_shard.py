@@ -71,7 +71,7 @@ def fully_shard(
             ``(StridedRaggedShard, Shard(0))``, ``(RaggedShard, Shard(1))``.
         reshard_after_forward: give the gathered parameters back after forward. None: True, but False for the root. A number
             of ranks: keep, on each, that part of the gathered buffer, so that backward gathers among so few neighbours;
-            registered are the sharded parameters meanwhile.
+            registered are the sharded parameters meanwhile. Types with their own all-gather take it as True.
         shard_placement_fn: ``parameter -> placement``: a granularity, as below; ``Shard(d)``, which makes it a plain FSDP2
             parameter with a buffer of its own (that dimension lies first in it, the parameter is a view); torch's
             ``ShardPlacementResult``, with a mesh of its own; or None.
@@ -207,8 +207,13 @@ def _check_modules(
 
 
 def _keep_parts(groups: Sequence[ParamGroup], size: int) -> bool:
-    """Have ``size`` neighbours keep gathered parameters between them; all of them is not keeping, one is keeping everything."""
+    """Have ``size`` neighbours keep gathered parameters between them; all of them is not keeping, one is keeping everything.
+
+    Parameters of types with their own all-gather have no buffer to keep a part of: they are given back.
+    """
     for group in groups:
+        if isinstance(group, ExtensionGroup):
+            continue
         if 1 < size < group.dp.ranks and group.dp.shard_group is not None:
             group.neighbours = Neighbours(group.dp.shard_group, group.rank, size)
     return size > 1
