@@ -155,6 +155,35 @@ def check_hierarchical():
         assert_same_gradients(models)
 
 
+def check_custom_collectives():
+    """They are called for every gather and reduction, of HIERARCHICAL and among neighbours too."""
+    for knobs, mesh, gathers, reductions in (
+        ({"placements": HIERARCHICAL}, square(), [2, 2, 2, 2, 2], [2, 2, 2]),
+        ({"reshard_after_forward": 2}, world(), [4, 2], [4]),
+    ):
+        model, other, seen = build(fully_shard, mesh, blocks=1, **knobs), build(torch_fully_shard, world(), blocks=1), []
+        model.set_separate_reduce_scatter_group()
+        separate = set()
+
+        def gather(output, shard, group, async_op, seen=seen):
+            seen.append(group.size())
+            return dist.all_gather_into_tensor(output, shard, group=group, async_op=async_op)
+
+        def reduce(output, buffer, group, op, async_op, seen=seen, separate=separate):
+            seen.append(-group.size()), separate.add(group)
+            return dist.reduce_scatter_tensor(output, buffer, group=group, op=op, async_op=async_op)
+
+        step(model)
+        assert not seen
+        model.zero_grad()
+        model[0].set_custom_all_gather(gather), model[0].set_custom_reduce_scatter(reduce)
+        step(model), step(other)
+        assert [size for size in seen if size > 0] == gathers and [-size for size in seen if size < 0] == reductions, seen
+        assert not separate & {mesh.get_group(dim) for dim in range(mesh.ndim)}, separate
+        assert_same_gradients([other, model])
+        assert "custom collective is set" in error_of(model[0].set_allocate_memory_from_process_group_for_comm, True)
+
+
 def check_writes_are_seen(folder):
     """What is resident is not used after writes that no version counter shows, or one rank only knows of."""
     for placements, mesh in ((ZERO1, world()), (ZERO2, world()), (HIERARCHICAL, square())):
@@ -333,6 +362,9 @@ class PlacementsTest(unittest.TestCase):
 
     def test_hierarchical(self):
         run_ranks(4, check_hierarchical)
+
+    def test_custom_collectives(self):
+        run_ranks(4, check_custom_collectives)
 
     def test_writes_to_parameters_are_seen(self):
         with tempfile.TemporaryDirectory() as folder:

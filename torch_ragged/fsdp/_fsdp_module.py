@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 
-from torch_ragged._groups import group_of
 from torch_ragged.fsdp._param_group import ParamGroup
 from torch_ragged.fsdp._state import GradientReduction, ModuleState
 
@@ -302,10 +301,7 @@ class FSDPModule(TorchFSDPModule):
         One group per set of ranks, made by its members here: call it on all ranks.
         """
         for group in self._ragged_groups(recurse):
-            shards = group.dp.shard_group
-            if shards is not None:
-                ranks = dist.get_process_group_ranks(shards)
-                group.process_groups.separate_group = group_of(ranks, "reduce_scatter") if enable else None
+            group.process_groups.separate_reductions(enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Have gathered parameters and gradients in memory of the backend's own allocator (NCCL), if it has one.
@@ -335,20 +331,28 @@ class FSDPModule(TorchFSDPModule):
         groups = self._ragged_groups(recurse=False)
         for group in groups:
             collectives = group.process_groups
-            if collectives.custom_all_gather is not None or collectives.custom_reduce_scatter is not None:
+            reduces = any(reducer.custom_reduce_scatter is not None for reducer in collectives.reducers)
+            if collectives.custom_all_gather is not None or reduces:
                 raise AssertionError("cannot allocate memory from the process group when a custom collective is set")
         for group in groups:
             group.set_memory_pool(group.process_groups.memory_pool(group.device, is_symmetric) if enable else None)
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather with ``comm(output, shard, group=, async_op=)``, FSDP2's ``AllGather``, less its ``allocate``."""
+        """Gather with ``comm(output, shard, group=, async_op=)``, FSDP2's ``AllGather``, less its ``allocate``.
+
+        Also among neighbours (``reshard_after_forward=k``), and within and across nodes (``HIERARCHICAL``).
+        """
         for group in self._ragged_groups(recurse=False):
             group.process_groups.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce with ``comm(output, buffer, group=, op=, async_op=)``: FSDP2's ``ReduceScatter``, less its ``allocate``."""
+        """Reduce with ``comm(output, buffer, group=, op=, async_op=)``: FSDP2's ``ReduceScatter``, less its ``allocate``.
+
+        ``HIERARCHICAL`` calls it for each reduction within a node, then for the one across.
+        """
         for group in self._ragged_groups(recurse=False):
-            group.process_groups.custom_reduce_scatter = comm
+            for reducer in group.process_groups.reducers:
+                reducer.custom_reduce_scatter = comm
 
     def _get_fsdp_state(self) -> Any:
         """What torch's ``register_fsdp_forward_method`` asks for: the pre- and post-forward of this module."""

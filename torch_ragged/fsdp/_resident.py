@@ -94,6 +94,7 @@ class HierarchicalCollectives(ProcessGroupCollectives):
         assert levels.within is not None
         self._levels = levels
         self._within, self._across = ProcessGroupCollectives(levels.within), ProcessGroupCollectives(levels.across)
+        self.reducers = (self._within, self._across)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
         partial = output.new_empty(self._levels.nodes * output.numel())
