@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from torch_ragged.fsdp import fully_shard, rows
+from torch_ragged.fsdp._fully_shard import _sharded_originals
 
 WIDTH = 8
 
@@ -200,6 +201,23 @@ def check_knobs_of_resharding():
     assert_equal_models(models)
 
 
+def check_originals_are_let_go():
+    """Of what fully_shard has replaced, only what the user still holds is remembered, to refuse it as tied."""
+
+    class Alone(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.let_go = value
+
+    value = nn.Parameter(torch.ones(4))
+    fully_shard(Alone(value))
+    assert "let_go is tied to let_go" in error_of(fully_shard, Alone(value))
+    assert "let_go" in _sharded_originals.values()
+    del value
+    gc.collect()
+    assert "let_go" not in _sharded_originals.values()
+
+
 def check_containers():
     """What indexing and constructing a sharded container makes is a container of the original class."""
     for shard in (torch_fully_shard, fully_shard):
@@ -252,6 +270,9 @@ class HabitsTest(unittest.TestCase):
 
     def test_containers(self):
         run_ranks(2, check_containers)
+
+    def test_originals_are_let_go(self):
+        run_ranks(2, check_originals_are_let_go)
 
     def test_names_and_deletion(self):
         for error in run_ranks(2, check_names_and_deletion):

@@ -99,8 +99,9 @@ class FSDPModule(TorchFSDPModule):
 
         Raises:
             ValueError: ``fn`` would move a sharded parameter to another device; nothing is changed then.
+            RuntimeError: it would change the dtype of one that has gradients not in ``.grad`` yet; as above.
         """
-        under = set(self.modules()) if recurse else {self}  # type: ignore[attr-defined]
+        under: set[Any] = set(self.modules()) if recurse else {self}  # type: ignore[attr-defined]
         states = self._ragged_states(recurse)
         groups = [group for state in states for group in state.groups if not group.is_hidden]
         for state in states:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -12,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged._register._torch import flatten
 from torch_ragged.fsdp._agreement import agree, agreement
@@ -29,7 +29,7 @@ from torch_ragged.fsdp._state import ModuleState
 
 __all__ = ["buffer_layouts", "fully_shard", "module_states", "named_groups"]
 
-_sharded_originals: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+_sharded_originals = WeakTensorKeyDictionary()
 
 
 @overload
@@ -114,7 +114,7 @@ def fully_shard(
         claim += _claim(plans, reshard_after_forward, casts, offload_policy, placements)
     for plan in plans:
         for param in plan.params:
-            _sharded_originals[id(param.value)] = (weakref.ref(param.value), param.fqn)
+            _sharded_originals[param.value] = param.fqn
     groups = [ExtensionGroup(plan) if has_extension(plan.params[0].value) else ParamGroup(plan) for plan in plans]
     for plan in plans:
         plan.params.clear()  # The originals' memory goes here.
@@ -127,6 +127,14 @@ def fully_shard(
     for each in modules:
         make_fsdp_module(each, state)
     return module
+
+
+def _state(module: nn.Module) -> ModuleState | None:
+    """``fully_shard.state(module)``, as FSDP2's: what it keeps for ``module``; None if it was not called on it."""
+    return getattr(module, STATE, None)
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]
 
 
 def buffer_layouts(module: nn.Module) -> dict[str, BufferLayout]:
@@ -197,11 +205,10 @@ def _check_modules(
     for fqn, (param, _) in found.items():
         if param.device.type not in (mesh.device_type, "meta"):
             raise ValueError(f"{fqn} is on {param.device}, the mesh on {mesh.device_type}: move the module first")
-        reference, tied = _sharded_originals.get(id(param), (None, ""))
-        if reference is not None and reference() is param:
+        if param in _sharded_originals:
             raise ValueError(
-                f"{fqn} is tied to {tied}, which another fully_shard has sharded: keep tied parameters in one group, "
-                "by calling fully_shard on a module that holds both only"
+                f"{fqn} is tied to {_sharded_originals[param]}, which another fully_shard has sharded: keep tied parameters in "
+                "one group, by calling fully_shard on a module that holds both only"
             )
     return found
 

@@ -188,6 +188,11 @@ class GradientBuffers:
         """Whether this backward pass reduced gradients."""
         return any(part is not None for part in (self._reduction, self._all_reduce, self._reduced))
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are gradients here that are not in ``.grad`` yet."""
+        return self.was_reduced or self._kept is not None or any(param.has_gradient for param in self._params)
+
     # -- to .grad --------------------------------------------------------------------------------------------------
 
     def finish(self, used_anywhere: list[bool]) -> None:
@@ -213,7 +218,7 @@ class GradientBuffers:
 
     def drop(self) -> bool:
         """Forget the gradients that are not in ``.grad`` yet; says whether there were any."""
-        had_any = self.was_reduced or self._kept is not None or any(param.has_gradient for param in self._params)
+        had_any = self.is_pending
         for pending in (self._reduction, self._all_reduce):
             if pending is not None:
                 pending[0].wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -31,6 +32,9 @@ _KEEPS_WIDE_GRADIENTS = torch.__version__ >= "2.15"
 
 SMALLEST_WRITTEN_IN_PLACE = 2**16
 """Elements of a weight whose gradient matmuls write in place: below, noticing the matmul in Python costs more than the copy."""
+
+
+_groups: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +96,7 @@ class ParamGroup:
         self.collectives = self.process_groups
         self._make_unsharded()
         self.register_sharded()
+        _groups.add(self)
 
     # -- construction ----------------------------------------------------------------------------------------------
 
@@ -363,6 +368,11 @@ class ParamGroup:
         current = param.registered
         wanted = (param.distribution.shape, dtype, None if self.is_meta else self.sharded.flat.device)
         found = (getattr(current, "shape", None), getattr(current, "dtype", None), getattr(current, "device", None))
+        if current is not None and self._is_another(param, current):
+            raise ValueError(
+                f"{param.fqn} was replaced by another parameter that fully_shard has sharded, which would not tie them: tie "
+                "parameters before fully_shard, in one group, or assign a copy"
+            )
         if not isinstance(current, DTensor) or found[: 2 if self.is_meta else 3] != wanted[: 2 if self.is_meta else 3]:
             raise ValueError(
                 f"{param.fqn} was replaced by {type(current).__name__} of {', '.join(map(str, found))}; expected a DTensor of "
@@ -370,6 +380,11 @@ class ParamGroup:
                 "module before fully_shard, or a module with all parameters of the group"
             )
         return current
+
+    def _is_another(self, param: ManagedParam, current: torch.Tensor) -> bool:
+        """Whether ``current`` is another parameter of some group, and at its own place too."""
+        others = (other for group in _groups for other in group.params if other is not param and other.sharded is current)
+        return any(other.registered is other.sharded or other.registered is other.unsharded for other in others)
 
     def _adopt(self, index: int, value: torch.Tensor, requires_grad: bool) -> None:
         """Copy ``value`` into the buffer; the parameter stays the same object, also for an optimizer."""
@@ -417,6 +432,7 @@ class ParamGroup:
 
         Raises:
             ValueError: to another device than the mesh's (than the CPU, if offloaded), or to shared memory.
+            RuntimeError: to another dtype, while there are gradients that are not in ``.grad`` yet.
         """
         device = self.sharded.flat.device
         probe = function(torch.empty(0, dtype=self.orig_dtype, device=device))
@@ -434,6 +450,11 @@ class ParamGroup:
             raise ValueError(f"{self.names} is sharded in a buffer of {self.orig_dtype} and cannot become {probe.dtype}")
         if device.type == "cpu" and probe.is_shared():
             raise ValueError(f"{self.names} is sharded in a buffer and cannot be moved to shared memory")
+        if probe.dtype != self.orig_dtype and self.gradients.is_pending:
+            raise RuntimeError(
+                f"{self.names} has gradients that are not in .grad yet and would be lost in {probe.dtype}: convert the module "
+                "after a backward that reduces them, or drop them with reset_iter_state()"
+            )
 
     def is_whole(self, modules: set[nn.Module]) -> bool:
         """Whether all parameters are in their buffer, and have no place but in ``modules``."""
