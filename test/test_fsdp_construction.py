@@ -229,6 +229,44 @@ def check_several_dtypes():
     assert torch.equal(sharded.table.full_tensor(), torch.arange(WIDTH, dtype=torch.int32))
 
 
+class Rotating(Stack):
+    """Its first step multiplies complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.rotation = nn.Linear(WIDTH // 2, WIDTH // 2, dtype=torch.complex64)
+
+    def forward(self, x):
+        return super().forward(torch.view_as_real(self.rotation(torch.view_as_complex(x.view(-1, WIDTH // 2, 2)))).flatten(1))
+
+
+def check_complex():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for shape, knobs in (
+        (world(), {}),
+        (mesh, {}),
+        (world(), {"shard_placement_fn": lambda p: Shard(0)}),
+        (mesh, {"placements": HIERARCHICAL}),
+    ):
+        ours = build(fully_shard, Rotating, mesh=shape, **knobs)
+        torch.manual_seed(0)
+        theirs = Rotating()
+        torch_fully_shard(theirs.rotation)  # By itself: FSDP2 has one dtype per call.
+        torch_fully_shard(theirs)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
+        for step in range(3):
+            for model, optimizer in zip((ours, theirs), optimizers):
+                loss_of(model, batch(step)).backward()
+                optimizer.step()
+            for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad.full_tensor(), other.grad.full_tensor())
+                torch.testing.assert_close(mine.full_tensor(), other.full_tensor())
+            [optimizer.zero_grad() for optimizer in optimizers]
+        assert ours.rotation.weight.dtype == torch.complex64 and ours.rotation.weight.full_tensor().imag.any()
+        ours.double()
+        assert ours.rotation.weight.dtype == torch.complex64 and ours.head.weight.dtype == torch.float64
+
+
 def batch_of(step, rank):
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
@@ -476,6 +514,9 @@ class ConstructionTest(unittest.TestCase):
 
     def test_parameters_of_several_dtypes(self):
         run_ranks(3, check_several_dtypes)
+
+    def test_complex_parameters(self):
+        run_ranks(4, check_complex)
 
     def test_new_dtypes_after_fully_shard(self):
         run_ranks(2, check_new_dtypes)

@@ -212,7 +212,8 @@ class _ScaledWork:
 
 
 def _issue(collective: Any, custom: CustomCollective | None, *tensors: torch.Tensor, **options: Any) -> Work:
-    """Start ``custom`` if there is one, which may be synchronous, else ``collective``."""
+    """Start ``custom`` if there is one, which may be synchronous, else ``collective``; complex numbers as pairs."""
+    tensors = tuple(torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor for tensor in tensors)
     if custom is not None:
         return custom(*tensors, **options, async_op=True) or done
     work = collective(*tensors, **options, async_op=True)

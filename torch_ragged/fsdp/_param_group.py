@@ -127,6 +127,7 @@ class ParamGroup:
 
     def _make_unsharded(self) -> None:
         """New unsharded parameters, as views of the unsharded buffer, whose storage is given back."""
+        has_gradients = self.param_dtype.is_floating_point or self.param_dtype.is_complex
         for index, param in enumerate(self.params):
             param.view = self.unsharded.tensor(index)
             value = param.distribution.gathered(param.view)
@@ -134,8 +135,8 @@ class ParamGroup:
                 param.unsharded = compute = ComputeParameter(value)
                 compute.gradient_target = self.gradients.target(index)
             else:
-                param.unsharded = nn.Parameter(value, requires_grad=param.view.is_floating_point())
-            if param.view.is_floating_point():  # A hook can be set only where a gradient can be.
+                param.unsharded = nn.Parameter(value, requires_grad=has_gradients)
+            if has_gradients:  # A hook can be set only where a gradient can be.
                 if _KEEPS_WIDE_GRADIENTS and self.reduce_dtype.itemsize > self.param_dtype.itemsize:
                     param.unsharded.grad_dtype = None  # The copy into the gradient buffer casts.
                 param.unsharded.register_post_accumulate_grad_hook(self.gradients.hook(index))
