@@ -2,6 +2,7 @@
 
 import copy
 import unittest
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard, StridedRaggedShard
-from torch_ragged.fsdp import blocks, buffer_layouts, elements, fully_shard, memory_report, rows, tensor
+from torch_ragged.fsdp import HIERARCHICAL, blocks, buffer_layouts, elements, fully_shard, memory_report, rows, tensor
 
 WIDTH = 10
 
@@ -109,6 +110,44 @@ def check_lists():
     memory_report(model)
 
 
+def check_conversions_of_lists():
+    """``to`` and the like on one of several modules that share a group is none of the others'."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    a, b = model
+    fully_shard([a, b], mesh=world())
+    for module, value in ((a, 1.0), (b, 2.0)):
+        assert module.weight.is_meta and "on the meta device" in error_of(model, torch.ones(1, 8))
+        module.to_empty(device="cpu")
+        nn.init.constant_(module.weight, value), nn.init.constant_(module.bias, value)
+    params = list(model.parameters())
+    loss_of(model, torch.ones(1, 8)).backward()
+    grads = [p.grad.full_tensor() for p in params]
+
+    def assert_values(value_of_a, dtype=torch.float32):
+        assert all(p is q for p, q in zip(params, model.parameters()))
+        for p, value, grad in zip(params, (value_of_a, value_of_a, 2.0, 2.0), grads, strict=True):
+            assert torch.equal(p.full_tensor(), torch.full(p.shape, value, dtype=dtype)), (p, value)
+            assert torch.equal(p.grad.full_tensor(), grad.to(dtype))
+        group = a._ragged_fsdp_state.groups[0]
+        assert all(group.sharded.holds(p.to_local()) for p in params) and group.orig_dtype == dtype
+
+    assert_values(1.0)
+    a._apply(lambda t: t * 4)  # Also of a parent that is not sharded: once for every parameter.
+    grads[:2] = [grad * 4 for grad in grads[:2]]
+    assert_values(4.0)
+    a.double()
+    part = error_of(model, torch.ones(1, 8))
+    b.double()
+    assert_values(4.0, torch.float64)
+    model.float()
+    assert_values(4.0)
+    assert loss_of(model, torch.ones(1, 8)) > 1
+    fully_shard(model, mesh=world()).double()
+    assert_values(4.0, torch.float64)
+    return part
+
+
 # -- placements ----------------------------------------------------------------------------------------------------------
 
 
@@ -188,6 +227,44 @@ def check_several_dtypes():
                 assert mine.grad.dtype == theirs.dtype
                 torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=3e-2, atol=3e-3, msg=name)
     assert torch.equal(sharded.table.full_tensor(), torch.arange(WIDTH, dtype=torch.int32))
+
+
+class Rotating(Stack):
+    """Its first step multiplies complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.rotation = nn.Linear(WIDTH // 2, WIDTH // 2, dtype=torch.complex64)
+
+    def forward(self, x):
+        return super().forward(torch.view_as_real(self.rotation(torch.view_as_complex(x.view(-1, WIDTH // 2, 2)))).flatten(1))
+
+
+def check_complex():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for shape, knobs in (
+        (world(), {}),
+        (mesh, {}),
+        (world(), {"shard_placement_fn": lambda p: Shard(0)}),
+        (mesh, {"placements": HIERARCHICAL}),
+    ):
+        ours = build(fully_shard, Rotating, mesh=shape, **knobs)
+        torch.manual_seed(0)
+        theirs = Rotating()
+        torch_fully_shard(theirs.rotation)  # By itself: FSDP2 has one dtype per call.
+        torch_fully_shard(theirs)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
+        for step in range(3):
+            for model, optimizer in zip((ours, theirs), optimizers):
+                loss_of(model, batch(step)).backward()
+                optimizer.step()
+            for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad.full_tensor(), other.grad.full_tensor())
+                torch.testing.assert_close(mine.full_tensor(), other.full_tensor())
+            [optimizer.zero_grad() for optimizer in optimizers]
+        assert ours.rotation.weight.dtype == torch.complex64 and ours.rotation.weight.full_tensor().imag.any()
+        ours.double()
+        assert ours.rotation.weight.dtype == torch.complex64 and ours.head.weight.dtype == torch.float64
 
 
 def batch_of(step, rank):
@@ -384,9 +461,10 @@ def check_agreement():
     rank, mesh = dist.get_rank(), world()
     errors = []
 
-    def attempt(module, **knobs):
+    def attempt(module, mesh=mesh, **knobs):
         errors.append(error_of(fully_shard, module, mesh=mesh, **knobs))
-        assert type(module) in (nn.Linear, nn.Sequential) and not any(isinstance(p, DTensor) for p in module.parameters())
+        assert not isinstance(module, nn.Module) or type(module) is nn.Linear
+        assert not isinstance(module, nn.Module) or not any(isinstance(p, DTensor) for p in module.parameters())
 
     attempt(nn.Linear(4, 4 if rank else 5))
     attempt(nn.Linear(4, 4), orig_param_policy=lambda f, p: rows(2) if rank == 1 else elements())
@@ -395,13 +473,38 @@ def check_agreement():
     attempt(nn.Linear(4, 4).requires_grad_(rank != 1))
     attempt(nn.Linear(4, 4), orig_param_policy=lambda f, p: 3 if rank == 1 else None)
     attempt(nn.Linear(4, 4), reshard_after_forward=7 if rank == 0 else True)
+    attempt(nn.Linear(4, 4) if rank else "module")
+    attempt(nn.Linear(4, 4) if rank else [])
+    attempt(nn.Linear(4, 4), mesh=mesh if rank else "cpu")
+    attempt(nn.Linear(4, 4), placements=None if rank else HIERARCHICAL)
+    attempt(nn.Linear(6, 6), shard_placement_fn=lambda p: Shard(min(rank, p.ndim - 1)))
     fully_shard(nn.Linear(4, 4), mesh=mesh)(torch.ones(1, 4)).sum().backward()  # The ranks are still in step.
+    return errors
+
+
+def check_agreement_with_model_parallelism():
+    """A parameter that tensor parallelism has cut on some ranks only, in pieces that are alike; calls that make groups."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    errors = []
+    for placement in (Shard(0), Shard(1)):
+        linear = nn.Linear(8, 8, bias=False)
+        weight = distribute_tensor(linear.weight.detach(), mesh["tp"], [placement if rank < 2 else Shard(0)])
+        linear.weight = nn.Parameter(weight if rank < 2 or placement == Shard(1) else weight.to_local())
+        errors.append(error_of(fully_shard, linear, mesh=mesh["dp"]))
+    # Before any rank makes a process group that another does not.
+    errors.append(error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, placements=HIERARCHICAL if rank else None))
+    errors.append(error_of(fully_shard, nn.Linear(4, 4) if rank else None, mesh=mesh, placements=HIERARCHICAL))
+    dims = SimpleNamespace(shard_names=("dp", "tp") if rank else ("dp", "pp"), replicate_names=())
+    errors.append(error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=dims))
+    fully_shard(nn.Linear(4, 4), mesh=mesh)(torch.ones(1, 4)).sum().backward()
     return errors
 
 
 class ConstructionTest(unittest.TestCase):
     def test_lists_of_modules_make_one_group(self):
         run_ranks(2, check_lists)
+        for part in run_ranks(2, check_conversions_of_lists):
+            self.assertIn("0.weight was replaced by DTensor of torch.Size([8, 8]), torch.float64", part)
 
     def test_shard_placements_are_honoured(self):
         for size in (2, 3):
@@ -411,6 +514,9 @@ class ConstructionTest(unittest.TestCase):
 
     def test_parameters_of_several_dtypes(self):
         run_ranks(3, check_several_dtypes)
+
+    def test_complex_parameters(self):
+        run_ranks(4, check_complex)
 
     def test_new_dtypes_after_fully_shard(self):
         run_ranks(2, check_new_dtypes)
@@ -445,6 +551,11 @@ class ConstructionTest(unittest.TestCase):
             "frozen",
             "orig_param_policy('weight') returned 3",
             "it should be a factor of 3, not 7",
+            "TypeError: fully_shard expects an nn.Module or a list of them, got str",
+            "TypeError: fully_shard expects an nn.Module or a list of them, got list",
+            "TypeError: fully_shard expects a DeviceMesh, as init_device_mesh makes it, as mesh, got 'cpu'",
+            "is for a mesh with 2 dimensions",
+            "cut along dimension 1",
         )
         every = run_ranks(3, check_agreement)
         for errors in every:
@@ -453,6 +564,18 @@ class ConstructionTest(unittest.TestCase):
         for index, text in enumerate(words[1:], start=1):
             self.assertTrue(all(text in errors[index] for errors in every), [errors[index] for errors in every])
         self.assertTrue(all(errors[0].startswith("ValueError: fully_shard was called differently") for errors in every))
+
+    def test_ranks_agree_on_model_parallelism_and_process_groups(self):
+        words = (
+            "(8, 8) placed by the model as",
+            "placed by the model as",
+            "dp_mesh_dims None",
+            "got NoneType",
+            "'pp' not found",
+        )
+        for errors in run_ranks(4, check_agreement_with_model_parallelism):
+            for error, text in zip(errors, words, strict=True):
+                self.assertIn(text, error)
 
 
 if __name__ == "__main__":

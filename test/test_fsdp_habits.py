@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from torch_ragged.fsdp import fully_shard, rows
+from torch_ragged.fsdp._fully_shard import _sharded_originals
 
 WIDTH = 8
 
@@ -200,6 +201,37 @@ def check_knobs_of_resharding():
     assert_equal_models(models)
 
 
+def check_originals_are_let_go():
+    """Of what fully_shard has replaced, only what the user still holds is remembered, to refuse it as tied."""
+
+    class Alone(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.let_go = value
+
+    value = nn.Parameter(torch.ones(4))
+    fully_shard(Alone(value))
+    assert "let_go is tied to let_go" in error_of(fully_shard, Alone(value))
+    assert "let_go" in _sharded_originals.values()
+    del value
+    gc.collect()
+    assert "let_go" not in _sharded_originals.values()
+
+
+def check_containers():
+    """What indexing and constructing a sharded container makes is a container of the original class."""
+    for shard in (torch_fully_shard, fully_shard):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        layers = nn.ModuleDict({"list": nn.ModuleList([Block(), Block()])})
+        for each in (model, *layers["list"]):
+            shard(each)
+        assert type(model[:1]) is nn.Sequential and model[:1][0] is model[0]
+        assert type(layers["list"][1:]) is nn.ModuleList
+        made = type(model)(nn.Linear(2, 2))
+        assert type(made) is nn.Sequential and len(made) == 1 and type(type(model[:1])()) is nn.Sequential
+        assert type(type(layers["list"][0])()) is Block
+
+
 def check_names_and_deletion():
     torch.manual_seed(0)
     plain = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 5))
@@ -235,6 +267,12 @@ class HabitsTest(unittest.TestCase):
         for check in checks:
             with self.subTest(check.__name__):
                 run_ranks(2, check)
+
+    def test_containers(self):
+        run_ranks(2, check_containers)
+
+    def test_originals_are_let_go(self):
+        run_ranks(2, check_originals_are_let_go)
 
     def test_names_and_deletion(self):
         for error in run_ranks(2, check_names_and_deletion):

@@ -1,9 +1,11 @@
 """What stays gathered and unreduced: ZeRO by placement, hierarchical sharding, parts kept by neighbours, bounds in flight."""
 
+import tempfile
 import unittest
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from common import error_of, run_ranks
 from test_fsdp_knobs import assert_same_gradients, assert_same_training, batch, build
 from torch import nn
@@ -88,12 +90,15 @@ def check_zero():
         report = memory_report(model, optimizer)
         assert report.total.gathered == resident and report.peak.total >= resident
     model = build(fully_shard, mesh, placements=ZERO2)
-    # What is gathered is used while it is current, and only then.
+    # What is gathered is used for one step, while it is current, and only then.
     x, other = batch(0), build(torch_fully_shard, mesh)
-    assert calls(model, lambda: model(x)) == (3, 0, 0) and calls(model, lambda: model(x)) == (0, 0, 0)
+    model.set_requires_gradient_sync(False)
+    assert calls(model, lambda: step(model)) == (3, 0, 0) and calls(model, lambda: step(model)) == (0, 0, 0)
     with torch.no_grad():
         model[1].up.weight.mul_(2), other[1].up.weight.mul_(2)
     assert torch.equal(model(x), other(x))
+    model.set_requires_gradient_sync(True)
+    assert calls(model, lambda: step(model)) == (0, 3, 0)
     model.load_state_dict({name: value * 3 for name, value in model.state_dict().items()})
     with torch.no_grad():
         for parameter in other.parameters():
@@ -122,6 +127,8 @@ def check_hierarchical():
             build(torch_fully_shard, world()),
             build(fully_shard, mesh, placements=HIERARCHICAL, orig_param_policy=policy),
         ]
+        with torch.inference_mode():  # What is kept from here on serves training too; not so in FSDP2.
+            models[1](batch(0))
         assert_same_training(models)
     model = models[1]
     parameter = next(model.parameters())
@@ -131,8 +138,10 @@ def check_hierarchical():
     # Per group: one gather across nodes; two nodes' worth of slots within a node, in forward and in backward; and one
     # reduce-scatter of the group's, which is two within and one across.
     assert calls(model, lambda: step(model, 1, optimizer)) == (3 * (1 + 2 + 2), 3, 0)
-    assert calls(model, lambda: model(batch(0))) == (3 * (1 + 2), 0, 0)
-    assert calls(model, lambda: model(batch(0))) == (3 * 2, 0, 0)
+    model.set_requires_gradient_sync(False)
+    assert calls(model, lambda: step(model)) == (3 * (1 + 2 + 2), 0, 0)
+    assert calls(model, lambda: step(model)) == (3 * (2 + 2), 0, 0)
+    model(batch(0))
     report = memory_report(model)
     shard = sum(group.sharded.nbytes for group in groups_of(model))
     assert report.total.sharded == shard and report.total.gathered == 2 * shard
@@ -144,6 +153,66 @@ def check_hierarchical():
                 block.set_force_sum_reduction_for_comms(True)
             step(each)
         assert_same_gradients(models)
+
+
+def check_custom_collectives():
+    """They are called for every gather and reduction, of HIERARCHICAL and among neighbours too."""
+    for knobs, mesh, gathers, reductions in (
+        ({"placements": HIERARCHICAL}, square(), [2, 2, 2, 2, 2], [2, 2, 2]),
+        ({"reshard_after_forward": 2}, world(), [4, 2], [4]),
+    ):
+        model, other, seen = build(fully_shard, mesh, blocks=1, **knobs), build(torch_fully_shard, world(), blocks=1), []
+        model.set_separate_reduce_scatter_group()
+        separate = set()
+
+        def gather(output, shard, group, async_op, seen=seen):
+            seen.append(group.size())
+            return dist.all_gather_into_tensor(output, shard, group=group, async_op=async_op)
+
+        def reduce(output, buffer, group, op, async_op, seen=seen, separate=separate):
+            seen.append(-group.size()), separate.add(group)
+            return dist.reduce_scatter_tensor(output, buffer, group=group, op=op, async_op=async_op)
+
+        step(model)
+        assert not seen
+        model.zero_grad()
+        model[0].set_custom_all_gather(gather), model[0].set_custom_reduce_scatter(reduce)
+        step(model), step(other)
+        assert [size for size in seen if size > 0] == gathers and [-size for size in seen if size < 0] == reductions, seen
+        assert not separate & {mesh.get_group(dim) for dim in range(mesh.ndim)}, separate
+        assert_same_gradients([other, model])
+        assert "custom collective is set" in error_of(model[0].set_allocate_memory_from_process_group_for_comm, True)
+
+
+def check_writes_are_seen(folder):
+    """What is resident is not used after writes that no version counter shows, or one rank only knows of."""
+    for placements, mesh in ((ZERO1, world()), (ZERO2, world()), (HIERARCHICAL, square())):
+        model, x = build(fully_shard, mesh, placements=placements), batch(0)
+        before = model(x).detach()
+        checkpoint = f"{folder}/{placements == ZERO1}{mesh.ndim}"
+        dcp.save({"model": model.state_dict()}, checkpoint_id=checkpoint)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.data.mul_(2)
+            other = build(torch_fully_shard, world())
+            for parameter in other.parameters():
+                parameter.mul_(2)
+            assert torch.equal(model(x), other(x))
+        if dist.get_rank() == 0:
+            model.state_dict()
+        next(model.parameters()).detach().to_local().add_(float(dist.get_rank() == 1))
+        assert not torch.equal(model(x), other(x))
+        dcp.load({"model": model.state_dict()}, checkpoint_id=checkpoint)
+        assert torch.equal(model(x), before)
+        step(model, 1, torch.optim.SGD(model.parameters(), lr=0.1))
+        model.unshard()
+        with torch.no_grad():
+            model.reshard()
+            for parameter in model.parameters():
+                parameter.data.zero_()
+        model[0].unshard()
+        assert not any(parameter.any() for parameter in model[0].parameters())
+        model[0].reshard()
 
 
 def check_placement_errors():
@@ -293,6 +362,13 @@ class PlacementsTest(unittest.TestCase):
 
     def test_hierarchical(self):
         run_ranks(4, check_hierarchical)
+
+    def test_custom_collectives(self):
+        run_ranks(4, check_custom_collectives)
+
+    def test_writes_to_parameters_are_seen(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run_ranks(4, check_writes_are_seen, folder)
 
     def test_errors(self):
         for errors in run_ranks(4, check_placement_errors):

@@ -298,6 +298,30 @@ def check_conversions():
     return [*errors, gathered, error_of(model, x)]
 
 
+def check_late_changes():
+    """What would lose gradients, or tie parameters of two buffers, raises and changes nothing."""
+    model, single = build("ragged", tied=False), build("single", tied=False)
+    params, dtypes = list(model.parameters()), []
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        loss_of(model, batch(0, False)).backward(), loss_of(single, batch(0, True)).backward()
+        if not sync:
+            dtypes.append(error_of(model.double))
+    assert all(a is b and b.dtype == torch.float32 for a, b in zip(params, model.parameters(), strict=True))
+    compare_gradients(model, single)
+    model.double().float()
+    compare_gradients(model, single)
+    ties = []
+    x = batch(0, False)[:, :-1]
+    for first, second in ((model.blocks[0], model.blocks[1]), (model.blocks[0], model.blocks[0])):  # Of two groups, of one.
+        own, second.norm2.weight = second.norm2.weight, first.norm1.weight
+        ties.append(error_of(model, x))
+        second.norm2.weight = own
+    assert torch.equal(model(x), single(x))
+    assert fully_shard.state(model).is_root and fully_shard.state(model.norm) is None
+    return [*dtypes, *ties]
+
+
 def check_changes_while_gathered():
     model, single = build("ragged"), build("single")
     x = batch(0, False)[:, :-1]
@@ -477,6 +501,13 @@ class RobustnessTest(unittest.TestCase):
         for errors in run_ranks(3, check_conversions):
             for error, text in zip(errors, words, strict=True):
                 self.assertIn(text, error)
+
+    def test_changes_that_lose_something_raise(self):
+        for dtypes, *ties in run_ranks(2, check_late_changes):
+            self.assertIn("has gradients that are not in .grad yet and would be lost in torch.float64", dtypes)
+            self.assertEqual(len(ties), 2)
+            for tie in ties:
+                self.assertIn("norm2.weight was replaced by another parameter that fully_shard has sharded", tie)
 
     def test_changes_of_gathered_parameters_raise(self):
         for errors in run_ranks(2, check_changes_while_gathered):

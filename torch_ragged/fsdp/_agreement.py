@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["agree"]
+__all__ = ["agree", "agreement"]
+
+
+@contextlib.contextmanager
+def agreement(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[list[str]]:
+    """What raises inside is an error on every rank of ``groups``, as are unlike lines added to the list it yields.
+
+    One :func:`agree`, which see; none where nothing raised and no line was added. Ranks that skip one meet those with an error
+    in their next, so that which of several raised need not be the same.
+    """
+    claim: list[str] = []
+    try:
+        yield claim
+    except Exception as error:
+        agree(groups, device, "", error)
+        raise
+    if claim:
+        agree(groups, device, "\n".join(claim), None)
 
 
 def agree(groups: Sequence[dist.ProcessGroup], device: torch.device, claim: str, problem: Exception | None) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Optional, Protocol
 import torch
 import torch.distributed as dist
 
+from torch_ragged._groups import group_of
 from torch_ragged._register._torch import backend_of
 
 __all__ = ["Collectives", "ProcessGroupCollectives", "Reduction", "Work", "done", "wait_all"]
@@ -67,6 +68,7 @@ class ProcessGroupCollectives:
     comes after; ``wait()`` orders the current stream behind it, without blocking the host.
 
     Attributes:
+        reducers: what reduces, one after the other: itself, unless it reduces in several steps.
         custom_all_gather, custom_reduce_scatter: used in place of the process group's, if set. Their ``allocate`` is not
             called: what they gather into and reduce from are the group's own buffers.
         separate_group: reduces in place of the group, so that an all-gather and a reduce-scatter may run at once.
@@ -74,18 +76,18 @@ class ProcessGroupCollectives:
 
     def __init__(self, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None = None) -> None:
         self._group, self._replicas = group, replicas
+        self.reducers: Sequence[ProcessGroupCollectives] = (self,)
         self.custom_all_gather: CustomCollective | None = None
         self.custom_reduce_scatter: CustomCollective | None = None
         self.separate_group: dist.ProcessGroup | None = None
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
-        if group is not None:
-            return _issue(_all_gather, None, output, shard, group=group)
-        if self._group is None:
+        group = group or self._group
+        if group is None:
             if output.data_ptr() != shard.data_ptr():
                 output.copy_(shard)
             return done
-        return _issue(_all_gather, self.custom_all_gather, output, shard, group=self._group)
+        return _issue(_all_gather, self.custom_all_gather, output, shard, group=group)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
         if self._group is None:
@@ -95,6 +97,13 @@ class ProcessGroupCollectives:
         collective = _exchange_and_sum if _is_gloo(group, buffer.device) else _reduce_scatter
         issue = functools.partial(_issue, collective, self.custom_reduce_scatter, output, buffer, group=group)
         return _reduce(issue, group, buffer, output, reduction)
+
+    def separate_reductions(self, enable: bool) -> None:
+        """Reduce over a process group of its own, made by its members here, or over the same one again."""
+        for reducer in self.reducers:
+            if reducer._group is not None:
+                ranks = dist.get_process_group_ranks(reducer._group)
+                reducer.separate_group = group_of(ranks, "reduce_scatter") if enable else None
 
     def memory_pool(self, device: torch.device, is_symmetric: bool) -> torch.cuda.MemPool | None:
         """Memory of the backend's own allocator, registered with it; None if it has none for ``device`` (gloo)."""
@@ -203,7 +212,8 @@ class _ScaledWork:
 
 
 def _issue(collective: Any, custom: CustomCollective | None, *tensors: torch.Tensor, **options: Any) -> Work:
-    """Start ``custom`` if there is one, which may be synchronous, else ``collective``."""
+    """Start ``custom`` if there is one, which may be synchronous, else ``collective``; complex numbers as pairs."""
+    tensors = tuple(torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor for tensor in tensors)
     if custom is not None:
         return custom(*tensors, **options, async_op=True) or done
     work = collective(*tensors, **options, async_op=True)

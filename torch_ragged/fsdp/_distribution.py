@@ -56,6 +56,16 @@ class Distribution:
             raise ValueError(f"shard_placement_fn returned Shard({shard_dim}) for {fqn} of shape {tuple(self.shape)}")
         self.shard_dim = None if shard_dim is None else shard_dim % len(self.local_shape)
 
+    @property
+    def text(self) -> str:
+        """What it is, in words that are the same on all ranks."""
+        cut = "" if self.shard_dim is None else f" cut along dimension {self.shard_dim}"
+        model = ""
+        if self.is_dtensor:
+            model = f" placed by the model as {self._model_placements} on {tuple(self._model_mesh.shape)}"
+            model += f" {self._model_mesh.mesh_dim_names or ''}"
+        return f"{tuple(self.shape)}{cut}{model or ' plain'}"
+
     # -- for the planner -------------------------------------------------------------------------------------------
 
     def tensor_spec(self, granularity: Granularity) -> TensorSpec:

@@ -80,7 +80,8 @@ class ExtensionGroup(ParamGroup):
         inputs = tuple(tensor.to(self.device).contiguous() for tensor in inputs)
         if not self._outputs:
             ranks = self.dp.ranks
-            self._outputs = [tensor.new_empty(ranks * tensor.size(0), *tensor.shape[1:]) for tensor in inputs]
+            with torch.inference_mode(False):  # Later forwards write to them in other modes too.
+                self._outputs = [tensor.new_empty(ranks * tensor.size(0), *tensor.shape[1:]) for tensor in inputs]
             self._has_rows = [tensor.ndim == shard.ndim and tensor.size(0) == shard.size(0) for tensor in inputs]
         for output in self._outputs:
             _acquire(output)
@@ -115,9 +116,10 @@ class ExtensionGroup(ParamGroup):
             made: Any = local_of(param.unsharded).data  # With a version counter of its own: autograd may have saved it.
             shard.fsdp_post_all_gather(outputs, self._metadata, self.param_dtype, out=made)  # type: ignore[attr-defined]
             return
-        made, self._inner = shard.fsdp_post_all_gather(outputs, self._metadata, self.param_dtype)  # type: ignore[attr-defined]
-        param.view = torch.empty(0)
-        param.unsharded = nn.Parameter(param.distribution.gathered(made), requires_grad=param.requires_grad)
+        with torch.inference_mode(False):
+            made, self._inner = shard.fsdp_post_all_gather(outputs, self._metadata, self.param_dtype)  # type: ignore[attr-defined]
+            param.view = torch.empty(0)
+            param.unsharded = nn.Parameter(param.distribution.gathered(made), requires_grad=param.requires_grad)
         param.unsharded.requires_grad_(True)
         param.unsharded.register_post_accumulate_grad_hook(self.gradients.hook(0))
         param.unsharded.requires_grad_(param.requires_grad)

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 
-from torch_ragged._groups import group_of
 from torch_ragged.fsdp._param_group import ParamGroup
 from torch_ragged.fsdp._state import GradientReduction, ModuleState
 
@@ -43,6 +42,9 @@ class FSDPModule(TorchFSDPModule):
     ``NotImplementedError``.
     """
 
+    # Where the original class stands in the order of bases: torch's __new__ makes an object of it, for slices of containers.
+    _orig_cls_mro_index = 3
+
     def _ragged_states(self, recurse: bool) -> list[ModuleState]:
         modules = self.modules() if recurse else [self]  # type: ignore[attr-defined]
         return list(dict.fromkeys(getattr(m, STATE) for m in modules if hasattr(m, STATE)))
@@ -55,9 +57,12 @@ class FSDPModule(TorchFSDPModule):
 
         With ``async_op`` it returns a handle at once, whose ``wait()`` makes the parameters available.
         """
-        groups = self._ragged_groups(recurse=False)
+        state = self._ragged_states(recurse=False)[0]
+        groups = list(state.groups)
         for group in groups:
             group.adopt_sharded()
+            if state.context is None or not (state.context.in_forward or state.context.in_backward):
+                group.distrust_resident()
             group.unshard(wait=False)
         handle = _UnshardHandle(groups)
         if async_op:
@@ -87,22 +92,32 @@ class FSDPModule(TorchFSDPModule):
             each.reset()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """What ``to``, ``cpu``, ``half`` and the like call. Parameters stay where they are, in their dtype.
+        """What ``to``, ``cpu``, ``half`` and the like call: on the parameters under this module, which stay the same objects.
+
+        Where only some of a group's parameters are under it, those become what ``fn`` makes of them, and are in the buffer
+        again once that goes with all others; a use before raises.
 
         Raises:
-            ValueError: ``fn`` would change the dtype or device of a sharded parameter; nothing is changed then.
+            ValueError: ``fn`` would move a sharded parameter to another device; nothing is changed then.
+            RuntimeError: it would change the dtype of one that has gradients not in ``.grad`` yet; as above.
         """
+        under: set[Any] = set(self.modules()) if recurse else {self}  # type: ignore[attr-defined]
         states = self._ragged_states(recurse)
+        groups = [group for state in states for group in state.groups if not group.is_hidden]
         for state in states:
             state.give_back()
-            for group in state.groups:
-                group.adopt_sharded()
-                group.check_conversion(fn)
+        for group in groups:
+            group.adopt_converted()
+            group.check_conversion(fn)
         with contextlib.ExitStack() as stack:
-            for group in states[0].groups:
-                group.convert(fn, owner=None if recurse else self)  # type: ignore[arg-type]
-                stack.enter_context(group.hidden())
-            return super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # past torch's, whose state is not here
+            for group in groups:
+                if group.is_whole(under):
+                    group.convert(fn)
+                    stack.enter_context(group.hidden())  # Also from modules inside: fn comes to each parameter once.
+            super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # past torch's, whose state is not here
+        for group in groups:
+            group.adopt_converted()
+        return self
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether :meth:`finalize_backward` ends backward, in place of autograd's end of each backward pass.
@@ -294,10 +309,7 @@ class FSDPModule(TorchFSDPModule):
         One group per set of ranks, made by its members here: call it on all ranks.
         """
         for group in self._ragged_groups(recurse):
-            shards = group.dp.shard_group
-            if shards is not None:
-                ranks = dist.get_process_group_ranks(shards)
-                group.process_groups.separate_group = group_of(ranks, "reduce_scatter") if enable else None
+            group.process_groups.separate_reductions(enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Have gathered parameters and gradients in memory of the backend's own allocator (NCCL), if it has one.
@@ -327,20 +339,28 @@ class FSDPModule(TorchFSDPModule):
         groups = self._ragged_groups(recurse=False)
         for group in groups:
             collectives = group.process_groups
-            if collectives.custom_all_gather is not None or collectives.custom_reduce_scatter is not None:
+            reduces = any(reducer.custom_reduce_scatter is not None for reducer in collectives.reducers)
+            if collectives.custom_all_gather is not None or reduces:
                 raise AssertionError("cannot allocate memory from the process group when a custom collective is set")
         for group in groups:
             group.set_memory_pool(group.process_groups.memory_pool(group.device, is_symmetric) if enable else None)
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather with ``comm(output, shard, group=, async_op=)``, FSDP2's ``AllGather``, less its ``allocate``."""
+        """Gather with ``comm(output, shard, group=, async_op=)``, FSDP2's ``AllGather``, less its ``allocate``.
+
+        Also among neighbours (``reshard_after_forward=k``), and within and across nodes (``HIERARCHICAL``).
+        """
         for group in self._ragged_groups(recurse=False):
             group.process_groups.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce with ``comm(output, buffer, group=, op=, async_op=)``: FSDP2's ``ReduceScatter``, less its ``allocate``."""
+        """Reduce with ``comm(output, buffer, group=, op=, async_op=)``: FSDP2's ``ReduceScatter``, less its ``allocate``.
+
+        ``HIERARCHICAL`` calls it for each reduction within a node, then for the one across.
+        """
         for group in self._ragged_groups(recurse=False):
-            group.process_groups.custom_reduce_scatter = comm
+            for reducer in group.process_groups.reducers:
+                reducer.custom_reduce_scatter = comm
 
     def _get_fsdp_state(self) -> Any:
         """What torch's ``register_fsdp_forward_method`` asks for: the pre- and post-forward of this module."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -12,9 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged._register._torch import flatten
-from torch_ragged.fsdp._agreement import agree
+from torch_ragged.fsdp._agreement import agree, agreement
 from torch_ragged.fsdp._extension import ExtensionGroup, has_extension
 from torch_ragged.fsdp._fsdp_module import STATE, FSDPModule, check_reshard_after_forward, make_fsdp_module
 from torch_ragged.fsdp._granularity import OrigParamPolicy
@@ -29,7 +29,7 @@ from torch_ragged.fsdp._state import ModuleState
 
 __all__ = ["buffer_layouts", "fully_shard", "module_states", "named_groups"]
 
-_sharded_originals: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+_sharded_originals = WeakTensorKeyDictionary()
 
 
 @overload
@@ -56,7 +56,8 @@ def fully_shard(
     subclass of :class:`FSDPModule`. Every rank is expected to hold the same parameter values.
 
     Collectives: here one all-reduce of 24 bytes per mesh dimension, by which a call that is wrong on one rank, or differs
-    between ranks, is an error on all before anything is changed. Per step and group one all-gather in forward, one in backward
+    between ranks, is an error on all before anything is changed; another one ahead of it with ``dp_mesh_dims`` or
+    ``HIERARCHICAL``, which make process groups. Per step and group one all-gather in forward, one in backward
     (if resharded), one reduce-scatter, with HSDP one all-reduce of the shard; and per backward one all-reduce of a byte per
     parameter, by which ranks agree on unused parameters. Parameters of several meshes, dtypes or compute dtypes, and those that
     are placed as ``Shard``, have buffers and collectives of their own in the group: a sum has one dtype.
@@ -70,7 +71,7 @@ def fully_shard(
             ``(StridedRaggedShard, Shard(0))``, ``(RaggedShard, Shard(1))``.
         reshard_after_forward: give the gathered parameters back after forward. None: True, but False for the root. A number
             of ranks: keep, on each, that part of the gathered buffer, so that backward gathers among so few neighbours;
-            registered are the sharded parameters meanwhile.
+            registered are the sharded parameters meanwhile. Types with their own all-gather take it as True.
         shard_placement_fn: ``parameter -> placement``: a granularity, as below; ``Shard(d)``, which makes it a plain FSDP2
             parameter with a buffer of its own (that dimension lies first in it, the parameter is a view); torch's
             ``ShardPlacementResult``, with a mesh of its own; or None.
@@ -92,25 +93,28 @@ def fully_shard(
         ValueError: ``mesh`` is not as above, or this rank is not part of it; the module is sharded already, or holds parameters
             that are, that are on a device other than the mesh's, tied to an already sharded one, cut unevenly by model
             parallelism, or trainable integers; ``reshard_after_forward`` does not divide the shards; ranks disagree.
-        TypeError: ``module`` is not an ``nn.Module``, ``reshard_after_forward`` not a bool, int or None, or the policy returns
-            something else than a granularity.
+        TypeError: ``module`` is not an ``nn.Module``, ``mesh`` not a ``DeviceMesh``, ``reshard_after_forward`` not a bool, int
+            or None, or the policy returns something else than a granularity.
         RuntimeError: another rank raised.
     """
-    modules = _root_modules(module)
-    mesh = mesh if mesh is not None else _default_mesh(modules)
-    dp, levels = _with_levels(DataParallelMesh.of(mesh, dp_mesh_dims), placements)
-    plans, problem = [], None
-    try:
+    mesh = _default_mesh(module) if mesh is None else mesh
+    _check_mesh(mesh)
+    ranks, device = _groups_of(mesh), _device_of(mesh)
+    with agreement(ranks, device) as claim:
+        modules = _root_modules(module)
+        ranks += _model_groups(modules, mesh)
+        DataParallelMesh.check(mesh, dp_mesh_dims)
+        makes_groups = _check_placements(mesh, dp_mesh_dims, placements) or dp_mesh_dims is not None
+        claim += [f"dp_mesh_dims {dp_mesh_dims}, placements {placements}"] * makes_groups
+    with agreement(ranks, device) as claim:
+        dp, levels = _with_levels(DataParallelMesh.of(mesh, dp_mesh_dims), placements)
         found = _check_modules(modules, mesh, reshard_after_forward, dp, ignored_params or set())
         plans = plan_groups(found, dp, mp_policy, offload_policy, orig_param_policy, shard_placement_fn)
-    except Exception as error:
-        problem = error
-    casts = (mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype, mp_policy.cast_forward_inputs)
-    claim = _claim(plans, reshard_after_forward, casts, offload_policy, placements)
-    agree(_groups_to_agree(modules, dp), _device_of(dp), claim, problem)
+        casts = (mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype, mp_policy.cast_forward_inputs)
+        claim += _claim(plans, reshard_after_forward, casts, offload_policy, placements)
     for plan in plans:
         for param in plan.params:
-            _sharded_originals[id(param.value)] = (weakref.ref(param.value), param.fqn)
+            _sharded_originals[param.value] = param.fqn
     groups = [ExtensionGroup(plan) if has_extension(plan.params[0].value) else ParamGroup(plan) for plan in plans]
     for plan in plans:
         plan.params.clear()  # The originals' memory goes here.
@@ -123,6 +127,14 @@ def fully_shard(
     for each in modules:
         make_fsdp_module(each, state)
     return module
+
+
+def _state(module: nn.Module) -> ModuleState | None:
+    """``fully_shard.state(module)``, as FSDP2's: what it keeps for ``module``; None if it was not called on it."""
+    return getattr(module, STATE, None)
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]
 
 
 def buffer_layouts(module: nn.Module) -> dict[str, BufferLayout]:
@@ -193,37 +205,51 @@ def _check_modules(
     for fqn, (param, _) in found.items():
         if param.device.type not in (mesh.device_type, "meta"):
             raise ValueError(f"{fqn} is on {param.device}, the mesh on {mesh.device_type}: move the module first")
-        reference, tied = _sharded_originals.get(id(param), (None, ""))
-        if reference is not None and reference() is param:
+        if param in _sharded_originals:
             raise ValueError(
-                f"{fqn} is tied to {tied}, which another fully_shard has sharded: keep tied parameters in one group, "
-                "by calling fully_shard on a module that holds both only"
+                f"{fqn} is tied to {_sharded_originals[param]}, which another fully_shard has sharded: keep tied parameters in "
+                "one group, by calling fully_shard on a module that holds both only"
             )
     return found
 
 
 def _keep_parts(groups: Sequence[ParamGroup], size: int) -> bool:
-    """Have ``size`` neighbours keep gathered parameters between them; all of them is not keeping, one is keeping everything."""
+    """Have ``size`` neighbours keep gathered parameters between them; all of them is not keeping, one is keeping everything.
+
+    Parameters of types with their own all-gather have no buffer to keep a part of: they are given back.
+    """
     for group in groups:
+        if isinstance(group, ExtensionGroup):
+            continue
         if 1 < size < group.dp.ranks and group.dp.shard_group is not None:
             group.neighbours = Neighbours(group.dp.shard_group, group.rank, size)
     return size > 1
 
 
-def _with_levels(dp: DataParallelMesh, placements: BufferPlacements | None) -> tuple[DataParallelMesh, Levels | None]:
-    """The mesh that the optimizer's shards are on; and over which ranks parameters stay gathered, if they do.
+def _check_placements(mesh: DeviceMesh, dims: Any, placements: BufferPlacements | None) -> bool:
+    """Whether ``placements`` need more process groups than the mesh has.
 
     Raises:
-        ValueError: ``placements`` are for a mesh with another number of dimensions.
+        ValueError: they are for a mesh with another number of dimensions, or do not go with ``dp_mesh_dims``.
     """
-    if placements is not None and len(placements.optimizer) != dp.mesh.ndim:
-        raise ValueError(f"{placements} is for a mesh with {len(placements.optimizer)} dimensions, got {dp.mesh}")
+    ndim = mesh.ndim if dims is None else bool(dims.replicate_names) + bool(dims.shard_names)
+    if placements is None:
+        return False
+    if len(placements.optimizer) != ndim:
+        raise ValueError(f"{placements} is for a mesh with {len(placements.optimizer)} dimensions, got {ndim} of {mesh}")
+    if not placements.stay_gathered or ndim == 1:
+        return False
+    if dims is not None:
+        raise ValueError("HIERARCHICAL does not go with dp_mesh_dims: pass the two data-parallel dimensions as the mesh")
+    return True
+
+
+def _with_levels(dp: DataParallelMesh, placements: BufferPlacements | None) -> tuple[DataParallelMesh, Levels | None]:
+    """The mesh that the optimizer's shards are on; and over which ranks parameters stay gathered, if they do."""
     if placements is None or not placements.stay_gathered:
         return dp, None
     if dp.mesh.ndim == 1:
         return dp, Levels(dp.mesh.get_group(), None)
-    if dp.spmd is not None:
-        raise ValueError("HIERARCHICAL does not go with dp_mesh_dims: pass the two data-parallel dimensions as the mesh")
     flat = DataParallelMesh.of(flatten(dp.mesh))
     return flat, Levels(dp.mesh.get_group(0), dp.mesh.get_group(1))
 
@@ -235,36 +261,57 @@ def _stay_gathered(groups: Sequence[ParamGroup], levels: Levels) -> None:
             group.process_groups = group.collectives = HierarchicalCollectives(levels, group.dp.shard_group)
 
 
-def _default_mesh(modules: Sequence[nn.Module]) -> DeviceMesh:
+def _default_mesh(module: Any) -> DeviceMesh:
     """All ranks, where the modules' parameters are; the accelerator, or the CPU without one, where they are nowhere yet."""
-    devices = [param.device.type for module in modules for param in module.parameters() if not param.is_meta]
+    modules = [each for each in (module if isinstance(module, (list, tuple)) else [module]) if isinstance(each, nn.Module)]
+    devices = [param.device.type for each in modules for param in each.parameters() if not param.is_meta]
+    return init_device_mesh(devices[0] if devices else _default_device().type, (dist.get_world_size(),))
+
+
+def _default_device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    default = accelerator.type if accelerator is not None else "cpu"
-    return init_device_mesh(devices[0] if devices else default, (dist.get_world_size(),))
+    return torch.device("cpu") if accelerator is None else accelerator
 
 
-def _device_of(dp: DataParallelMesh) -> torch.device:
-    if dp.mesh.device_type == "cpu":
+def _check_mesh(mesh: Any) -> None:
+    """Raise where there is no telling whom to agree with: all ranks hear of what is no mesh, none of a mesh of others."""
+    if isinstance(mesh, DeviceMesh):
+        if mesh.get_coordinate() is None:
+            DataParallelMesh.check(mesh)
+        return
+    problem = TypeError(f"fully_shard expects a DeviceMesh, as init_device_mesh makes it, as mesh, got {mesh!r}")
+    if dist.is_initialized():
+        agree([dist.GroupMember.WORLD], _default_device(), "", problem)  # type: ignore[list-item]
+    raise problem
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(dp.mesh.device_type, torch.accelerator.current_device_index())
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _groups_to_agree(modules: Sequence[nn.Module], dp: DataParallelMesh) -> list[dist.ProcessGroup]:
-    """The process groups of every mesh dimension that the modules' parameters are, or will be, distributed over."""
-    meshes = [dp.mesh if dp.spmd is None else dp.spmd]
+def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+
+
+def _model_groups(modules: Sequence[nn.Module], mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The process groups of the meshes that the modules' parameters are distributed over, but for those of ``mesh``."""
     params = [param for module in modules for param in module.parameters() if isinstance(param, DTensor)]
-    if dp.spmd is None and params:
-        meshes.append(params[0].device_mesh)
-    return [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+    meshes = dict.fromkeys(param.device_mesh for param in params)
+    known = _groups_of(mesh)
+    return [group for other in meshes for group in _groups_of(other) if group not in known]
 
 
-def _claim(plans: Sequence[GroupPlan], *options: Any) -> str:
-    """What must be equal on all ranks: the plans and the options, as text."""
+def _claim(plans: Sequence[GroupPlan], *options: Any) -> list[str]:
+    """What must be equal on all ranks, those of model parallelism too: the plans and the options, as lines."""
     lines = [f"options {options}"]
     for plan in plans:
-        layout = plan.layout
-        lines.append(f"{plan.param_dtype} {plan.reduce_dtype}, {layout.ranks} shards of {layout.shard_numel}")
+        layout, mesh = plan.layout, plan.dp.mesh
+        where = f"{layout.ranks} shards of {layout.shard_numel}, on a mesh of {tuple(mesh.shape)} {mesh.mesh_dim_names or ''}"
+        lines.append(f"{plan.param_dtype} {plan.reduce_dtype}, {where}")
         for param, spec, offset in zip(plan.params, layout.tensors, layout.offsets):
             value = f"{spec.name} {spec.shape} {param.value.dtype} {'' if param.value.requires_grad else 'frozen '}"
-            lines.append(f"{value}on {param.value.device.type} in blocks of {spec.block}/{spec.period} at {offset}")
-    return "\n".join(lines)
+            blocks = f"in blocks of {spec.block}/{spec.period} at {offset}"
+            lines.append(f"{value}on {param.value.device.type} {blocks}, {param.distribution.text}")
+    return lines

@@ -39,6 +39,7 @@ class GradientBuffers:
         dtype: of the gradients as they come.
         requires_all_reduce: whether backward reduces over replicas.
         reduce_hook: called with each reduced shard.
+        is_accumulating: whether the last backward left gradients for a later one to add to and reduce.
         on_gradient: called when a parameter has got a gradient.
         needs_reduction: whether backward came to the group since the last reduction, on any rank.
         pool: where the memory of unreduced gradients comes from.
@@ -48,6 +49,7 @@ class GradientBuffers:
         self._params, self._layout, self._rank, self._has_replicas = params, layout, rank, has_replicas
         self.reduction = Reduction()
         self.requires_all_reduce = True
+        self.is_accumulating = False
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.on_gradient: Callable[[], None] | None = None
         self.pool: torch.cuda.MemPool | None = None
@@ -239,6 +241,12 @@ class GradientBuffers:
         """Whether this backward pass reduced gradients."""
         return any(part is not None for part in (self._reduction, self._all_reduce, self._reduced))
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are gradients here that are not in ``.grad`` yet."""
+        holds_sum = self._kept is not None or (self._widened is not None and self._widened.is_allocated)
+        return self.was_reduced or holds_sum or any(param.has_gradient for param in self._params)
+
     # -- to .grad --------------------------------------------------------------------------------------------------
 
     def finish(self, used_anywhere: list[bool]) -> None:
@@ -264,12 +272,12 @@ class GradientBuffers:
 
     def drop(self) -> bool:
         """Forget the gradients that are not in ``.grad`` yet; says whether there were any."""
-        had_any = self.was_reduced or self._kept is not None or any(param.has_gradient for param in self._params)
+        had_any = self.is_pending
         for pending in (self._reduction, self._all_reduce):
             if pending is not None:
                 pending[0].wait()
         self._reduction = self._all_reduce = self._reduced = self._kept = None
-        self.needs_reduction = False
+        self.needs_reduction = self.is_accumulating = False
         for param in self._params:
             param.has_gradient = param.was_used = False
         for buffer in (self._unreduced, self._widened):

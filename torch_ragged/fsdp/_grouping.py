@@ -142,10 +142,12 @@ def _rows_of_extension(fqn: str, param: nn.Parameter, cut: Granularity | Shard) 
 
 
 def _param_dtype(fqn: str, param: nn.Parameter, mp_policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    """What to compute with; None for the parameter's own dtype."""
+    """What to compute with; None for the parameter's own dtype, which complex ones keep."""
     if not param.dtype.is_floating_point:
-        if param.requires_grad:
-            raise ValueError(f"{fqn} is trainable and of dtype {param.dtype}: expected a floating-point dtype, or freeze it")
+        if param.requires_grad and not param.dtype.is_complex:
+            raise ValueError(
+                f"{fqn} is trainable and of dtype {param.dtype}: expected a floating-point or complex dtype, or freeze it"
+            )
         return None
     override = getattr(mp_policy, "param_dtype_override_fn", None)  # since torch 2.15
     chosen = override(param) if override is not None else None

@@ -42,13 +42,8 @@ class DataParallelMesh:
     dims: Any = None
 
     @staticmethod
-    def of(mesh: DeviceMesh, dims: Any = None) -> DataParallelMesh:
-        """The shards and replicas that ``fully_shard(mesh=, dp_mesh_dims=)`` mean. Flattening dimensions makes a process group.
-
-        Raises:
-            ValueError: ``mesh`` has not one or two dimensions (without ``dims``), lacks names or one that ``dims`` has, or this
-                rank is not part of it.
-        """
+    def check(mesh: DeviceMesh, dims: Any = None) -> None:
+        """Raise where :meth:`of` would, with no communication."""
         if mesh.get_coordinate() is None:
             raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}: call fully_shard on its ranks")
         if dims is None:
@@ -57,13 +52,25 @@ class DataParallelMesh:
                     f"fully_shard expects a 1-D mesh, or a 2-D one (replicas, shards), got shape {tuple(mesh.shape)}: pass one "
                     "or two of its dimensions, mesh[name], or name them with dp_mesh_dims"
                 )
-            return DataParallelMesh(mesh, has_replicas=mesh.ndim == 2, has_shards=True)
+            return
         names = mesh.mesh_dim_names
         if names is None:
             raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
         for name in (*dims.shard_names, *dims.replicate_names):
             if name not in names:
                 raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
+
+    @staticmethod
+    def of(mesh: DeviceMesh, dims: Any = None) -> DataParallelMesh:
+        """The shards and replicas that ``fully_shard(mesh=, dp_mesh_dims=)`` mean. Flattening dimensions makes a process group.
+
+        Raises:
+            ValueError: ``mesh`` has not one or two dimensions (without ``dims``), lacks names or one that ``dims`` has, or this
+                rank is not part of it.
+        """
+        DataParallelMesh.check(mesh, dims)
+        if dims is None:
+            return DataParallelMesh(mesh, has_replicas=mesh.ndim == 2, has_shards=True)
         parts = [flatten(mesh[part]) for part in (dims.replicate_names, dims.shard_names) if part]
         return DataParallelMesh(concatenate(parts), bool(dims.replicate_names), bool(dims.shard_names), mesh, dims)
 

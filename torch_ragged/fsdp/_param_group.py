@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -31,6 +32,9 @@ _KEEPS_WIDE_GRADIENTS = torch.__version__ >= "2.15"
 
 SMALLEST_WRITTEN_IN_PLACE = 2**16
 """Elements of a weight whose gradient matmuls write in place: below, noticing the matmul in Python costs more than the copy."""
+
+
+_groups: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +84,7 @@ class ParamGroup:
         self.is_unsharded = False
         self.neighbours: Neighbours | None = None  # who keep gathered parameters between them from forward to backward
         self.resident: Resident | None = None  # what stays gathered between optimizer steps
+        self.is_hidden = False  # from its modules, for a while
         self.keeps_storage = False  # of the gathered parameters, at its address
         self._gather: Work | None = None
         self._gathered_versions: list[int] = []
@@ -91,6 +96,7 @@ class ParamGroup:
         self.collectives = self.process_groups
         self._make_unsharded()
         self.register_sharded()
+        _groups.add(self)
 
     # -- construction ----------------------------------------------------------------------------------------------
 
@@ -121,6 +127,7 @@ class ParamGroup:
 
     def _make_unsharded(self) -> None:
         """New unsharded parameters, as views of the unsharded buffer, whose storage is given back."""
+        has_gradients = self.param_dtype.is_floating_point or self.param_dtype.is_complex
         for index, param in enumerate(self.params):
             param.view = self.unsharded.tensor(index)
             value = param.distribution.gathered(param.view)
@@ -128,8 +135,8 @@ class ParamGroup:
                 param.unsharded = compute = ComputeParameter(value)
                 compute.gradient_target = self.gradients.target(index)
             else:
-                param.unsharded = nn.Parameter(value, requires_grad=param.view.is_floating_point())
-            if param.view.is_floating_point():  # A hook can be set only where a gradient can be.
+                param.unsharded = nn.Parameter(value, requires_grad=has_gradients)
+            if has_gradients:  # A hook can be set only where a gradient can be.
                 if _KEEPS_WIDE_GRADIENTS and self.reduce_dtype.itemsize > self.param_dtype.itemsize:
                     param.unsharded.grad_dtype = None  # The copy into the gradient buffer casts.
                 param.unsharded.register_post_accumulate_grad_hook(self.gradients.hook(index))
@@ -208,6 +215,14 @@ class ParamGroup:
         if self.neighbours is not None and self.neighbours.holds:
             return self.neighbours.gather(self.unsharded, self.collectives)
         return self.unsharded.all_gather_from(self.sharded, self.collectives)
+
+    def distrust_resident(self) -> None:
+        """An iteration begins: parameters may have been written to unnoticed, as ``.data``, local tensors or ``dcp.load`` do.
+
+        On any rank, so that the others cannot know: what is resident is forgotten, but not while gradients accumulate.
+        """
+        if self.resident is not None and not self.is_gathered and not self.gradients.is_accumulating:
+            self.resident.invalidate()
 
     def _finish_gather(self) -> None:
         """What is gathered is there: for types that make something of it."""
@@ -309,9 +324,11 @@ class ParamGroup:
         places = [place for param in self.params for place in param.places]
         for module, name in places:
             module._parameters[name] = None
+        self.is_hidden = True
         try:
             yield
         finally:
+            self.is_hidden = False
             self.register_sharded()
 
     def adopt_sharded(self) -> None:
@@ -331,9 +348,9 @@ class ParamGroup:
         self.reshard()  # An all-gather under way would bring the old values.
         with torch.no_grad():
             if self.is_meta:
-                self._adopt_materialised(replaced)
+                self._adopt_if_all(replaced)
                 return
-            values = [self._replacement(index) for index in replaced]
+            values = [self._replacement(index, self.orig_dtype) for index in replaced]
             for index, value, copy in zip(replaced, values, [value.clone() for value in values]):
                 self._adopt(index, copy, value.requires_grad)
 
@@ -347,18 +364,28 @@ class ParamGroup:
         local = local_of(sharded)
         return self.sharded.holds(local) and local.dtype == self.orig_dtype
 
-    def _replacement(self, index: int) -> DTensor:
+    def _replacement(self, index: int, dtype: torch.dtype) -> DTensor:
         param = self.params[index]
         current = param.registered
-        wanted = (param.distribution.shape, self.orig_dtype, None if self.is_meta else self.sharded.flat.device)
+        wanted = (param.distribution.shape, dtype, None if self.is_meta else self.sharded.flat.device)
         found = (getattr(current, "shape", None), getattr(current, "dtype", None), getattr(current, "device", None))
+        if current is not None and self._is_another(param, current):
+            raise ValueError(
+                f"{param.fqn} was replaced by another parameter that fully_shard has sharded, which would not tie them: tie "
+                "parameters before fully_shard, in one group, or assign a copy"
+            )
         if not isinstance(current, DTensor) or found[: 2 if self.is_meta else 3] != wanted[: 2 if self.is_meta else 3]:
             raise ValueError(
                 f"{param.fqn} was replaced by {type(current).__name__} of {', '.join(map(str, found))}; expected a DTensor of "
                 f"{', '.join(map(str, wanted))}. Load with load_state_dict(...) or assign DTensors like it; cast or move a "
-                "module before fully_shard"
+                "module before fully_shard, or a module with all parameters of the group"
             )
         return current
+
+    def _is_another(self, param: ManagedParam, current: torch.Tensor) -> bool:
+        """Whether ``current`` is another parameter of some group, and at its own place too."""
+        others = (other for group in _groups for other in group.params if other is not param and other.sharded is current)
+        return any(other.registered is other.sharded or other.registered is other.unsharded for other in others)
 
     def _adopt(self, index: int, value: torch.Tensor, requires_grad: bool) -> None:
         """Copy ``value`` into the buffer; the parameter stays the same object, also for an optimizer."""
@@ -369,14 +396,19 @@ class ParamGroup:
         param.sharded.requires_grad_(requires_grad)
         self._register_at_all_places(param)
 
-    def _adopt_materialised(self, replaced: list[int]) -> None:
-        """Make buffers of what the user has put in place of parameters on the meta device, once it is all there."""
-        values = [self._replacement(index) for index in replaced]
+    def _adopt_if_all(self, replaced: list[int], dtype: torch.dtype | None = None) -> None:
+        """Make buffers of what the user has put in place of parameters, once it is all there.
+
+        Args:
+            dtype: what parameters have become, where that is another one.
+        """
+        dtype = dtype or self.orig_dtype
+        values = [self._replacement(index, dtype) for index in replaced]
         if len(values) < len(self.params) or any(value.is_meta for value in values):
             return
         placements = [param.sharded.placements for param in self.params]  # type: ignore[attr-defined]
         locals_ = [local_of(value.redistribute(placements=wanted)) for value, wanted in zip(values, placements)]
-        self._rebuild(self._compute_device(locals_[0].device), self.orig_dtype, locals_)
+        self._rebuild(self._compute_device(locals_[0].device), dtype, locals_)
         for index, (param, value) in enumerate(zip(self.params, values)):
             param.sharded = value  # type: ignore[assignment]
             self._put(index, param.sharded)
@@ -401,6 +433,7 @@ class ParamGroup:
 
         Raises:
             ValueError: to another device than the mesh's (than the CPU, if offloaded), or to shared memory.
+            RuntimeError: to another dtype, while there are gradients that are not in ``.grad`` yet.
         """
         device = self.sharded.flat.device
         probe = function(torch.empty(0, dtype=self.orig_dtype, device=device))
@@ -418,38 +451,46 @@ class ParamGroup:
             raise ValueError(f"{self.names} is sharded in a buffer of {self.orig_dtype} and cannot become {probe.dtype}")
         if device.type == "cpu" and probe.is_shared():
             raise ValueError(f"{self.names} is sharded in a buffer and cannot be moved to shared memory")
+        if probe.dtype != self.orig_dtype and self.gradients.is_pending:
+            raise RuntimeError(
+                f"{self.names} has gradients that are not in .grad yet and would be lost in {probe.dtype}: convert the module "
+                "after a backward that reduces them, or drop them with reset_iter_state()"
+            )
 
-    def convert(self, function: Callable[[torch.Tensor], torch.Tensor], owner: nn.Module | None) -> None:
-        """Replace parameters (of ``owner``, or all) and their gradients by ``function`` of them, where they are.
+    def is_whole(self, modules: set[nn.Module]) -> bool:
+        """Whether all parameters are in their buffer, and have no place but in ``modules``."""
+        in_place = all(self._is_in_place(index) for index in range(len(self.params)))
+        return in_place and all(module in modules for param in self.params for module, _ in param.places)
+
+    def convert(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace parameters and their gradients by ``function`` of them, where they are.
 
         A new dtype, or memory for parameters on the meta device, makes new buffers; the parameters stay the same objects.
-
-        Raises:
-            ValueError: ``owner`` has only some of the group's parameters, and they would get another dtype or device.
         """
-        chosen = [p for p in self.params if owner is None or any(module is owner for module, _ in p.places)]
         probe = function(torch.empty(0, dtype=self.orig_dtype, device=self.sharded.flat.device))
         with torch.no_grad():
             if (probe.dtype, probe.device) == (self.orig_dtype, self.sharded.flat.device):
-                tensors = [param.sharded for param in chosen]
+                tensors = [param.sharded for param in self.params]
                 tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
                 for tensor, value in [(tensor, function(tensor)) for tensor in tensors]:
                     if value is not tensor:
                         tensor.copy_(value)
                 return
-            if not chosen:
-                return
-            if len(chosen) < len(self.params):
-                raise ValueError(
-                    f"{self.names}: only {', '.join(param.fqn for param in chosen)} would become {probe.dtype} on "
-                    f"{probe.device}, but the group lies in one buffer: convert the module that fully_shard was called on"
-                )
             values = None if self.is_meta else [function(local_of(param.sharded)) for param in self.params]
             self._rebuild(self._compute_device(probe.device), probe.dtype, values)
             for index, param in enumerate(self.params):
                 gradient, param.sharded.grad = param.sharded.grad, None
                 self._put(index, param.sharded)
                 param.sharded.grad = None if gradient is None else function(gradient)
+
+    def adopt_converted(self) -> None:
+        """:meth:`adopt_sharded`, also if all have become another dtype; if only some have, they wait for the others."""
+        dtypes = {None if param.registered is None else param.registered.dtype for param in self.params}
+        if self.is_unsharded or dtypes == {self.orig_dtype}:
+            self.adopt_sharded()
+        elif len(dtypes) == 1:
+            with torch.no_grad():
+                self._adopt_if_all(list(range(len(self.params))), *dtypes)
 
     def _rebuild(self, device: torch.device, dtype: torch.dtype, values: list[torch.Tensor] | None) -> None:
         """New buffers, with ``values`` as this rank's part of each parameter."""

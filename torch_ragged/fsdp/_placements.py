@@ -26,8 +26,10 @@ class BufferPlacements:
 
     S is ``Shard(0)``, R ``Replicate()``, P ``Partial()``: gradients stay unreduced until the backward that
     ``set_is_last_backward(True)``, the default, marks. The optimizer's placement is that of the DTensor parameters, so of
-    ``.grad``, optimizer state and checkpoints. What is gathered once stays so until gradients have been set, an operation on
-    a DTensor parameter has changed it, or a checkpoint was loaded. (Rajbhandari et al., ZeRO, 2020; Wang et al., ZeRO++, 2023.)
+    ``.grad``, optimizer state and checkpoints. What is gathered once is good for that forward and its backward, and for those
+    that follow while gradients accumulate unreduced, unless an operation on a DTensor parameter has changed it. Any other
+    forward gathers anew: what a checkpoint or ``.data`` has written meanwhile is seen, on all ranks.
+    (Rajbhandari et al., ZeRO, 2020; Wang et al., ZeRO++, 2023.)
 
     Raises:
         ValueError: the three are none of the rows above.

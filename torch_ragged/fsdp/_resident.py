@@ -77,7 +77,8 @@ class Resident:
         nodes, per_node, shard = self._levels.nodes, self._levels.per_node, sharded.layout.shard_numel
         if self._flat is None or not is_current:
             if self._flat is None:
-                self._flat = gathered.flat.new_empty(nodes * shard)
+                with torch.inference_mode(False):  # Later forwards write to it in other modes too.
+                    self._flat = gathered.flat.new_empty(nodes * shard)
             mine = self._flat.narrow(0, sharded.rank // per_node * shard, shard)
             mine.copy_(sharded.flat, non_blocking=True)
             collectives.all_gather(self._flat, mine, self._levels.across).wait()
@@ -93,6 +94,7 @@ class HierarchicalCollectives(ProcessGroupCollectives):
         assert levels.within is not None
         self._levels = levels
         self._within, self._across = ProcessGroupCollectives(levels.within), ProcessGroupCollectives(levels.across)
+        self.reducers = (self._within, self._across)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
         partial = output.new_empty(self._levels.nodes * output.numel())

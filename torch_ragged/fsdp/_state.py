@@ -103,7 +103,13 @@ class RootContext:
         self.finish_orders()
         for state in self.states:
             state.end_of_call(is_last=True)
+        self._accumulate(True)
         self.is_unfinished, self.callback = True, None
+
+    def _accumulate(self, is_accumulating: bool) -> None:
+        for state in self.states:
+            for group in state.groups:
+                group.gradients.is_accumulating = is_accumulating
 
     def start_reductions(self) -> None:
         """Reduce what is left."""
@@ -125,6 +131,7 @@ class RootContext:
             used = _used_anywhere(members)
             for group in members:
                 group.finish_gradients([next(used) for _ in group.params])
+        self._accumulate(not reduced and any(group.is_trainable for group in groups))
         for state in self.states:
             state.end_backward(self)
         self.is_unfinished, self.callback = False, None
@@ -226,6 +233,7 @@ class ModuleState:
             self.give_back()
         for group in self.groups:
             group.adopt_sharded()
+            group.distrust_resident()
 
     def unshard(self) -> None:
         """Gather the parameters, and make them the modules'."""
