@@ -41,6 +41,7 @@ class GradientBuffers:
         reduce_hook: called with each reduced shard.
         is_accumulating: whether the last backward left gradients for a later one to add to and reduce.
         on_gradient: called when a parameter has got a gradient.
+        on_acquired: called when memory for unreduced gradients has been acquired.
         needs_reduction: whether backward came to the group since the last reduction, on any rank.
         pool: where the memory of unreduced gradients comes from.
     """
@@ -52,6 +53,7 @@ class GradientBuffers:
         self.is_accumulating = False
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.on_gradient: Callable[[], None] | None = None
+        self.on_acquired: Callable[[], None] | None = None
         self.pool: torch.cuda.MemPool | None = None
         self.collectives: Collectives
 
@@ -134,19 +136,23 @@ class GradientBuffers:
     def views(self) -> list[torch.Tensor]:
         """The unreduced buffer's view of each parameter; the buffer is (re-)acquired if it is not there."""
         self.finish_reduction()  # It may still be read.
+        was_there = self._unreduced is not None and self._unreduced.is_allocated
         self._unreduced = self._acquired(self._unreduced, self.dtype)
+        if not was_there and self.on_acquired is not None:
+            self.on_acquired()
         if not self._views:
             self._views = [self._unreduced.tensor(index) for index in range(len(self._params))]
         return self._views
 
     def _acquired(self, buffer: DBuffer | None, dtype: torch.dtype) -> DBuffer:
         """``buffer``, or a new one, with its memory there."""
+        if buffer is not None and buffer.is_allocated:
+            return buffer
         if buffer is None:
             buffer = DBuffer(self._layout, Partial(), self._rank, dtype, self._device, pool=self.pool)
-        elif buffer.is_allocated:
-            return buffer
-        buffer.pool = self.pool
-        buffer.allocate()
+        else:
+            buffer.pool = self.pool
+            buffer.allocate()
         buffer.zero_padding()
         return buffer
 
@@ -167,6 +173,8 @@ class GradientBuffers:
         self._close()
         holds_sum = self._widened is not None and self._widened.is_allocated
         self._widened = self._acquired(self._widened, self.reduce_dtype)
+        if not holds_sum and self.on_acquired is not None:
+            self.on_acquired()
         if holds_sum:
             self._widened.flat.add_(self._unreduced.flat)
         else:

@@ -115,7 +115,6 @@ class Monitor:
         self._optimizer = None
         self._spans: list[tuple[str, Any, Any]] = []
         self._counts = Counter[str]()
-        self._has_gradients: set[str] = set()
         self._held = {name: transient_nbytes(group) for name, group in self._groups.items()}
         self._peak = sum(self._held.values())
         if self._device.type == "cuda":
@@ -180,24 +179,20 @@ class Monitor:
         self._add_wait("other", begin, begin, self._clock.mark())
 
     def _watch_group(self, name: str, group: ParamGroup) -> None:
-        collectives, on_gradient = group.collectives, group.gradients.on_gradient
-
-        def sample_too() -> None:
-            if name not in self._has_gradients:  # The gradient buffer is there as of now, between collectives.
-                self._has_gradients.add(name)
-                self._sample(name)
-            if on_gradient is not None:
-                on_gradient()
-
+        collectives, gradients = group.collectives, group.gradients
         watched = _WatchedCollectives(collectives, self, name)
+
+        def sample() -> None:
+            self._sample(name)
+
         group.collectives = cast(Collectives, watched)
-        group.gradients.on_gradient = sample_too
+        on_acquired, gradients.on_acquired = gradients.on_acquired, sample
 
         def undo() -> None:
             if group.collectives is watched:  # Else somebody has put others in their place.
                 group.collectives = collectives
-            if group.gradients.on_gradient is sample_too:
-                group.gradients.on_gradient = on_gradient
+            if gradients.on_acquired is sample:
+                gradients.on_acquired = on_acquired
 
         self._undo.append(undo)
 
@@ -246,7 +241,6 @@ class _WatchedCollectives:
             watch, name = self._watch, self._name
             tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
             watch._sample(name)
-            watch._has_gradients.discard(name)  # If they are reduced now, their buffer will be given back.
             watch._count(kind, max((tensor.nbytes for tensor in tensors), default=0))
             issued = watch._clock.mark()
             with record_function(f"fsdp::{collective} {name}"):
