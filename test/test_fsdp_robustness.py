@@ -340,6 +340,14 @@ def check_changes_while_gathered():
             a.fill_(3), b.fill_(5)
         each.norm1.weight, each.norm2.weight = b, a
     assert torch.equal(model(x), single(x))
+    embeddings = []
+    for each in (fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(8, 6, max_norm=1.0)  # It writes to its weight.
+        each(embedding, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        embedding(torch.arange(8)).square().sum().backward()
+        embeddings.append((embedding(torch.arange(8)), embedding.weight.grad.full_tensor()))
+    assert all(map(torch.equal, *embeddings))
     return written, replaced
 
 

@@ -66,8 +66,9 @@ def fully_shard(
         module: the module to shard, in place; or a list of modules whose parameters make one group. The group is gathered for
             the first of them that runs and given back after the last.
         mesh: a 1-D mesh; or a 2-D mesh (HSDP), whose first dimension are replicas and whose second one shards, for parameters
-            placed as ``(Replicate(), RaggedShard)``. All ranks, on the parameters' device, where None. Parameters that are
-            DTensors on other dimensions of the same mesh (tensor and expert parallelism) keep their placements behind these:
+            placed as ``(Replicate(), RaggedShard)``. All ranks where None, on the accelerator (the CPU without one). Plain
+            parameters and buffers move to its device, and inputs of the root to an accelerator. Parameters that are DTensors
+            on other dimensions of the same mesh (tensor and expert parallelism) keep their placements behind these:
             ``(StridedRaggedShard, Shard(0))``, ``(RaggedShard, Shard(1))``.
         reshard_after_forward: give the gathered parameters back after forward. None: True, but False for the root. A number
             of ranks: keep, on each, that part of the gathered buffer, so that backward gathers among so few neighbours;
@@ -91,13 +92,13 @@ def fully_shard(
 
     Raises:
         ValueError: ``mesh`` is not as above, or this rank is not part of it; the module is sharded already, or holds parameters
-            that are, that are on a device other than the mesh's, tied to an already sharded one, cut unevenly by model
+            that are, DTensors on a device other than the mesh's, tied to an already sharded one, cut unevenly by model
             parallelism, or trainable integers; ``reshard_after_forward`` does not divide the shards; ranks disagree.
         TypeError: ``module`` is not an ``nn.Module``, ``mesh`` not a ``DeviceMesh``, ``reshard_after_forward`` not a bool, int
             or None, or the policy returns something else than a granularity.
         RuntimeError: another rank raised.
     """
-    mesh = _default_mesh(module) if mesh is None else mesh
+    mesh = _default_mesh() if mesh is None else mesh
     _check_mesh(mesh)
     ranks, device = _groups_of(mesh), _device_of(mesh)
     with agreement(ranks, device) as claim:
@@ -112,6 +113,7 @@ def fully_shard(
         plans = plan_groups(found, dp, mp_policy, offload_policy, orig_param_policy, shard_placement_fn)
         casts = (mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype, mp_policy.cast_forward_inputs)
         claim += _claim(plans, reshard_after_forward, casts, offload_policy, placements)
+    _move(modules, found, device)
     for plan in plans:
         for param in plan.params:
             _sharded_originals[param.value] = param.fqn
@@ -203,7 +205,7 @@ def _check_modules(
     check_reshard_after_forward(reshard_after_forward, dp.ranks)
     found = find_params(modules, ignored, lambda module: hasattr(module, STATE))
     for fqn, (param, _) in found.items():
-        if param.device.type not in (mesh.device_type, "meta"):
+        if param.device.type not in (mesh.device_type, "meta") and (isinstance(param, DTensor) or has_extension(param)):
             raise ValueError(f"{fqn} is on {param.device}, the mesh on {mesh.device_type}: move the module first")
         if param in _sharded_originals:
             raise ValueError(
@@ -211,6 +213,19 @@ def _check_modules(
                 "one group, by calling fully_shard on a module that holds both only"
             )
     return found
+
+
+def _move(modules: Sequence[nn.Module], found: dict[str, tuple[nn.Parameter, Places]], device: torch.device) -> None:
+    """Move the parameters to shard, and the buffers beside them, to where they are computed with; none from the meta device."""
+    tensors = [param for param, _ in found.values() if not isinstance(param, DTensor)]
+    inside = {child for module in modules for child in module.modules() if child not in modules and hasattr(child, STATE)}
+    sharded = {each for child in inside for each in child.modules()}
+    tensors += [
+        b for module in modules for each in module.modules() if each not in sharded for b in each.buffers(recurse=False)
+    ]  # type: ignore[misc]
+    for tensor in tensors:
+        if tensor.device.type not in (device.type, "meta"):
+            tensor.data = tensor.data.to(device)
 
 
 def _keep_parts(groups: Sequence[ParamGroup], size: int) -> bool:
@@ -261,11 +276,9 @@ def _stay_gathered(groups: Sequence[ParamGroup], levels: Levels) -> None:
             group.process_groups = group.collectives = HierarchicalCollectives(levels, group.dp.shard_group)
 
 
-def _default_mesh(module: Any) -> DeviceMesh:
-    """All ranks, where the modules' parameters are; the accelerator, or the CPU without one, where they are nowhere yet."""
-    modules = [each for each in (module if isinstance(module, (list, tuple)) else [module]) if isinstance(each, nn.Module)]
-    devices = [param.device.type for each in modules for param in each.parameters() if not param.is_meta]
-    return init_device_mesh(devices[0] if devices else _default_device().type, (dist.get_world_size(),))
+def _default_mesh() -> DeviceMesh:
+    """All ranks, on the accelerator; on the CPU without one."""
+    return init_device_mesh(_default_device().type, (dist.get_world_size(),))
 
 
 def _default_device() -> torch.device:

@@ -76,7 +76,7 @@ def plan_groups(
             cut = _rows_of_extension(fqn, param, cut)
         dtype = _param_dtype(fqn, param, mp_policy)
         shard_dim = cut.dim if isinstance(cut, Shard) else None
-        key = (mesh.key, param.dtype, dtype, param.device, fqn if shard_dim is not None else None)
+        key = (mesh.key, param.dtype, dtype, param.is_meta, fqn if shard_dim is not None else None)
         meshes[key] = mesh
         one = FoundParam(fqn, places, param, Distribution(fqn, param, mesh, shard_dim))
         buckets.setdefault(key, []).append((one, elements() if isinstance(cut, Shard) else cut))

@@ -44,6 +44,11 @@ class ManagedParam:
         return module._parameters.get(name)
 
     @property
+    def is_renormalised(self) -> bool:
+        """Whether its module writes to it in forward, the same each time: an embedding with ``max_norm``."""
+        return any(getattr(module, "max_norm", None) is not None for module, _ in self.places)
+
+    @property
     def compute_version(self) -> int:
         """Changes with every write to the unsharded parameter."""
         return self.unsharded._version + self.view._version

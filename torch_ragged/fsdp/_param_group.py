@@ -306,7 +306,8 @@ class ParamGroup:
             if not is_view:
                 param.view = self.unsharded.tensor(index)
                 param.unsharded.data = param.distribution.gathered(param.view)
-            if not is_view or param.compute_version != param.version or param.registered is not param.unsharded:
+            is_written = param.compute_version != param.version and not param.is_renormalised
+            if not is_view or is_written or param.registered is not param.unsharded:
                 changed.append(param.fqn)
         return changed
 

@@ -280,6 +280,8 @@ class ModuleState:
                 self._start_iteration(context)
             elif not context.in_forward:  # called by itself
                 self._refresh()
+        if self.is_root:
+            args, kwargs = self._to_device(args, kwargs)
         call = Call(context.order if self.is_root or context.in_forward else None, self)
         self._calls.append(call)
         if self.groups:
@@ -290,6 +292,13 @@ class ModuleState:
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(args, kwargs, call)
         return args, kwargs
+
+    def _to_device(self, args: Any, kwargs: Any) -> Any:
+        """The root's inputs where its parameters are; on the CPU they stay, as with FSDP2."""
+        device = next((group.device for state in self.context.states for group in state.groups), None)  # type: ignore[union-attr]
+        if device is None or device.type in ("cpu", "meta"):
+            return args, kwargs
+        return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
 
     def _prefetch(
         self, chosen: list[ModuleState] | None, order: ForwardOrder | None, position: int, step: int
