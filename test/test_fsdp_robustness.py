@@ -346,7 +346,7 @@ def check_changes_while_gathered():
         embedding = nn.Embedding(8, 6, max_norm=1.0)  # It writes to its weight.
         each(embedding, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         embedding(torch.arange(8)).square().sum().backward()
-        embeddings.append((embedding(torch.arange(8)), embedding.weight.grad.full_tensor()))
+        embeddings.append((embedding.weight.grad.full_tensor(), embedding(torch.arange(8))))
     assert all(map(torch.equal, *embeddings))
     return written, replaced
 
