@@ -2,6 +2,8 @@
 
 import tempfile
 import unittest
+from collections import Counter
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torch_ragged import checkpoint
+from torch_ragged.checkpoint._reader import _Chunks
 from torch_ragged.fsdp import HIERARCHICAL, fully_shard, rows
 from torch_ragged.optim import AdamW8bit, Muon, matrix_groups
 
@@ -86,6 +89,25 @@ def load(kind, optimizer, path, saved, after):
                 assert torch.equal(got[name], value), (kind, name)
 
 
+def count_reads(path):
+    """Bytes of tensors that this rank reads, if replicas read a share each, and if not; both fill the same values."""
+    sizes, found = [], []
+    for spread in (True, False):
+        state, read = sharded("replicas", 5), Counter()
+        copy = _Chunks.copy
+
+        def counted(self, index, sizes, dtype, place, target, read=read, copy=copy):
+            read["bytes"] += target.nbytes
+            copy(self, index, sizes, dtype, place, target)
+
+        with mock.patch.object(_Chunks, "copy", counted):
+            checkpoint.load(path, state, spread=spread)
+        sizes.append(read["bytes"])
+        found.append(values(state))
+    assert found[0].keys() == found[1].keys() and all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    return sizes
+
+
 class ParallelCheckpointTest(unittest.TestCase):
     def round_trip(self, optimizer, source, *targets):
         with tempfile.TemporaryDirectory() as path:
@@ -98,6 +120,15 @@ class ParallelCheckpointTest(unittest.TestCase):
     def test_tensor_parallel_replicas_and_shards(self):
         self.round_trip("adamw", (4, "tensor"), (2, "shards"), (4, "replicas"), (4, "hierarchical"))
         self.round_trip("adamw", (4, "hierarchical"), (4, "tensor"))
+
+    def test_replicas_read_a_share_each(self):
+        with tempfile.TemporaryDirectory() as path:
+            run_ranks(4, save, "replicas", "adamw", path)
+            reads = run_ranks(4, count_reads, path)
+        for first, second in ((0, 2), (1, 3)):  # the replicas of each shard
+            alone = reads[first][1]
+            self.assertAlmostEqual(alone, reads[second][1], delta=200)  # Random states are each rank's own.
+            self.assertLess(max(reads[first][0], reads[second][0]), 0.6 * alone)
 
     def test_expert_parallel(self):
         self.round_trip("adamw", (4, "experts"), (4, "experts"))

@@ -141,7 +141,13 @@ def async_save(
     return result
 
 
-def load(path: str | os.PathLike[str], state: TrainState, *, process_group: dist.ProcessGroup | None = None) -> Manifest:
+def load(
+    path: str | os.PathLike[str],
+    state: TrainState,
+    *,
+    spread: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> Manifest:
     """Fill ``state`` from a checkpoint, on any number of ranks, under any placements.
 
     Everything is checked before any parameter is changed: the manifest's version and checksum, presence, size and checksums of
@@ -152,6 +158,8 @@ def load(path: str | os.PathLike[str], state: TrainState, *, process_group: dist
         path: a checkpoint, or a folder of them: then the latest complete one.
         state: parameters and optimizer states are filled in place; the other fields are set. A state without an optimizer or a
             scheduler leaves the saved ones out.
+        spread: replicas (HSDP) read a share each and broadcast it, one broadcast per tensor and set of replicas: for storage
+            that is slower than the network. False: everybody reads what it holds. Without effect with a ``process_group``.
         process_group: the ranks that load; all of them where None.
 
     Returns:
@@ -173,11 +181,12 @@ def load(path: str | os.PathLike[str], state: TrainState, *, process_group: dist
     try:
         rng = agree(lambda: rng_request(state.rng, reader.manifest, metadata, rank), what, process_group)
         wanted = {**request.state_dict, "rng": rng}
-        planner = CheckingPlanner(reader.manifest)
+        planner = CheckingPlanner(reader.manifest, spread=spread and dist.is_initialized() and process_group is None)
         with raise_on_all(what), _quiet():
             dcp.load(
                 wanted, storage_reader=reader, planner=planner, process_group=process_group, no_dist=not dist.is_initialized()
             )
+            planner.shares.exchange()
     except BaseException:
         request.forget()
         raise

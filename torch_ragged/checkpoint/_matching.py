@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Mapping
 
@@ -11,16 +12,22 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_ragged.checkpoint._errors import CheckpointError, listed
 from torch_ragged.checkpoint._manifest import Manifest, TensorRecord, describe
+from torch_ragged.checkpoint._replicas import ReplicaShares
 
 __all__ = ["CheckingPlanner", "differences"]
 
 
 class CheckingPlanner(DefaultLoadPlanner):
-    """DCP's planner, which first compares what is to be filled with the manifest; DCP tells all ranks what it raises."""
+    """DCP's planner, which first compares what is to be filled with the manifest; DCP tells all ranks what it raises.
 
-    def __init__(self, manifest: Manifest) -> None:
+    Args:
+        manifest: of the checkpoint.
+        spread: whether replicas read a share each; what others read is there after ``shares.exchange()``.
+    """
+
+    def __init__(self, manifest: Manifest, spread: bool = False) -> None:
         super().__init__()
-        self.manifest = manifest
+        self.manifest, self.spread = manifest, spread
 
     def create_local_plan(self) -> LoadPlan:
         """The plan of this rank. Nothing has been changed yet.
@@ -32,7 +39,9 @@ class CheckingPlanner(DefaultLoadPlanner):
         problems = differences(wanted, self.manifest.tensors)
         if problems:
             raise CheckpointError(f"the checkpoint is not of this model and optimizer:{listed(problems)}")
-        return super().create_local_plan()
+        self.shares = ReplicaShares({n: value for n, value in self.state_dict.items() if n in wanted}, self.spread)
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, items=[item for item in plan.items if self.shares.reads(item.dest_index.fqn)])
 
 
 def differences(wanted: Mapping[str, TensorRecord], saved: Mapping[str, TensorRecord]) -> list[str]:
