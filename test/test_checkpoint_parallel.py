@@ -127,8 +127,8 @@ class ParallelCheckpointTest(unittest.TestCase):
             reads = run_ranks(4, count_reads, path)
         for first, second in ((0, 2), (1, 3)):  # the replicas of each shard
             alone = reads[first][1]
-            self.assertAlmostEqual(alone, reads[second][1], delta=200)  # Random states are each rank's own.
-            self.assertLess(max(reads[first][0], reads[second][0]), 0.6 * alone)
+            self.assertAlmostEqual(alone, reads[second][1], delta=200)
+            self.assertLess(max(reads[first][0], reads[second][0]), 0.7 * alone)  # Random states are no replicas.
 
     def test_expert_parallel(self):
         self.round_trip("adamw", (4, "experts"), (4, "experts"))

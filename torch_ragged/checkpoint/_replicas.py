@@ -35,12 +35,14 @@ class ReplicaShares:
     def __init__(self, tensors: Mapping[str, torch.Tensor], spread: bool = True) -> None:
         self._replicas: dict[tuple[int, ...], _Replicas] = {}
         self._others: set[str] = set()  # that others read for this rank
-        for name, tensor in tensors.items():
-            ranks = _holders(tensor) if spread else ()
-            if len(ranks) > 1:
-                self._assign(name, tensor.to_local().detach(), ranks)  # type: ignore[attr-defined]
+        if spread:
+            for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):  # The largest first.
+                self._assign(name, tensor, _holders(tensor))
 
-    def _assign(self, name: str, local: torch.Tensor, ranks: tuple[int, ...]) -> None:
+    def _assign(self, name: str, tensor: torch.Tensor, ranks: tuple[int, ...]) -> None:
+        if len(ranks) < 2:
+            return
+        local = tensor.to_local().detach()  # type: ignore[attr-defined]
         replicas = self._replicas.setdefault(ranks, _Replicas(nbytes=[0] * len(ranks)))
         reader = replicas.nbytes.index(min(replicas.nbytes))
         replicas.nbytes[reader] += local.nbytes
