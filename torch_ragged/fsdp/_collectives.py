@@ -171,7 +171,7 @@ def wait_all(works: Sequence[Work]) -> Work:
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     gloo = getattr(dist, "ProcessGroupGloo", None)  # Builds without gloo lack it.
-    return gloo is not None and isinstance(backend_of(group, device), gloo)
+    return gloo is not None and device.type == "cpu" and isinstance(backend_of(group, device), gloo)
 
 
 def _exchange_and_sum(output: torch.Tensor, buffer: torch.Tensor, *, group: dist.ProcessGroup, **options: Any) -> Work:
