@@ -61,11 +61,11 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Sixteen small parameters: nearly all of a step is overhead."""
+    """Eight small parameters: nearly all of a step is overhead."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(dim, dim), nn.LayerNorm(dim)) for _ in range(4)))
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(dim, dim), nn.LayerNorm(dim)) for _ in range(2)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.layers(x)
@@ -98,7 +98,7 @@ CASES = {
         Case("dense", lambda: Block(512, SwiGLU(512, 1408)), blocks=8, dim=512),
         Case("moe", lambda: Block(384, Experts(384, 512, experts=6)), blocks=6, dim=384),
         Case("moe-even", lambda: Block(384, Experts(384, 512, experts=8)), blocks=6, dim=384),
-        Case("tiny", lambda: Tiny(32), blocks=32, dim=32, batch=1, length=8),
+        Case("tiny", lambda: Tiny(32), blocks=16, dim=32, batch=1, length=8),
         Case("huge", lambda: nn.Linear(3072, 3072, bias=False), blocks=4, dim=3072, batch=1),
     )
 }

@@ -49,28 +49,38 @@ class Trace:
     start_nbytes: int = 0
 
 
-def traced(build: Callable[[], Callable[[], Any]], warmup: int = 2) -> Trace:
-    """Trace one call of the step that ``build`` makes, after ``warmup`` calls.
+def traced(build: Callable[[], Callable[[], Any]]) -> Trace:
+    """Trace the third call of the step that ``build`` makes for its memory, and the fourth for its ops.
 
-    Building is traced too, since the allocator's events count what was allocated under the profiler only.
+    Memory is traced from the start, since the allocator's events count what was allocated under the profiler only.
     """
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as profiler:
+    trace = Trace()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step = build()
-        for _ in range(warmup):
+        for _ in range(2):
             step()
         with torch.profiler.record_function("traced step"):
             step()
+    events, start, stop, _ = _events(profiler)
+    _count_memory(trace, [event for event in events if event.get("name") == "[memory]"], start, stop)
+    with (
+        profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler,
+        torch.profiler.record_function("traced step"),
+    ):
+        step()
+    events, start, stop, thread = _events(profiler)
+    _count_ops(trace, [e for e in events if e.get("cat") == "cpu_op" and start <= e["ts"] < stop and e["tid"] == thread])
+    return trace
+
+
+def _events(profiler: profile) -> tuple[list[dict[str, Any]], float, float, int]:
+    """All events; start, stop and thread of the traced step."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     marker = next(event for event in events if event.get("name") == "traced step" and event.get("ph") == "X")
-    start, stop = marker["ts"], marker["ts"] + marker["dur"]
-    trace = Trace()
-    _count_memory(trace, [event for event in events if event.get("name") == "[memory]"], start, stop)
-    ops = [e for e in events if e.get("cat") == "cpu_op" and start <= e["ts"] < stop and e["tid"] == marker["tid"]]
-    _count_ops(trace, ops)
-    return trace
+    return events, marker["ts"], marker["ts"] + marker["dur"], marker["tid"]
 
 
 def _count_memory(trace: Trace, events: list[dict[str, Any]], start: float, stop: float) -> None:
