@@ -253,12 +253,12 @@ def check_expert_parallel(is_moe):
 
 
 EVERYDAY = {
-    False: [check_replicas, check_mixed_precision, check_compile, check_tensor_parallel],
-    True: [check_offload, check_accumulation, check_checkpointing, check_expert_parallel],
+    False: [check_mixed_precision, check_compile, check_tensor_parallel],
+    True: [check_accumulation, check_expert_parallel],
 }
 OTHERS = {
-    False: [check_offload, check_accumulation, check_checkpointing],
-    True: [check_replicas, check_mixed_precision, check_compile, check_tensor_parallel],
+    False: [check_replicas, check_offload, check_accumulation, check_checkpointing],
+    True: [check_replicas, check_offload, check_mixed_precision, check_compile, check_tensor_parallel, check_checkpointing],
 }
 
 
@@ -273,7 +273,7 @@ class TrainingTest(unittest.TestCase):
         self.run_all(EVERYDAY)
 
     @pytest.mark.slow
-    def test_each_way_with_the_other_model(self):
+    def test_the_other_ways(self):
         self.run_all(OTHERS)
 
 
