@@ -292,8 +292,10 @@ def check_training():
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         knobs = {"micro_batches": 1, "steps": 1}
         (plain, _, _), (got, moved, written) = train(False, policy, **knobs), train(True, policy, **knobs)
+        # From 2.15 on some gradients are not rounded before they are added: sums with what is written in place differ by that.
+        tolerance = {"rtol": 1e-2, "atol": 1e-3} if torch.__version__ >= "2.15" else {"rtol": 0, "atol": 0}
         for one, other in zip(plain, got):
-            assert torch.equal(one, other), (one - other).abs().max()
+            torch.testing.assert_close(other, one, **tolerance)
         is_direct = param_dtype == bf16  # Gradients that are rounded for their buffer take autograd's way.
         assert written["0.attention.qkv.weight"] == is_direct and moved["experts.up"] == 2 * (not is_direct), (written, moved)
 
