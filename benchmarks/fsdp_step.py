@@ -13,9 +13,9 @@ are there and takes as long as the slowest rank. Ratios are of the same round, a
     floor          the same, with the optimizer on a shard, then the bare collectives of FSDP, as fast as we know them, on
                    memory that nothing is copied to or from; nothing overlaps
     --parts        the package with parts switched off: see systems.py
-    --peers        Megatron-FSDP and DeepSpeed ZeRO-3, where they are installed and run: see peers.py
+    --peers        Megatron-FSDP and DeepSpeed ZeRO-3, where they are installed and run, timed only: see peers.py
 
-Copies are those that a profiler sees in forward and backward and that the floor has not; those inside of collectives are
+Copies are those that a profiler sees in a step and that the floor has not; those inside of collectives are
 theirs. The last block stays gathered after forward in both, as torchtitan has it. The peak is what the CPU allocator has
 given out at the most in a step, activations included; held is before the step.
 """
@@ -74,7 +74,7 @@ def time_steps(trainings: dict[str, Training], rounds: int, warmup: int = 2) -> 
 
 
 def trace_step(system: str, case: Case, policy: str) -> Trace:
-    """What a step of one system copies, sends and holds. The optimizer's copies are left out."""
+    """What a step of one system copies, sends and holds."""
 
     def build() -> Any:
         training = SYSTEMS[system](case, POLICIES[policy])
@@ -88,11 +88,9 @@ def rows_of(times: dict[str, torch.Tensor], traces: dict[str, Trace]) -> list[di
     rows = []
     base = traces["floor"]
     for name, seconds in times.items():
-        total, trace = seconds[:, -1], traces.get(name, Trace())
+        total, trace = seconds[:, -1], traces.get(name)
         low, high = statistics.quantiles(total.tolist(), n=4)[::2] if len(total) > 1 else (total[0], total[0])
         ratio = lambda other: float((total / times[other][:, -1]).median())  # noqa: E731, B023
-        copied = sum(trace.copied.values()) - sum(base.copied.values())
-        calls = " ".join(f"{count} {kind}," for kind, count in trace.collectives.items()).rstrip(",")
         rows.append(
             {
                 "system": name,
@@ -101,15 +99,24 @@ def rows_of(times: dict[str, torch.Tensor], traces: dict[str, Trace]) -> list[di
                 **{phase: 1e3 * float(seconds[:, i].median()) for i, phase in enumerate(PHASES)},
                 "/ FSDP2": ratio("FSDP2"),
                 "/ floor": ratio("floor"),
-                "copied MB": copied / 1e6,
-                "sent MB": sum(trace.collective_nbytes.values()) / 1e6,
-                "held MB": trace.start_nbytes / 1e6,
-                "peak MB": trace.peak_nbytes / 1e6,
-                "peak / FSDP2": trace.peak_nbytes / max(1, traces["FSDP2"].peak_nbytes),
-                "collectives": calls,
+                **_traced_columns(trace, base, traces["FSDP2"]),
             }
         )
     return rows
+
+
+def _traced_columns(trace: Trace | None, floor: Trace, fsdp2: Trace) -> dict[str, Any]:
+    """Copies, collectives and memory; blank for systems that are timed only."""
+    if trace is None:
+        return dict.fromkeys(("copied MB", "sent MB", "held MB", "peak MB", "peak / FSDP2", "collectives"), "")
+    return {
+        "copied MB": (sum(trace.copied.values()) - sum(floor.copied.values())) / 1e6,
+        "sent MB": sum(trace.collective_nbytes.values()) / 1e6,
+        "held MB": trace.start_nbytes / 1e6,
+        "peak MB": trace.peak_nbytes / 1e6,
+        "peak / FSDP2": trace.peak_nbytes / fsdp2.peak_nbytes,
+        "collectives": ", ".join(f"{count} {kind}" for kind, count in trace.collectives.items()),
+    }
 
 
 def measure(rank: int, store: str, options: argparse.Namespace, results: Any) -> None:

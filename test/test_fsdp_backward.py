@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import fully_shard
+from torch_ragged.fsdp._tensors import map_tensors, tensors_in
 
 DIM = 6
 
@@ -244,6 +245,22 @@ def check_frozen_group_gets_what_was_accumulated():
         grads.append((accumulated, model[1].weight.grad.full_tensor()))
     for mine, theirs in zip(*grads):
         torch.testing.assert_close(mine, theirs)
+
+
+class TensorsTest(unittest.TestCase):
+    def test_what_may_hide_tensors_is_told(self):
+        x, y = torch.ones(1), torch.ones(2)
+        cases = [
+            (Hidden(x, {"y": y}), [x, y], False),
+            (Hidden(x, {"y": [y, object()]}), [x, y], True),
+            ((object(), 1), [], True),
+            ([{x}, None, "text"], [x], False),
+        ]
+        for value, tensors, hides in cases:
+            found, opaque = tensors_in(value)
+            self.assertEqual(([id(tensor) for tensor in found], opaque), ([id(tensor) for tensor in tensors], hides))
+        doubled = map_tensors(lambda t: 2 * t, Hidden(x, {"y": y}))
+        self.assertEqual((doubled.value.tolist(), doubled.rest["y"].tolist(), doubled.label), ([2.0], [2.0, 2.0], "hidden"))
 
 
 class BackwardTest(unittest.TestCase):

@@ -1,9 +1,14 @@
 """Fully sharded data parallelism on RaggedShard: FSDP2's API on buffers that need no copies in or out.
 
-Files by noun: ``_granularity`` (what may be cut), ``_layout`` (where tensors lie), ``_planner`` with ``_packing``,
-``_interleave`` and ``_bound`` (the search for it), ``_advice``, ``plan`` (the offline tool), ``_dbuffer`` (the memory),
-``_collectives``, ``_param_group`` (parameters and gradients of a unit), ``_state`` (hooks), ``_fully_shard`` (API),
-``_memory`` and ``_monitor`` (what a training step costs).
+Files by noun. Layout: ``_granularity`` (what may be cut), ``_layout`` (where tensors lie), ``_planner`` with ``_packing``,
+``_interleave`` and ``_bound`` (the search for it), ``_advice``, ``plan`` (the offline tool).
+Parameters: ``_mesh`` and ``_distribution`` (where they are), ``_grouping`` (which go together), ``_managed_param`` (one),
+``_dbuffer`` (the memory), ``_param_group`` (those of a unit), ``_extension`` (types with their own all-gather).
+Gathered and reduced: ``_collectives``, ``_resident`` and ``_neighbours`` (what stays gathered), ``_gradients`` with
+``_weight_gradient`` (matmuls that write them).
+Hooks: ``_state``, ``_forward_order`` (what backward does on all ranks alike), ``_tensors`` (in inputs and outputs).
+API: ``_fully_shard`` with ``_agreement`` (an error on one rank is one on all), ``_fsdp_module``, ``_placements`` (ZeRO).
+What a step costs: ``_memory`` and ``_monitor``.
 """
 
 from torch.distributed.fsdp import (

@@ -27,15 +27,15 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 def tensors_in(value: Any) -> tuple[list[torch.Tensor], bool]:
     """The tensors that :func:`map_tensors` comes to, in its order; and whether there are objects that may hide others."""
     tensors: list[torch.Tensor] = []
+    opaque: list[Any] = []
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:
         tensors.append(tensor)
         return tensor
 
-    leaves = pytree.tree_leaves(value)
-    for leaf in leaves:
-        _map_leaf(collect, leaf)
-    return tensors, not all(isinstance(leaf, (torch.Tensor, *_WITHOUT_TENSORS)) or _is_container(leaf) for leaf in leaves)
+    for leaf in pytree.tree_leaves(value):
+        _map_leaf(collect, leaf, opaque)
+    return tensors, bool(opaque)
 
 
 def _is_container(leaf: Any) -> bool:
@@ -43,18 +43,24 @@ def _is_container(leaf: Any) -> bool:
     return is_dataclass or isinstance(leaf, (set, frozenset, PackedSequence))
 
 
-def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
-    """The same of what pytree takes for a leaf."""
+def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any, opaque: list[Any] | None = None) -> Any:
+    """The same of what pytree takes for a leaf; objects that are left as they are, and may hold tensors, go to ``opaque``."""
     if isinstance(leaf, torch.Tensor):
         return function(leaf)
     if not _is_container(leaf):
+        if opaque is not None and not isinstance(leaf, _WITHOUT_TENSORS):
+            opaque.append(leaf)
         return leaf
+
+    def inside(part: Any) -> Any:
+        return pytree.tree_map(lambda inner: _map_leaf(function, inner, opaque), part)
+
     if isinstance(leaf, PackedSequence):
         return leaf._replace(data=function(leaf.data))
     if isinstance(leaf, (set, frozenset)):
-        return type(leaf)(map_tensors(function, part) for part in leaf)
+        return type(leaf)(inside(part) for part in leaf)
     result = copy.copy(leaf)
     for field in dataclasses.fields(leaf):
         if hasattr(leaf, field.name):
-            object.__setattr__(result, field.name, map_tensors(function, getattr(leaf, field.name)))  # It may be frozen.
+            object.__setattr__(result, field.name, inside(getattr(leaf, field.name)))  # It may be frozen.
     return result
