@@ -11,10 +11,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from torch_ragged._api import ragged_extension
 from torch_ragged._ownership import Box, owned, row_major
+from torch_ragged._placement_extension import CheckpointExtension
 from torch_ragged.placement_types import cuts_of
 
-__all__ = ["copy_from_full", "create_chunk_list", "create_write_items", "get_tensor_shard", "own_storage", "owned_boxes"]
+__all__ = ["RaggedCheckpoint", "own_storage", "owned_boxes"]
 
 
 def owned_boxes(tensor: DTensor) -> tuple[Box, ...]:
@@ -33,43 +35,42 @@ def owned_boxes(tensor: DTensor) -> tuple[Box, ...]:
     return owned(tuple(tensor.shape), tuple(mesh.shape), cuts, tuple(coordinate)).boxes
 
 
-def create_chunk_list(tensor: DTensor) -> list[ChunkStorageMetadata]:
-    """DCP's description of what this rank holds: offsets and sizes of each box."""
-    return [ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in owned_boxes(tensor)]
+class RaggedCheckpoint(CheckpointExtension):
+    """One chunk per box, each a view of the local tensor."""
 
+    def create_chunk_list(self, tensor: DTensor) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in owned_boxes(tensor)]
 
-def create_write_items(fqn: str, tensor: DTensor) -> list[WriteItem]:
-    """One DCP write item per box."""
-    properties = TensorProperties.create_from_tensor(tensor.detach().to_local())
-    return [
-        WriteItem(
-            index=MetadataIndex(fqn, chunk.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
-        )
-        for chunk in create_chunk_list(tensor)
-    ]
+    def create_write_items(self, fqn: str, tensor: DTensor) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(tensor.detach().to_local())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
+            )
+            for chunk in self.create_chunk_list(tensor)
+        ]
 
+    def get_tensor_shard(self, tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
+        """
+        Raises:
+            ValueError: this rank holds no box at ``index.offset``.
+        """
+        local = tensor.detach().to_local()
+        for box in owned_boxes(tensor):
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                return own_storage(_view(local, box))
+        raise ValueError(f"{index.fqn}: this rank holds no chunk at offset {index.offset} of {tuple(tensor.shape)}")
 
-def get_tensor_shard(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
-    """The box at ``index.offset`` as a view of the local tensor.
-
-    Raises:
-        ValueError: this rank holds no box there.
-    """
-    local = tensor.detach().to_local()
-    for box in owned_boxes(tensor):
-        if index.offset is None or tuple(index.offset) == box.offsets:
-            return own_storage(_view(local, box))
-    raise ValueError(f"{index.fqn}: this rank holds no chunk at offset {index.offset} of {tuple(tensor.shape)}")
-
-
-def copy_from_full(tensor: DTensor, full: torch.Tensor) -> None:
-    """Fill this rank's shard of ``tensor`` from a tensor of its global shape that every rank has. No communication."""
-    local = tensor.detach().to_local()
-    for box in owned_boxes(tensor):
-        part = full[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))]
-        _view(local, box).copy_(part)
+    def from_full(self, tensor: DTensor, full: torch.Tensor, device: torch.device) -> DTensor:
+        if tensor.is_meta:
+            tensor = torch.empty_like(tensor, device=device)  # type: ignore[assignment]
+        local = tensor.detach().to_local()
+        for box in owned_boxes(tensor):
+            part = full[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))]
+            _view(local, box).copy_(part)
+        return tensor
 
 
 def _view(local: torch.Tensor, box: Box) -> torch.Tensor:
@@ -88,3 +89,6 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
     start = view.storage_offset() * view.element_size()
     part = storage[start : start + view.nbytes]
     return torch.empty(0, dtype=view.dtype).set_(part, 0, view.shape, view.stride())
+
+
+ragged_extension.checkpoint = RaggedCheckpoint()

@@ -17,7 +17,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import _random as dtensor_random
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torch_ragged._ops._pointwise_ops import pointwise_rule
 from torch_ragged._ops._rows import has_ragged_rows
@@ -25,7 +30,7 @@ from torch_ragged._ops._rules import NoLocalWay, OpCall, Sharding, Spec, decompo
 from torch_ragged._ownership import owned
 from torch_ragged.placement_types import cuts_of, has_ragged
 
-__all__ = ["like_of_generator", "random_rule", "register_rules", "rrelu_rule"]
+__all__ = ["before_draw", "like_of_generator", "random_rule", "rrelu_rule"]
 
 _aten = torch.ops.aten
 
@@ -35,7 +40,7 @@ _FACTORIES = "rand_like randn_like randint_like".split()
 _OF_VALUES = "bernoulli native_dropout".split()
 
 
-def register_rules() -> None:
+def _register_rules() -> None:
     """Give every op that is drawn here its rule, in all overloads but those with ``out=``."""
     for name in _SAMPLERS + _FACTORIES + _OF_VALUES:
         packet = getattr(_aten, name)
@@ -148,3 +153,22 @@ def _leader(call: OpCall) -> Spec:
     if has_ragged_rows(leader.placements):
         raise NoLocalWay("it would number the elements of a strided view in another order: use the tensor that is viewed")
     return leader
+
+
+def before_draw(op: Any, op_info: Any) -> None:
+    """See to it that ranks draw from equal states: on accelerators, make torch's tracker, which gives all of them rank 0's.
+
+    Raises:
+        UnsupportedOperatorException: under torch.compile, which breaks the graph there, so that the op runs as it does
+            without. In a graph, inductor would draw other numbers, and a rank that owns none would drop the op and its draw.
+    """
+    if TracingContext.try_get() is not None or get_proxy_mode() is not None:
+        raise UnsupportedOperatorException(op)
+    mesh, nothing_to_share = op_info.compute_mesh, op_info.local_args[0].device.type in ("cpu", "meta")
+    if nothing_to_share or dtensor_random._rng_tracker or _are_we_tracing():  # The last: fake tensors, which draw nothing.
+        return
+    if dtensor_random.is_rng_supported_mesh(mesh):
+        dtensor_random._rng_tracker = dtensor_random.OffsetBasedRNGTracker(mesh)
+
+
+_register_rules()

@@ -1,9 +1,9 @@
-"""The placements of this package, and how any placement describes its cut of a tensor to ``_ownership``."""
+"""RaggedShard, and how any placement describes its cut of a tensor to ``_ownership``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged._ownership import Chunk, Cut, Run, Whole, check_cuts
 
-__all__ = ["RaggedShard", "StridedRaggedShard", "cuts_of", "fsdp_placement", "has_ragged", "normalize_placements"]
+__all__ = ["RaggedShard", "cuts_of", "has_ragged", "normalize_placements"]
 
 _Self = TypeVar("_Self", bound="_Ragged")
 
@@ -22,7 +22,7 @@ _ragged_types: set[type] = set()
 
 
 class _Ragged(Placement):
-    """What the two placements share: an immutable value of dims and units, compared by relative units."""
+    """What ragged placements share: an immutable value of dims and units, compared by relative units."""
 
     __slots__ = ("_dims", "_hash", "_key", "_local_units")
 
@@ -30,6 +30,8 @@ class _Ragged(Placement):
     _local_units: tuple[int, ...]
     _key: tuple[Any, ...]
     _hash: int
+    redistribute_view: Callable[..., torch.Tensor] | None = None
+    """Moves local tensors that are not flat; None for those that ``_redistribute`` plans for."""
 
     def __init_subclass__(cls) -> None:
         _ragged_types.add(cls)
@@ -153,68 +155,7 @@ class RaggedShard(_Ragged):
         return f"RS({','.join(map(str, self._dims))})[{','.join(map(str, self._local_units))}]"
 
 
-class StridedRaggedShard(_Ragged):
-    """RaggedShard of a tensor that was first cut by ``Shard(0)`` on mesh dimensions to the right.
-
-    Tensor or expert parallelism shards first, FSDP second, yet FSDP's mesh dimension comes first: dimension 0 is
-    cut into ``split_factor`` even pieces, and each rank owns its run of units of *every* piece. ``Shard(0)`` over
-    ``split_factor`` ranks to the right then chooses one piece. A (4, 2) tensor on a (2, 2) mesh under
-    ``(StridedRaggedShard((0, 1), (1, 3), split_factor=2), Shard(0))``::
-
-                          mesh column 0             mesh column 1
-        row 0  | a0 a1 |  (0, 0): [a0]              (0, 1): [c0]
-        row 1  | b0 b1 |  (1, 0): [a1 b0 b1]        (1, 1): [c1 d0 d1]
-        row 2  | c0 c1 |
-        row 3  | d0 d1 |  rows 0-1 are piece 0, rows 2-3 piece 1
-
-    Where nothing chooses (``Replicate`` to the right), the 1-D local tensor holds the runs of all pieces in order.
-
-    Source: veScale-FSDP's StridedRaggedShard; torch's ``_StridedShard`` is the like for even shards.
-
-    Args:
-        dims, local_units: as for :class:`RaggedShard`, of each piece.
-        split_factor: number of pieces: the ranks that shard dimension 0 to the right (or a multiple).
-
-    Raises:
-        ValueError: as :class:`RaggedShard`; ``split_factor`` is less than 1.
-        TypeError: a dimension, unit or the split factor is not an integer.
-    """
-
-    __slots__ = ("_split_factor",)
-
-    _split_factor: int
-
-    def __init__(self, dims: Sequence[int], local_units: Sequence[int], split_factor: int) -> None:
-        (factor,) = _int_tuple("StridedRaggedShard", "split_factor", (split_factor,))
-        if factor < 1:
-            raise ValueError(f"StridedRaggedShard split_factor must be a number of pieces >= 1, got {factor}")
-        object.__setattr__(self, "_split_factor", factor)
-        super().__init__(dims, local_units, factor)
-
-    @property
-    def split_factor(self) -> int:
-        """The number of pieces of dimension 0."""
-        return self._split_factor
-
-    @property
-    def cut(self) -> Run:
-        return Run(len(self._dims), self._local_units, self._split_factor)
-
-    def replace_dims(self, dims: tuple[int, ...]) -> StridedRaggedShard:
-        return StridedRaggedShard(dims, self._local_units, self._split_factor)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StridedRaggedShard, (self._dims, self._local_units, self._split_factor)
-
-    def __repr__(self) -> str:
-        return f"StridedRaggedShard(dims={self._dims}, local_units={self._local_units}, split_factor={self._split_factor})"
-
-    def __str__(self) -> str:
-        units = ",".join(map(str, self._local_units))
-        return f"SRS({','.join(map(str, self._dims))})[{units}]/{self._split_factor}"
-
-
-torch.serialization.add_safe_globals([RaggedShard, StridedRaggedShard])
+torch.serialization.add_safe_globals([RaggedShard])
 
 
 def _int_tuple(placement: str, name: str, values: Sequence[int]) -> tuple[int, ...]:
@@ -225,7 +166,7 @@ def _int_tuple(placement: str, name: str, values: Sequence[int]) -> tuple[int, .
 
 
 def has_ragged(placements: Sequence[Placement]) -> bool:
-    """Whether any of the placements is one of this package's."""
+    """Whether any of the placements is a ragged one."""
     for placement in placements:  # Asked of every redistribution of plain DTensors: isinstance takes four times as long.
         if type(placement) in _ragged_types:
             return True
@@ -252,83 +193,6 @@ def normalize_placements(
     if len(operations) > 1 and not operations <= {"sum", "avg"}:
         raise ValueError(f"{result} mixes reductions that do not commute: reduce one mesh dimension first")
     return result
-
-
-def fsdp_placement(
-    shape: Sequence[int],
-    placements: Sequence[Placement],
-    mesh_shape: Sequence[int],
-    *,
-    ranks: int,
-    granularity: int = 1,
-    local_numels: Sequence[int] | None = None,
-) -> RaggedShard | StridedRaggedShard:
-    """The ragged placement by which FSDP shards a tensor that tensor or expert parallelism may have sharded before.
-
-    It is to stand to the left of ``placements``, on a mesh dimension of ``ranks``: ``[fsdp_placement(...), *placements]``.
-
-    ======================  ==========================================================================================
-    ``placements`` hold     result
-    ======================  ==========================================================================================
-    no Shard                RaggedShard over the fewest leading dimensions whose slices are whole in every cut
-    ``Shard(0)``            the same of each of its pieces: StridedRaggedShard with a split_factor of their number
-    ``Shard(d)``, d > 0     at most ``d`` dimensions; cuts fall on multiples of ``lcm(granularity, prod(local_shape[d:]))``
-    ======================  ==========================================================================================
-
-    Args:
-        shape, placements, mesh_shape: the tensor's global shape, how it is placed, and on a mesh of what shape.
-        ranks: the size of FSDP's mesh dimension.
-        granularity: elements of the local piece that stay together; cuts fall on multiples of it.
-        local_numels: elements of the local piece for each rank; as even as the granularity allows where None.
-
-    Raises:
-        ValueError: the tensor is sharded unevenly, or by a placement beside which no ragged one can stand; the
-            ``local_numels`` do not add up, or cut where the granularity or a sharded dimension forbids it.
-    """
-    shape, mesh_shape = tuple(shape), tuple(mesh_shape)
-    placed = normalize_placements(tuple(placements), shape, mesh_shape)
-    local, factor = _even_piece(shape, placed, mesh_shape)
-    depth = min((p.dim for p in placed if isinstance(p, Shard) and p.dim > 0), default=len(shape))
-    numel = math.prod(local)
-    block = math.lcm(granularity, math.prod(local[depth:]) or 1)
-    if local_numels is None:
-        blocks = [-(-numel // block) * rank // ranks for rank in range(ranks + 1)]
-        local_numels = [min(b * block, numel) - min(a * block, numel) for a, b in zip(blocks, blocks[1:])]
-    edges = [sum(local_numels[:rank]) for rank in range(ranks + 1)]
-    if len(local_numels) != ranks or edges[-1] != numel or any(edge % block and edge != numel for edge in edges):
-        raise ValueError(
-            f"local_numels {tuple(local_numels)} cannot cut a local piece of shape {tuple(local)} over {ranks} ranks: give one "
-            f"number per rank, which add up to {numel} and are multiples of {block} but for the last"
-        )
-    if not numel:
-        units, dims = (1,) + (0,) * (ranks - 1), 0
-    else:
-        dims = next(k for k in range(depth + 1) if all(edge % math.prod(local[k:]) == 0 for edge in edges))
-        units = tuple(n // math.prod(local[dims:]) for n in local_numels)
-    prefix = tuple(range(dims))
-    return RaggedShard(prefix, units) if factor == 1 else StridedRaggedShard(prefix, units, factor)
-
-
-def _even_piece(
-    shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
-) -> tuple[list[int], int]:
-    """The local shape that even shards leave over, and the number of pieces into which they cut dimension 0."""
-    local, pieces = list(shape), 1
-    for placement, size in zip(placements, mesh_shape):
-        if isinstance(placement, (_Ragged, _StridedShard)):
-            raise ValueError(
-                f"a tensor placed as {placement} cannot be sharded by FSDP too: redistribute to Replicate or Shard first"
-            )
-        if isinstance(placement, Shard):
-            dim = placement.dim
-            if local[dim] % size:
-                raise ValueError(
-                    f"dimension {dim} of shape {shape} is sharded unevenly over {size} ranks: FSDP needs even pieces. Pad the "
-                    "dimension, or shard another one"
-                )
-            local[dim] //= size
-            pieces *= size if dim == 0 else 1
-    return local, pieces
 
 
 def _normalize(placement: Placement, mesh_dim: int, ndim: int, size: int) -> Placement:
@@ -364,7 +228,6 @@ def cuts_of(placements: tuple[Placement, ...]) -> tuple[Cut, ...]:
             cuts.append(Whole())
         else:
             raise ValueError(
-                f"{placement} cannot stand beside a ragged placement: use Replicate, Partial, Shard, RaggedShard or "
-                "StridedRaggedShard"
+                f"{placement} cannot stand beside a ragged placement: use Replicate, Partial, Shard or a ragged placement"
             )
     return tuple(cuts)

@@ -184,3 +184,6 @@ def redistribute_rows(
         count = math.prod(moved[: len(view.dims)]) * units[mine] // sum(units)
         out = out.view([1] * (len(view.dims) - 1) + [count] + moved[len(view.dims) :])
     return out.permute(inverse).contiguous()
+
+
+RaggedRows.redistribute_view = staticmethod(redistribute_rows)

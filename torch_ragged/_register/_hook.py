@@ -8,14 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch_ragged.placement_types import has_ragged
+from torch_ragged._placement_extension import extension_of
 
-__all__ = ["CHECKPOINT", "OPERATORS", "PROTOCOL", "Hook", "extend_in_place", "has", "hook", "hooks"]
+__all__ = ["CHECKPOINT", "GROUPS", "OPERATORS", "PROTOCOL", "Hook", "extend_in_place", "has", "hook", "hooks"]
 
 # The patches in ``upstream/`` that make hooks unnecessary.
-PROTOCOL = "0001-placement-extension-protocol"
+PROTOCOL = "0001-placement-extension"
+GROUPS = "0002-ragged-shard"
 OPERATORS = "0003-ragged-shard-operators"
-CHECKPOINT = "0005-checkpoint"
+CHECKPOINT = "0005-ragged-shard-checkpoint"
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def has(function: Any, *parameters: str) -> bool:
     return callable(function) and set(parameters) <= set(inspect.signature(function).parameters)
 
 
-def extend_in_place(function: types.FunctionType, guard: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def extend_in_place(function: Any, guard: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Have calls for which ``guard`` holds go to ``make(original)``; for everyone, those included who imported the name before.
 
     The function object keeps its identity, signature and defaults; its code becomes::
@@ -64,14 +65,14 @@ def extend_in_place(function: types.FunctionType, guard: str, make: Callable[[Ca
         return original(...)
 
     Args:
-        guard: an expression in the function's parameters and ``has_ragged``. Other calls pay for a frame and for it, no more.
+        guard: an expression in the function's parameters and ``extension_of``. Other calls pay for a frame and for it, no more.
     """
     original = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     original.__kwdefaults__ = function.__kwdefaults__
     names = {f"_torch_ragged_{function.__name__}": make(original), f"_torch_{function.__name__}": original}
-    function.__globals__.update(names, _has_ragged=has_ragged)
+    function.__globals__.update(names, _extension_of=extension_of)
     ours, theirs = names
     signature = inspect.signature(original)
     bare = signature.replace(
@@ -79,7 +80,7 @@ def extend_in_place(function: types.FunctionType, guard: str, make: Callable[[Ca
         return_annotation=signature.empty,
     )
     passed = ", ".join(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in signature.parameters.values())
-    condition = guard.replace("has_ragged", "_has_ragged")
+    condition = guard.replace("extension_of", "_extension_of")
     source = f"def extended{bare}:\n    if {condition}:\n        return {ours}({passed})\n    return {theirs}({passed})\n"
     scope: dict[str, Any] = {}
     exec(source, scope)

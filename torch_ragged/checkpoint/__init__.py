@@ -18,7 +18,6 @@ that ``dcp.load`` reads it too, and a manifest: what was saved, by whom, and siz
 ``_cli``. Only public DCP is used, and only what a model and an optimizer offer as state dicts: any model on any DTensors goes.
 """
 
-import torch_ragged  # noqa: F401  (registers the placements)
 from torch_ragged.checkpoint._api import async_save, load, save
 from torch_ragged.checkpoint._errors import CheckpointError
 from torch_ragged.checkpoint._folder import keep, latest

@@ -21,7 +21,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 import torch_ragged
 from torch_ragged.checkpoint._errors import CheckpointError
 from torch_ragged.checkpoint._files import FileRecord
-from torch_ragged.placement_types import RaggedShard, StridedRaggedShard
+from torch_ragged.placement_types import RaggedShard
+from torch_ragged.strided_placement_types import StridedRaggedShard
 
 __all__ = ["FORMAT", "MANIFEST", "FileRecord", "Manifest", "TensorRecord", "describe", "fingerprint", "read_manifest"]
 

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-import torch_ragged  # noqa: F401  (registers the placements)
 from torch_ragged.fsdp._advice import advise
 from torch_ragged.fsdp._dbuffer import DBuffer
 from torch_ragged.fsdp._fsdp_module import FSDPModule, share_comm_ctx

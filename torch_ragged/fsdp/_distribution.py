@@ -12,7 +12,8 @@ from torch_ragged._register._torch import dtensor_like, local_tensor
 from torch_ragged.fsdp._granularity import Granularity
 from torch_ragged.fsdp._layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp._mesh import DataParallelMesh
-from torch_ragged.placement_types import RaggedShard, StridedRaggedShard
+from torch_ragged.placement_types import RaggedShard
+from torch_ragged.strided_placement_types import StridedRaggedShard
 
 __all__ = ["Distribution", "local_of"]
 

@@ -5,7 +5,6 @@ Files by noun: ``_roots`` (which rank computes with which whole matrix), ``_gath
 matrices over ranks), ``_quantize`` (8-bit codes), ``_adam8bit``, its kernel ``_triton_adam8bit``; ``_base`` (what all share).
 """
 
-import torch_ragged  # noqa: F401  (registers the placements)
 from torch_ragged.optim._adam8bit import Adam8bit, AdamW8bit
 from torch_ragged.optim._blocks import BlockPolicy
 from torch_ragged.optim._matrix import matrix_groups

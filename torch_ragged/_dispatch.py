@@ -1,11 +1,10 @@
-"""Hooks on ``torch/distributed/tensor/_dispatch.py``: how an op on ragged DTensors finds its sharding, and runs."""
+"""How an op on ragged DTensors finds its sharding, and runs: what they bring to ``torch/distributed/tensor/_dispatch.py``."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -13,16 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._dynamo import eval_frame
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _dispatch as dtensor_dispatch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
+from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding, RuntimeSchemaInfo
 from torch.distributed.tensor._ops import _math_ops as dtensor_math_ops
 from torch.utils import _pytree as pytree
 
+from torch_ragged._api import ragged_extension
 from torch_ragged._ops import (
     Layout,
     NoLocalWay,
@@ -40,8 +39,8 @@ from torch_ragged._ops import (
     writes_statistics,
 )
 from torch_ragged._ownership import row_major
-from torch_ragged._register._hook import OPERATORS, has, hook
-from torch_ragged._register._random import before_draw
+from torch_ragged._placement_extension import OpExtension
+from torch_ragged._random import before_draw
 from torch_ragged.placement_types import has_ragged
 
 _aten = torch.ops.aten
@@ -72,6 +71,38 @@ class RaggedSharding(OutputSharding):
 
     run: Callable[..., Any] | None = None
     draws: bool = False
+
+    def local_results(self, op: Any, op_info: Any) -> Any:
+        """Redistribute the local arguments as ``redistribute_schema`` says and run the op on them."""
+        if self.draws:
+            before_draw(op, op_info)
+        schema, values = self.redistribute_schema, self.use_val_from_redistribute_schema
+        dtensor_dispatch.OpDispatcher.redistribute_local_args(op_info, schema, values)  # type: ignore[arg-type]
+        arguments = op_info.local_args
+        if op_info.args_tree_spec is not None:
+            arguments = pytree.tree_unflatten(arguments, op_info.args_tree_spec)
+        return (self.run or op)(*arguments, **op_info.local_kwargs)
+
+
+class RaggedOps(OpExtension):
+    """Operators on ragged DTensors: the rules of ``_ops``, asked through DTensor's dispatcher."""
+
+    def propagate(
+        self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], op_info: OpInfo, try_cache: bool
+    ) -> Any:
+        assert op_info.schema is not None
+        return _dispatch_ragged(op, args, kwargs, op_info.schema, try_cache and not _are_we_tracing())
+
+    def dispatch(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Without the C++ cache, which does not serve ops that have a handler."""
+        dispatcher = DTensor._op_dispatcher
+        op_info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+        answer = _dispatch_ragged(op, args, kwargs, op_info.schema)  # type: ignore[arg-type]
+        if not isinstance(answer, OutputSharding):
+            return answer
+        op_info.output_sharding = answer
+        local = dispatcher._dispatch_get_local_results_slow_path(op, args, op_info)
+        return dispatcher.wrap(local, answer.output_spec)
 
 
 class _Propagation:
@@ -187,57 +218,6 @@ def _with_specs(schema: OpSchema, specs: Sequence[DTensorSpec]) -> OpSchema:
     leaves, tree = pytree.tree_flatten(schema.args_schema)
     leaves = [next(replacements) if isinstance(leaf, DTensorSpec) else leaf for leaf in leaves]
     return OpSchema(schema.op, pytree.tree_unflatten(leaves, tree), schema.kwargs_schema, schema_info=schema.schema_info)
-
-
-@hook(
-    "OpDispatcher._propagate_op_sharding_dispatch_slow_path, _dispatch_get_local_results_slow_path",
-    "sharding rules of ops on ragged DTensors, and how they run on local tensors",
-    OPERATORS,
-    lambda: (
-        has(dtensor_dispatch.OpDispatcher._propagate_op_sharding_dispatch_slow_path, "args", "kwargs", "op_info", "try_cache")
-        and has(dtensor_dispatch.OpDispatcher._dispatch_get_local_results_slow_path, "op_call", "args", "op_info")
-        and hasattr(DTensor._op_dispatcher.sharding_propagator, "_propagate_tensor_meta_non_cached")
-        and hasattr(dtensor_math_ops, "_NormPartial")
-    ),
-)
-def _install_dispatch() -> None:
-    dispatcher = DTensor._op_dispatcher
-    propagate_original = dispatcher._propagate_op_sharding_dispatch_slow_path
-    results_original = dispatcher._dispatch_get_local_results_slow_path
-
-    def propagate(op_call, args, kwargs, op_info, try_cache):  # type: ignore[no-untyped-def]
-        schema = op_info.schema
-        for value in itertools.chain(op_info.flat_args_schema, schema.kwargs_schema.values()):
-            if isinstance(value, DTensorSpec) and has_ragged(value.placements):
-                return _dispatch_ragged(op_call, args, kwargs, schema, try_cache and not _are_we_tracing())
-        return propagate_original(op_call, args, kwargs, op_info, try_cache)
-
-    def local_results(op_call, args, op_info):  # type: ignore[no-untyped-def]
-        sharding = op_info.output_sharding
-        if not isinstance(sharding, RaggedSharding) or not op_info.compute_mesh._is_current_rank_part_of_mesh():
-            return results_original(op_call, args, op_info)
-        return _run_ragged(op_call, op_info, sharding)
-
-    _complete_keys()
-    dispatcher._propagate_op_sharding_dispatch_slow_path = propagate  # type: ignore[method-assign]
-    dispatcher._dispatch_get_local_results_slow_path = local_results  # type: ignore[method-assign]
-
-
-@hook(
-    "_C._dynamo.eval_frame.set_code_exec_strategy",
-    "between two graphs, dynamo would compile what the dispatcher calls here, random numbers included; torch's it leaves alone",
-    OPERATORS,
-    lambda: callable(eval_frame.set_code_exec_strategy) and {"DEFAULT", "SKIP"} <= set(eval_frame._FrameAction.__members__),
-)
-def _install_no_compile() -> None:
-    dispatcher, skip = DTensor._op_dispatcher, eval_frame._FrameAction.SKIP
-    functions = [dispatcher._propagate_op_sharding_dispatch_slow_path, dispatcher._dispatch_get_local_results_slow_path]
-    for function in [*functions, _guard_handler(lambda: None)]:
-        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-
-
-def _ragged_specs(schema: OpSchema) -> list[DTensorSpec]:
-    return [spec for spec in _specs((schema.args_schema, schema.kwargs_schema)) if has_ragged(spec.placements)]
 
 
 def _dispatch_ragged(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: OpSchema, try_cache: bool = False) -> Any:
@@ -413,51 +393,5 @@ def _ragged_specs_by_keyword(schema: OpSchema) -> bool:
     return any(has_ragged(spec.placements) for spec in _specs(tuple(schema.kwargs_schema.values())))
 
 
-def _run_ragged(op: Any, op_info: Any, sharding: RaggedSharding) -> Any:
-    """Redistribute the local arguments as ``sharding`` says and run the op on them."""
-    if sharding.draws:
-        before_draw(op, op_info)
-    schema, values = sharding.redistribute_schema, sharding.use_val_from_redistribute_schema
-    dtensor_dispatch.OpDispatcher.redistribute_local_args(op_info, schema, values)  # type: ignore[arg-type]
-    arguments = op_info.local_args
-    if op_info.args_tree_spec is not None:
-        arguments = pytree.tree_unflatten(arguments, op_info.args_tree_spec)
-    return (sharding.run or op)(*arguments, **op_info.local_kwargs)
-
-
-@hook(
-    "OpDispatcher._custom_op_handlers",
-    "handlers that look at placements would take a ragged one for another",
-    OPERATORS,
-    lambda: isinstance(getattr(DTensor._op_dispatcher, "_custom_op_handlers", None), dict),
-)
-def _install_op_handlers() -> None:
-    """Ops that DTensor handles before sharding rules are asked; those that look at placements do not know ours."""
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    safe = {_aten.is_same_size.default, _aten.as_strided.default, _aten.is_pinned.default}
-
-    for op, handler in handlers.items():
-        if op not in safe:
-            handlers[op] = _guard_handler(handler)
-
-
-def _guard_handler(handler: Callable[..., Any]) -> Callable[..., Any]:
-    def guarded(op_call, args, kwargs):  # type: ignore[no-untyped-def]
-        leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, DTensor)]
-        if any(has_ragged(t.placements) for t in leaves):
-            return _dispatch_now(op_call, args, kwargs)
-        return handler(op_call, args, kwargs)
-
-    return guarded
-
-
-def _dispatch_now(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dispatch an op on ragged DTensors without the C++ cache, which does not serve ops that have a handler."""
-    dispatcher = DTensor._op_dispatcher
-    op_info = dispatcher.unwrap_to_op_info(op, args, kwargs)
-    answer = _dispatch_ragged(op, args, kwargs, op_info.schema)  # type: ignore[arg-type]
-    if not isinstance(answer, OutputSharding):
-        return answer
-    op_info.output_sharding = answer
-    local = dispatcher._dispatch_get_local_results_slow_path(op, args, op_info)
-    return dispatcher.wrap(local, answer.output_spec)
+ragged_extension.ops = RaggedOps()
+_complete_keys()

@@ -1,0 +1,207 @@
+"""What the ragged placements bring to DTensor: how local tensors are checked, made, moved and differentiated."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Optional
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import _redistribute as dtensor_redistribute
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+from torch_ragged._async_tensor import async_local
+from torch_ragged._ownership import owned, row_major
+from torch_ragged._placement_extension import PlacementExtension
+from torch_ragged._redistribute import REDUCTIONS, broadcast_local, redistribute_local
+from torch_ragged.placement_types import _Ragged, cuts_of, normalize_placements
+
+__all__ = ["RaggedExtension", "ragged_extension"]
+
+
+class RaggedExtension(PlacementExtension):
+    """Layout and redistribution of DTensors of which a ragged placement cuts the storage."""
+
+    def from_local(
+        self, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], run_check: bool, shape: Any
+    ) -> tuple[tuple[Placement, ...], torch.Size, tuple[int, ...]]:
+        """Refuse a local tensor that is not what ownership says; with ``run_check`` on every rank, by one object all-gather."""
+        if shape is None:
+            raise ValueError(
+                "DTensor.from_local with a ragged placement needs the global shape: pass shape= (it cannot be told from 1-D "
+                "locals)"
+            )
+        shape = torch.Size(shape)
+        check = functools.partial(_local_placements, local, mesh, tuple(placements), shape)
+        on_all = run_check and mesh.get_coordinate() is not None
+        return _on_every_rank(mesh, shape, check) if on_all else check(), shape, row_major(shape)
+
+    def distribute_tensor(
+        self, tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], src_data_rank: Optional[int]
+    ) -> DTensor:
+        """Ranks agree on the data of the source rank first, as for DTensor's own placements; one broadcast per mesh dim."""
+        normalized = normalize_placements(tuple(placements), tuple(tensor.shape), tuple(mesh.shape))
+        if isinstance(tensor, DTensor):
+            if (tensor.device_mesh, tensor.placements) != (mesh, normalized):
+                raise ValueError(
+                    f"distribute_tensor of a DTensor with placements {tensor.placements} on {tensor.device_mesh} to "
+                    f"{normalized} on {mesh}: use redistribute"
+                )
+            return tensor
+        if any(isinstance(p, Partial) for p in normalized):
+            raise ValueError(f"distribute_tensor to {normalized}: distribute to Replicate in place of Partial")
+        whole = tensor.contiguous() if tensor.is_leaf else tensor
+        replicated = distribute_tensor(whole, mesh, [Replicate()] * mesh.ndim, src_data_rank=src_data_rank)
+        local = broadcast_local(replicated._local_tensor.detach(), mesh, tensor.shape, normalized)
+        spec = _spec(mesh, normalized, tensor.shape, tensor.dtype)
+        return DTensor(local.requires_grad_(tensor.requires_grad), spec, requires_grad=tensor.requires_grad)  # type: ignore
+
+    def local_shape_and_global_offset(
+        self, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool
+    ) -> NoReturn:
+        raise ValueError(f"a piece under {placements} is no single box with one offset: use DTensor.__create_chunk_list__()")
+
+    def redistribute(
+        self, tensor: DTensor, mesh: Optional[DeviceMesh], placements: Sequence[Placement], **options: Any
+    ) -> DTensor:
+        """Checks placements before any communication. The collectives are those of ``_redistribute``."""
+        own = tensor.device_mesh
+        if mesh not in (None, own):
+            given = [f"{tuple(one.shape)} on {one.device_type}" for one in (own, mesh)]  # type: ignore[union-attr]
+            raise ValueError(
+                f"cannot redistribute a DTensor on a mesh of {given[0]} to another, {given[1]}: use the tensor's own"
+            )
+        normalized = normalize_placements(tuple(placements), tensor.shape, own.shape)
+        return _RaggedRedistribute.apply(tensor, normalized, *_options(**options))
+
+    def redistribute_local_tensor(
+        self, local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, *, async_op: bool, is_explicit: bool
+    ) -> torch.Tensor:
+        old, new, mesh, shape = current.placements, target.placements, current.mesh, current.shape
+        if mesh != target.mesh:
+            raise NotImplementedError("redistribution of a ragged DTensor to another mesh: use the tensor's own mesh")
+        if mesh.get_coordinate() is None or (old == new and shape == target.shape):
+            return local
+        with _recorded(local, old, new, is_explicit):
+            if shape != target.shape:
+                return broadcast_local(local, mesh, target.shape, new)
+            view = next((p for p in (*old, *new) if isinstance(p, _Ragged) and p.redistribute_view is not None), None)
+            if view is not None:
+                return view.redistribute_view(local, mesh, shape, old, new)  # type: ignore[misc]
+            for dim, (placement, wanted) in enumerate(zip(old, new)):
+                if _is_unusual_partial(placement) and placement != wanted:
+                    local, old = _reduced(local, mesh, dim, placement), (*old[:dim], Replicate(), *old[dim + 1 :])
+            pending = redistribute_local(local, mesh, shape, old, new)
+            return async_local(pending) if async_op and pending.in_flight and not _are_we_tracing() else pending.wait()
+
+    def to_local_gradient(
+        self, spec: DTensorSpec, placements: Optional[Sequence[Placement]], gradient: torch.Tensor
+    ) -> DTensor:
+        placements = tuple(Replicate() if isinstance(p, Partial) else p for p in placements or spec.placements)
+        grad_spec = _spec(spec.mesh, placements, spec.shape, gradient.dtype)
+        return DTensor(gradient.contiguous(), grad_spec, requires_grad=gradient.requires_grad)  # type: ignore[call-arg]
+
+    def rank_hash(self, spec: DTensorSpec) -> str:
+        return f" at {spec.mesh.get_coordinate()}"
+
+
+ragged_extension = RaggedExtension()
+_Ragged.extension = ragged_extension
+
+
+def _spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, row_major(shape), dtype))
+
+
+def _local_placements(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
+) -> tuple[Placement, ...]:
+    normalized = normalize_placements(placements, tuple(shape), tuple(mesh.shape))
+    coordinate = mesh.get_coordinate()
+    if coordinate is not None:
+        expected = owned(tuple(shape), tuple(mesh.shape), cuts_of(normalized), tuple(coordinate)).local_shape
+        if tuple(local.shape) != expected:
+            raise ValueError(
+                f"shape {tuple(shape)} under {''.join(map(str, normalized))}: rank {dist.get_rank()} gave a local tensor of "
+                f"shape {tuple(local.shape)}, expected {expected}"
+            )
+    return normalized
+
+
+def _on_every_rank(mesh: DeviceMesh, shape: torch.Size, check: Callable[[], tuple[Placement, ...]]) -> tuple[Placement, ...]:
+    """The placements that ``check`` gives, or on every rank the errors of all. One small object all-gather per mesh dim."""
+    try:
+        found = check()
+        answers = [(f"{tuple(shape)} {found}", "")]
+    except (TypeError, ValueError) as error:
+        answers = [("", str(error))]
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        gathered: list[Any] = [None] * group.size()
+        dist.all_gather_object(gathered, answers, group=group)
+        answers = [answer for part in gathered for answer in part]
+    problems = sorted({text for _, text in answers if text})
+    given = sorted({what for what, text in answers if not text})
+    if len(given) > 1:
+        problems.append(f"ranks gave different shapes or placements: {', '.join(given)}")
+    if problems:
+        raise ValueError("DTensor.from_local: " + "; ".join(problems))
+    return found
+
+
+def _options(
+    *, async_op: bool = False, forward_dtype: torch.dtype | None = None, backward_dtype: torch.dtype | None = None
+) -> tuple[Any, ...]:
+    """The keyword arguments of ``DTensor.redistribute``."""
+    return async_op, forward_dtype, backward_dtype
+
+
+class _RaggedRedistribute(torch.autograd.Function):
+    """To other placements; the gradient goes back, to Replicate for a Partial. Differentiable any number of times."""
+
+    @staticmethod
+    def forward(ctx, tensor, placements, async_op, forward_dtype, backward_dtype, is_explicit=True):  # type: ignore[no-untyped-def]
+        spec, local, dtype = tensor._spec, tensor._local_tensor, tensor.dtype
+        ctx.placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
+        ctx.async_op, ctx.dtype, ctx.backward_dtype = async_op, dtype, backward_dtype or dtype
+        if forward_dtype not in (None, dtype):
+            local = local.to(forward_dtype)
+        if placements == spec.placements and local is tensor._local_tensor:
+            return DTensor(local, spec, requires_grad=tensor.requires_grad)  # type: ignore[call-arg]
+        target = _spec(spec.mesh, placements, spec.shape, local.dtype)
+        moved = dtensor_redistribute.redistribute_local_tensor(local, spec, target, async_op=async_op, is_explicit=is_explicit)
+        return DTensor(moved, target, requires_grad=tensor.requires_grad)  # type: ignore[call-arg]
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        gradient = gradient.to(ctx.backward_dtype)
+        moved = _RaggedRedistribute.apply(gradient, ctx.placements, ctx.async_op, None, None, False)
+        return moved.to(ctx.dtype), *[None] * 5
+
+
+def _recorded(local: torch.Tensor, source: Any, target: Any, is_explicit: bool) -> contextlib.AbstractContextManager[Any]:
+    """Show the redistribution in ``DebugMode``, as torch's own ones are: ``trace: RS(0)[1,2,0,1]->R``."""
+    mode = dtensor_redistribute.get_active_debug_mode()
+    if mode is None:
+        return contextlib.nullcontext()
+    trace = "->".join("".join(map(str, placements)) for placements in (source, target))
+    return mode.record_redistribute_calls(local, source, target, trace, is_explicit=is_explicit)
+
+
+def _reduced(local: torch.Tensor, mesh: DeviceMesh, dim: int, placement: Placement) -> torch.Tensor:
+    """A local tensor pending a reduction over a mesh dimension, reduced as its Partial says."""
+    reduced = placement._reduce_value(local, mesh, dim)  # type: ignore[attr-defined]
+    return reduced.wait() if isinstance(reduced, AsyncCollectiveTensor) else reduced
+
+
+def _is_unusual_partial(placement: Placement) -> bool:
+    """A Partial that only torch knows to reduce: its norm and mask partials, and products."""
+    if not isinstance(placement, Partial):
+        return False
+    return placement.reduce_op not in REDUCTIONS or type(placement)._reduce_value is not Partial._reduce_value

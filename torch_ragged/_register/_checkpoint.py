@@ -1,0 +1,111 @@
+"""Hooks on checkpoints: ``torch/distributed/checkpoint``, ``_state_dict_utils.py``, and what ``DTensor`` tells them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import _state_dict_utils as state_dict_utils
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
+
+from torch_ragged._hf_storage import rounds_of, write_rounds
+from torch_ragged._placement_extension import PlacementExtension, extension_of
+from torch_ragged._register._hook import CHECKPOINT, PROTOCOL, has, hook
+
+
+@hook(
+    "DTensor.data_ptr",
+    "around a view into a buffer it gives the view's offset, which copy.deepcopy takes for memory of its own",
+    CHECKPOINT,
+    lambda: callable(DTensor.data_ptr),
+)
+def _install_data_ptr() -> None:
+    original = DTensor.data_ptr
+
+    @functools.wraps(original)
+    def data_ptr(self):  # type: ignore[no-untyped-def]
+        return original(self) if extension_of(self.placements) is None else 0
+
+    DTensor.data_ptr = data_ptr  # type: ignore[method-assign]
+
+
+@hook(
+    "DTensor.__create_write_items__, __create_chunk_list__, __get_tensor_shard__",
+    "several chunks per rank in checkpoints",
+    PROTOCOL,
+    lambda: all(hasattr(DTensor, f"__{n}__") for n in ("create_write_items", "create_chunk_list", "get_tensor_shard")),
+)
+def _install_checkpoint() -> None:
+    def extend(name: str, own: Callable[..., Any]) -> None:
+        original = getattr(DTensor, name)
+
+        @functools.wraps(original)
+        def method(self, *args):  # type: ignore[no-untyped-def]
+            extension = extension_of(self.placements)
+            if extension is None:
+                return original(self, *args)
+            self._raise_if_contains_partial_placements()
+            return own(extension.checkpoint_extension(), self, *args)
+
+        setattr(DTensor, name, method)
+
+    extend("__create_write_items__", lambda own, _, fqn, tensor: own.create_write_items(fqn, tensor))
+    extend("__create_chunk_list__", lambda own, tensor: own.create_chunk_list(tensor))
+    extend("__get_tensor_shard__", lambda own, tensor, index: own.get_tensor_shard(tensor, index))
+
+
+@hook(
+    "_state_dict_utils._distribute_tensors",
+    "it cuts a broadcast tensor into one box per rank",
+    PROTOCOL,
+    lambda: has(state_dict_utils._distribute_tensors, "local_state_dict", "keys", "device", "pg"),
+)
+def _install_distribute_tensors() -> None:
+    original = state_dict_utils._distribute_tensors
+
+    @functools.wraps(original)
+    def _distribute_tensors(local_state_dict, keys, device, pg=None):  # type: ignore[no-untyped-def]
+        others = []
+        for key in keys:
+            value = local_state_dict.get(key)
+            extension = _extension_of_pair(value)
+            if extension is None:
+                others.append(key)
+            else:
+                local_state_dict[key] = extension.checkpoint_extension().from_full(*value, device)
+        original(local_state_dict, others, device, pg)
+
+    state_dict_utils._distribute_tensors = _distribute_tensors
+
+
+def _extension_of_pair(value: object) -> PlacementExtension | None:
+    return extension_of(value[0].placements) if isinstance(value, tuple) and isinstance(value[0], DTensor) else None
+
+
+@hook(
+    "HuggingFaceStorageWriter.prepare_global_plan, write_data",
+    "of several chunks of a tensor on one rank, a safetensors file would hold the last only",
+    CHECKPOINT,
+    lambda: (
+        has(HuggingFaceStorageWriter.prepare_global_plan, "self", "plans")
+        and has(HuggingFaceStorageWriter.write_data, "self", "plan", "planner")
+    ),
+)
+def _install_hugging_face_writer() -> None:
+    prepare, write = HuggingFaceStorageWriter.prepare_global_plan, HuggingFaceStorageWriter.write_data
+
+    @functools.wraps(prepare)
+    def prepare_global_plan(self, plans):  # type: ignore[no-untyped-def]
+        prepared = prepare(self, plans)
+        return [dataclasses.replace(p, storage_data={**p.storage_data, "shards": len(plans)}) for p in prepared]
+
+    @functools.wraps(write)
+    def write_data(self, plan, planner):  # type: ignore[no-untyped-def]
+        rounds = rounds_of(plan.items)
+        return write(self, plan, planner) if len(rounds) < 2 else write_rounds(self, plan, planner, rounds)
+
+    HuggingFaceStorageWriter.prepare_global_plan = prepare_global_plan  # type: ignore[method-assign]
+    HuggingFaceStorageWriter.write_data = write_data  # type: ignore[method-assign]

@@ -1,0 +1,248 @@
+"""Hooks on ``torch/distributed/tensor``: each function asks the placements' extension first, where they bring one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch._C._dynamo import eval_frame
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _api as dtensor_api
+from torch.distributed.tensor import _dispatch as dtensor_dispatch
+from torch.distributed.tensor import _random as dtensor_random
+from torch.distributed.tensor import _redistribute as dtensor_redistribute
+from torch.distributed.tensor import _utils as dtensor_utils
+from torch.distributed.tensor import placement_types as dtensor_placement_types
+from torch.distributed.tensor._ops import _math_ops as dtensor_math_ops
+from torch.utils import _pytree as pytree
+from torch.utils._debug_mode import DebugMode
+
+from torch_ragged._ops import RaggedRows
+from torch_ragged._placement_extension import PlacementExtension, ask_extensions, extension_of, extension_of_op
+from torch_ragged._register._hook import OPERATORS, PROTOCOL, extend_in_place, has, hook
+from torch_ragged.placement_types import RaggedShard
+from torch_ragged.strided_placement_types import StridedRaggedShard
+
+
+def _extension(*placements: Any) -> PlacementExtension:
+    """What answers for these placements, where a guard has found that something does."""
+    return next(found for found in map(extension_of, placements) if found is not None)
+
+
+@hook(
+    "DTensor.from_local",
+    "check a local tensor against its global shape",
+    PROTOCOL,
+    lambda: has(DTensor.from_local, "local_tensor", "device_mesh", "placements", "run_check", "shape", "stride"),
+)
+def _install_from_local() -> None:
+    original = DTensor.from_local
+
+    @functools.wraps(original)
+    def from_local(local_tensor, device_mesh=None, placements=None, **options):  # type: ignore[no-untyped-def]
+        if placements is not None and (extension := extension_of(placements)) is not None:
+            device_mesh = device_mesh or dtensor_api._mesh_resources.get_current_mesh()
+            run_check, shape = options.get("run_check", False), options.get("shape")
+            placements, shape, stride = extension.from_local(local_tensor, device_mesh, placements, run_check, shape)
+            options.update(shape=shape, stride=stride)
+        return original(local_tensor, device_mesh, placements, **options)
+
+    DTensor.from_local = staticmethod(from_local)  # type: ignore[method-assign]
+
+
+@hook(
+    "_api.compute_global_tensor_info",
+    "from_local takes the shape () for none given",
+    PROTOCOL,
+    lambda: callable(getattr(dtensor_api, "compute_global_tensor_info", None)),
+)
+def _install_global_tensor_info() -> None:
+    original = dtensor_api.compute_global_tensor_info
+
+    def compute_global_tensor_info(tensor, mesh, placements):  # type: ignore[no-untyped-def]
+        return original(tensor, mesh, placements) if extension_of(placements) is None else ([], [])
+
+    dtensor_api.compute_global_tensor_info = compute_global_tensor_info  # type: ignore[attr-defined]
+
+
+@hook(
+    "distribute_tensor",
+    "cut a tensor as a placement says that brings its own rules",
+    PROTOCOL,
+    lambda: has(dtensor_api.distribute_tensor, "tensor", "device_mesh", "placements"),
+)
+def _install_distribute_tensor() -> None:
+    def distribute_tensor(tensor, device_mesh=None, placements=None, *, src_data_rank=0):  # type: ignore[no-untyped-def]
+        mesh = device_mesh or dtensor_api._mesh_resources.get_current_mesh()
+        return _extension(placements).distribute_tensor(tensor, mesh, placements, src_data_rank)
+
+    guard = "placements is not None and extension_of(placements) is not None"
+    extend_in_place(dtensor_api.distribute_tensor, guard, lambda original: distribute_tensor)
+
+
+@hook(
+    "_api._ToTorchTensor.backward",
+    "the global stride of a gradient cannot be told from its local",
+    PROTOCOL,
+    lambda: has(dtensor_api._ToTorchTensor.backward, "ctx", "grad_output"),
+)
+def _install_to_local_backward() -> None:
+    original = dtensor_api._ToTorchTensor.backward
+
+    def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
+        spec, wanted = ctx.dtensor_spec, ctx.grad_placements
+        extension = extension_of(spec.placements) or extension_of(wanted or ())
+        if grad_output is None or extension is None:
+            return original(ctx, grad_output)
+        return extension.to_local_gradient(spec, wanted, grad_output), None
+
+    dtensor_api._ToTorchTensor.backward = staticmethod(backward)  # type: ignore[method-assign, assignment]
+
+
+@hook(
+    "_utils.compute_local_shape_and_global_offset",
+    "it takes an unknown placement for Replicate",
+    PROTOCOL,
+    lambda: has(dtensor_utils.compute_local_shape_and_global_offset, "global_shape", "mesh", "placements"),
+)
+def _install_local_shape() -> None:
+    def local_shape(global_shape, mesh, placements, skip_offset=False):  # type: ignore[no-untyped-def]
+        return _extension(placements).local_shape_and_global_offset(global_shape, mesh, placements, skip_offset)
+
+    function = dtensor_utils.compute_local_shape_and_global_offset
+    extend_in_place(function, "extension_of(placements) is not None", lambda original: local_shape)
+
+
+@hook(
+    "_pytree.register_constant",
+    "torch.compile guards on placements: before 2.13 only on those that it knows, or on constants",
+    PROTOCOL,
+    lambda: callable(pytree.register_constant),
+)
+def _install_constants() -> None:
+    if not hasattr(dtensor_placement_types, "_register_placements_as_opaque"):  # Later versions take any Placement.
+        for placement in (RaggedShard, StridedRaggedShard, RaggedRows):
+            pytree.register_constant(placement)
+
+
+@hook(
+    "DTensor._stable_hash_for_caching",
+    "ranks of one machine share compiled graphs on disk, but what they compile may differ",
+    PROTOCOL,
+    lambda: not hasattr(DTensor, "_stable_hash_for_caching") or has(DTensor._stable_hash_for_caching, "self"),
+)
+def _install_cache_key() -> None:
+    if not hasattr(DTensor, "_stable_hash_for_caching"):  # 2.11: torch does not cache graphs of DTensors.
+        return
+    original = DTensor._stable_hash_for_caching
+
+    @functools.wraps(original)
+    def _stable_hash_for_caching(self):  # type: ignore[no-untyped-def]
+        extension = extension_of(self.placements)
+        return original(self) + ("" if extension is None else extension.rank_hash(self._spec))
+
+    DTensor._stable_hash_for_caching = _stable_hash_for_caching  # type: ignore[method-assign]
+
+
+@hook(
+    "DTensor.redistribute",
+    "check placements before any communication",
+    PROTOCOL,
+    lambda: has(DTensor.redistribute, "device_mesh", "placements", "async_op"),
+)
+def _install_redistribute() -> None:
+    def redistribute(self, device_mesh=None, placements=None, **options):  # type: ignore[no-untyped-def]
+        return _extension(placements, self.placements).redistribute(self, device_mesh, placements, **options)
+
+    guard = "placements is not None and (extension_of(placements) or extension_of(self._spec.placements)) is not None"
+    extend_in_place(DTensor.redistribute, guard, lambda original: redistribute)
+
+
+@hook(
+    "_redistribute.redistribute_local_tensor",
+    "move data to and from placements that bring their own rules",
+    PROTOCOL,
+    lambda: (
+        has(dtensor_redistribute.redistribute_local_tensor, "local_tensor", "current_spec", "target_spec", "is_explicit")
+        and has(dtensor_redistribute.get_active_debug_mode)
+        and has(DebugMode.record_redistribute_calls, "arg", "transform_info_str", "is_explicit")
+    ),
+)
+def _install_redistribute_local_tensor() -> None:
+    def redistribute_local_tensor(local_tensor, current_spec, target_spec, *, async_op=False, is_explicit=False, **_):  # type: ignore
+        extension = _extension(target_spec.placements, current_spec.placements)
+        options = {"async_op": async_op, "is_explicit": is_explicit}
+        return extension.redistribute_local_tensor(local_tensor, current_spec, target_spec, **options)
+
+    guard = "(extension_of(target_spec.placements) or extension_of(current_spec.placements)) is not None"
+    extend_in_place(dtensor_redistribute.redistribute_local_tensor, guard, lambda original: redistribute_local_tensor)
+
+
+@hook(
+    "OpDispatcher._propagate_op_sharding_dispatch_slow_path, _dispatch_get_local_results_slow_path",
+    "sharding rules of ops on placements that bring their own, and how these run on local tensors",
+    PROTOCOL,
+    lambda: (
+        has(dtensor_dispatch.OpDispatcher._propagate_op_sharding_dispatch_slow_path, "args", "kwargs", "op_info", "try_cache")
+        and has(dtensor_dispatch.OpDispatcher._dispatch_get_local_results_slow_path, "op_call", "args", "op_info")
+        and hasattr(DTensor._op_dispatcher.sharding_propagator, "_propagate_tensor_meta_non_cached")
+        and hasattr(dtensor_math_ops, "_NormPartial")
+    ),
+)
+def _install_dispatch() -> None:
+    dispatcher = DTensor._op_dispatcher
+    propagate_original = dispatcher._propagate_op_sharding_dispatch_slow_path
+    results_original = dispatcher._dispatch_get_local_results_slow_path
+
+    def propagate(op_call, args, kwargs, op_info, try_cache):  # type: ignore[no-untyped-def]
+        extension = extension_of_op(op_info)
+        if extension is None:
+            return propagate_original(op_call, args, kwargs, op_info, try_cache)
+        return extension.op_extension(op_call).propagate(op_call, args, kwargs, op_info, try_cache)
+
+    def local_results(op_call, args, op_info):  # type: ignore[no-untyped-def]
+        run = getattr(op_info.output_sharding, "local_results", None)
+        if run is None or not op_info.compute_mesh._is_current_rank_part_of_mesh():
+            return results_original(op_call, args, op_info)
+        return run(op_call, op_info)
+
+    dispatcher._propagate_op_sharding_dispatch_slow_path = propagate  # type: ignore[method-assign]
+    dispatcher._dispatch_get_local_results_slow_path = local_results  # type: ignore[method-assign]
+
+
+@hook(
+    "OpDispatcher._custom_op_handlers",
+    "handlers that look at placements would take one for another",
+    PROTOCOL,
+    lambda: isinstance(getattr(DTensor._op_dispatcher, "_custom_op_handlers", None), dict),
+)
+def _install_op_handlers() -> None:
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers.update(ask_extensions(handlers))
+
+
+@hook(
+    "_C._dynamo.eval_frame.set_code_exec_strategy",
+    "between two graphs, dynamo would compile what the dispatcher calls here, random numbers included; torch's it leaves alone",
+    OPERATORS,
+    lambda: callable(eval_frame.set_code_exec_strategy) and {"DEFAULT", "SKIP"} <= set(eval_frame._FrameAction.__members__),
+)
+def _install_no_compile() -> None:
+    dispatcher, skip = DTensor._op_dispatcher, eval_frame._FrameAction.SKIP
+    functions = [dispatcher._propagate_op_sharding_dispatch_slow_path, dispatcher._dispatch_get_local_results_slow_path]
+    for function in [*functions, *dispatcher._custom_op_handlers.values()]:
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
+@hook(
+    "_random._rng_tracker",
+    "where ragged DTensors draw from, as a single device would; torch's own way counts the elements of Shard's shards",
+    OPERATORS,
+    lambda: (
+        hasattr(dtensor_random, "_rng_tracker")
+        and has(dtensor_random.is_rng_supported_mesh, "device_mesh")
+        and has(dtensor_random.OffsetBasedRNGTracker, "device_mesh", "run_state_sync")
+    ),
+)
+def _install_random() -> None:
+    """Nothing to install: ``_random`` reads and makes the tracker, which this hook's check knows."""
