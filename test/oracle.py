@@ -9,9 +9,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torch_ragged import RaggedShard, StridedRaggedShard
-
-RAGGED = (RaggedShard, StridedRaggedShard)
+from torch_ragged.placement_types import RaggedShard, _Ragged
 
 
 def _chunk(tensor, parts, index, dim, split_factor=1):
@@ -43,7 +41,7 @@ def local_of(full, mesh_shape, placements, coordinate):
     """The local tensor at a coordinate: each placement is applied to what the ones to its left leave over."""
     tensor, runs, depth, strided = full, None, 0, False
     for placement, parts, index in zip(placements, mesh_shape, coordinate):
-        if isinstance(placement, RAGGED):
+        if isinstance(placement, _Ragged):
             runs, depth = _runs(tensor, placement, index), len(placement.dims)
             strided = getattr(placement, "split_factor", 1) > 1
         elif isinstance(placement, (Shard, _StridedShard)) and parts > 1:
@@ -71,10 +69,14 @@ def random_units(rng, prefix, ranks):
     return tuple(b - a for a, b in zip(edges, edges[1:]))
 
 
-def random_placement(rng, shape, mesh_shape, mesh_dim):
-    """Any kind of placement for one mesh dimension; it may have no meaning beside those of other dimensions."""
+def random_placement(rng, shape, mesh_shape, mesh_dim, strided=None):
+    """Any kind of placement for one mesh dimension; it may have no meaning beside those of other dimensions.
+
+    Also ``strided`` ones, where that is StridedRaggedShard.
+    """
     ranks = mesh_shape[mesh_dim]
-    kind = rng.choice(("ragged", "ragged", "ragged", "strided ragged", "replicate", "shard", "shard", "strided", "partial"))
+    kinds = ("ragged", "ragged", "ragged", "replicate", "shard", "shard", "strided", "partial")
+    kind = rng.choice(kinds + ("strided ragged",) if strided else kinds)
     if kind == "partial":
         return Partial(rng.choice(("sum", "avg", "max", "min")))
     if kind == "replicate" or not shape and kind != "ragged":
@@ -89,4 +91,4 @@ def random_placement(rng, shape, mesh_shape, mesh_dim):
         base[0] //= factor
     units = random_units(rng, math.prod(base[:ndims]), ranks)
     dims = tuple(range(ndims))
-    return StridedRaggedShard(dims, units, factor) if kind == "strided ragged" else RaggedShard(dims, units)
+    return strided(dims, units, factor) if kind == "strided ragged" else RaggedShard(dims, units)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import run_ranks
-from oracle import RAGGED, local_of, random_placement, random_units
+from oracle import local_of, random_placement, random_units
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.checkpoint import CheckpointReader, CheckpointWriter
-from torch_ragged.placement_types import normalize_placements
+from torch_ragged.placement_types import has_ragged, normalize_placements
 
 DTYPES = (
     torch.float32,
@@ -62,10 +62,10 @@ def random_layout(rng, shape):
     while True:
         ranks = rng.choice(list(MESHES))
         mesh = rng.choice(MESHES[ranks])
-        placements = tuple(random_placement(rng, shape, mesh, dim) for dim in range(len(mesh)))
+        placements = tuple(random_placement(rng, shape, mesh, dim, StridedRaggedShard) for dim in range(len(mesh)))
         if rng.random() < 0.15 and len(mesh) == 2:
             placements = (Replicate(), RaggedShard(tuple(range(len(shape))), random_units(rng, math.prod(shape), mesh[1])))
-        ragged = any(isinstance(p, RAGGED) for p in placements)
+        ragged = has_ragged(placements)
         if any(isinstance(p, Partial) for p in placements):
             continue
         if not ragged and any(isinstance(p, _StridedShard) for p in placements):
@@ -108,7 +108,7 @@ class _Rank:
     def dtensor(self, value, mesh, placements, blank):
         """The value's piece, in the midst of a larger storage where it is ragged, as in the buffers of FSDP."""
         local = self.expected(value, mesh, placements)
-        if any(isinstance(p, RAGGED) for p in placements):
+        if has_ragged(placements):
             whole = torch.zeros(local.numel() + 5, dtype=value.dtype)
             piece = whole[3 : 3 + local.numel()].view(local.shape)
         else:

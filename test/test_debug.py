@@ -306,7 +306,9 @@ ranks  elements  share      interval  pieces
         while True:
             shape = tuple(generator.choice((1, 2, 3, 4, 6)) for _ in range(generator.randint(1, 4)))
             mesh_shape = tuple(generator.randint(1, 3) for _ in range(generator.randint(1, 3)))
-            placements = tuple(random_placement(generator, shape, mesh_shape, dim) for dim in range(len(mesh_shape)))
+            placements = tuple(
+                random_placement(generator, shape, mesh_shape, dim, StridedRaggedShard) for dim in range(len(mesh_shape))
+            )
             try:
                 return shape, mesh_shape, normalize_placements(placements, shape, mesh_shape)
             except ValueError:  # They have no meaning together.

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import local_of, random_placement
 
+from torch_ragged import StridedRaggedShard
 from torch_ragged._ownership import Chunk, Run, Whole, boxes_of_interval, is_nested, owned, owned_near
 from torch_ragged.placement_types import cuts_of, normalize_placements
 
@@ -20,7 +21,9 @@ def sharded_tensors(draw):
     mesh_shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
     random = draw(st.randoms(use_true_random=False))
     while True:
-        placements = tuple(random_placement(random, shape, mesh_shape, dim) for dim in range(len(mesh_shape)))
+        placements = tuple(
+            random_placement(random, shape, mesh_shape, dim, StridedRaggedShard) for dim in range(len(mesh_shape))
+        )
         try:
             return shape, mesh_shape, normalize_placements(placements, shape, mesh_shape)
         except ValueError:

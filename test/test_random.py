@@ -77,7 +77,7 @@ def random_case(rng, mesh_shape):
         shape = tuple(
             rng.choice((0, 1, 2, 3, 4, 6, 8) if rng.random() < 0.2 else (2, 4, 6, 8)) for _ in range(rng.randint(0, 3))
         )
-        placements = tuple(random_placement(rng, shape, mesh_shape, dim) for dim in range(len(mesh_shape)))
+        placements = tuple(random_placement(rng, shape, mesh_shape, dim, StridedRaggedShard) for dim in range(len(mesh_shape)))
         if not has_ragged(placements) or any(isinstance(p, Partial) for p in placements):
             continue
         try:

@@ -264,7 +264,7 @@ def _run_reduce(step: Reduce, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
     if len(owners) <= rounds:
         pieces = packed.split(splits)
         _groups[group.group_name] = group
-        reduce = _reduce if type(flat) is torch.Tensor else torch.ops.torch_ragged.reduce
+        reduce = _reduce if type(flat) is torch.Tensor else torch.ops.ragged_shard.reduce
         reduced = [reduce(pieces[owner], kernel, owner, group.group_name) for owner in owners]
         return pending(reduced[owners.index(rank)] if own else flat.new_empty(0), False)
     return pending(_reduce_in_rounds(packed, splits, rank, kernel, group, rounds), False)
@@ -387,7 +387,7 @@ def _reduce(tensor: torch.Tensor, operation: str, root: int, group_name: str) ->
     return result
 
 
-@torch.library.custom_op("torch_ragged::reduce", mutates_args=())
+@torch.library.custom_op("ragged_shard::reduce", mutates_args=())
 def _traced_reduce(tensor: torch.Tensor, operation: str, root: int, group_name: str) -> torch.Tensor:
     return _reduce(tensor, operation, root, group_name)
 

@@ -1,0 +1,102 @@
+"""What the patches are made of: for each, the package's files that it adds to torch, and the tests that come with them.
+
+The messages and the edits of torch's own files are in ``core/``, under the patches' names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+__all__ = ["ALONE", "RELEASES", "ROOT", "SERIES", "Step", "torch_name"]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+RELEASES = ("2.13", "2.15")
+"""The releases of torch that the series applies to."""
+
+ALONE = 5
+"""The first so many patches, the placements without FSDP, stand alone."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A patch of the series.
+
+    Attributes:
+        name: its number and subject, in file names.
+        sources: the package's files that it adds, as patterns relative to ``torch_ragged``.
+        tests: the files that it adds, relative to ``test``; those not named ``test_*`` are their helpers.
+        documents: files of ``docs`` that it adds to torch's documentation.
+    """
+
+    name: str
+    sources: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
+    documents: tuple[str, ...] = ()
+
+    def source_files(self) -> list[Path]:
+        return [path for pattern in self.sources for path in sorted((ROOT / "torch_ragged").glob(pattern))]
+
+    @property
+    def core(self) -> Path:
+        """The message, and the edits of files that torch has."""
+        return ROOT / "upstream/core" / f"{self.name}.diff"
+
+
+SERIES = (
+    Step(
+        "0001-placement-extension",
+        ("_placement_extension.py",),
+        ("common.py", "test_placement_extension.py"),
+    ),
+    Step(
+        "0002-ragged-shard",
+        (
+            "_groups.py",
+            "_ownership.py",
+            "placement_types.py",
+            "_transfer.py",
+            "_redistribute.py",
+            "_async_tensor.py",
+            "_api.py",
+        ),
+        ("oracle.py", "test_placement_types.py", "test_redistribute.py"),
+    ),
+    Step(
+        "0003-ragged-shard-operators",
+        ("_ops/*.py", "_random.py", "_dispatch.py"),
+        ("test_ops.py", "test_row_ops.py", "op_conformance.py", "test_op_conformance.py"),
+    ),
+    Step(
+        "0004-strided-ragged-shard",
+        ("strided_placement_types.py",),
+        ("test_strided_ragged_shard.py", "test_ownership.py", "test_random.py", "test_compile.py", "test_everyday.py"),
+    ),
+    Step(
+        "0005-ragged-shard-checkpoint",
+        ("_checkpoint.py", "_hf_storage.py"),
+        ("test_checkpoint.py",),
+    ),
+    Step(
+        "0006-ragged-fsdp",
+        ("granularity.py", "_register/_torch.py", "fsdp/*.py"),
+        ("test_fsdp_training.py",),
+    ),
+    Step("0007-documentation", documents=("upstream.md",)),
+)
+
+
+def _names() -> ModuleType:
+    """The package's table of names, without the package, which needs a torch."""
+    path = ROOT / "torch_ragged/_register/_upstream.py"
+    spec = importlib.util.spec_from_file_location("names", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+torch_name = _names().torch_name
