@@ -1,10 +1,10 @@
 """Derive the patch series from the package's sources: ``python upstream/build.py``; ``--check`` tells whether it is stale.
 
-A patch adds files of the package, under torch's names (``series.py``), and edits torch's own files as ``core/`` says. An edit there
-is a hunk without line numbers: its lines of context and those that it takes away must stand together in the file exactly once,
-so that one text serves every release. The patches are made against the installed torch, in a repository of their own with
-fixed authors and dates: the same inputs give the same bytes. What they were made from is written down beside them, so that
-``--check`` needs the torch that they were made against only to make them again.
+A patch adds files of the package, under torch's names (``series.py``), and edits torch's own files as ``core/`` says. An edit
+there is a hunk without line numbers: its lines of context and those that it takes away must stand together in the file
+exactly once, so that one text serves every release. Patches are made in a repository of their own with fixed author and
+date: the same inputs give the same bytes. What they were made from is written down beside them, so that ``--check`` needs
+no torch to find them stale, and makes them again where the torch that they were made against is installed.
 """
 
 from __future__ import annotations
@@ -117,8 +117,6 @@ def apply_hunk(text: str, hunk: list[str], where: str) -> str:
 
 def changed_lines() -> dict[str, dict[str, tuple[int, int]]]:
     """For each patch and each file that torch has: lines added and removed."""
-    added = {path for step in SERIES for path, hunks in edits(step) if all(line[0] == "+" for hunk in hunks for line in hunk)}
-    added &= {path for step in SERIES for path, hunks in edits(step) if len(hunks) == 1 and hunks[0][0][0] == "+"}
     return {
         step.name: {
             path: tuple(sum(line[:1] == sign for hunk in hunks for line in hunk) for sign in "+-")  # type: ignore[misc]

@@ -13,6 +13,7 @@ from torch.distributed.tensor import _random as dtensor_random
 from torch.distributed.tensor import _redistribute as dtensor_redistribute
 from torch.distributed.tensor import _utils as dtensor_utils
 from torch.distributed.tensor import placement_types as dtensor_placement_types
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops import _math_ops as dtensor_math_ops
 from torch.utils import _pytree as pytree
 from torch.utils._debug_mode import DebugMode
@@ -126,22 +127,22 @@ def _install_constants() -> None:
 
 
 @hook(
-    "DTensor._stable_hash_for_caching",
+    "DTensorSpec._stable_hash",
     "ranks of one machine share compiled graphs on disk, but what they compile may differ",
     PROTOCOL,
-    lambda: not hasattr(DTensor, "_stable_hash_for_caching") or has(DTensor._stable_hash_for_caching, "self"),
+    lambda: not hasattr(DTensorSpec, "_stable_hash") or has(DTensorSpec._stable_hash, "self"),
 )
-def _install_cache_key() -> None:
-    if not hasattr(DTensor, "_stable_hash_for_caching"):  # 2.11: torch does not cache graphs of DTensors.
+def _install_stable_hash() -> None:
+    if not hasattr(DTensorSpec, "_stable_hash"):  # 2.11: torch does not cache graphs of DTensors.
         return
-    original = DTensor._stable_hash_for_caching
+    original = DTensorSpec._stable_hash
 
     @functools.wraps(original)
-    def _stable_hash_for_caching(self):  # type: ignore[no-untyped-def]
+    def _stable_hash(self):  # type: ignore[no-untyped-def]
         extension = extension_of(self.placements)
-        return original(self) + ("" if extension is None else extension.rank_hash(self._spec))
+        return original(self) + ("" if extension is None else extension.rank_hash(self))
 
-    DTensor._stable_hash_for_caching = _stable_hash_for_caching  # type: ignore[method-assign]
+    DTensorSpec._stable_hash = _stable_hash  # type: ignore[method-assign]
 
 
 @hook(

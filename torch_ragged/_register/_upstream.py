@@ -28,8 +28,8 @@ def torch_name(module: str) -> str:
 
 
 def is_upstream() -> bool:
-    """Whether torch has the extension protocol, and with it the placements."""
-    return importlib.util.find_spec(IN_TORCH["torch_ragged._placement_extension"]) is not None
+    """Whether torch has the placements, and with them the extension protocol."""
+    return importlib.util.find_spec(IN_TORCH["torch_ragged"]) is not None
 
 
 def adopt() -> None:

@@ -1,0 +1,60 @@
+"""A copy of the installed torch with patches of the series, made of hard links: the installed one stays as it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from build import PATCHES, installed
+from series import SERIES
+
+__all__ = ["patched_tree", "patches_of"]
+
+
+def patches_of(steps: int) -> list[Path]:
+    """The first patches of the series."""
+    return [PATCHES / f"{step.name}.patch" for step in SERIES[:steps]]
+
+
+def patched_tree(folder: Path, patches: Sequence[Path]) -> Path:
+    """Put torch, with ``patches``, into ``folder``, which is made anew; for PYTHONPATH.
+
+    Files are linked, or copied where that cannot be (another file system). Those that patches name are always copies, though
+    ``git apply`` too puts a new file in the place of the one that it patches.
+    """
+    _, site_packages = installed()
+    shutil.rmtree(folder, ignore_errors=True)
+    patched = {line[6:].strip() for patch in patches for line in patch.read_text().splitlines() if line.startswith("--- a/")}
+
+    def link(source: str, target: str) -> None:
+        if str(Path(source).relative_to(site_packages)) in patched:
+            shutil.copy2(source, target)
+            return
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
+
+    for name in ["torch", "functorch", "torchgen", *(path.name for path in site_packages.glob("torch-*.dist-info"))]:
+        if (site_packages / name).is_dir():
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(site_packages / name, folder / name, copy_function=link, ignore=ignore)
+    for patch in patches:
+        apply(patch, folder)
+    return folder
+
+
+def apply(patch: Path, folder: Path, *options: str) -> None:
+    """``git apply``, as if ``folder`` were in no repository, where git would look for the patch's paths.
+
+    Raises:
+        RuntimeError: it does not apply.
+    """
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
+    command = ["git", "apply", "--whitespace=nowarn", *options, str(patch.resolve())]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{patch.name} does not apply to the torch in {folder}:\n{done.stderr}")
