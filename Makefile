@@ -6,9 +6,10 @@ PYTHON ?= python3
 BIN = $(VENV)/bin
 READY = $(VENV)/.torch_ragged
 OUT ?= out
+VENVS ?= $(OUT)/venvs
 TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all upstream matrix lint clean
 demo: $(READY)
 	rm -rf $(OUT)/checkpoint
 	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
@@ -19,6 +20,14 @@ test: $(READY)
 
 test-all: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q test
+
+# The patch series of upstream/ on a copy of the installed torch.
+upstream: $(READY)
+	$(BIN)/python upstream/check.py --out $(OUT)/upstream
+
+# The test suite on several versions of torch, and docs/compatibility.md: VENVS=path has their environments, or gets them.
+matrix: $(READY)
+	$(BIN)/python upstream/matrix.py --venvs $(VENVS) --json $(OUT)/matrix.json --write
 
 lint: $(READY)
 	$(BIN)/python -m ruff check .
