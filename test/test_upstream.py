@@ -1,5 +1,7 @@
 """The patch series and torch's versions: patches are up to date and apply; a patched, a newer and an unknown torch."""
 
+import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,13 +19,6 @@ from series import ALONE, RELEASES, SERIES  # noqa: E402
 from tree import patched_tree, patches_of  # noqa: E402
 
 IS_RELEASE = torch.__version__.startswith(RELEASES)
-
-
-def python(program, *path):
-    """Standard output and error of a Python program, with folders in front of its path, and its exit code."""
-    code = f"import sys; sys.path[:0] = {[str(folder) for folder in path]}\n{program}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, cwd=ROOT)
-    return done.stdout, done.stderr, done.returncode
 
 
 class SeriesTest(unittest.TestCase):
@@ -61,65 +56,89 @@ class SeriesTest(unittest.TestCase):
         _, site_packages = build.installed()
         edited = {site_packages / path for step in SERIES for path, _ in build.edits(step) if (site_packages / path).exists()}
         before = {path: path.read_bytes() for path in edited}
-        with tempfile.TemporaryDirectory(dir=ROOT / "out" if (ROOT / "out").exists() else None) as folder:
-            for steps in (ALONE, len(SERIES)):
-                tree = patched_tree(Path(folder) / str(steps), patches_of(steps))
-                out, error, code = python(
-                    "import torch, torch_ragged, torch_ragged.fsdp\n"
-                    "from torch.distributed.tensor import RaggedShard, StridedRaggedShard\n"
-                    "assert torch_ragged.RaggedShard is RaggedShard and torch_ragged.StridedRaggedShard is StridedRaggedShard\n"
-                    "from torch_ragged._ops._rows import RaggedRows\n"
-                    "print(RaggedRows.__module__, torch_ragged.fsdp.DBuffer.__module__)\n"
-                    "print(torch_ragged.registration_report())",
-                    tree,
-                    ROOT,
-                )
-                self.assertEqual(code, 0, error)
-                self.assertIn("no hooks", out)
-                dbuffer = "torch.distributed.fsdp._ragged._dbuffer" if steps > ALONE else "torch_ragged.fsdp._dbuffer"
-                self.assertEqual(out.splitlines()[0], f"torch.distributed.tensor._ragged._ops._rows {dbuffer}")
+        program = (
+            "import torch, torch_ragged, torch_ragged.fsdp\n"
+            "from torch.distributed.tensor import RaggedShard, StridedRaggedShard\n"
+            "assert torch_ragged.RaggedShard is RaggedShard and torch_ragged.StridedRaggedShard is StridedRaggedShard\n"
+            "from torch_ragged._ops._rows import RaggedRows\n"
+            "print(RaggedRows.__module__, torch_ragged.fsdp.DBuffer.__module__)\n"
+            "print(torch_ragged.registration_report())"
+        )
+        out = ROOT / "out"
+        out.mkdir(exist_ok=True)  # On the file system of the environment as a rule, so that links can be made.
+        with tempfile.TemporaryDirectory(dir=out) as folder:
+            tree = patched_tree(Path(folder) / "torch", patches_of(len(SERIES)))
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)])}
+            command = [sys.executable, "-c", program]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            names, report = done.stdout.splitlines()
+            self.assertEqual(names, "torch.distributed.tensor._ragged._ops._rows torch.distributed.fsdp._ragged._dbuffer")
+            self.assertIn("no hooks", report)
         self.assertEqual(before, {path: path.read_bytes() for path in edited})
 
 
+# Imports torch_ragged in a fork for each case, after a change of torch; prints how that ended.
+FORKS = """
+import json, os, warnings
+import torch, torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor.debug
+from torch.distributed import tensor
+dispatcher, from_local = tensor._dispatch.OpDispatcher, tensor.DTensor.from_local
+for version, change in json.loads(os.environ["CASES"]):
+    if os.fork():
+        os.wait()
+        continue
+    torch.__version__ = version
+    exec(change)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            import torch_ragged
+            outcome = "imported"
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"
+    texts = [str(w.message) for w in caught if w.category is UserWarning]
+    print(json.dumps([outcome, texts, tensor.DTensor.from_local is not from_local]), flush=True)
+    os._exit(0)
+"""
+
+
+def outcomes(*cases):
+    """For each version and change of torch: how an import ended, what it warned of, and whether hooks were installed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CASES": json.dumps(cases)}
+    command = [sys.executable, "-c", FORKS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    if len(found) != len(cases):
+        raise AssertionError(done.stdout + done.stderr)
+    return found
+
+
 class VersionsTest(unittest.TestCase):
-    """Fake versions of torch, and layouts that it never had, each in a process of its own."""
+    """Fake versions of torch, and layouts that it never had."""
 
-    def test_an_older_torch_is_an_error(self):
-        _, error, code = python("import torch; torch.__version__ = '2.10.1'; import torch_ragged", ROOT)
-        self.assertEqual(code, 1)
-        self.assertIn("ImportError: torch_ragged needs torch >= 2.11, found 2.10.1", error)
+    def test_versions(self):
+        known, older, newer = outcomes((torch.__version__, ""), ("2.10.1", ""), ("2.99.0a0+git1234", ""))
+        self.assertEqual(known, ["imported", [], True])
+        text = "ImportError: torch_ragged needs torch >= 2.11, found 2.10.1: install a newer torch"
+        self.assertEqual(older, [text, [], False])
+        self.assertEqual((newer[0], newer[2]), ("imported", True))
+        (warning,) = newer[1]
+        self.assertIn("checked on torch 2.11 to 2.15, not on 2.99.0a0+git1234", warning)
 
-    def test_a_newer_torch_with_a_known_layout_is_a_warning(self):
-        _, error, code = python("import torch; torch.__version__ = '2.99.0a0+git1234'; import torch_ragged", ROOT)
-        self.assertEqual(code, 0, error)
-        self.assertIn("UserWarning: torch_ragged was checked on torch 2.11 to 2.15, not on 2.99.0a0+git1234", error)
-
-    def test_a_known_torch_warns_of_nothing(self):
-        _, error, code = python("import warnings; warnings.simplefilter('error', UserWarning); import torch_ragged", ROOT)
-        self.assertEqual((code, error), (0, ""))
-
-    def test_an_unknown_layout_is_an_error_and_nothing_is_installed(self):
-        for change, named in (
-            ("dispatcher._propagate_op_sharding_dispatch_slow_path = lambda self, op_info: None", "OpDispatcher._propagate_op"),
-            ("del dispatcher._dispatch_get_local_results_slow_path", "OpDispatcher._propagate_op"),
-            ("tensor._redistribute.redistribute_local_tensor = lambda local: local", "_redistribute.redistribute_local_tensor"),
-            ("del tensor._api._ToTorchTensor", "_api._ToTorchTensor.backward"),
-            ("del tensor.placement_types._StridedShard", "_StridedShard"),
-        ):
-            _, error, code = python(
-                "import torch; torch.__version__ = '2.99.0'\n"
-                "from torch.distributed import tensor\n"
-                "dispatcher = tensor._dispatch.OpDispatcher\n"
-                "from_local = tensor.DTensor.from_local\n"
-                f"{change}\n"
-                "try:\n    import torch_ragged\n"
-                "finally:\n    assert tensor.DTensor.from_local is from_local",
-                ROOT,
-            )
-            self.assertEqual(code, 1, change)
-            last = error.strip().splitlines()[-1]
-            self.assertTrue(last.startswith("ImportError: torch_ragged cannot extend torch 2.99.0: "), error)
-            self.assertIn(named, last)
+    def test_an_unknown_layout_is_an_error_that_names_it_and_nothing_is_installed(self):
+        changes = {
+            "dispatcher._propagate_op_sharding_dispatch_slow_path = lambda self, op_info: None": "OpDispatcher._propagate_op",
+            "del dispatcher._dispatch_get_local_results_slow_path": "OpDispatcher._propagate_op",
+            "tensor._redistribute.redistribute_local_tensor = lambda local: 0": "_redistribute.redistribute_local_tensor",
+            "del tensor._api._ToTorchTensor": "_api._ToTorchTensor.backward",
+            "del tensor.placement_types._StridedShard": "_StridedShard",
+            "del torch.distributed._state_dict_utils._distribute_tensors": "_state_dict_utils._distribute_tensors",
+        }
+        for named, (text, _, installed) in zip(changes.values(), outcomes(*(("2.99.0", change) for change in changes))):
+            self.assertTrue(text.startswith("ImportError: torch_ragged cannot extend torch 2.99.0: "), text)
+            self.assertIn(named, text)
+            self.assertFalse(installed)
 
 
 if __name__ == "__main__":
