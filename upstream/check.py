@@ -3,7 +3,7 @@
 The installed torch stays as it is: what is patched is a copy, made of hard links.
 
 1. The patches are what ``build.py`` makes, and apply to a copy of torch.
-2. The first of them, the placements without FSDP, pass the tests that they bring, with no ``torch_ragged`` in sight.
+2. Each of the first five, with those before it, passes the tests that it brings, with no ``torch_ragged`` in sight.
 3. All of them pass this package's tests: it recognises torch's placements, installs nothing, and its modules are torch's.
 4. Plain DTensor programs, and torch's own DTensor checks, give the same on the patched torch as on the stock one.
 """
@@ -21,14 +21,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from build import PATCHES, TESTS, changed_lines, installed, stale
+from build import TESTS, changed_lines, installed, stale
 from series import ALONE, RELEASES, ROOT, SERIES
 from tree import patched_tree, patches_of
 
 # The package's tests of placements, redistribution, operators and checkpoints, and of training on all of these.
 PACKAGE_TESTS = (
-    "test_placement_extension test_placement_types test_strided_ragged_shard test_redistribute test_ops test_row_ops "
-    "test_everyday test_checkpoint test_checkpoint_interop test_fsdp_training"
+    "test_placement_extension test_placement_types test_strided_ragged_shard test_redistribute test_redistribute_autograd "
+    "test_ops test_row_ops test_everyday test_checkpoint test_checkpoint_interop test_fsdp_training"
 ).split()
 LINES = 400
 """Core lines that the series may touch."""
@@ -92,13 +92,14 @@ def main() -> None:
     options = parser.parse_args()
     check_series()
     version, _ = installed()
-    alone = patched_tree(options.out / f"{version}-{ALONE}", patches_of(ALONE))
-    whole = patched_tree(options.out / f"{version}-all", patches_of(len(SERIES)))
-    print(f"{PATCHES.name} apply to {alone} (the first {ALONE}) and {whole}")
     quick = ["test_placement_extension", "test_placement_types"]
 
-    tests = sorted(path.name for path in (alone / TESTS).glob("test_*.py") if not options.quick or path.stem in quick)
-    pytest(f"the tests of patches 1 to {ALONE}", tests, alone, folder=alone / TESTS)
+    for number, step in enumerate(SERIES[:ALONE], start=1):
+        tree = patched_tree(options.out / f"{version}-{number}", patches_of(number))
+        tests = [name for name in step.tests if name.startswith("test_") and (not options.quick or name[:-3] in quick)]
+        if tests:
+            pytest(f"patches 1 to {number}, tests of {step.name}", tests, tree, folder=tree / TESTS)
+    whole = patched_tree(options.out / f"{version}-all", patches_of(len(SERIES)))
     report = run(
         "the package", [sys.executable, "-c", "import torch_ragged as r; print(r.registration_report())"], whole, (ROOT,)
     )

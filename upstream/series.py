@@ -68,7 +68,7 @@ SERIES = (
     Step(
         "0003-ragged-shard-operators",
         ("_ops/*.py", "_random.py", "_dispatch.py"),
-        ("test_ops.py", "test_row_ops.py", "op_conformance.py", "test_op_conformance.py"),
+        ("test_redistribute_autograd.py", "test_ops.py", "test_row_ops.py", "op_conformance.py", "test_op_conformance.py"),
     ),
     Step(
         "0004-strided-ragged-shard",
