@@ -10,6 +10,9 @@ from pathlib import Path
 
 import torch
 
+from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged._register import hooks
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "upstream"))
 
@@ -46,6 +49,10 @@ class SeriesTest(unittest.TestCase):
                 named = [line for line in added if "Ragged" in line and path != "torch/distributed/tensor/__init__.py"]
                 self.assertEqual([line for line in named if "_ragged/" not in path], [], path)
 
+    def test_hooks_name_patches_of_the_series(self):
+        self.assertEqual({hook.patch for hook in hooks} - {step.name for step in SERIES}, set())
+        self.assertGreater(len(hooks), 10)
+
     def test_no_file_in_the_series_names_the_package(self):
         for step in SERIES[:ALONE]:
             for path, text in build.new_files(step):
@@ -57,19 +64,23 @@ class SeriesTest(unittest.TestCase):
         edited = {site_packages / path for step in SERIES for path, _ in build.edits(step) if (site_packages / path).exists()}
         before = {path: path.read_bytes() for path in edited}
         program = (
-            "import torch, torch_ragged, torch_ragged.fsdp\n"
+            "import sys, torch, torch_ragged, torch_ragged.fsdp\n"
             "from torch.distributed.tensor import RaggedShard, StridedRaggedShard\n"
             "assert torch_ragged.RaggedShard is RaggedShard and torch_ragged.StridedRaggedShard is StridedRaggedShard\n"
             "from torch_ragged._ops._rows import RaggedRows\n"
             "print(RaggedRows.__module__, torch_ragged.fsdp.DBuffer.__module__)\n"
-            "print(torch_ragged.registration_report())"
+            "print(torch_ragged.registration_report())\n"
+            "loaded = torch.load(sys.argv[1], weights_only=True)\n"
+            "assert loaded == [RaggedShard((0,), (1, 2)), StridedRaggedShard((0,), (1, 2), 2)], loaded"
         )
         out = ROOT / "out"
         out.mkdir(exist_ok=True)  # On the file system of the environment as a rule, so that links can be made.
         with tempfile.TemporaryDirectory(dir=out) as folder:
             tree = patched_tree(Path(folder) / "torch", patches_of(len(SERIES)))
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)])}
-            command = [sys.executable, "-c", program]
+            saved = str(Path(folder) / "placements.pt")
+            torch.save([RaggedShard((0,), (1, 2)), StridedRaggedShard((0,), (1, 2), 2)], saved)
+            command = [sys.executable, "-c", program, saved]
             done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
             self.assertEqual(done.returncode, 0, done.stderr)
             names, report = done.stdout.splitlines()
@@ -117,25 +128,35 @@ def outcomes(*cases):
 class VersionsTest(unittest.TestCase):
     """Fake versions of torch, and layouts that it never had."""
 
-    def test_versions(self):
-        known, older, newer = outcomes((torch.__version__, ""), ("2.10.1", ""), ("2.99.0a0+git1234", ""))
-        self.assertEqual(known, ["imported", [], True])
+    LAYOUTS = {
+        "dispatcher._propagate_op_sharding_dispatch_slow_path = lambda self, op_info: None": "OpDispatcher._propagate_op",
+        "del dispatcher._dispatch_get_local_results_slow_path": "OpDispatcher._propagate_op",
+        "tensor._redistribute.redistribute_local_tensor = lambda local: 0": "_redistribute.redistribute_local_tensor",
+        "del tensor._api._ToTorchTensor": "_api._ToTorchTensor.backward",
+        "del tensor.placement_types._StridedShard": "_StridedShard",
+        "del torch.distributed._state_dict_utils._distribute_tensors": "_state_dict_utils._distribute_tensors",
+    }
+
+    @classmethod
+    def setUpClass(cls):
+        versions = [(version, "") for version in (torch.__version__, "2.10.1", "2.99.0a0+git1234")]
+        found = outcomes(*versions, *(("2.99.0", change) for change in cls.LAYOUTS))
+        (cls.known, cls.older, cls.newer), cls.unknown = found[:3], found[3:]
+
+    def test_a_known_version(self):
+        self.assertEqual(self.known, ["imported", [], True])
+
+    def test_an_older_version_is_an_error(self):
         text = "ImportError: torch_ragged needs torch >= 2.11, found 2.10.1: install a newer torch"
-        self.assertEqual(older, [text, [], False])
-        self.assertEqual((newer[0], newer[2]), ("imported", True))
-        (warning,) = newer[1]
+        self.assertEqual(self.older, [text, [], False])
+
+    def test_a_newer_version_with_a_known_layout_is_a_warning(self):
+        self.assertEqual((self.newer[0], self.newer[2]), ("imported", True))
+        (warning,) = self.newer[1]
         self.assertIn("checked on torch 2.11 to 2.15, not on 2.99.0a0+git1234", warning)
 
     def test_an_unknown_layout_is_an_error_that_names_it_and_nothing_is_installed(self):
-        changes = {
-            "dispatcher._propagate_op_sharding_dispatch_slow_path = lambda self, op_info: None": "OpDispatcher._propagate_op",
-            "del dispatcher._dispatch_get_local_results_slow_path": "OpDispatcher._propagate_op",
-            "tensor._redistribute.redistribute_local_tensor = lambda local: 0": "_redistribute.redistribute_local_tensor",
-            "del tensor._api._ToTorchTensor": "_api._ToTorchTensor.backward",
-            "del tensor.placement_types._StridedShard": "_StridedShard",
-            "del torch.distributed._state_dict_utils._distribute_tensors": "_state_dict_utils._distribute_tensors",
-        }
-        for named, (text, _, installed) in zip(changes.values(), outcomes(*(("2.99.0", change) for change in changes))):
+        for named, (text, _, installed) in zip(self.LAYOUTS.values(), self.unknown, strict=True):
             self.assertTrue(text.startswith("ImportError: torch_ragged cannot extend torch 2.99.0: "), text)
             self.assertIn(named, text)
             self.assertFalse(installed)

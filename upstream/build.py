@@ -78,7 +78,7 @@ def new_files(step: Step) -> Iterator[tuple[str, str]]:
     for test in step.tests:
         yield f"{TESTS}/{test}", in_torch((ROOT / "test" / test).read_text())
     for document in step.documents:
-        yield f"{DOCUMENTS}/distributed.tensor.ragged.md", (ROOT / "docs" / document).read_text()
+        yield f"{DOCUMENTS}/{document}", (ROOT / "upstream" / document).read_text()
 
 
 # --- edits of torch's own files ------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class Step:
         name: its number and subject, in file names.
         sources: the package's files that it adds, as patterns relative to ``torch_ragged``.
         tests: the files that it adds, relative to ``test``; those not named ``test_*`` are their helpers.
-        documents: files of ``docs`` that it adds to torch's documentation.
+        documents: files of ``upstream`` that it adds to torch's documentation.
     """
 
     name: str
@@ -85,7 +85,7 @@ SERIES = (
         ("granularity.py", "_register/_torch.py", "fsdp/*.py"),
         ("test_fsdp_training.py",),
     ),
-    Step("0007-documentation", documents=("upstream.md",)),
+    Step("0007-ragged-shard-documentation", documents=("distributed.tensor.ragged.md",)),
 )
 
 

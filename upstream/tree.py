@@ -23,7 +23,7 @@ def patched_tree(folder: Path, patches: Sequence[Path]) -> Path:
     """Put torch, with ``patches``, into ``folder``, which is made anew; for PYTHONPATH.
 
     Files are linked, or copied where that cannot be (another file system). Those that patches name are always copies, though
-    ``git apply`` too puts a new file in the place of the one that it patches.
+    ``git apply`` too puts a new file in the place of the one that it patches, as Python does with its compiled files.
     """
     _, site_packages = installed()
     shutil.rmtree(folder, ignore_errors=True)
@@ -40,8 +40,7 @@ def patched_tree(folder: Path, patches: Sequence[Path]) -> Path:
 
     for name in ["torch", "functorch", "torchgen", *(path.name for path in site_packages.glob("torch-*.dist-info"))]:
         if (site_packages / name).is_dir():
-            ignore = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(site_packages / name, folder / name, copy_function=link, ignore=ignore)
+            shutil.copytree(site_packages / name, folder / name, copy_function=link)
     for patch in patches:
         apply(patch, folder)
     return folder

@@ -44,6 +44,16 @@ def adopt() -> None:
         name = ".".join([root.name, *path.relative_to(root).with_suffix("").parts])
         if not path.stem.startswith("__") and _has(torch_name(name)):
             sys.modules[name] = importlib.import_module(torch_name(name))
+    _let_load("torch_ragged.placement_types.RaggedShard", "torch_ragged.strided_placement_types.StridedRaggedShard")
+
+
+def _let_load(*names: str) -> None:
+    """Have ``torch.load(weights_only=True)`` take these names, under which a stock torch saved the placements."""
+    import torch
+
+    for name in names:
+        module, _, placement = name.rpartition(".")
+        torch.serialization.add_safe_globals([(getattr(sys.modules[module], placement), name)])
 
 
 def _has(module: str) -> bool:
