@@ -3,7 +3,7 @@
     python upstream/matrix.py --venvs out/venvs --json out/matrix.json --write [--versions 2.13.0] [--tests FILE ...]
 
 Each version has its own environment in ``--venvs``, t211, t213 and so on, made where it is not there yet. Results are kept in
-the JSON file version by version, so that a run can be taken up again, or done in parts. ``--write`` makes
+the JSON file by version and file of tests, so that a run can be taken up again, or done in parts. ``--write`` makes
 docs/compatibility.md of them.
 """
 
@@ -12,12 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,7 @@ def environment(venvs: Path, version: str) -> Path:
 
 
 def run(python: Path, tests: list[str]) -> dict[str, Any]:
-    """What the test suite gives there."""
+    """What the test files give there: about the environment, and counts per file."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     variables["PATH"] = os.pathsep.join([str(python.parent), variables["PATH"]])
     about = "import json, platform, torch; print(json.dumps([torch.__version__, platform.python_version()]))"
@@ -49,56 +47,61 @@ def run(python: Path, tests: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", f"--junitxml={report}", "-o", "junit_family=xunit1"]
-        subprocess.run([python, "-m", "pytest", *options, *(tests or ["test"])], cwd=ROOT, env=variables, check=False)
-        found = summary(ElementTree.parse(report).getroot())
-    return {"torch": version, "python": release, "cpu": platform.processor() or platform.machine(), "tests": tests, **found}
+        subprocess.run([python, "-m", "pytest", *options, *tests], cwd=ROOT, env=variables, check=False)
+        return {"torch": version, "python": release, "files": summary(ElementTree.parse(report).getroot())}
 
 
-def summary(report: ElementTree.Element) -> dict[str, Any]:
-    """Counts, seconds, names of failures and reasons of skips, of a JUnit report."""
-    counts: Counter[str] = Counter()
-    failed, skipped = [], {}
+def summary(report: ElementTree.Element) -> dict[str, dict[str, Any]]:
+    """Per file of a JUnit report: counts, seconds, failures, and skips with their reasons."""
+    files: dict[str, dict[str, Any]] = {}
     for case in report.iter("testcase"):
-        name = f"{case.get('file')}::{case.get('classname', '').split('.')[-1]}::{case.get('name')}"
+        file = case.get("file") or case.get("classname", "").replace(".", "/") + ".py"
+        name = f"{case.get('classname', '').split('.')[-1]}.{case.get('name')}"
+        found = files.setdefault(file, {"passed": 0, "failed": [], "skipped": {}, "seconds": 0.0})
+        found["seconds"] += float(case.get("time", 0))
         skip = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
-            counts["failed"] += 1
-            failed.append(name)
+            found["failed"].append(name)
         elif skip is not None:
-            counts["skipped"] += 1
-            skipped[name] = skip.get("message", "")
+            found["skipped"][name] = skip.get("message", "")
         else:
-            counts["passed"] += 1
-    seconds = sum(float(suite.get("time", 0)) for suite in report.iter("testsuite"))
-    numbers = {kind: counts[kind] for kind in ("passed", "failed", "skipped")}
-    return {**numbers, "seconds": round(seconds), "failures": failed, "skips": skipped}
+            found["passed"] += 1
+    return files
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """A line per version, as Markdown."""
-    lines = ["| torch | Python | tests | passed | failed | skipped | minutes |", "|---|---|---|---|---|---|---|"]
+    lines = ["| torch | Python | files of tests | passed | failed | skipped | minutes |", "|---|---|---|---|---|---|---|"]
+    every = {path.name for path in (ROOT / "test").glob("test_*.py")}
     for found in (results[version] for version in VERSIONS if version in results):
-        tests = ", ".join(found["tests"]) or "all everyday ones"
-        numbers = [str(found[kind]) for kind in ("passed", "failed", "skipped")]
-        row = [found["torch"], found["python"], tests, *numbers, f"{found['seconds'] / 60:.1f}"]
-        lines.append("| " + " | ".join(row) + " |")
+        files = found["files"].values()
+        missing = every - {Path(file).name for file in found["files"]}
+        numbers = [
+            f"{len(every) - len(missing)} of {len(every)}" if missing else f"all {len(every)}",
+            sum(file["passed"] for file in files),
+            sum(len(file["failed"]) for file in files),
+            sum(len(file["skipped"]) for file in files),
+            f"{sum(file['seconds'] for file in files) / 60:.1f}",
+        ]
+        lines.append("| " + " | ".join(map(str, [found["torch"], found["python"], *numbers])) + " |")
     return "\n".join(lines)
 
 
 def document(results: dict[str, dict[str, Any]]) -> str:
     """The text of docs/compatibility.md."""
-    missing = [version for version in VERSIONS if version not in results]
     parts = [
         "# Versions of torch",
-        "Written by `make matrix` (`upstream/matrix.py`): this package's test suite on each version, on CPU, where it extends "
-        "a stock torch. Minutes are of a shared machine.",
+        "Written by `make matrix` (`upstream/matrix.py`): this package's everyday tests on each version, on CPU, where it "
+        "extends a stock torch. Minutes are of a shared machine.",
         table(results),
     ]
-    if missing:
-        parts.append(f"Not run: {', '.join(missing)}.")
-    for version, found in sorted(results.items()):
-        listed = [f"- `{name}` failed" for name in found["failures"]]
-        listed += [f"- `{name}`: {why}" for name, why in found["skips"].items()]
+    absent = [version for version in VERSIONS if version not in results]
+    if absent:
+        parts.append(f"Not run: {', '.join(absent)}.")
+    for version in (version for version in VERSIONS if version in results):
+        files = results[version]["files"].items()
+        listed = [f"- `{file}`: {name} failed" for file, found in files for name in found["failed"]]
+        listed += [f"- `{file}`: {name} skipped ({why})" for file, found in files for name, why in found["skipped"].items()]
         if listed:
             parts.append(f"On {version}:\n\n" + "\n".join(listed))
     parts.append(
@@ -123,13 +126,16 @@ def main() -> int:
     for version in options.versions:
         if options.resume and version in results:
             continue
-        results[version] = run(environment(options.venvs.resolve(), version), options.tests)
+        found = run(environment(options.venvs.resolve(), version), options.tests or ["test"])
+        if options.tests:  # Results of other files stay.
+            found["files"] = {**results.get(version, {}).get("files", {}), **found["files"]}
+        results[version] = found
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
     if options.write:
         DOCUMENT.write_text(document(results))
-    return int(any(results[version]["failed"] for version in options.versions))
+    return int(any(file["failed"] for version in options.versions for file in results[version]["files"].values()))
 
 
 if __name__ == "__main__":
