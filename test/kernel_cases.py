@@ -14,8 +14,13 @@ import torch
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
 from torch_ragged._kernels import _choice, float8  # noqa: E402
+from torch_ragged._kernels import symmetric as symmetric_products  # noqa: E402
 from torch_ragged._kernels.casts import scaled_copy_  # noqa: E402
 from torch_ragged._kernels.tiles import TileRun, TileTable  # noqa: E402
+from torch_ragged.optim._adam8bit import AdamStep, BlockUpdates, Moments  # noqa: E402
+from torch_ragged.optim._blocks import BlockPolicy, regions_of  # noqa: E402
+from torch_ragged.optim._gather import Placed  # noqa: E402
+from torch_ragged.optim._quantize import code_book, encode  # noqa: E402
 
 # Triton's interpreter has no denormal bfloat16.
 TINY = 1e-37 if os.environ.get("TRITON_INTERPRET") == "1" else 1e-40
@@ -110,13 +115,116 @@ def float8_tiles(device):
                     same(there, back, f"values {tile} {dtype} {sizes} {special}")
 
 
-CASES = {function.__name__: function for function in (casts, float8_tiles)}
+def adam8bit(device):
+    """Parameters, codes and scales bitwise, over steps, of several parameters in one launch; a NaN stays in its block."""
+    configurations = [
+        ((32, 32), "dynamic", torch.float32, torch.float32, None),
+        ((8, 24), "linear", torch.float32, torch.bfloat16, None),
+        ((1, 256), "dynamic", torch.bfloat16, torch.bfloat16, None),
+        ((16, 16), "dynamic", torch.bfloat16, torch.float32, 0xFEDCBA98),
+        ((32, 32), "dynamic", torch.float32, torch.float32, None),
+    ]
+    for place, (block, code, dtype, gradient_dtype, key) in enumerate(configurations):
+        shapes = [(64, 96)] if place == 4 else [(2, 35, 90), (64, 100), (33, 1)]
+        policy = BlockPolicy(block, 0)
+        regions = [tuple(regions_of(Placed(shape, (), ()), (), policy, most=2000)) for shape in shapes]
+        assert len(regions[0]) > 1
+        generator = torch.Generator().manual_seed(place)
+        params = [torch.randn(math.prod(shape), generator=generator).to(dtype) for shape in shapes]
+        ones = [(param, _moments(policy, shape)) for param, shape in zip(params, shapes)]
+        twos = [(param.to(device, copy=True), Moments(*(each.to(device) for each in moments))) for param, moments in
+                [(param, _moments(policy, shape)) for param, shape in zip(params, shapes)]]  # fmt: skip
+        for step in range(1, 5):
+            numbers = [
+                AdamStep(0.99, 0.01 * i, 0.9, 0.99, 1e-8, 0.01 / (1 - 0.9**step), (1 - 0.99**step) ** -0.5, key)
+                for i in range(len(shapes))
+            ]
+            gradients = [(torch.randn(param.shape, generator=generator) * 10.0**-step).to(gradient_dtype) for param in params]
+            if step == 3:
+                gradients[0][:500] = 0
+            if step == 4:
+                gradients[0][5] = math.nan
+            for params_of, choose in ((ones, twin), (twos, kernel)):
+                updates = BlockUpdates(block, code)
+                for number, gradient, (param, moments), parts in zip(numbers, gradients, params_of, regions):
+                    choose(updates.add, parts, number, param, gradient.to(param.device), moments)
+                choose(updates.run)
+            for (a, one), (b, two) in zip(ones, twos):
+                same(b, a, f"parameter {configurations[place]} {step}")
+                for name, x, y in zip(Moments._fields, one, two):
+                    if step < 4 or "scales" in name:
+                        same(y, x, f"{name} {configurations[place]} {step}")
+        assert sum(int(scales.isnan().sum()) for scales in (ones[0][1].m_scales, ones[0][1].v_scales)) == 2
+
+
+def _moments(policy, shape):
+    numel, count = math.prod(shape), math.prod(policy.grid(shape))
+    codes, scales = torch.zeros(numel, dtype=torch.uint8), torch.zeros(count)
+    return Moments(codes, scales, codes.clone(), scales.clone())
+
+
+def adam8bit_codes(device):
+    """Every number near the edge of a cell gets the same code from the kernel's arithmetic as from the twin's."""
+    from kernel_probes import encode_kernel
+
+    for kind in ("dynamic", "linear"):
+        for signed in (True, False):
+            book = code_book(kind, signed, torch.device("cpu"))
+            edges = torch.cat([book, (book[1:] + book[:-1]) / 2, 10 ** torch.linspace(-10, 0, 3000)])
+            values = torch.cat([edges, edges.nextafter(torch.tensor(2.0)), edges.nextafter(torch.tensor(-2.0))]).clamp(-1, 1)
+            values = values if signed else values.abs()
+            codes = torch.empty(len(values), dtype=torch.uint8, device=device)
+            numel, is_dynamic = len(values), kind == "dynamic"
+            encode_kernel[(-(-numel // 1024),)](values.to(device), codes, numel, is_dynamic, signed, 1024, enable_fp_fusion=False)
+            same(codes, encode(values, kind, signed), f"{kind} {signed}")
+
+
+def symmetric(device):
+    """Exactly symmetric, within the documented bound of float64; sizes and columns of any kind, transposed, in batches."""
+    from torch_ragged._kernels import _triton_symmetric as kernels
+
+    smallest, symmetric_products.SMALLEST = symmetric_products.SMALLEST, 0
+    try:
+        for shape in ((130, 70), (2, 64, 200), (1, 1), (2, 300, 33), (3, 0), (0, 5, 5)):
+            for transposed in (False, True):
+                x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+                x = x.mT.contiguous().mT if transposed else x
+                product = kernel(symmetric_products.gram, x.to(device)).cpu()
+                near(product, x, x, None, 0.0, 1.0)
+                squared = kernel(symmetric_products.polynomial, product.to(device), -4.775, 2.0315).cpu()
+                near(squared, product, product, product, -4.775, 2.0315)
+        x = torch.randn(300, 70).bfloat16()
+        for configuration in kernels.CONFIGURATIONS:
+            near(kernels.product(x.to(device), None, 0.0, 1.0, configuration).cpu(), x, x, None, 0.0, 1.0)
+    finally:
+        symmetric_products.SMALLEST = smallest
+    assert same_bits(kernel(symmetric_products.gram, x), x @ x.mT), "small ones are torch's"
+
+
+def near(product, x, y, addend, beta, alpha):
+    """``product`` against float64, and its own transpose."""
+    x, y = x.double(), y.double()
+    exact, size = alpha * x @ y.mT, abs(alpha) * x.abs() @ y.abs().mT
+    if addend is not None:
+        exact, size = exact + beta * addend.double(), size + abs(beta) * addend.double().abs()
+    bound = (x.shape[-1] + 2) * 2.0**-24 * size
+    bound = bound + 2.0**-8 * (exact.abs() + bound) + 1e-38
+    assert product.dtype == torch.bfloat16 and product.shape == exact.shape
+    assert bool(((product.double() - exact).abs() <= bound).all()), (product.shape, (product.double() - exact).abs().max())
+    assert same_bits(product, product.mT)
+
+
+def same_bits(a, b):
+    return torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
+
+
+CASES = {function.__name__: function for function in (casts, float8_tiles, adam8bit, adam8bit_codes, symmetric)}
 
 
 def main():
     _choice.choose("triton")
     results = {}
-    for name, function in CASES.items():
+    for name, function in CASES.items() if len(sys.argv) == 1 else [(name, CASES[name]) for name in sys.argv[1:]]:
         try:
             function("cpu")
             results[name] = ""

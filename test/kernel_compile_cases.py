@@ -19,7 +19,7 @@ def compiled(kernel, types, constants, alignment=16, **options):
 
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    aligned = [name for name in names if alignment and (signature[name].startswith("*") or signature[name] == "i64")]
+    aligned = [name for name in names if alignment and (signature[name].startswith("*") or signature[name] in ("i32", "i64"))]
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     binary = compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, **options})
@@ -73,7 +73,40 @@ def float8():
                 yield f"dequantize {text}", compiled(kernels.dequantize_kernel, every, constants, num_warps=4)
 
 
-CASES = (casts, float8)
+def adam8bit():
+    from triton import language as tl
+
+    from torch_ragged._kernels import _triton_adam8bit as kernels
+
+    types = {name: "*fp32" for name in kernels.step_kernel.arg_names} | {"owners_ptr": "*i32", "integers_ptr": "*i64"}
+    for block in ((32, 32), (1, 256)):
+        for param, gradient in ((tl.float32, tl.float32), (tl.bfloat16, tl.bfloat16), (tl.bfloat16, tl.float32)):
+            for dynamic, stochastic, aligned in ((True, False, True), (False, param == tl.bfloat16, False)):
+                constants = {
+                    **{"param_type": param, "gradient_type": gradient, "aligned": aligned, "dynamic": dynamic},
+                    **{"stochastic": stochastic, "height": block[0], "width": block[1], "tile_height": block[0]},
+                    **{"tile_width": block[1], "per_program": kernels.PER_PROGRAM},
+                }
+                text = f"adam8bit {block} {param} {gradient} {dynamic} {aligned}"
+                yield text, compiled(kernels.step_kernel, types, constants, num_warps=kernels.warps(block))
+
+
+def symmetric():
+    from torch_ragged._kernels import _triton_symmetric as kernels
+
+    pointers = {"x_ptr": "*bf16", "addend_ptr": "*bf16", "out_ptr": "*bf16", "beta": "fp32", "alpha": "fp32"}
+    strides = {name: "i64" for name in kernels.product_kernel.arg_names if name.endswith("_stride")}
+    for configuration in kernels.CONFIGURATIONS:
+        tile, step, group, warps, stages = configuration
+        for unit in ("x_column_stride", "x_row_stride"):  # as it is, and transposed
+            constants = {"has_addend": True, "tile": tile, "step": step, "group": group, unit: 1, "addend_column_stride": 1}
+            constants["inner"] = 4096 + 8 * (unit == "x_row_stride")
+            every = {**pointers, **strides, "size": "i32"}
+            options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+            yield f"symmetric {tuple(configuration)} {unit}", compiled(kernels.product_kernel, every, constants, **options)
+
+
+CASES = (casts, float8, adam8bit, symmetric)
 
 
 def main(names):

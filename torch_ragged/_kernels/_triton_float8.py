@@ -61,7 +61,9 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         has_scale = at_row < rows
     else:
         largest = tl.max(tl.max(bits, axis=1, keep_dims=True), axis=0, keep_dims=True).to(tl.float32, bitcast=True)
-        place = (matrix * ((rows + height - 1) // height) + row // height) * across + column // width + tl.zeros((1, 1), tl.int64)
+        place = (
+            (matrix * ((rows + height - 1) // height) + row // height) * across + column // width + tl.zeros((1, 1), tl.int64)
+        )
         has_scale = tl.full((1, 1), 1, tl.int1)
     scale = tl.where(largest < _SMALLEST, 0.0, tl.div_rn(largest, tl.full(largest.shape, _LARGEST, tl.float32)))
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale == 0.0, 1.0, scale))
@@ -95,7 +97,9 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
         at = (matrix * rows + at_row) * columns + at_column
         if per_row:  # Loaded as a vector: Triton would load a column anew for every element.
             lines = row + first + tl.arange(0, step)
-            scale = tl.load(scales_ptr + scales + (matrix * rows + lines) * across + column // width, mask=lines < rows, other=0.0)
+            scale = tl.load(
+                scales_ptr + scales + (matrix * rows + lines) * across + column // width, mask=lines < rows, other=0.0
+            )
             scale = scale[:, None]
         else:
             band = matrix * ((rows + height - 1) // height) + row // height

@@ -11,7 +11,9 @@ __all__ = ["scaled_copy_"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def scaled_copy_(out: torch.Tensor, source: torch.Tensor, scale: float = 1.0, accumulate: bool = False) -> torch.Tensor:
+def scaled_copy_(
+    out: torch.Tensor, source: torch.Tensor, scale: float = 1.0, accumulate: bool = False, non_blocking: bool = False
+) -> torch.Tensor:
     """``out = scale * source``, or ``out += scale * source``, computed in float32 and rounded to the dtype of ``out``.
 
     On CUDA one Triton kernel, bitwise equal to the torch operations that run elsewhere. float32, bfloat16 and float16 have
@@ -21,6 +23,7 @@ def scaled_copy_(out: torch.Tensor, source: torch.Tensor, scale: float = 1.0, ac
         out, source: of one shape and any dtypes; ``source`` may be on another device.
         scale: applied before the sum, its product rounded to float32.
         accumulate: add to what ``out`` holds.
+        non_blocking: as of ``copy_``, where the devices differ.
 
     Returns:
         ``out``.
@@ -40,4 +43,4 @@ def scaled_copy_(out: torch.Tensor, source: torch.Tensor, scale: float = 1.0, ac
         return out
     if scale != 1.0:
         source = source.to(torch.promote_types(source.dtype, torch.float32)) * scale
-    return out.add_(source) if accumulate else out.copy_(source, non_blocking=True)
+    return out.add_(source) if accumulate else out.copy_(source, non_blocking=non_blocking)

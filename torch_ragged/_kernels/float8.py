@@ -58,9 +58,7 @@ def _run(name: str, values: torch.Tensor, buffer: torch.Tensor, table: TileTable
         (_quantize_run if name == "quantize" else _dequantize_run)(values, buffer, scales, run, table.tile)
 
 
-def _quantize_run(
-    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, run: TileRun, tile: tuple[int, int]
-) -> None:
+def _quantize_run(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, run: TileRun, tile: tuple[int, int]) -> None:
     tiles = _tiles_of(values[run.values : run.values + run.numel].view(run.sizes), tile).float()
     largest = tiles.abs().amax((2, 4), keepdim=True)
     scale = torch.where(largest < SMALLEST, 0.0, largest / LARGEST)
