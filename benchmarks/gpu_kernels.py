@@ -1,11 +1,11 @@
-"""Kernels on one GPU: bandwidth against a device copy, 8-bit Adam against 32-bit and other 8-bit ones, symmetric products against torch's.
+"""Kernels on one GPU: bandwidth against a device copy, 8-bit Adam against others, symmetric products against torch's.
 
     python benchmarks/gpu_kernels.py --json kernels.json
-    python benchmarks/gpu_kernels.py --tune              # every configuration of the symmetric products
+    python benchmarks/gpu_kernels.py --tune                # every configuration of the symmetric products
     python benchmarks/gpu_kernels.py --device cpu --smoke  # runs it all on small tensors; its times mean nothing
 
-Contenders are timed in turn, each round in another order, by CUDA events; numbers are medians of the rounds. Bandwidth counts every byte
-that a kernel has to read and write, once. TFLOP/s count the whole product, also where half of it is computed.
+Contenders are timed in turn, each round in another order, by CUDA events; numbers are medians of the rounds. Bandwidth counts
+every byte that a kernel has to read and write, once. TFLOP/s count the whole product, also where half of it is computed.
 """
 
 from __future__ import annotations

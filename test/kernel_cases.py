@@ -175,7 +175,9 @@ def adam8bit_codes(device):
             values = values if signed else values.abs()
             codes = torch.empty(len(values), dtype=torch.uint8, device=device)
             numel, is_dynamic = len(values), kind == "dynamic"
-            encode_kernel[(-(-numel // 1024),)](values.to(device), codes, numel, is_dynamic, signed, 1024, enable_fp_fusion=False)
+            encode_kernel[(-(-numel // 1024),)](
+                values.to(device), codes, numel, is_dynamic, signed, 1024, enable_fp_fusion=False
+            )
             same(codes, encode(values, kind, signed), f"{kind} {signed}")
 
 

@@ -1,5 +1,8 @@
-"""Compile every kernel for sm_90, down to machine code, with no GPU: ``python test/kernel_compile_cases.py`` prints, as JSON, what the
-compiler made of each: registers and spills per thread, shared memory, global loads and stores by width."""
+"""Compile every kernel for sm_90, down to machine code, with no GPU.
+
+``python test/kernel_compile_cases.py`` prints, as JSON, what the compiler made of each: registers and stack (spills) per
+thread, shared memory, instructions that access global memory, by width, and those that multiply matrices.
+"""
 
 import json
 import os
@@ -78,12 +81,17 @@ def adam8bit():
 
     from torch_ragged._kernels import _triton_adam8bit as kernels
 
+    def size(dtype):
+        return dtype.primitive_bitwidth // 8
+
     types = {name: "*fp32" for name in kernels.step_kernel.arg_names} | {"owners_ptr": "*i32", "integers_ptr": "*i64"}
     for block in ((32, 32), (1, 256)):
         for param, gradient in ((tl.float32, tl.float32), (tl.bfloat16, tl.bfloat16), (tl.bfloat16, tl.float32)):
             for dynamic, stochastic, aligned in ((True, False, True), (False, param == tl.bfloat16, False)):
                 constants = {
-                    **{"param_type": param, "gradient_type": gradient, "aligned": aligned, "dynamic": dynamic},
+                    **{"param_type": param, "gradient_type": gradient, "dynamic": dynamic},
+                    **{"param_bytes": size(param), "gradient_bytes": size(gradient)},
+                    "vector": 16 // max(size(param), size(gradient)) if aligned else 1,
                     **{"stochastic": stochastic, "height": block[0], "width": block[1], "tile_height": block[0]},
                     **{"tile_width": block[1], "per_program": kernels.PER_PROGRAM},
                 }

@@ -261,7 +261,12 @@ def prefetched(raf, mp_policy):
 def check_prediction():
     """Exact, against the most that was there at any allocation; so is the monitor's peak, which has no reduced shards in it."""
     bf16, fp32 = torch.bfloat16, torch.float32
-    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(bf16, fp32), MixedPrecisionPolicy(bf16, bf16), Float8Policy(bf16, fp32)]
+    policies = [
+        MixedPrecisionPolicy(),
+        MixedPrecisionPolicy(bf16, fp32),
+        MixedPrecisionPolicy(bf16, bf16),
+        Float8Policy(bf16, fp32),
+    ]
     cases = [
         *itertools.product((nested,), (None, True, False), policies),
         *itertools.product((moe, frozen, prefetched), (None,), policies),

@@ -1,7 +1,7 @@
 """8-bit Adam in one pass over memory: a kernel that dequantises, updates, quantises and writes the blocks of many parameters.
 
-Its twin is ``torch_ragged.optim._adam8bit.update_region``. A launch goes through a table of regions (parts of parameters that are
-made of whole blocks), so that the number of launches does not grow with that of parameters.
+Its twin is ``torch_ragged.optim._adam8bit.update_region``. A launch goes through a table of regions (parts of parameters that
+are made of whole blocks), so that the number of launches does not grow with that of parameters.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ def step_kernel(  # type: ignore[no-untyped-def]
     unsigned_book_ptr,
     param_type: tl.constexpr,
     gradient_type: tl.constexpr,
-    aligned: tl.constexpr,
+    param_bytes: tl.constexpr,
+    gradient_bytes: tl.constexpr,
+    vector: tl.constexpr,
     dynamic: tl.constexpr,
     stochastic: tl.constexpr,
     height: tl.constexpr,
@@ -114,16 +116,22 @@ def step_kernel(  # type: ignore[no-untyped-def]
     v_codes = tl.load(integers + 5).to(tl.pointer_type(tl.uint8))
     rows, columns = tl.load(integers + 7).to(tl.int32), tl.load(integers + 8).to(tl.int32)
     blocks = tl.load(integers + 9).to(tl.int32)
-    if aligned:
-        param, gradient, columns = tl.multiple_of(param, 16), tl.multiple_of(gradient, 16), tl.multiple_of(columns, 16)
-        m_codes, v_codes = tl.multiple_of(m_codes, 16), tl.multiple_of(v_codes, 16)
+    if vector > 1:  # No more than that for any of them: threads would have to exchange what they have loaded.
+        param, gradient = tl.multiple_of(param, vector * param_bytes), tl.multiple_of(gradient, vector * gradient_bytes)
+        m_codes, v_codes, columns = (
+            tl.multiple_of(m_codes, vector),
+            tl.multiple_of(v_codes, vector),
+            tl.multiple_of(columns, 16),
+        )
     m_scales = tl.load(integers + 4).to(tl.pointer_type(tl.float32))
     v_scales = tl.load(integers + 6).to(tl.pointer_type(tl.float32))
     shrink, decay = tl.load(floats), tl.load(floats + 1)
     beta1, beta2, rest1, rest2 = tl.load(floats + 2), tl.load(floats + 3), tl.load(floats + 4), tl.load(floats + 5)
     eps, step_size, correction = tl.load(floats + 6), tl.load(floats + 7), tl.load(floats + 8)
     bands, across = (rows + height - 1) // height, (columns + width - 1) // width
-    in_block_row, in_block_column = tl.arange(0, tile_height)[:, None], tl.arange(0, tile_width)[None, :]
+    # One dimension, so that all accesses, look-ups in the books too, are laid out over the threads in the same order.
+    element = tl.arange(0, tile_height * tile_width)
+    in_block_row, in_block_column = element // tile_width, element % tile_width
     at = in_block_row * columns + in_block_column
     first = (program - tl.load(integers).to(tl.int32)) * per_program
     for number in range(per_program):
@@ -135,8 +143,12 @@ def step_kernel(  # type: ignore[no-untyped-def]
             start = (matrix.to(tl.int64) * rows + row) * columns + column
             p = tl.load(param + start + at, mask=inside, other=0.0).to(tl.float32)
             g = tl.load(gradient + start + at, mask=inside, other=0.0).to(tl.float32)
-            m = tl.load(signed_book_ptr + tl.load(m_codes + start + at, mask=inside, other=0).to(tl.int32)) * tl.load(m_scales + place)
-            v = tl.load(unsigned_book_ptr + tl.load(v_codes + start + at, mask=inside, other=0).to(tl.int32)) * tl.load(v_scales + place)
+            m = tl.load(signed_book_ptr + tl.load(m_codes + start + at, mask=inside, other=0).to(tl.int32)) * tl.load(
+                m_scales + place
+            )
+            v = tl.load(unsigned_book_ptr + tl.load(v_codes + start + at, mask=inside, other=0).to(tl.int32)) * tl.load(
+                v_scales + place
+            )
             g = g + p * decay
             m = tl.where(inside, m * beta1 + g * rest1, 0.0)
             v = tl.where(inside, v * beta2 + g * g * rest2, 0.0)
@@ -184,7 +196,9 @@ def step_regions(
         *books,
         param_type=_TYPES[types[0]],
         gradient_type=_TYPES[types[1]],
-        aligned=not any(divisible),
+        param_bytes=types[0].itemsize,
+        gradient_bytes=types[1].itemsize,
+        vector=1 if any(divisible) else vector_of(types),
         dynamic=dynamic,
         stochastic=stochastic,
         height=block[0],
@@ -195,6 +209,11 @@ def step_regions(
         num_warps=warps(tile),
         enable_fp_fusion=False,  # Each operation of the twin rounds.
     )
+
+
+def vector_of(types: tuple[torch.dtype, torch.dtype]) -> int:
+    """Elements that a thread loads at once: 16 bytes of the wider of the two."""
+    return 16 // max(dtype.itemsize for dtype in types)
 
 
 def warps(tile: tuple[int, int]) -> int:

@@ -1,8 +1,8 @@
 """The kernel of :mod:`torch_ragged._kernels.symmetric`: a program per tile of the lower triangle.
 
-Programs go through the triangle in square groups of tiles, so that those that run at a time share rows of ``x`` in the L2 cache. The
-configuration is fixed: tuning at run time could choose differently on two ranks, and the bits of a result depend on who computes it
-then. ``benchmarks/gpu_kernels.py --tune`` times the others.
+Programs go through the triangle in square groups of tiles, so that those that run at a time share rows of ``x`` in the L2
+cache. The configuration is fixed: tuning at run time could choose differently on two ranks, and then the bits of a result would
+depend on who computes it. ``benchmarks/gpu_kernels.py --tune`` times the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tiles of matrices as float8 codes, each tile with a scale.
 
-e4m3 ("fn": no infinities, largest value 448), as in Micikevicius et al., "FP8 Formats for Deep Learning" (2022). A tile's scale is its
-largest magnitude over 448, in float32; its codes are its values over the scale, rounded to nearest, ties to even.
+e4m3 ("fn": no infinities, largest value 448), as in Micikevicius et al., "FP8 Formats for Deep Learning" (2022). A tile's scale
+is its largest magnitude over 448, in float32; its codes are its values over the scale, rounded to nearest, ties to even.
 
 ====================  ==========================================================================================
 a tile of             comes back as

@@ -9,16 +9,16 @@ from torch_ragged._kernels._choice import AMPERE, device_of, runs_triton
 __all__ = ["SMALLEST", "gram", "polynomial"]
 
 SMALLEST = 4096
-"""Rows from which on the kernel is used: below, a triangle has too few tiles to keep a GPU busy. The matrix alone decides, not how
-many are in a batch, so that an optimizer's results do not depend on which rank computes with which others."""
+"""Rows from which on the kernel is used: below, a triangle has too few tiles to keep a GPU busy. The matrix alone decides, not
+how many are in a batch, so that an optimizer's results do not depend on which rank computes with which others."""
 
 
 def gram(x: torch.Tensor, halves: bool = True) -> torch.Tensor:
     """``x @ x.mT``, of each matrix of a batch.
 
     On CUDA, for bfloat16 matrices of at least :data:`SMALLEST` rows, a Triton kernel that computes half the tiles, and whose
-    result is exactly symmetric; else torch's product. Both accumulate in float32 and round once: before the rounding they differ
-    by the order of additions, by ``K * 2**-24 * |x| @ |x|.mT`` at most (K: the columns of ``x``).
+    result is exactly symmetric; else torch's product. Both accumulate in float32 and round once; what is rounded is within
+    ``K * 2**-24 * |x| @ |x|.mT`` of the exact product (K: the columns of ``x``).
 
     Args:
         x: (M, K) or (B, M, K).

@@ -95,7 +95,7 @@ class Float8Group(ParamGroup):
            | each tile dequantised; then the codes are released
         unsharded  DBuffer Replicate(), param_dtype; as any group's from here on
 
-    Where neighbours keep a part of the gathered parameters for backward, that is a part in ``param_dtype``, and gathered as such.
+    Where neighbours keep a part of the gathered parameters for backward, it is one in ``param_dtype``, and gathered as such.
     """
 
     def __init__(self, plan: GroupPlan) -> None:

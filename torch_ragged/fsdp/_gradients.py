@@ -264,7 +264,7 @@ class GradientBuffers:
         like = self._sharded
         if (reduced.flat.dtype, reduced.flat.device) != (like.flat.dtype, like.flat.device):
             moved = DBuffer(self._layout, Shard(0), self._rank, like.flat.dtype, like.flat.device, like.is_pinned)
-            scaled_copy_(moved.flat, reduced.flat)  # On the CPU it is there when this returns: an optimizer may read it at once.
+            scaled_copy_(moved.flat, reduced.flat)  # There when this returns: an optimizer on the CPU may read it at once.
             reduced = moved
         for index, (param, is_used) in enumerate(zip(self._params, used_anywhere)):
             param.was_used = False

@@ -41,8 +41,9 @@ def encode(normalized: torch.Tensor, kind: str, signed: bool) -> torch.Tensor:
     A search in a table, a step for every bit, would cost a GPU more than the memory traffic of an Adam step. A number of the
     dynamic book is the middle of a cell. Over a decade cells have equal width, and there are twice as many as in the decade
     below, so that the place of a value among all cells is a line over each decade, each flatter than the last, and everywhere
-    the least of the seven lines. Of the first cell of a decade a fifth is nearer to the last one below, which is that much
-    narrower. Each operation rounds once, in an order that the kernel keeps: no fused multiply-adds.
+    the least of the seven lines. Of the first cell of a decade a fifth is nearer to the last one below, which is narrower by as
+    much; of the very first nearly a fifth to 0. Each operation rounds once, in an order that the kernel keeps: no fused
+    multiply-adds.
     """
     if kind == "linear":
         place = normalized * 128.0 + 127.0 if signed else normalized * 255.0
