@@ -7,9 +7,13 @@ import json
 import math
 import os
 import sys
+import tempfile
 import traceback
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
@@ -17,6 +21,8 @@ from torch_ragged._kernels import _choice, float8  # noqa: E402
 from torch_ragged._kernels import symmetric as symmetric_products  # noqa: E402
 from torch_ragged._kernels.casts import scaled_copy_  # noqa: E402
 from torch_ragged._kernels.tiles import TileRun, TileTable  # noqa: E402
+from torch_ragged.fsdp import Float8Policy, fully_shard  # noqa: E402
+from torch_ragged.optim import AdamW8bit  # noqa: E402
 from torch_ragged.optim._adam8bit import AdamStep, BlockUpdates, Moments  # noqa: E402
 from torch_ragged.optim._blocks import BlockPolicy, regions_of  # noqa: E402
 from torch_ragged.optim._gather import Placed  # noqa: E402
@@ -220,7 +226,40 @@ def same_bits(a, b):
     return torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
 
 
-CASES = {function.__name__: function for function in (casts, float8_tiles, adam8bit, adam8bit_codes, symmetric)}
+def training(device):
+    """What fully_shard and AdamW8bit make by the kernels: gathered parameters, gradients and states as with the twins."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(os.path.join(folder, "store"), 1)
+        dist.init_process_group("gloo" if device == "cpu" else "nccl", store=store, rank=0, world_size=1)
+        try:
+            one, two = twin(_train, device), kernel(_train, device)
+        finally:
+            dist.destroy_process_group()
+    assert list(one) == list(two) and len(one) > 12
+    for name in one:
+        same(two[name], one[name], name)
+
+
+def _train(device):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(140, 130), torch.nn.Linear(130, 140))
+    policy = Float8Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(net, mesh=init_device_mesh(device, (1,)), mp_policy=policy, reshard_after_forward=False)
+    optimizer, found = AdamW8bit(net.parameters(), lr=0.01), {}
+    for step in range(2):
+        net(torch.ones(3, 140, device=device)).float().square().sum().backward()
+        found |= {f"gradient of {name} {step}": param.grad.to_local() for name, param in net.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    found |= {name: param.detach().to_local().clone() for name, param in net.named_parameters()}
+    for name, param in net.named_parameters():
+        for key, value in optimizer.state[param].items():
+            found[f"{name} {key}"] = value.to_local() if isinstance(value, DTensor) else value
+    net.unshard()
+    return found | {f"gathered {name}": param.detach().clone() for name, param in net.named_parameters()}
+
+
+CASES = {function.__name__: function for function in (casts, float8_tiles, adam8bit, adam8bit_codes, symmetric, training)}
 
 
 def main():

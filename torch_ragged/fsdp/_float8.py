@@ -149,14 +149,14 @@ class _Slots:
     """
 
     def __init__(self, layout: BufferLayout, tile: tuple[int, int]) -> None:
-        self._shard, self._pieces = layout.shard_numel, [[] for _ in range(layout.ranks)]  # type: list[list[tuple]]
+        self._shard, self._tile = layout.shard_numel, tile
+        self._pieces: list[list[tuple[int, tuple[int, int, int]]]] = [[] for _ in range(layout.ranks)]
         for index, (spec, offset) in enumerate(zip(layout.tensors, layout.offsets)):
             rows, columns = spec.shape[-2:]
             for rank in range(offset // self._shard, (offset + spec.numel - 1) // self._shard + 1):
                 start, stop = layout.local_range(index, rank)
                 for first, sizes in matrix_runs(start, stop, rows, columns):
                     self._pieces[rank].append((offset + first - rank * self._shard, sizes))
-        self._tile = tile
         scales = max(sum(self._scales(sizes) for _, sizes in pieces) for pieces in self._pieces)
         nbytes = -(-(self._shard + 4 * scales) // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
         why = "the codes of a shard and the most scales that one has"
