@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from torch_ragged.fsdp import DBuffer, MemoryRow, buffer_layouts, fully_shard, memory_report, monitor
+from torch_ragged.fsdp import DBuffer, Float8Policy, MemoryRow, buffer_layouts, fully_shard, memory_report, monitor
 
 KINDS = ("all_gather", "reduce_scatter", "other")
 KEYS = {"step_s", "optimizer_s", "exposed_s", "compute_s", "buffer_bytes", "buffer_peak_bytes"}
@@ -261,7 +261,12 @@ def prefetched(raf, mp_policy):
 def check_prediction():
     """Exact, against the most that was there at any allocation; so is the monitor's peak, which has no reduced shards in it."""
     bf16, fp32 = torch.bfloat16, torch.float32
-    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(bf16, fp32), MixedPrecisionPolicy(bf16, bf16)]
+    policies = [
+        MixedPrecisionPolicy(),
+        MixedPrecisionPolicy(bf16, fp32),
+        MixedPrecisionPolicy(bf16, bf16),
+        Float8Policy(bf16, fp32),
+    ]
     cases = [
         *itertools.product((nested,), (None, True, False), policies),
         *itertools.product((moe, frozen, prefetched), (None,), policies),

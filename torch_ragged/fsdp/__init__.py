@@ -3,7 +3,8 @@
 Files by noun. Layout: ``_granularity`` (what may be cut), ``_layout`` (where tensors lie), ``_planner`` with ``_packing``,
 ``_interleave`` and ``_bound`` (the search for it), ``_advice``, ``plan`` (the offline tool).
 Parameters: ``_mesh`` and ``_distribution`` (where they are), ``_grouping`` (which go together), ``_managed_param`` (one),
-``_dbuffer`` (the memory), ``_param_group`` (those of a unit), ``_extension`` (types with their own all-gather).
+``_dbuffer`` (the memory), ``_param_group`` (those of a unit), ``_extension`` (types with their own all-gather), ``_float8``
+(matrices gathered as 8-bit codes).
 Gathered and reduced: ``_collectives``, ``_resident`` and ``_neighbours`` (what stays gathered), ``_gradients`` with
 ``_weight_gradient`` (matmuls that write them).
 Hooks: ``_state``, ``_forward_order`` (what backward does on all ranks alike), ``_tensors`` (in inputs and outputs).
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import (
 
 from torch_ragged.fsdp._advice import advise
 from torch_ragged.fsdp._dbuffer import DBuffer
+from torch_ragged.fsdp._float8 import Float8Policy
 from torch_ragged.fsdp._fsdp_module import FSDPModule, share_comm_ctx
 from torch_ragged.fsdp._fully_shard import buffer_layouts, fully_shard
 from torch_ragged.fsdp._granularity import Granularity, OrigParamPolicy, blocks, elements, rows, tensor
@@ -44,6 +46,7 @@ __all__ = [
     "BufferLayout",
     "DBuffer",
     "FSDPModule",
+    "Float8Policy",
     "Granularity",
     "MemoryReport",
     "MemoryRow",

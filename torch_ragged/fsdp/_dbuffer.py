@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged.fsdp._collectives import Collectives, Reduction, Work
 from torch_ragged.fsdp._layout import BufferLayout
 
@@ -126,7 +127,7 @@ class DBuffer:
         self.allocate()
         source = sharded.flat
         if (source.dtype, source.device) != (self.flat.dtype, self.flat.device):
-            source = self.shard().copy_(source, non_blocking=True)
+            source = scaled_copy_(self.shard(), source, non_blocking=True)
         return collectives.all_gather(self.flat, source)
 
     def reduce_scatter_to(self, sharded: DBuffer, collectives: Collectives, reduction: Reduction) -> Work:

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torch_ragged._register._torch import flatten
 from torch_ragged.fsdp._agreement import agree, agreement
 from torch_ragged.fsdp._extension import ExtensionGroup, has_extension
+from torch_ragged.fsdp._float8 import Float8Group, Float8Policy
 from torch_ragged.fsdp._fsdp_module import STATE, FSDPModule, check_reshard_after_forward, make_fsdp_module
 from torch_ragged.fsdp._granularity import OrigParamPolicy
 from torch_ragged.fsdp._grouping import Places, ShardPlacementFn, find_params, plan_groups
@@ -77,7 +78,8 @@ def fully_shard(
             parameter with a buffer of its own (that dimension lies first in it, the parameter is a view); torch's
             ``ShardPlacementResult``, with a mesh of its own; or None.
         mp_policy: dtypes to compute, reduce and return in, as in the installed FSDP2: without a ``reduce_dtype``, gradients
-            are reduced in ``param_dtype`` before torch 2.15, in the parameters' dtype from it on.
+            are reduced in ``param_dtype`` before torch 2.15, in the parameters' dtype from it on. A :class:`Float8Policy`
+            has matrices all-gathered as 8-bit codes.
         offload_policy: ``CPUOffloadPolicy()`` keeps sharded parameters, their gradients and so the optimizer on the CPU.
         ignored_params: parameters that stay as they are: not sharded, nor their gradients reduced.
         dp_mesh_dims: torch's ``DataParallelMeshDims``: ``mesh`` is the whole mesh, these of its dimensions are data-parallel
@@ -93,7 +95,8 @@ def fully_shard(
     Raises:
         ValueError: ``mesh`` is not as above, or this rank is not part of it; the module is sharded already, or holds parameters
             that are, DTensors on a device other than the mesh's, tied to an already sharded one, cut unevenly by model
-            parallelism, or trainable integers; ``reshard_after_forward`` does not divide the shards; ranks disagree.
+            parallelism, or trainable integers; ``reshard_after_forward`` does not divide the shards; a ``Float8Policy``
+            with ``placements`` that stay gathered; ranks disagree.
         TypeError: ``module`` is not an ``nn.Module``, ``mesh`` not a ``DeviceMesh``, ``reshard_after_forward`` not a bool, int
             or None, or the policy returns something else than a granularity.
         RuntimeError: another rank raised.
@@ -106,18 +109,21 @@ def fully_shard(
         ranks += _model_groups(modules, mesh)
         DataParallelMesh.check(mesh, dp_mesh_dims)
         makes_groups = _check_placements(mesh, dp_mesh_dims, placements) or dp_mesh_dims is not None
+        if isinstance(mp_policy, Float8Policy) and placements is not None and placements.stay_gathered:
+            raise ValueError(f"Float8Policy does not go with {placements}, where gathered parameters stay: use ZERO3 or HSDP")
         claim += [f"dp_mesh_dims {dp_mesh_dims}, placements {placements}"] * makes_groups
     with agreement(ranks, device) as claim:
         dp, levels = _with_levels(DataParallelMesh.of(mesh, dp_mesh_dims), placements)
         found = _check_modules(modules, mesh, reshard_after_forward, dp, ignored_params or set())
         plans = plan_groups(found, dp, mp_policy, offload_policy, orig_param_policy, shard_placement_fn)
         casts = (mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype, mp_policy.cast_forward_inputs)
+        casts += (mp_policy.tile,) if isinstance(mp_policy, Float8Policy) else ()
         claim += _claim(plans, reshard_after_forward, casts, offload_policy, placements)
     _move(modules, found, device)
     for plan in plans:
         for param in plan.params:
             _sharded_originals[param.value] = param.fqn
-    groups = [ExtensionGroup(plan) if has_extension(plan.params[0].value) else ParamGroup(plan) for plan in plans]
+    groups = [_group_of(plan) for plan in plans]
     for plan in plans:
         plan.params.clear()  # The originals' memory goes here.
     if not isinstance(reshard_after_forward, (bool, type(None))):
@@ -129,6 +135,12 @@ def fully_shard(
     for each in modules:
         make_fsdp_module(each, state)
     return module
+
+
+def _group_of(plan: GroupPlan) -> ParamGroup:
+    if has_extension(plan.params[0].value):
+        return ExtensionGroup(plan)
+    return ParamGroup(plan) if plan.tile is None else Float8Group(plan)
 
 
 def _state(module: nn.Module) -> ModuleState | None:
@@ -322,7 +334,7 @@ def _claim(plans: Sequence[GroupPlan], *options: Any) -> list[str]:
     for plan in plans:
         layout, mesh = plan.layout, plan.dp.mesh
         where = f"{layout.ranks} shards of {layout.shard_numel}, on a mesh of {tuple(mesh.shape)} {mesh.mesh_dim_names or ''}"
-        lines.append(f"{plan.param_dtype} {plan.reduce_dtype}, {where}")
+        lines.append(f"{plan.param_dtype} {plan.reduce_dtype}, {where}{f', float8 in {plan.tile}' if plan.tile else ''}")
         for param, spec, offset in zip(plan.params, layout.tensors, layout.offsets):
             value = f"{spec.name} {spec.shape} {param.value.dtype} {'' if param.value.requires_grad else 'frozen '}"
             blocks = f"in blocks of {spec.block}/{spec.period} at {offset}"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import Partial, Shard
 
+from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import as_plain_tensors
 from torch_ragged.fsdp._collectives import Collectives, Reduction, Work
 from torch_ragged.fsdp._dbuffer import DBuffer
@@ -175,10 +176,7 @@ class GradientBuffers:
         self._widened = self._acquired(self._widened, self.reduce_dtype)
         if not holds_sum and self.on_acquired is not None:
             self.on_acquired()
-        if holds_sum:
-            self._widened.flat.add_(self._unreduced.flat)
-        else:
-            self._widened.flat.copy_(self._unreduced.flat)
+        scaled_copy_(self._widened.flat, self._unreduced.flat, accumulate=holds_sum)
         self._unreduced.release()
 
     def _close(self) -> None:
@@ -266,7 +264,7 @@ class GradientBuffers:
         like = self._sharded
         if (reduced.flat.dtype, reduced.flat.device) != (like.flat.dtype, like.flat.device):
             moved = DBuffer(self._layout, Shard(0), self._rank, like.flat.dtype, like.flat.device, like.is_pinned)
-            moved.flat.copy_(reduced.flat)  # On the CPU it is there when this returns: an optimizer may read it at once.
+            scaled_copy_(moved.flat, reduced.flat)  # There when this returns: an optimizer on the CPU may read it at once.
             reduced = moved
         for index, (param, is_used) in enumerate(zip(self._params, used_anywhere)):
             param.was_used = False

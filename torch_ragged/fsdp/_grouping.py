@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 from torch_ragged.fsdp._advice import PADDING_LIMIT
 from torch_ragged.fsdp._distribution import Distribution
 from torch_ragged.fsdp._extension import has_extension
+from torch_ragged.fsdp._float8 import Float8Policy
 from torch_ragged.fsdp._granularity import Granularity, OrigParamPolicy, elements
 from torch_ragged.fsdp._layout import BufferLayout
 from torch_ragged.fsdp._mesh import DataParallelMesh
@@ -72,22 +73,35 @@ def plan_groups(
     meshes: dict[Any, DataParallelMesh] = {}
     for fqn, (param, places) in found.items():
         cut, mesh = _cut_of(fqn, param, dp, policy, shard_placement_fn)
+        if isinstance(mp_policy, Float8Policy) and policy is shard_placement_fn is None:
+            cut = mp_policy.default_granularity(param, places)
         if has_extension(param):
             cut = _rows_of_extension(fqn, param, cut)
         dtype = _param_dtype(fqn, param, mp_policy)
         shard_dim = cut.dim if isinstance(cut, Shard) else None
-        key = (mesh.key, param.dtype, dtype, param.is_meta, fqn if shard_dim is not None else None)
-        meshes[key] = mesh
         one = FoundParam(fqn, places, param, Distribution(fqn, param, mesh, shard_dim))
+        tile = _tile_of(one, cut, dtype or param.dtype, mp_policy)
+        key = (mesh.key, param.dtype, dtype, param.is_meta, fqn if shard_dim is not None else None, tile)
+        meshes[key] = mesh
         buckets.setdefault(key, []).append((one, elements() if isinstance(cut, Shard) else cut))
     plans = []
     for key, members in buckets.items():
-        params, dp = [param for param, _ in members], meshes[key]
+        params, dp, tile = [param for param, _ in members], meshes[key], key[-1]
         reduce_dtype = mp_policy.reduce_dtype if params[0].value.dtype.is_floating_point else None
         sizes = [dtype.itemsize for dtype in (key[1], key[2], reduce_dtype) if dtype is not None]
-        layout = _layout(params, [granularity for _, granularity in members], dp.ranks, min(sizes))
-        plans.append(GroupPlan(params, dp, layout, key[2], reduce_dtype, offload, mp_policy))
+        layout = _layout(params, [granularity for _, granularity in members], dp.ranks, min(sizes) if tile is None else 1)
+        plans.append(GroupPlan(params, dp, layout, key[2], reduce_dtype, offload, mp_policy, tile))
     return plans
+
+
+def _tile_of(
+    param: FoundParam, cut: Granularity | Shard, compute_dtype: torch.dtype, policy: MixedPrecisionPolicy
+) -> tuple[int, int] | None:
+    """The tiles in which a parameter is gathered as float8; None where it is gathered in the dtype to compute with."""
+    if not isinstance(policy, Float8Policy) or isinstance(cut, Shard):
+        return None
+    spec = param.distribution.tensor_spec(cut)
+    return policy.tile if all(policy.quantizes(spec, dtype) for dtype in (param.value.dtype, compute_dtype)) else None
 
 
 def _layout(params: list[FoundParam], granularities: Iterable[Granularity], ranks: int, itemsize: int) -> BufferLayout:

@@ -197,9 +197,24 @@ class _Step:
                 ahead += step
             chosen = [self._order[ahead]] if 0 <= ahead < len(self._order) else []
         if state.groups and (step > 0 or state.unshard_in_backward):
-            groups = [group for each in (state, *chosen) for group in each.groups]
+            for each in (state, *chosen):
+                for group in each.groups:
+                    self._start_gather(group)
+                    if each is state:
+                        self._finish_gather(group, "forward" if step > 0 else "backward", position)
+
+    def _start_gather(self, group: ParamGroup) -> None:
+        held, whole = self._gathered.get(group, 0), group.unsharded.nbytes
+        if held < whole and held != group.gathering_nbytes:
             # What a rank keeps of a group is there until the others' parts are.
-            self._gathered.update({g: g.unsharded.nbytes + self._gathered.get(g, 0) % g.unsharded.nbytes for g in groups})
+            self._gathered[group] = whole + held if held else group.gathering_nbytes
+
+    def _finish_gather(self, group: ParamGroup, moment: str, position: int) -> None:
+        """What is gathered in another form is there in both for a moment."""
+        if self._gathered[group] == group.gathering_nbytes != group.unsharded.nbytes:
+            self._gathered[group] += group.unsharded.nbytes
+            self._note(moment, position)
+            self._gathered[group] = group.unsharded.nbytes
 
     def _is_passed_over(self, neighbour: ModuleState, state: ModuleState) -> bool:
         """Whether prefetching looks beyond ``neighbour``: nothing is gathered for it, or it shares what ``state`` has."""

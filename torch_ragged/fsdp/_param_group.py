@@ -51,7 +51,8 @@ class FoundParam:
 class GroupPlan:
     """What a group is made of: parameters of one dtype, computed with in one dtype, on one mesh.
 
-    ``param_dtype`` and ``reduce_dtype`` are those of the mixed precision policy; ``offload`` says where shards are.
+    ``param_dtype`` and ``reduce_dtype`` are those of the mixed precision policy; ``offload`` says where shards are. With a
+    ``tile`` parameters are all-gathered as float8.
     """
 
     params: list[FoundParam]
@@ -61,6 +62,7 @@ class GroupPlan:
     reduce_dtype: torch.dtype | None
     offload: OffloadPolicy
     mp_policy: MixedPrecisionPolicy
+    tile: tuple[int, int] | None = None
 
 
 class ParamGroup:
@@ -283,6 +285,11 @@ class ParamGroup:
         self.gradients.finish(used_anywhere)
         if self.resident is not None:
             self.resident.invalidate()
+
+    @property
+    def gathering_nbytes(self) -> int:
+        """Bytes that an all-gather under way holds."""
+        return self.unsharded.nbytes
 
     @property
     def kept_nbytes(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged.fsdp._collectives import Collectives, ProcessGroupCollectives, Reduction, Work, done, wait_all
 from torch_ragged.fsdp._dbuffer import DBuffer
 
@@ -80,7 +81,7 @@ class Resident:
                 with torch.inference_mode(False):  # Later forwards write to it in other modes too.
                     self._flat = gathered.flat.new_empty(nodes * shard)
             mine = self._flat.narrow(0, sharded.rank // per_node * shard, shard)
-            mine.copy_(sharded.flat, non_blocking=True)
+            scaled_copy_(mine, sharded.flat, non_blocking=True)
             collectives.all_gather(self._flat, mine, self._levels.across).wait()
         parts = zip(gathered.flat.split(per_node * shard), self._flat.split(shard))
         return wait_all([collectives.all_gather(node, part, self._levels.within) for node, part in parts])

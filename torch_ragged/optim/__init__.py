@@ -2,7 +2,8 @@
 
 Files by noun: ``_roots`` (which rank computes with which whole matrix), ``_gather`` (the transfers there and back),
 ``_matrix`` (the step of optimizers that use them), ``_newton_schulz`` and ``_muon``, ``_shampoo``; ``_blocks`` (blocks of
-matrices over ranks), ``_quantize`` (8-bit codes), ``_adam8bit``, its kernel ``_triton_adam8bit``; ``_base`` (what all share).
+matrices over ranks), ``_quantize`` (8-bit codes), ``_adam8bit``; ``_base`` (what all share). Kernels are in
+``torch_ragged._kernels``.
 """
 
 from torch_ragged.optim._adam8bit import Adam8bit, AdamW8bit

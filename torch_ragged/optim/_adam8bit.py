@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged._kernels._choice import device_of, runs_triton
 from torch_ragged.optim._base import (
     RaggedOptimizer,
     agree_on_gradients,
@@ -25,10 +26,11 @@ from torch_ragged.optim._base import (
     zeros_placed,
 )
 from torch_ragged.optim._blocks import BlockPolicy, Region, aligned_placements, flat_indices, grid_placements, regions_of
-from torch_ragged.optim._quantize import BOOKS, code_book, dequantize, hash32, midpoints, quantize, round_to_bfloat16
+from torch_ragged.optim._quantize import BOOKS, code_book, dequantize, hash32, quantize, round_to_bfloat16
 
 __all__ = ["Adam8bit", "AdamStep", "AdamW8bit", "Moments", "update_region"]
 
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 
 
@@ -41,7 +43,7 @@ class AdamStep:
         decay: what of the parameter is added to the gradient (L2 penalty).
         beta1, beta2, eps: Adam's.
         step_size: lr over the bias correction of the first moment.
-        correction: square root of the bias correction of the second moment.
+        correction: one over the square root of the bias correction of the second moment.
         rounding_key: of stochastic rounding; None for rounding to nearest.
     """
 
@@ -64,7 +66,9 @@ class AdamStep:
             gradient = gradient + param * self.decay
         m.mul_(self.beta1).add_(gradient * (1 - self.beta1))
         v.mul_(self.beta2).add_((gradient * gradient).mul_(1 - self.beta2))
-        denominator = v.sqrt().div_(self.correction).add_(self.eps)
+        # On CPU torch's float32 roots, MKL's, are off by a unit in the last place now and then; those of float64 are not.
+        root = v.sqrt() if v.is_cuda else v.double().sqrt_().float()
+        denominator = root.mul_(self.correction).add_(self.eps)
         if self.shrink != 1.0:
             param.mul_(self.shrink)
         param.sub_((m / denominator).mul_(self.step_size))
@@ -111,8 +115,8 @@ class Adam8bit(RaggedOptimizer):
     A NaN or infinite gradient spoils the moments of its whole block. Gradients that are missing on some ranks only are skipped
     there; only where blocks are redistributed do ranks agree (a missing one is zero then).
 
-    On CUDA one kernel dequantises, updates, quantises and writes in one pass (Triton); elsewhere vectorised tensor operations
-    do the same.
+    On CUDA one Triton kernel dequantises, updates, quantises and writes all parameters in one pass; elsewhere vectorised
+    tensor operations give the same bits.
 
     Source: Dettmers et al., ICLR 2022; section 6.3 of the RaggedShard paper.
 
@@ -200,14 +204,22 @@ class Adam8bit(RaggedOptimizer):
         if moved and not self._has_warned:
             self._warn([entries_here[place][1] for place in moved])
         agreed = dict(zip(moved, agree_on_gradients([entries_here[place][1] for place in moved]))) if moved else {}
+        updates = BlockUpdates(self.policy.block, self.code)
         for place, ((index, param, group), layout) in enumerate(zip(entries_here, layouts)):
             gradient = agreed[place] if place in agreed else local_gradient(param)
             if gradient is not None:
-                self._step_param(index, param, gradient, group, layout)
+                self._step_param(index, param, gradient, group, layout, updates)
+        updates.run()
         return loss
 
     def _step_param(
-        self, index: int, param: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], layout: _Layout
+        self,
+        index: int,
+        param: torch.Tensor,
+        gradient: torch.Tensor,
+        group: dict[str, Any],
+        layout: _Layout,
+        updates: BlockUpdates,
     ) -> None:
         state = self.state[param]
         if "step" not in state:
@@ -218,10 +230,11 @@ class Adam8bit(RaggedOptimizer):
             target = local(param)
             flat = target.view(-1) if target.is_contiguous() else target.contiguous().view(-1)
             if layout.is_blocked:
-                self._update_blocks(flat, gradient, state, numbers, layout)
+                self._update_blocks(flat, gradient, state, numbers, layout, updates)
             else:
                 _update_plain(param, flat, gradient.contiguous().view(-1), state, numbers)
             if flat.data_ptr() != target.data_ptr():
+                updates.run()
                 target.copy_(flat.view(target.shape))
             return
         assert isinstance(param, DTensor)
@@ -230,22 +243,24 @@ class Adam8bit(RaggedOptimizer):
             gradient, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
         )
         moved: Any = source.redistribute(placements=layout.aligned)
-        self._update_blocks(local(there).view(-1), local(moved), state, numbers, layout)
+        self._update_blocks(local(there).view(-1), local(moved), state, numbers, layout, updates)
+        updates.run()
         param.copy_(there.redistribute(placements=param.placements))
 
     def _update_blocks(
-        self, param: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], numbers: AdamStep, layout: _Layout
+        self,
+        param: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        numbers: AdamStep,
+        layout: _Layout,
+        updates: BlockUpdates,
     ) -> None:
-        """One step on this rank's flat parameter, its gradient and its 8-bit moments."""
+        """One step on this rank's flat parameter, its gradient and its 8-bit moments: done once ``updates`` run."""
         gradient = gradient.contiguous().view(-1)
         names = [f"{name}_{part}" for name, _ in _MOMENTS for part in ("codes", "scales")]
         moments = Moments(*(local(state[name]).view(-1) for name in names))
-        if param.is_cuda:
-            from torch_ragged.optim._triton_adam8bit import update_region as update  # Triton is no dependency elsewhere.
-        else:
-            update = update_region
-        for region in layout.regions:
-            update(region, self.policy.block, self.code, numbers, param, gradient, moments)
+        updates.add(layout.regions, numbers, param, gradient, moments)
 
     def _numbers(self, group: dict[str, Any], step: int, index: int) -> AdamStep:
         lr, (beta1, beta2), decay = scalar(group["lr"]), group["betas"], group["weight_decay"]
@@ -256,7 +271,7 @@ class Adam8bit(RaggedOptimizer):
             beta2=beta2,
             eps=group["eps"],
             step_size=lr / (1 - beta1**step),
-            correction=math.sqrt(1 - beta2**step),
+            correction=1 / math.sqrt(1 - beta2**step),
             rounding_key=hash32(self.seed ^ hash32(step ^ hash32(index + 1))) if self.stochastic_rounding else None,
         )
 
@@ -288,7 +303,7 @@ class Adam8bit(RaggedOptimizer):
             return _Layout(False)
         placed = placed_of(param)
         if not isinstance(param, DTensor):
-            return _Layout(True, regions=tuple(regions_of(placed, (), policy)))
+            return _Layout(True, regions=tuple(regions_of(placed, (), policy, _most(param))))
         mesh_shape, coordinate = tuple(param.device_mesh.shape), tuple(param.device_mesh.get_coordinate() or ())
         placements, aligned = tuple(param.placements), None
         grid = grid_placements(shape, mesh_shape, placements, policy)
@@ -297,7 +312,7 @@ class Adam8bit(RaggedOptimizer):
             grid = grid_placements(shape, mesh_shape, aligned, policy)
             placed = placed_of(param, aligned)
         assert grid is not None
-        return _Layout(True, aligned, grid, tuple(regions_of(placed, coordinate, policy)))
+        return _Layout(True, aligned, grid, tuple(regions_of(placed, coordinate, policy, _most(param))))
 
     def _warn(self, params: list[torch.Tensor]) -> None:
         self._has_warned = True
@@ -309,6 +324,11 @@ class Adam8bit(RaggedOptimizer):
             "orig_param_policy=optimizer.policy) keeps blocks whole, and needs none",
             stacklevel=3,
         )
+
+
+def _most(param: torch.Tensor) -> int:
+    """Elements of a region: a kernel needs no memory for them, tensor operations should stay in the cache."""
+    return 1 << 62 if param.is_cuda else 1 << 16
 
 
 class AdamW8bit(Adam8bit):
@@ -326,6 +346,57 @@ class AdamW8bit(Adam8bit):
         **options: Any,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+
+class BlockUpdates:
+    """The updates of one step: a kernel takes them all at once, tensor operations one by one as they are added.
+
+    One launch per device and pair of dtypes (of parameters and gradients).
+    """
+
+    def __init__(self, block: tuple[int, int], code: str) -> None:
+        self._block, self._code = block, code
+        self._launches: dict[Any, list[tuple[Region, AdamStep, tuple[torch.Tensor, ...]]]] = {}
+
+    def add(
+        self, regions: Sequence[Region], numbers: AdamStep, param: torch.Tensor, gradient: torch.Tensor, moments: Moments
+    ) -> None:
+        """Update the ``regions`` of a flat ``param``; by a kernel, not before :meth:`run`."""
+        if not (runs_triton(param) and param.dtype in _KERNEL_DTYPES and gradient.dtype in _KERNEL_DTYPES):
+            for region in regions:
+                update_region(region, self._block, self._code, numbers, param, gradient, moments)
+        elif regions:
+            key = (param.device, param.dtype, gradient.dtype, numbers.rounding_key is not None)
+            tensors = (param, gradient, *moments)  # Kept until they are used.
+            self._launches.setdefault(key, []).extend((region, numbers, tensors) for region in regions)
+
+    def run(self) -> None:
+        """Launch what was added."""
+        launches, self._launches = self._launches, {}
+        for (device, dtype, gradient_dtype, is_stochastic), updates in launches.items():
+            from torch_ragged._kernels import _triton_adam8bit as kernel  # Triton is no dependency elsewhere.
+
+            books = code_book(self._code, True, device), code_book(self._code, False, device)
+            integers = [_integers(region, numbers, tensors) for region, numbers, tensors in updates]
+            floats = [_floats(numbers) for _, numbers, _ in updates]
+            with device_of(books[0]):
+                types, is_dynamic = (dtype, gradient_dtype), self._code == "dynamic"
+                kernel.step_regions(integers, floats, books, types, self._block, is_dynamic, is_stochastic)
+
+
+def _integers(region: Region, numbers: AdamStep, tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+    """What the kernel is told of a region: its ``INTEGERS``, but the first."""
+    firsts = (region.start, region.start, region.start, region.first_block, region.start, region.first_block)
+    addresses = (tensor.data_ptr() + first * tensor.element_size() for tensor, first in zip(tensors, firsts))
+    rows, columns = region.sizes[1:]
+    place = region.origin, *region.strides[:2], numbers.rounding_key or 0
+    return (*addresses, rows, columns, math.prod(region.grid), *place)
+
+
+def _floats(numbers: AdamStep) -> tuple[float, ...]:
+    beta1, beta2 = numbers.beta1, numbers.beta2
+    betas = (beta1, beta2, 1 - beta1, 1 - beta2)
+    return (numbers.shrink, numbers.decay, *betas, numbers.eps, numbers.step_size, numbers.correction)
 
 
 def _update_plain(
@@ -382,7 +453,7 @@ def update_region(
         padded[:, :, columns:] = 0.0
     numbers.update(wide, blocks_of(gradient).float(), *values)
     for moment, (codes, scales, signed) in zip(values, books):
-        quantized, maxima = quantize(moment, (2, 4), midpoints(code, signed, device))
+        quantized, maxima = quantize(moment, (2, 4), code, signed)
         region.of(codes).copy_(matrices_of(quantized))
         region.scales(scales).copy_(maxima.view(region.grid))
     updated = matrices_of(wide)

@@ -209,7 +209,7 @@ def _indices(origin: int, sizes: Sequence[int], strides: Sequence[int], device: 
     return result
 
 
-def regions_of(placed: Placed, coordinate: tuple[int, ...], policy: BlockPolicy, most: int = 1 << 22) -> list[Region]:
+def regions_of(placed: Placed, coordinate: tuple[int, ...], policy: BlockPolicy, most: int) -> list[Region]:
     """What the rank at ``coordinate`` holds of a parameter, as regions of whole blocks of about ``most`` elements at most.
 
     Only for placements that :func:`grid_placements` accepts.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from torch_ragged._kernels.symmetric import gram, polynomial
+
 __all__ = ["COEFFICIENTS", "EPS", "STEPS", "newton_schulz", "newton_schulz_cost"]
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -31,14 +33,16 @@ def newton_schulz(
     Args:
         matrices: (B, rows, columns), any floating dtype; not changed.
         coefficients, steps, eps: as ``ns_coefficients``, ``ns_steps`` and ``eps`` of ``torch.optim.Muon``.
-        batched: one product for all matrices; False: one after another, the very kernels of ``torch.optim.Muon``. On CPU both
-            give the same bits; on a GPU the library may choose another kernel for another number of matrices.
+        batched: one product for all matrices, and on CUDA half the work for symmetric products of large matrices
+            (:func:`~torch_ragged._kernels.symmetric.gram`); False: one after another, the very kernels of
+            ``torch.optim.Muon``. On CPU both give the same bits; on a GPU the library may choose another kernel for another
+            number of matrices.
 
     Returns:
         (B, rows, columns) in bfloat16.
     """
     if not batched and len(matrices) > 1:
-        return torch.cat([newton_schulz(one, coefficients, steps, eps) for one in matrices.split(1)])
+        return torch.cat([newton_schulz(one, coefficients, steps, eps, batched) for one in matrices.split(1)])
     a, b, c = coefficients
     rows, columns = matrices.shape[-2:]
     x = matrices.to(torch.bfloat16, copy=True)
@@ -46,17 +50,9 @@ def newton_schulz(
         x = x.mT
     for one in x:  # A norm over one matrix at a time: a reduction's order of additions may depend on the batch.
         one.div_(one.norm().clamp(min=eps))
-    if len(x) == 1:
-        return _iterate(x[0], a, b, c, steps, rows > columns).unsqueeze(0)
+    is_single = len(x) == 1
+    x, add_product = (x[0], torch.addmm) if is_single else (x, torch.baddbmm)
     for _ in range(steps):
-        gram = torch.bmm(x, x.mT)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+        x = add_product(x, polynomial(gram(x, batched), b, c, batched), x, beta=a)
+    x = x.unsqueeze(0) if is_single else x
     return x.mT if rows > columns else x
-
-
-def _iterate(x: torch.Tensor, a: float, b: float, c: float, steps: int, transposed: bool) -> torch.Tensor:
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if transposed else x

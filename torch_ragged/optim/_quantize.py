@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["BOOKS", "code_book", "dequantize", "hash32", "midpoints", "quantize", "round_to_bfloat16"]
+__all__ = ["BOOKS", "code_book", "dequantize", "encode", "hash32", "quantize", "round_to_bfloat16"]
 
 BOOKS = ("dynamic", "linear")
 _MASK = 0xFFFFFFFF
@@ -35,11 +35,32 @@ def code_book(kind: str, signed: bool, device: torch.device) -> torch.Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
-@lru_cache(maxsize=64)
-def midpoints(kind: str, signed: bool, device: torch.device) -> torch.Tensor:
-    """The 255 numbers halfway between neighbours of a book: the code of x is how many of them are smaller."""
-    book = code_book(kind, signed, device)
-    return (book[1:] + book[:-1]) / 2
+def encode(normalized: torch.Tensor, kind: str, signed: bool) -> torch.Tensor:
+    """The codes (uint8) of float32 values in [-1, 1] or [0, 1]: the nearest of the book, by arithmetic.
+
+    A search in a table, a step for every bit, would cost a GPU more than the memory traffic of an Adam step. A number of the
+    dynamic book is the middle of a cell. Over a decade cells have equal width, and there are twice as many as in the decade
+    below, so that the place of a value among all cells is a line over each decade, each flatter than the last, and everywhere
+    the least of the seven lines. Of the first cell of a decade a fifth is nearer to the last one below, which is narrower by as
+    much; of the very first nearly a fifth to 0. Each operation rounds once, in an order that the kernel keeps: no fused
+    multiply-adds.
+    """
+    if kind == "linear":
+        place = normalized * 128.0 + 127.0 if signed else normalized * 255.0
+        return place.clamp_(min=0.0).round_().to(torch.uint8)
+    magnitude = normalized.abs()
+    place = magnitude * (1e6 / 0.9) + 8 / 9
+    for decade in range(1, 7):
+        torch.minimum(place, (magnitude * (1e6 / 0.9 * 0.2**decade)).add_(8 / 9 * 2**decade), out=place)
+    if not signed:
+        place.mul_(2.0).sub_(1.0)
+    whole = (place - 0.5).round_()
+    cell = whole.int()
+    is_first = (cell & (cell - 1 if signed else cell + 1)) == 0
+    cell -= (is_first & (place - whole < 0.2)).int()
+    top = 128 if signed else 255
+    cell.masked_fill_(place >= top - 0.25, top)
+    return (torch.where(normalized < 0, 127 - cell.clamp(max=127), 127 + cell) if signed else cell).to(torch.uint8)
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
@@ -47,14 +68,15 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, book: torch.Tensor) ->
     return book[codes.int()] * scales
 
 
-def quantize(values: torch.Tensor, dims: tuple[int, ...], middles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(values: torch.Tensor, dims: tuple[int, ...], kind: str, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (uint8) and scales (float32, ``dims`` kept with size one) of float32 ``values``; ``dims`` are those of a block.
 
-    A block of zeros has scale 0. A NaN makes its block's scale NaN.
+    A block of zeros, or of magnitudes below the smallest normal number, has scale 0. A NaN makes its block's scale NaN.
     """
     scales = values.abs().amax(dims, keepdim=True)
-    normalized = values / torch.where(scales == 0, 1.0, scales)
-    return torch.bucketize(normalized, middles, out_int32=True).to(torch.uint8), scales
+    scales = torch.where(scales < 2.0**-126, 0.0, scales)
+    inverse = torch.where(scales == 0, 0.0, 1.0 / torch.where(scales == 0, 1.0, scales))
+    return encode(values * inverse, kind, signed), scales
 
 
 def hash32(value: int) -> int:

@@ -1,0 +1,230 @@
+"""Float8Policy: matrices are gathered as 8-bit codes, the same on any number of ranks; training goes on as in bfloat16."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from common import collectives_seen, error_of, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor.debug import CommDebugMode
+
+from torch_ragged._kernels import float8
+from torch_ragged._kernels.tiles import TileRun, TileTable
+from torch_ragged.fsdp import HIERARCHICAL, ZERO2, Float8Policy, blocks, elements, fully_shard, monitor, rows, tensor
+from torch_ragged.fsdp._float8 import Float8Group, keeps_tiles
+from torch_ragged.fsdp._fully_shard import named_groups
+from torch_ragged.granularity import TensorSpec
+
+BFLOAT16 = Float8Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def by_twin(whole, tile, dtype):
+    """A whole parameter quantised and dequantised, every tile by itself, in plain arithmetic."""
+    result = torch.empty_like(whole, dtype=dtype)
+    for out, matrix in zip(result.view(-1, *whole.shape[-2:]), whole.view(-1, *whole.shape[-2:])):
+        for row in range(0, matrix.size(0), tile[0]):
+            for column in range(0, matrix.size(1), tile[1]):
+                part = (slice(row, row + tile[0]), slice(column, column + tile[1]))
+                scale = matrix[part].abs().max() / 448
+                codes = (matrix[part] * (1 / scale if scale else 0.0)).clamp(-448, 448).to(torch.float8_e4m3fn)
+                out[part] = (codes.float() * scale).to(dtype)
+    return result
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 140)
+        self.inner = nn.Linear(140, 260)
+        self.experts = nn.Parameter(torch.randn(3, 130, 260) / 16)
+        self.head = nn.Linear(130, 40, bias=False)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.inner(self.embedding(x)))
+        hidden = sum(torch.tanh(hidden @ expert.t()) for expert in self.experts.unbind(0))
+        return self.head(hidden)
+
+
+def _net(seed=3):
+    torch.manual_seed(seed)
+    net = Net()
+    with torch.no_grad():
+        net.experts[0, :128, :128] = 0  # a tile of zeros
+    return net
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_code_and_its_bounds():
+    """All 256 codes come back bitwise; errors stay within what the module's docstring says; special tiles as it says."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = codes.view(torch.float8_e4m3fn).float().nan_to_num(0)
+    table = TileTable([TileRun(0, 0, 64, (1, 2, 128))], (128, 128))
+    buffer = torch.zeros(260, dtype=torch.uint8)
+    float8.quantize(values, buffer, table)
+    back = torch.empty(256)
+    float8.dequantize(back, buffer, table)
+    assert torch.equal(back, values) and buffer.view(torch.float32)[64] == 1.0
+    x = torch.randn(256) * torch.logspace(-8, 3, 256)
+    float8.quantize(x, buffer, table)
+    float8.dequantize(back, buffer, table)
+    scale = buffer.view(torch.float32)[64]
+    assert scale == x.abs().max() / 448
+    assert bool(((back - x).abs() <= torch.maximum(x.abs() * 2**-4, scale * 2**-10) * (1 + 1e-6)).all())
+    for special, expected in ((math.nan, math.nan), (math.inf, math.nan), (1e-31, 0.0)):
+        x = torch.full((256,), 1e-32)
+        x[5] = special
+        float8.quantize(x, buffer, table)
+        float8.dequantize(back, buffer, table)
+        assert torch.equal(back.nan_to_num(7), torch.full((256,), expected).nan_to_num(7)), special
+
+
+def test_which_parameters_keep_their_tiles():
+    """The rule of :func:`keeps_tiles` against every boundary that the granularity allows."""
+    shapes = ((256, 3), (300, 2), (2, 256, 2), (3, 130, 2), (4, 64, 2))
+    cuts = (elements(), rows(1), rows(64), rows(128), rows(256, within=0), rows(130), blocks(128, 128), tensor())
+    cases = itertools.product(shapes, cuts, (1, 128))
+    found = [0, 0]
+    for shape, cut, height in cases:
+        spec = cut.tensor_spec("w", shape)
+        matrix, period = shape[-2] * shape[-1], spec.period or spec.numel
+        edges = [x for x in range(spec.numel) if x % period % spec.block == 0]
+        legal = all(x % matrix % (height * shape[-1]) == 0 for x in edges)
+        assert keeps_tiles(spec, height) == legal, (shape, cut.text, height)
+        found[legal] += 1
+    assert min(found) > 10, found
+    assert not keeps_tiles(tensor().tensor_spec("b", (256,)), 1) and not keeps_tiles(TensorSpec("e", (0, 4), (0,), 4), 1)
+
+
+# --- gathered parameters --------------------------------------------------------------------------------------------
+
+
+def _gathered(mesh_shape, **options):
+    """Names of the quantised parameters, and all gathered ones."""
+    net = fully_shard(_net(), mesh=init_device_mesh("cpu", mesh_shape), **options)
+    groups = named_groups(net).values()
+    quantised = {param.fqn for group in groups if isinstance(group, Float8Group) for param in group.params}
+    net.unshard()
+    values = {name: param.detach().clone() for name, param in net.named_parameters()}
+    net.reshard()
+    held = [buffer.resident_nbytes for group in groups for buffer in group.buffers()["gathered"]]
+    assert not any(held), held
+    return quantised, values
+
+
+def _check_values(mesh_shape, options, expected):
+    policy = options["mp_policy"]
+    quantised, values = _gathered(mesh_shape, **options)
+    assert quantised == expected
+    for name, param in _net().named_parameters():
+        dtype = policy.param_dtype or param.dtype
+        wanted = by_twin(param.detach(), policy.tile, dtype) if name in expected else param.detach().to(dtype)
+        assert values[name].dtype == dtype and torch.equal(values[name], wanted), name
+
+
+def _check_ranks(mesh_shape):
+    matrices = {"inner.weight", "experts", "head.weight"}
+    _check_values(mesh_shape, {"mp_policy": BFLOAT16}, matrices)
+    rowwise = {"mp_policy": Float8Policy(param_dtype=torch.bfloat16, tile=(1, 128)), "orig_param_policy": lambda fqn, p: rows()}
+    _check_values(mesh_shape, rowwise, matrices | {"embedding.weight"})
+    chosen = {"mp_policy": Float8Policy(), "orig_param_policy": lambda fqn, p: blocks(128, 128) if fqn == "experts" else None}
+    _check_values(mesh_shape, chosen, {"experts"})
+    whole = {"mp_policy": BFLOAT16, "orig_param_policy": lambda fqn, p: tensor() if fqn == "inner.weight" else elements()}
+    _check_values(mesh_shape, {**whole, "offload_policy": CPUOffloadPolicy(pin_memory=False)}, {"inner.weight"})
+
+
+@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)])
+def test_the_same_values_on_any_number_of_ranks(mesh_shape):
+    """Those of the whole parameter, where ranks have no tile at all too (three ranks, one matrix)."""
+    run_ranks(math.prod(mesh_shape), _check_ranks, mesh_shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (8,)])
+def test_the_same_values_on_any_other_number_of_ranks(mesh_shape):
+    run_ranks(math.prod(mesh_shape), _check_ranks, mesh_shape)
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def _train(policy, steps, **options):
+    net = _net()
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(net.inner, mesh=mesh, mp_policy=policy, **options)
+    fully_shard(net, mesh=mesh, mp_policy=policy, **options)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    tokens = torch.arange(80).view(4, 20) * 7 % 40
+    losses = []
+    for _ in range(steps):
+        loss = nn.functional.cross_entropy(net(tokens).flatten(0, 1).float(), tokens.roll(1, 1).flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return net, losses
+
+
+def _check_training():
+    _, plain = _train(MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), 25)
+    net, losses = _train(BFLOAT16, 25)
+    assert losses[-1] < 0.3 * losses[0] and abs(losses[-1] - plain[-1]) < 0.1 * plain[0], (plain, losses)
+    assert losses != plain
+    _, kept = _train(BFLOAT16, 3, reshard_after_forward=2)
+    assert kept == losses[:3]
+    tokens = torch.zeros(1, 2, dtype=torch.int64)
+    with CommDebugMode() as mode:
+        net(tokens).sum().backward()
+    # Codes of inner and of the rest; the bias and the embedding in bfloat16: in forward, and inner's again in backward.
+    assert collectives_seen(mode) == (6, 4), mode.get_comm_counts()
+
+
+def test_trains_as_in_bfloat16():
+    run_ranks(2, _check_training)
+
+
+def _check_memory():
+    """Half the bytes are gathered, and nothing of them stays; test_fsdp_monitor has the peak of a step."""
+    net, _ = _train(BFLOAT16, 1)
+    groups = named_groups(net)
+    coded = [group for group in groups.values() if isinstance(group, Float8Group)]
+    assert len(coded) == 2 and len(groups) == 4
+    for group in coded:
+        assert group.layout.numel < group.codes.nbytes < 0.52 * group.unsharded.nbytes
+        assert [buffer.resident_nbytes for buffer in group.buffers()["gathered"]] == [0, 0]
+    with monitor(net) as watch, torch.no_grad():
+        net(torch.zeros(1, 2, dtype=torch.int64))
+        row = watch.step()
+    plain = sum(group.unsharded.nbytes for group in groups.values() if group not in coded)
+    assert row["all_gather_bytes"] == plain + sum(group.codes.nbytes for group in coded), row
+
+
+def test_half_the_bytes_are_gathered():
+    run_ranks(2, _check_memory)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def _check_errors():
+    mesh = init_device_mesh("cpu", (2,))
+    for placements, where in ((ZERO2, mesh), (HIERARCHICAL, init_device_mesh("cpu", (2, 1)))):
+        text = error_of(fully_shard, _net(), mesh=where, mp_policy=BFLOAT16, placements=placements)
+        assert text.startswith("ValueError: Float8Policy does not go with"), text
+    policy = BFLOAT16 if mesh.get_rank() else Float8Policy(torch.bfloat16, torch.float32, tile=(1, 128))
+    text = error_of(fully_shard, _net(), mesh=mesh, mp_policy=policy)
+    assert text.startswith("ValueError: fully_shard was called differently on different ranks") and "(1, 128)" in text, text
+
+
+def test_errors_are_raised_on_every_rank():
+    assert error_of(Float8Policy, tile=(64, 64)).startswith("ValueError: Float8Policy tile must be one of")
+    assert "param_dtype" in error_of(Float8Policy, torch.float64)
+    run_ranks(2, _check_errors)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -1,0 +1,43 @@
+"""The kernel of :mod:`torch_ragged._kernels.casts`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from torch_ragged._kernels._triton_rounding import round_to
+
+__all__ = ["scaled_copy_", "scaled_copy_kernel"]
+
+_BLOCK, _WARPS = 2048, 8  # 8 elements per thread: 16 bytes of a narrow dtype, two times 16 of float32
+
+
+@triton.jit
+def scaled_copy_kernel(  # type: ignore[no-untyped-def]
+    out_ptr, source_ptr, numel, scale, scales: tl.constexpr, accumulates: tl.constexpr, block: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < numel
+    values = tl.load(source_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if scales:
+        values = values * scale
+    if accumulates:
+        values = tl.load(out_ptr + at, mask=inside, other=0.0).to(tl.float32) + values
+    tl.store(out_ptr + at, round_to(values, out_ptr.dtype.element_ty), mask=inside)
+
+
+def scaled_copy_(out: torch.Tensor, source: torch.Tensor, scale: float, accumulate: bool) -> None:
+    """As the twin; of contiguous tensors with elements, on the current device."""
+    numel = out.numel()
+    scaled_copy_kernel[(triton.cdiv(numel, _BLOCK),)](
+        out,
+        source,
+        numel,
+        float(scale),
+        scales=scale != 1.0,
+        accumulates=accumulate,
+        block=_BLOCK,
+        num_warps=_WARPS,
+        enable_fp_fusion=False,  # The twin rounds the product and the sum.
+    )
