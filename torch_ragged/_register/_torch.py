@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ __all__ = [
     "grouped_mm",
     "is_autocast",
     "local_tensor",
+    "timeout_of",
     "unsafe_view",
     "will_run_node",
 ]
@@ -85,3 +87,8 @@ def backward_id() -> int:
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """What carries the collectives of ``group`` for tensors on ``device``. (2.11 to 2.15)"""
     return group._get_backend(device)
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long collectives of ``group`` on ``device`` wait for other ranks. (2.11 to 2.15)"""
+    return backend_of(group, device).options._timeout
