@@ -20,6 +20,7 @@ __all__ = [
     "flatten",
     "functorch_is_active",
     "grouped_mm",
+    "has_multicast",
     "is_autocast",
     "local_tensor",
     "timeout_of",
@@ -92,3 +93,9 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """How long collectives of ``group`` on ``device`` wait for other ranks. (2.11 to 2.15)"""
     return backend_of(group, device).options._timeout
+
+
+def has_multicast(device: torch.device) -> bool:
+    """Whether a GPU and its driver have NVSwitch multicast. (2.11 to 2.15)"""
+    kind = torch._C._autograd.DeviceType.CUDA
+    return torch._C._distributed_c10d._SymmetricMemory.has_multicast_support(kind, device.index)

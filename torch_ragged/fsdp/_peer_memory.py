@@ -67,12 +67,12 @@ _SIGNAL = struct.Struct("<qq")  # the number of an exchange, and its bytes: rank
 class HostPeerMemory:
     """Shared memory between the ranks of one host, and a Unix socket between each two of them for signals.
 
-    Both have no names in any file system, so that nothing is left however a process ends: memory is a ``memfd`` whose descriptor
-    goes over the socket, and the kernel frees it with the last process. A rank waits for signals asleep; a peer that dies closes
-    its socket, and one that is silent for longer than the group's timeout is given up.
+    Both have no names in any file system, so that nothing is left however a process ends: memory is a ``memfd`` whose
+    descriptor goes over the socket, and the kernel frees it with the last process. A rank waits for signals asleep; a peer that
+    dies closes its socket, and one that is silent for longer than the group's timeout is given up.
 
-    Exchanges make progress when they are waited for, in the order in which they were issued: the first under way has written and
-    signalled, those behind it start when it is through.
+    Exchanges make progress when they are waited for, in the order in which they were issued: the first under way has written
+    and signalled, those behind it start when it is through.
 
     Making it is collective, one exchange of addresses.
 
