@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction, Work, reduced, wait_all
-from torch_ragged.fsdp._peer_memory import PeerMemory
+from torch_ragged.fsdp._peer_memory import PeerMemory, Step
 
 __all__ = ["CopyEngineCollectives"]
 
@@ -47,7 +46,7 @@ class CopyEngineCollectives:
         for start in range(0, source.numel(), memory.slot_nbytes):
             stop = min(start + memory.slot_nbytes, source.numel())
             parts = [each[start:stop] for each in outputs]
-            works.append(memory.exchange(*_gather(source[start:stop], parts, memory.rank)))
+            works.append(memory.exchange(*_gather(source[start:stop], parts, memory.rank), nbytes=stop - start))
         return wait_all(works)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
@@ -62,15 +61,13 @@ class CopyEngineCollectives:
         works = []
         for start in range(0, output.numel(), piece):
             stop = min(start + piece, output.numel())
+            target = output[start:stop]
             parts = [each[start:stop] for each in buffer.chunk(memory.size)]
-            works.append(memory.exchange(*_scatter_and_sum(parts, output[start:stop], memory.rank)))
+            works.append(memory.exchange(*_scatter_and_sum(parts, target, memory.rank), nbytes=memory.size * target.nbytes))
         return wait_all(works)
 
 
-_Step = Callable[[list[torch.Tensor]], None]
-
-
-def _gather(shard: torch.Tensor, outputs: list[torch.Tensor], rank: int) -> tuple[_Step, _Step]:
+def _gather(shard: torch.Tensor, outputs: list[torch.Tensor], rank: int) -> tuple[Step, Step]:
     """What to write and to read to have the ``shard`` of each rank in one of ``outputs``; all are bytes."""
     others = [(rank + step) % len(outputs) for step in range(1, len(outputs))]  # Each rank begins with another one.
 
@@ -86,7 +83,7 @@ def _gather(shard: torch.Tensor, outputs: list[torch.Tensor], rank: int) -> tupl
     return write, read
 
 
-def _scatter_and_sum(parts: list[torch.Tensor], output: torch.Tensor, rank: int) -> tuple[_Step, _Step]:
+def _scatter_and_sum(parts: list[torch.Tensor], output: torch.Tensor, rank: int) -> tuple[Step, Step]:
     """What to write and to read to have the sum over ranks of ``parts[rank]`` in ``output``."""
     ranks, numel, dtype = len(parts), output.numel(), output.dtype
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ _TRIED = {"nccl": (), "symm": ("symm",), "copy_engine": ("copy_engine",), "multi
 _AUTO = {"cuda": ("symm",), "cpu": ("copy_engine",)}
 
 _LARGEST_SLOT = {"cuda": 64 << 20, "cpu": 16 << 20}
-"""Bytes; what is larger goes in pieces. A rank has two slots for gathers and two for reductions."""
+"""Bytes; what is larger goes in pieces. A rank has two slots for gathers and two for reductions, for all groups of a model."""
 
 
 @dataclass(frozen=True)
@@ -106,34 +105,20 @@ def _made_everywhere(name: str, group: dist.ProcessGroup, members: Sequence[Para
 # -- makers --------------------------------------------------------------------------------------------------------------
 
 
-_memories: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[PeerMemory, PeerMemory]] = weakref.WeakKeyDictionary()
-
-
 def _make_copy_engine(group: dist.ProcessGroup, members: Sequence[ParamGroup]) -> Implementation:
+    device = members[0].device
     gathered = max(member.layout.shard_numel * member.param_dtype.itemsize for member in members)
     reduced = max(member.layout.numel * member.reduce_dtype.itemsize for member in members)
-    gathers, reductions = _peer_memories(group, members[0].device, gathered, reduced)
+    slots = [min(-(-nbytes // 4096) * 4096, _LARGEST_SLOT[device.type]) for nbytes in (gathered, reduced)]
+    memories: list[PeerMemory] = [
+        SymmetricPeerMemory(group, device, nbytes, priority) if device.type == "cuda" else HostPeerMemory(group, nbytes)
+        for nbytes, priority in zip(slots, (-1, 0))  # Forward waits for gathers, nothing for reductions.
+    ]
 
     def install(member: ParamGroup) -> None:
-        member.collectives = CopyEngineCollectives(member.process_groups, group, gathers, reductions)
+        member.collectives = CopyEngineCollectives(member.process_groups, group, *memories)
 
     return Implementation("copy_engine", install)
-
-
-def _peer_memories(
-    group: dist.ProcessGroup, device: torch.device, gathered: int, reduced: int
-) -> tuple[PeerMemory, PeerMemory]:
-    """Memory for gathers and for reductions, one for all models with shards over ``group``; larger if that is too small."""
-    largest = _LARGEST_SLOT[device.type]
-    wanted = [min(-(-nbytes // 4096) * 4096, largest) for nbytes in (gathered, reduced)]
-    known = _memories.get(group)
-    if known is None or any(memory.slot_nbytes < nbytes for memory, nbytes in zip(known, wanted)):
-        if device.type == "cuda":
-            known = (SymmetricPeerMemory(group, device, wanted[0]), SymmetricPeerMemory(group, device, wanted[1], priority=0))
-        else:
-            known = (HostPeerMemory(group, wanted[0]), HostPeerMemory(group, wanted[1]))
-        _memories[group] = known
-    return known
 
 
 def _make_symm(group: dist.ProcessGroup, members: Sequence[ParamGroup]) -> Implementation:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import queue
 import secrets
 import socket
-import struct
 import sys
-from collections import deque
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -18,11 +18,15 @@ import torch.distributed as dist
 from torch_ragged._register._torch import timeout_of
 from torch_ragged.fsdp._collectives import Work
 
-__all__ = ["HostPeerMemory", "PeerMemory", "StreamWork", "SymmetricPeerMemory", "host_of"]
+__all__ = ["HostPeerMemory", "PeerMemory", "Step", "StreamWork", "SymmetricPeerMemory", "host_of"]
 
 TURNS = 2
 """Slots that exchanges use by turns: what the one before last left may be overwritten, since a rank that has begun the last is
 through with it."""
+
+
+Step = Callable[[list[torch.Tensor]], None]
+"""A half of an exchange, which is given the slots of all ranks, as flat tensors of bytes."""
 
 
 class PeerMemory(Protocol):
@@ -38,11 +42,13 @@ class PeerMemory(Protocol):
     size: int
     slot_nbytes: int
 
-    def exchange(self, write: Callable[[list[torch.Tensor]], None], read: Callable[[list[torch.Tensor]], None]) -> Work:
+    def exchange(self, write: Step, read: Step, nbytes: int) -> Work:
         """Have every rank ``write`` to slots, then, when all have, ``read`` from them; returns at once.
 
-        Both get the slots of all ranks, as flat tensors of bytes. What ``write`` reads and ``read`` writes must stay alive and
-        untouched until ``wait()``.
+        What ``write`` reads and ``read`` writes must stay alive and untouched until ``wait()``.
+
+        Args:
+            nbytes: of a slot that are used; the same on all ranks.
         """
 
 
@@ -61,20 +67,17 @@ def host_of() -> str:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
 
 
-_SIGNAL = struct.Struct("<qq")  # the number of an exchange, and its bytes: ranks that do not do the same notice it
-
-
 class HostPeerMemory:
     """Shared memory between the ranks of one host, and a Unix socket between each two of them for signals.
 
     Both have no names in any file system, so that nothing is left however a process ends: memory is a ``memfd`` whose
-    descriptor goes over the socket, and the kernel frees it with the last process. A rank waits for signals asleep; a peer that
-    dies closes its socket, and one that is silent for longer than the group's timeout is given up.
+    descriptor goes over the socket, and the kernel frees it with the last process. A peer that dies closes its socket, and one
+    that is silent for longer than the group's timeout is given up.
 
-    Exchanges make progress when they are waited for, in the order in which they were issued: the first under way has written
-    and signalled, those behind it start when it is through.
+    A thread makes the exchanges, one after the other, and sleeps while it waits for signals: ranks may wait for what they have
+    issued in different orders, and compute meanwhile.
 
-    Making it is collective, one exchange of addresses.
+    Making it is collective, one all-gather of objects.
 
     Raises:
         OSError: the ranks cannot share memory; on this rank only, others may have succeeded.
@@ -82,16 +85,17 @@ class HostPeerMemory:
 
     def __init__(self, group: dist.ProcessGroup, slot_nbytes: int) -> None:
         self.rank, self.size, self.slot_nbytes = group.rank(), group.size(), slot_nbytes
-        self._group_name = group.group_name
-        self._timeout = timeout_of(group, torch.device("cpu")).total_seconds()
-        self._peers = _connected(group, self._timeout)
+        timeout = timeout_of(group, torch.device("cpu")).total_seconds()
+        self._peers = _connected(group, timeout)
         try:
-            self._slots = self._shared()
+            slots = self._shared()
         except BaseException:
             self.close()
             raise
-        self._count = 0
-        self._queue: deque[_HostExchange] = deque()
+        self._tasks: queue.SimpleQueue[_HostExchange | None] = queue.SimpleQueue()
+        signals = _Signals(f"copy engine of group {group.group_name}", self.rank, self._peers, timeout)
+        # The thread does not know this object, so that it ends when nobody else does.
+        threading.Thread(target=_serve, args=(self._tasks, slots, signals), name="copy engine", daemon=True).start()
 
     def _shared(self) -> list[list[torch.Tensor]]:
         """The slots of every rank, by turn."""
@@ -112,70 +116,98 @@ class HostPeerMemory:
             os.close(descriptors[0])
         return [[mapped[rank].chunk(TURNS)[turn] for rank in range(self.size)] for turn in range(TURNS)]
 
-    def exchange(self, write: Callable[[list[torch.Tensor]], None], read: Callable[[list[torch.Tensor]], None]) -> Work:
-        """As :meth:`PeerMemory.exchange`; ``write`` runs here if no other exchange is under way, ``read`` in ``wait()``.
+    def exchange(self, write: Step, read: Step, nbytes: int) -> Work:
+        """As :meth:`PeerMemory.exchange`.
 
-        Raises:
-            RuntimeError: (in ``wait()`` too) a peer has gone, is silent, or does another exchange.
+        ``wait()`` raises RuntimeError if a peer has gone, is silent, or exchanges other bytes; so do all exchanges behind.
         """
-        exchange = _HostExchange(self, self._count, write, read)
-        self._count += 1
-        self._queue.append(exchange)
-        if len(self._queue) == 1:
-            self._start(exchange)
+        exchange = _HostExchange(write, read, nbytes)
+        self._tasks.put(exchange)
         return exchange
 
-    def _start(self, exchange: _HostExchange) -> None:
-        exchange.write(self._slots[exchange.number % TURNS])
-        signal = _SIGNAL.pack(exchange.number, self.slot_nbytes)
-        for rank, peer in self._peers.items():
-            try:
-                peer.sendall(signal)
-            except OSError as error:
-                raise self._lost(rank, error) from error
-
-    def finish_next(self) -> None:
-        """Finish the exchange under way, and start the next."""
-        exchange = self._queue[0]
-        expected = (exchange.number, self.slot_nbytes)
-        for rank, peer in self._peers.items():
-            try:
-                found = _SIGNAL.unpack(_received(peer, _SIGNAL.size))
-            except OSError as error:
-                raise self._lost(rank, error) from error
-            if found != expected:
-                raise RuntimeError(
-                    f"copy engine of group {self._group_name}: rank {self.rank} is at exchange {expected[0]}, rank {rank} at "
-                    f"{found[0]}: ranks must issue the same collectives in the same order"
-                )
-        exchange.read(self._slots[exchange.number % TURNS])
-        exchange.is_done = True
-        self._queue.popleft()
-        if self._queue:
-            self._start(self._queue[0])
-
-    def _lost(self, rank: int, error: OSError) -> RuntimeError:
-        what = f"sent no signal within {self._timeout:.0f} s" if isinstance(error, TimeoutError) else f"has gone ({error})"
-        return RuntimeError(f"copy engine of group {self._group_name}: rank {rank} of {self.size} {what}")
-
     def close(self) -> None:
-        """Close the sockets: peers that wait for this rank raise. Memory goes with its last tensor."""
-        for peer in self._peers.values():
-            peer.close()
+        """Be gone, for peers too, behind the exchanges that were issued. Memory goes with the last process that has it."""
+        if hasattr(self, "_tasks"):
+            self._tasks.put(None)
+        else:
+            for peer in self._peers.values():
+                peer.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_peers"):
+        if hasattr(self, "_tasks"):
             self.close()
 
 
 class _HostExchange:
-    def __init__(self, memory: HostPeerMemory, number: int, write: Callable, read: Callable) -> None:  # type: ignore[type-arg]
-        self._memory, self.number, self.write, self.read = memory, number, write, read
-        self.is_done = False
+    """An exchange, made by the thread; what it raised, ``wait()`` raises."""
+
+    def __init__(self, write: Step, read: Step, nbytes: int) -> None:
+        self.write, self.read, self.nbytes = write, read, nbytes
+        self.done = threading.Event()
+        self.error: Exception | None = None
 
     def wait(self) -> None:
-        while not self.is_done:
-            self._memory.finish_next()
+        self.done.wait()
+        if self.error is not None:
+            raise RuntimeError(str(self.error)) from self.error
+
+
+def _serve(tasks: queue.SimpleQueue[_HostExchange | None], slots: list[list[torch.Tensor]], signals: _Signals) -> None:
+    """Make exchanges until None comes; behind one that failed, all fail."""
+    error: Exception | None = None
+    with torch.inference_mode():  # Tensors that were made in it may be written too.
+        for number, exchange in enumerate(iter(tasks.get, None)):
+            try:
+                if error is None:
+                    exchange.write(slots[number % TURNS])
+                    signals.send(exchange.nbytes)
+                    signals.receive(exchange.nbytes)
+                    exchange.read(slots[number % TURNS])
+            except Exception as found:
+                error = found
+                signals.close()  # So that peers hear of it.
+            exchange.error = error
+            exchange.done.set()
+            del exchange  # Not to keep its tensors until the next one comes.
+    signals.close()
+
+
+class _Signals:
+    """What tells ranks of each other that they have written, over a socket for each peer: the number of bytes.
+
+    Ranks that have gone different ways notice it where these differ.
+    """
+
+    def __init__(self, name: str, rank: int, peers: dict[int, socket.socket], timeout: float) -> None:
+        self._name, self._rank, self._peers, self._timeout = name, rank, peers, timeout
+
+    def send(self, nbytes: int) -> None:
+        for rank, peer in self._peers.items():
+            try:
+                peer.sendall(nbytes.to_bytes(8, "little"))
+            except OSError as error:
+                raise self._lost(rank, error) from error
+
+    def receive(self, nbytes: int) -> None:
+        """Wait until all peers have sent ``nbytes``."""
+        for rank, peer in self._peers.items():
+            try:
+                found = int.from_bytes(_received(peer, 8), "little")
+            except OSError as error:
+                raise self._lost(rank, error) from error
+            if found != nbytes:
+                raise RuntimeError(
+                    f"{self._name}: rank {self._rank} exchanges {nbytes} bytes, rank {rank} {found}: ranks must issue the same "
+                    "collectives in the same order"
+                )
+
+    def _lost(self, rank: int, error: OSError) -> RuntimeError:
+        what = f"sent no signal within {self._timeout:g} s" if isinstance(error, TimeoutError) else f"has gone ({error})"
+        return RuntimeError(f"{self._name}: rank {rank} of {len(self._peers) + 1} {what}")
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
 
 
 def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
@@ -256,19 +288,16 @@ class SymmetricPeerMemory:
         self._slots = [[each.chunk(TURNS)[turn] for each in mapped] for turn in range(TURNS)]
         self._count = 0
 
-    def exchange(self, write: Callable[[list[torch.Tensor]], None], read: Callable[[list[torch.Tensor]], None]) -> Work:
+    def exchange(self, write: Step, read: Step, nbytes: int) -> Work:
         """As :meth:`PeerMemory.exchange`, behind what the current stream holds now; ``wait()`` has the current stream wait."""
-        slots: Sequence[torch.Tensor] = self._slots[self._count % TURNS]
+        slots = self._slots[self._count % TURNS]
         self._count += 1
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            write(list(slots))
+            write(slots)
             self._handle.barrier(0, self._timeout_ms)
-            read(list(slots))
+            read(slots)
             return StreamWork(self._stream.record_event())
-
-    def close(self) -> None:
-        """Nothing to close: memory goes with the last reference, as torch's."""
 
 
 class StreamWork:

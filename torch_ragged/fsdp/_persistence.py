@@ -32,7 +32,7 @@ def check_ready(groups: Sequence[ParamGroup]) -> None:
 
 
 def make_persistent(states: Sequence[ModuleState], size: int, allocators: dict[ParamGroup, Allocate]) -> None:
-    """Have groups take turns in rings of ``size`` places that stay allocated, one for gathered parameters and one for gradients.
+    """Have groups take turns in rings of ``size`` places that stay allocated: for gathered parameters, and for gradients.
 
     Who stays gathered while others come and go has a place of its own: modules around others, and those that are not resharded
     after forward. Memory for gathered parameters is allocated here, for gradients when the first one comes.
