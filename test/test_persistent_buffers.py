@@ -7,7 +7,7 @@ from common import error_of, run_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from torch_ragged.fsdp import fully_shard
+from torch_ragged.fsdp import ZERO2, fully_shard
 from torch_ragged.fsdp._ring import BufferRing, Slab
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -162,7 +162,29 @@ def several_dtypes() -> None:
     assert torch.equal(torch.stack(losses[:2]), torch.stack(losses[2:])), losses
 
 
+def stay_gathered() -> None:
+    """What stays gathered for a step (ZeRO-2, or not resharded after forward) has places of its own."""
+    losses = []
+    for options in ({"placements": ZERO2}, {"reshard_after_forward": False}):
+        for persistent in (False, True):
+            model = shard(Blocks(), **options)
+            if persistent:
+                model.set_persistent_buffers(places=2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                losses.append(step(model))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:6])), losses
+    assert losses[:3] == losses[6:9] == losses[9:], losses
+    addresses = {group.unsharded.flat.data_ptr() for group in model._ragged_groups(recurse=True)}
+    assert len(addresses) == 7, addresses
+
+
 class PersistentBuffersTest(unittest.TestCase):
+    def test_what_stays_gathered(self):
+        run_ranks(2, stay_gathered)
+
     def test_addresses_stay(self):
         run_ranks(2, addresses_stay)
 

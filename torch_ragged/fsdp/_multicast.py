@@ -65,7 +65,7 @@ class MulticastCollectives:
         if not is_ours or self._slabs.handle(output) is None:
             return self._process_groups.all_gather(output, shard, group)
         stream = self._stream("all_gather", output.device, priority=-1)
-        with torch.cuda.stream(stream):
+        with torch.no_grad(), torch.cuda.stream(stream):
             gathered, part = output.view(torch.uint8), shard.view(torch.uint8)
             torch.ops.symm_mem.multimem_all_gather_out(part, self._group.group_name, gathered)
             return StreamWork(stream.record_event())

@@ -293,7 +293,7 @@ class SymmetricPeerMemory:
         slots = self._slots[self._count % TURNS]
         self._count += 1
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.no_grad(), torch.cuda.stream(self._stream):
             write(slots)
             self._handle.barrier(0, self._timeout_ms)
             read(slots)

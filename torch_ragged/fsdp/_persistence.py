@@ -41,11 +41,11 @@ def make_persistent(states: Sequence[ModuleState], size: int, allocators: dict[P
         states: all under one module, in the order of forward.
         allocators: the groups, with what their memory is made by. Those with the same one share rings.
     """
-    around = {id(state) for state in states if _is_around(state, states)}
     rings: dict[Allocate, tuple[BufferRing, BufferRing]] = {}
     homes: dict[ParamGroup, tuple[Place, Place]] = {}
     for state in states:
-        is_apart = id(state) in around or state.reshard_after_forward is False
+        stays = state.reshard_after_forward is False or any(g.resident is not None for g in state.groups)
+        is_apart = stays or _is_around(state, states)
         members: dict[Allocate, list[ParamGroup]] = {}
         for group in state.groups:
             if group in allocators:
