@@ -53,15 +53,17 @@ def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
             command += ["--budget", f"{budget:.0f}"]
         print(f"\n== {name}: {shlex.join(command)}", flush=True)
         start = time.monotonic()
-        status = _wait(subprocess.Popen(command, env=_environment()), budget + GRACE)
+        status = _wait(subprocess.Popen(command, env=_environment(name)), budget + GRACE)
         results = json.loads(path.read_text()) if path.exists() else {}
     return {"status": status, "seconds": round(time.monotonic() - start, 1), **results}
 
 
-def _environment() -> dict[str, str]:
-    """As the user has it; with segments that grow, unless the user has chosen otherwise."""
+def _environment(name: str) -> dict[str, str]:
+    """As the user has it; with segments that grow for training steps, unless the user has chosen otherwise."""
     path = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH", ""))))
-    defaults = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"}
+    defaults = {"OMP_NUM_THREADS": "1"}
+    if name == "steps":
+        defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return {**defaults, **os.environ, "PYTHONPATH": path}
 
 
