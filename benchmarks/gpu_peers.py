@@ -77,7 +77,7 @@ def bandwidth(collectives: Any, nbytes: int, options: argparse.Namespace) -> dic
 
 
 def run_rank(rank: int, ranks: int, backend: str, store: str, options: argparse.Namespace, results: Any) -> None:
-    """Each implementation on ``ranks`` ranks: the same losses as the first's, and its bandwidth."""
+    """Each implementation on ``ranks`` ranks: its losses beside the first's, and its bandwidth."""
     torch.set_num_threads(1)
     if options.device == "cuda":
         torch.cuda.set_device(0)
