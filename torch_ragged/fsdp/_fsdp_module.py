@@ -16,6 +16,7 @@ from torch.distributed.fsdp import UnshardHandle
 
 from torch_ragged.fsdp._agreement import agreement
 from torch_ragged.fsdp._implementations import check_name, choose
+from torch_ragged.fsdp._mesh import device_of
 from torch_ragged.fsdp._param_group import ParamGroup
 from torch_ragged.fsdp._persistence import PLACES, allocator, check_ready, make_persistent, make_transient
 from torch_ragged.fsdp._state import GradientReduction, ModuleState
@@ -358,7 +359,8 @@ class FSDPModule(TorchFSDPModule):
         members: dict[dist.ProcessGroup, list[ParamGroup]] = {}
         for group in groups:
             members.setdefault(group.dp.shard_group, []).append(group)  # type: ignore[arg-type]
-        with agreement(list(members), groups[0].device if groups else torch.device("cpu")) as claim:
+        device = device_of(groups[0].dp.mesh) if groups else torch.device("cpu")
+        with agreement(list(members), device) as claim:
             check_name(name)
             _check_no_custom_collectives(groups)
             check_ready(groups)

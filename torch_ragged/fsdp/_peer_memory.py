@@ -242,8 +242,10 @@ def _connected(group: dist.ProcessGroup, timeout: float) -> dict[int, socket.soc
                 peer, _ = listener.accept()
                 peer.settimeout(timeout)
                 greeting = _received(peer, len(token) + 4)
-                if greeting[: len(token)] == token:  # Else it is somebody else's.
-                    peers[int.from_bytes(greeting[len(token) :], "little")] = peer
+                if greeting[: len(token)] != token:  # It is somebody else's.
+                    peer.close()
+                    continue
+                peers[int.from_bytes(greeting[len(token) :], "little")] = peer
         except BaseException:
             for peer in peers.values():
                 peer.close()
