@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ __all__ = [
     "flatten",
     "functorch_is_active",
     "grouped_mm",
+    "has_multicast",
     "is_autocast",
     "local_tensor",
+    "timeout_of",
     "unsafe_view",
     "will_run_node",
 ]
@@ -85,3 +88,14 @@ def backward_id() -> int:
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """What carries the collectives of ``group`` for tensors on ``device``. (2.11 to 2.15)"""
     return group._get_backend(device)
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long collectives of ``group`` on ``device`` wait for other ranks. (2.11 to 2.15)"""
+    return backend_of(group, device).options._timeout
+
+
+def has_multicast(device: torch.device) -> bool:
+    """Whether a GPU and its driver have NVSwitch multicast. (2.11 to 2.15)"""
+    kind = torch._C._autograd.DeviceType.CUDA
+    return torch._C._distributed_c10d._SymmetricMemory.has_multicast_support(kind, device.index)

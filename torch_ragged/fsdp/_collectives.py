@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch_ragged._groups import group_of
 from torch_ragged._register._torch import backend_of
 
-__all__ = ["Collectives", "ProcessGroupCollectives", "Reduction", "Work", "done", "wait_all"]
+__all__ = ["Collectives", "ProcessGroupCollectives", "Reduction", "Work", "done", "reduced", "wait_all"]
 
 CustomCollective = Callable[..., Optional[dist.Work]]
 """FSDP2's ``AllGather`` and ``ReduceScatter``: called as torch's collectives of the same name; None if synchronous."""
@@ -96,7 +96,7 @@ class ProcessGroupCollectives:
         group = self.separate_group or self._group
         collective = _exchange_and_sum if _is_gloo(group, buffer.device) else _reduce_scatter
         issue = functools.partial(_issue, collective, self.custom_reduce_scatter, output, buffer, group=group)
-        return _reduce(issue, group, buffer, output, reduction)
+        return reduced(issue, group, buffer, output, reduction)
 
     def separate_reductions(self, enable: bool) -> None:
         """Reduce over a process group of its own, made by its members here, or over the same one again."""
@@ -119,7 +119,7 @@ class ProcessGroupCollectives:
         # A divisor of the user's was applied by the reduce-scatter.
         reduction = Reduction(None if reduction.divisor is None else 1.0, reduction.sum_only)
         issue = functools.partial(_issue, dist.all_reduce, None, tensor, group=self._replicas)
-        return _reduce(issue, self._replicas, tensor, tensor, reduction)
+        return reduced(issue, self._replicas, tensor, tensor, reduction)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         work: Work = done
@@ -130,10 +130,10 @@ class ProcessGroupCollectives:
         return work
 
 
-def _reduce(
+def reduced(
     issue: Callable[..., Work], group: dist.ProcessGroup, source: torch.Tensor, output: torch.Tensor, reduction: Reduction
 ) -> Work:
-    """Issue the collective, which reduces ``source`` to ``output``, and divide."""
+    """``issue(op=)`` the collective, which reduces ``source`` to ``output``, and divide."""
     size = group.size()
     divisor = size if reduction.divisor is None else reduction.divisor
     averages = dist.get_backend(group) == dist.Backend.NCCL and not reduction.sum_only

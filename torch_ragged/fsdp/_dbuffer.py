@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Union
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -11,8 +12,12 @@ from torch.distributed.tensor.placement_types import Placement
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged.fsdp._collectives import Collectives, Reduction, Work
 from torch_ragged.fsdp._layout import BufferLayout
+from torch_ragged.fsdp._ring import Place
 
-__all__ = ["DBuffer"]
+__all__ = ["DBuffer", "MemoryPool"]
+
+MemoryPool = Union[torch.cuda.MemPool, Place]
+"""Where memory may come from, if not from the allocator: a pool of it, or a place at a fixed address."""
 
 
 class DBuffer:
@@ -35,7 +40,7 @@ class DBuffer:
         placement: ``Shard(0)``, ``Replicate()`` or ``Partial()``.
         rank: this rank in the mesh dimension.
         is_pinned: in page-locked memory of the CPU, for copies to a GPU.
-        pool: where its memory comes from, if not from the allocator; may be changed while it is released.
+        pool: where its memory comes from, if not from the allocator.
     """
 
     def __init__(
@@ -46,7 +51,7 @@ class DBuffer:
         dtype: torch.dtype,
         device: torch.device,
         is_pinned: bool = False,
-        pool: torch.cuda.MemPool | None = None,
+        pool: MemoryPool | None = None,
     ) -> None:
         if not isinstance(placement, (Shard, Replicate, Partial)):
             raise ValueError(f"DBuffer placement must be Shard(0), Replicate() or Partial(), got {placement}")
@@ -54,12 +59,17 @@ class DBuffer:
         self.is_sharded = isinstance(placement, Shard)
         numel = layout.shard_numel if self.is_sharded else layout.numel
         self.pool = pool
+        self._nbytes = numel * dtype.itemsize
+        self._slab = pool.slab(dtype, numel) if isinstance(pool, Place) else None
+        if self._slab is not None:
+            self._slab.acquire(self)
+            self.flat = self._slab.flat[:numel]
+            return
         with self._from_pool():
             self.flat = torch.empty(numel, dtype=dtype, device=device, pin_memory=is_pinned)
-        self._nbytes = self.flat.untyped_storage().nbytes()
 
     def _from_pool(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.pool is None else torch.cuda.use_mem_pool(self.pool)
+        return torch.cuda.use_mem_pool(self.pool) if isinstance(self.pool, torch.cuda.MemPool) else nullcontext()
 
     @property
     def nbytes(self) -> int:
@@ -69,21 +79,32 @@ class DBuffer:
     @property
     def resident_nbytes(self) -> int:
         """Bytes that it holds now: ``nbytes``, or 0 once released."""
-        return self.flat.untyped_storage().nbytes()
+        return self._nbytes if self.is_allocated else 0
 
     @property
     def is_allocated(self) -> bool:
+        if self._slab is not None:
+            return self._slab.is_held_by(self)
         return self.flat.untyped_storage().nbytes() == self._nbytes
 
     def allocate(self) -> None:
-        """Re-acquire the storage; its contents are undefined. Nothing happens if it is there."""
-        if not self.is_allocated:
+        """Re-acquire the storage; its contents are undefined. Nothing happens if it is there.
+
+        Raises:
+            RuntimeError: another buffer has the place at which this one's is.
+        """
+        if self._slab is not None:
+            self._slab.acquire(self)
+        elif not self.is_allocated:
             with self._from_pool():
                 self.flat.untyped_storage().resize_(self._nbytes)
 
     def release(self) -> None:
         """Give the storage back; views remain and are good again after :meth:`allocate`."""
-        self.flat.untyped_storage().resize_(0)
+        if self._slab is not None:
+            self._slab.release(self)
+        else:
+            self.flat.untyped_storage().resize_(0)
 
     def tensor(self, index: int) -> torch.Tensor:
         """The part of tensor ``index`` in this buffer, as a view of it with a version counter of its own."""
@@ -98,10 +119,9 @@ class DBuffer:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in the memory of this buffer."""
-        storage = self.flat.untyped_storage()
-        if storage.nbytes() != self._nbytes or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
+        if not self.is_allocated or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
             return False
-        return tensor.untyped_storage().data_ptr() == storage.data_ptr()
+        return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
     def shard(self) -> torch.Tensor:
         """This rank's shard: all of a sharded buffer, else its slice. No copy."""

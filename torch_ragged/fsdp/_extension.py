@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torch_ragged.fsdp._collectives import Work, wait_all
+from torch_ragged.fsdp._dbuffer import MemoryPool
 from torch_ragged.fsdp._distribution import local_of
 from torch_ragged.fsdp._managed_param import ManagedParam
 from torch_ragged.fsdp._param_group import FoundParam, GroupPlan, ParamGroup
@@ -124,6 +125,11 @@ class ExtensionGroup(ParamGroup):
         param.unsharded.register_post_accumulate_grad_hook(self.gradients.hook(0))
         param.unsharded.requires_grad_(param.requires_grad)
         self._is_made = True
+
+    def set_memory_pools(self, gathered: MemoryPool | None, gradients: MemoryPool | None) -> None:
+        """Of the gradients only: gathered is what the type makes."""
+        self.reshard()
+        self.gradients.set_pool(gradients)
 
     def _release_unsharded(self) -> None:
         for tensor in (*self._outputs, *self._inner):

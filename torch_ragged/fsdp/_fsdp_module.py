@@ -14,7 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 
+from torch_ragged.fsdp._agreement import agreement
+from torch_ragged.fsdp._implementations import check_name, choose
+from torch_ragged.fsdp._mesh import device_of
 from torch_ragged.fsdp._param_group import ParamGroup
+from torch_ragged.fsdp._persistence import PLACES, allocator, check_ready, make_persistent, make_transient
 from torch_ragged.fsdp._state import GradientReduction, ModuleState
 
 __all__ = ["STATE", "FSDPModule", "check_reshard_after_forward", "make_fsdp_module", "share_comm_ctx"]
@@ -303,6 +307,77 @@ class FSDPModule(TorchFSDPModule):
         for group in self._ragged_groups(recurse):
             group.keeps_storage = keep
 
+    def set_persistent_buffers(self, enable: bool = True, *, places: int = PLACES, recurse: bool = True) -> None:
+        """Keep the memory that is gathered into and reduced from, at addresses that stay: groups use ``places`` of it by turns.
+
+        For CUDA graphs and registered memory, and against the cost of giving memory back (on the CPU, of having it faulted in
+        again). Each place is as large as the largest group that uses it. Modules around other ``fully_shard`` modules, and
+        those that are not resharded after forward, have places of their own. What stays gathered or unreduced beyond its turn
+        (gradient accumulation without sync, modules unsharded by hand) needs as many places as there are such groups.
+
+        Raises:
+            ValueError: ``places`` is not an int of at least 2.
+            RuntimeError: parameters are on the meta device, or have gradients that are not in ``.grad`` yet; and later, in the
+                step, a group's turn comes while another one still has its place.
+        """
+        if isinstance(places, bool) or not isinstance(places, int) or places < 2:
+            raise ValueError(f"places must be an int of at least 2, got {places!r}")
+        groups = self._ragged_groups(recurse)
+        check_ready(groups)
+        if not enable:
+            make_transient(groups)
+            return
+        devices = {group.device: allocator(group.device) for group in groups}
+        make_persistent(self._ragged_states(recurse=True), places, {group: devices[group.device] for group in groups})
+
+    def set_collectives(self, name: str, *, recurse: bool = True) -> tuple[str, ...]:
+        """Choose what gathers and reduces over shards. Replicas are reduced by their process group in any case.
+
+        ===============  =======================================================================================================
+        ``nccl``         the mesh's process group, in place; gloo where that is its backend. The default
+        ``symm``         the same on memory of NCCL's allocator, registered as symmetric windows; sets persistent buffers
+        ``copy_engine``  copies between the ranks' memory: on GPUs by copy engines over symmetric memory; on the CPU of one host
+                         over shared memory
+        ``multimem``     NVSwitch multicast, bfloat16 gradients added in float32; sets persistent buffers
+        ``auto``         ``symm`` on GPUs, ``copy_engine`` on the CPU, where ranks can have it
+        ===============  =======================================================================================================
+
+        All ranks call it, between steps, and before :func:`monitor`. What ranks cannot have is told in one line of the logger
+        ``torch_ragged.fsdp``, and the next best is used: for ``multimem`` ``symm``, then ``nccl``. Collectives: an all-reduce
+        of 24 bytes per process group to agree on the name, all-gathers of objects to agree on what is to be had, and those that
+        share memory.
+
+        Returns:
+            what was chosen, for each process group of shards in the order of modules.
+
+        Raises:
+            ValueError: there is no such name, or ranks pass different ones; nothing is changed then.
+            AssertionError: a custom collective is set.
+            RuntimeError: as of :meth:`set_persistent_buffers`; or another rank raised.
+        """
+        groups = [group for group in self._ragged_groups(recurse) if group.dp.shard_group is not None]
+        members: dict[dist.ProcessGroup, list[ParamGroup]] = {}
+        for group in groups:
+            members.setdefault(group.dp.shard_group, []).append(group)  # type: ignore[arg-type]
+        device = device_of(groups[0].dp.mesh) if groups else torch.device("cpu")
+        with agreement(list(members), device) as claim:
+            check_name(name)
+            _check_no_custom_collectives(groups)
+            check_ready(groups)
+            claim.append(f"collectives {name}")
+        chosen = {shards: choose(name, shards, mine) for shards, mine in members.items()}
+        allocators = {}
+        for shards, implementation in chosen.items():
+            for group in members[shards]:
+                implementation.install(group)
+                if implementation.allocate is not None:
+                    allocators[group] = implementation.allocate
+        make_transient([group for group in groups if group.has_registered_memory and group not in allocators])
+        make_persistent(self._ragged_states(recurse=True), PLACES, allocators)
+        for group in groups:
+            group.has_registered_memory = group in allocators
+        return tuple(implementation.name for implementation in chosen.values())
+
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce over a process group of its own, so that a reduce-scatter need not wait for an all-gather.
 
@@ -337,13 +412,10 @@ class FSDPModule(TorchFSDPModule):
 
     def _set_memory_pool(self, enable: bool, is_symmetric: bool) -> None:
         groups = self._ragged_groups(recurse=False)
+        _check_no_custom_collectives(groups)
         for group in groups:
-            collectives = group.process_groups
-            reduces = any(reducer.custom_reduce_scatter is not None for reducer in collectives.reducers)
-            if collectives.custom_all_gather is not None or reduces:
-                raise AssertionError("cannot allocate memory from the process group when a custom collective is set")
-        for group in groups:
-            group.set_memory_pool(group.process_groups.memory_pool(group.device, is_symmetric) if enable else None)
+            pool = group.process_groups.memory_pool(group.device, is_symmetric) if enable else None
+            group.set_memory_pools(pool, pool)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather with ``comm(output, shard, group=, async_op=)``, FSDP2's ``AllGather``, less its ``allocate``.
@@ -388,6 +460,14 @@ def _states_of(modules: list[TorchFSDPModule]) -> list[ModuleState]:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"expected modules that fully_shard was called on, got {type(module).__name__}")
     return [module._ragged_states(recurse=False)[0] for module in modules]
+
+
+def _check_no_custom_collectives(groups: list[ParamGroup]) -> None:
+    for group in groups:
+        collectives = group.process_groups
+        reduces = any(reducer.custom_reduce_scatter is not None for reducer in collectives.reducers)
+        if collectives.custom_all_gather is not None or reduces:
+            raise AssertionError("cannot choose memory or collectives of the process group when a custom collective is set")
 
 
 def _refuse(name: str) -> Any:

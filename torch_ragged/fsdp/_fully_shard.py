@@ -21,7 +21,7 @@ from torch_ragged.fsdp._fsdp_module import STATE, FSDPModule, check_reshard_afte
 from torch_ragged.fsdp._granularity import OrigParamPolicy
 from torch_ragged.fsdp._grouping import Places, ShardPlacementFn, find_params, plan_groups
 from torch_ragged.fsdp._layout import BufferLayout
-from torch_ragged.fsdp._mesh import DataParallelMesh
+from torch_ragged.fsdp._mesh import DataParallelMesh, device_of
 from torch_ragged.fsdp._neighbours import Neighbours
 from torch_ragged.fsdp._param_group import GroupPlan, ParamGroup
 from torch_ragged.fsdp._placements import BufferPlacements
@@ -103,7 +103,7 @@ def fully_shard(
     """
     mesh = _default_mesh() if mesh is None else mesh
     _check_mesh(mesh)
-    ranks, device = _groups_of(mesh), _device_of(mesh)
+    ranks, device = _groups_of(mesh), device_of(mesh)
     with agreement(ranks, device) as claim:
         modules = _root_modules(module)
         ranks += _model_groups(modules, mesh)
@@ -308,12 +308,6 @@ def _check_mesh(mesh: Any) -> None:
     if dist.is_initialized():
         agree([dist.GroupMember.WORLD], _default_device(), "", problem)  # type: ignore[list-item]
     raise problem
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Shard
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import as_plain_tensors
 from torch_ragged.fsdp._collectives import Collectives, Reduction, Work
-from torch_ragged.fsdp._dbuffer import DBuffer
+from torch_ragged.fsdp._dbuffer import DBuffer, MemoryPool
 from torch_ragged.fsdp._layout import BufferLayout
 from torch_ragged.fsdp._managed_param import ManagedParam
 from torch_ragged.fsdp._weight_gradient import GradientTarget
@@ -55,7 +55,7 @@ class GradientBuffers:
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.on_gradient: Callable[[], None] | None = None
         self.on_acquired: Callable[[], None] | None = None
-        self.pool: torch.cuda.MemPool | None = None
+        self.pool: MemoryPool | None = None
         self.collectives: Collectives
 
     def place(self, device: torch.device, param_dtype: torch.dtype, reduce_dtype: torch.dtype, sharded: DBuffer) -> None:
@@ -73,6 +73,10 @@ class GradientBuffers:
         self._all_reduce: tuple[Work, DBuffer] | None = None
         self._reduced: DBuffer | None = None
         self._kept: DBuffer | None = None  # reduced within each replica only
+
+    def set_pool(self, pool: MemoryPool | None) -> None:
+        """Acquire memory for unreduced gradients from ``pool`` from now on; there are none now."""
+        self.pool, self._unreduced, self._widened, self._views = pool, None, None, []
 
     def buffers(self) -> dict[str, list[DBuffer]]:
         """The buffers, by what they hold: ``gradients`` are not reduced yet."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -12,7 +13,14 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._register._torch import concatenate, flatten
 
-__all__ = ["DataParallelMesh"]
+__all__ = ["DataParallelMesh", "device_of"]
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device in ``mesh``."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_ragged._register._torch import as_plain_tensors
 from torch_ragged.fsdp._collectives import Collectives, ProcessGroupCollectives, Work
-from torch_ragged.fsdp._dbuffer import DBuffer
+from torch_ragged.fsdp._dbuffer import DBuffer, MemoryPool
 from torch_ragged.fsdp._distribution import Distribution, local_of
 from torch_ragged.fsdp._gradients import GradientBuffers
 from torch_ragged.fsdp._layout import BufferLayout
@@ -88,6 +88,8 @@ class ParamGroup:
         self.resident: Resident | None = None  # what stays gathered between optimizer steps
         self.is_hidden = False  # from its modules, for a while
         self.keeps_storage = False  # of the gathered parameters, at its address
+        self.has_registered_memory = False  # gathered parameters and gradients lie where its collectives want them
+        self._pool: MemoryPool | None = None  # where gathered parameters do
         self._gather: Work | None = None
         self._gathered_versions: list[int] = []
         first = plan.params[0].value
@@ -112,7 +114,7 @@ class ParamGroup:
         home = device if offload is None else torch.device("cpu")
         is_pinned = offload is not None and offload.pin_memory and device.type != "cpu"
         self.sharded = DBuffer(self.layout, Shard(0), self.rank, self.orig_dtype, home, is_pinned)
-        self.unsharded = DBuffer(self.layout, Replicate(), self.rank, self.param_dtype, device)
+        self.unsharded = DBuffer(self.layout, Replicate(), self.rank, self.param_dtype, device, pool=self._pool)
         self.sharded.zero_padding()
 
     def _manage(self, index: int, found: FoundParam) -> ManagedParam:
@@ -272,13 +274,16 @@ class ParamGroup:
         if not self.keeps_storage and not (self.resident is not None and self.resident.is_everything):
             self.unsharded.release()
 
-    def set_memory_pool(self, pool: torch.cuda.MemPool | None) -> None:
-        """Acquire gathered parameters and gradients from ``pool`` from now on."""
+    def set_memory_pools(self, gathered: MemoryPool | None, gradients: MemoryPool | None) -> None:
+        """Acquire gathered parameters and gradients from these from now on. There are no gradients but in ``.grad``."""
         self.reshard()
-        self.unsharded.pool = self.gradients.pool = pool
-        if self.resident is not None and self.resident.is_everything:
+        if self.resident is not None:
             self.resident.invalidate()
-            self.unsharded.release()
+        self.unsharded.release()
+        self._pool = gathered
+        self.unsharded = DBuffer(self.layout, Replicate(), self.rank, self.param_dtype, self.device, pool=gathered)
+        self.gradients.set_pool(gradients)
+        self._make_unsharded()
 
     def finish_gradients(self, used_anywhere: list[bool]) -> None:
         """Set ``.grad``; an optimizer may change the parameters now."""

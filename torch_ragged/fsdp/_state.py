@@ -6,6 +6,7 @@ prefetches the group before), post-backward reduces and gives back. What ends a 
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -502,7 +503,13 @@ def _used_anywhere(groups: list[ParamGroup]) -> Any:
     A rank reads the answer only if it has a parameter without a gradient, so that a GPU need not be waited for.
     """
     local = [param.was_used for group in groups for param in group.params]
-    flags = torch.tensor(local, dtype=torch.uint8, device=groups[0].device)
+    flags = torch.ones(len(local), dtype=torch.uint8, device=groups[0].device)
+    position = 0
+    for is_used, run in itertools.groupby(local):  # By fills: a copy from the host would wait for the GPU, and break a capture.
+        stop = position + len(list(run))
+        if not is_used:
+            flags[position:stop].zero_()
+        position = stop
     groups[0].collectives.all_reduce_max(flags).wait()
     if all(local):
         return iter(local)

@@ -1,0 +1,378 @@
+"""Implementations of the collectives: the same bits as the process group's, chosen by all ranks alike, and clean ends."""
+
+import dataclasses
+import datetime
+import gc
+import itertools
+import logging
+import os
+import signal
+import tempfile
+import threading
+import unittest
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from common import error_of, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from torch_ragged.fsdp import HIERARCHICAL, fully_shard
+from torch_ragged.fsdp._capabilities import Facts, why_not
+from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction
+from torch_ragged.fsdp._copy_engine import CopyEngineCollectives
+from torch_ragged.fsdp._peer_memory import HostPeerMemory
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def collectives(slot_nbytes: int) -> tuple[ProcessGroupCollectives, CopyEngineCollectives]:
+    world = dist.group.WORLD
+    groups = ProcessGroupCollectives(world)
+    memories = HostPeerMemory(world, slot_nbytes), HostPeerMemory(world, slot_nbytes)
+    return groups, CopyEngineCollectives(groups, world, *memories)
+
+
+def compare_bits(slot_nbytes: int) -> None:
+    """Both implementations on random values, of sizes that are no multiple of anything, in and out of place."""
+    groups, copies = collectives(slot_nbytes)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64)
+    for numel, dtype in itertools.product((1, 7, 640, 4099), dtypes):
+        values = torch.randn(size * numel, dtype=torch.float64) * 100
+        values = values.to(dtype)
+        expected, found = torch.empty_like(values), torch.zeros_like(values)
+        shard = values[:numel].clone()
+        groups.all_gather(expected, shard).wait()
+        copies.all_gather(found, shard).wait()
+        assert torch.equal(found, expected), (numel, dtype)
+        in_place = torch.zeros_like(values)
+        mine = in_place.narrow(0, rank * numel, numel).copy_(shard)
+        copies.all_gather(in_place, mine).wait()
+        assert torch.equal(in_place, expected), (numel, dtype)
+        if dtype.is_complex or not dtype.is_floating_point:
+            continue
+        for reduction in (Reduction(), Reduction(divisor=3.0), Reduction(sum_only=True)):
+            outputs = [torch.empty(numel, dtype=dtype) for _ in range(2)]
+            groups.reduce_scatter(outputs[0], values.clone(), reduction).wait()
+            copies.reduce_scatter(outputs[1], values.clone(), reduction).wait()
+            assert torch.equal(*outputs), (numel, dtype, reduction)
+
+
+def sum_in_float32() -> None:
+    _, copies = collectives(4096)
+    size = dist.get_world_size()
+    buffer = torch.full((size,), 1.0 if dist.get_rank() == 0 else 2.0**-9, dtype=torch.bfloat16)
+    output = torch.empty(1, dtype=torch.bfloat16)
+    copies.reduce_scatter(output, buffer, Reduction(divisor=1.0)).wait()
+    exact = 1.0 + (size - 1) * 2.0**-9  # Added in bfloat16, every one of them would be rounded away.
+    assert output.item() == torch.tensor(exact).bfloat16().item() != 1.0, output
+
+
+def overlap() -> None:
+    """Calls return before the other rank has made its own; they are waited for in any order."""
+    _, copies = collectives(64)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shards = [torch.full((40,), 10.0 * rank + i) for i in range(3)]
+    outputs = [torch.zeros(size * 40) for _ in shards]
+    reduced = torch.zeros(40)
+    if rank == 0:
+        works = [copies.all_gather(output, shard) for output, shard in zip(outputs, shards)]
+        works.append(copies.reduce_scatter(reduced, torch.ones(size * 40), Reduction(divisor=1.0)))
+        dist.barrier()
+    else:
+        dist.barrier()  # Rank 0 has come this far with nobody to exchange with.
+        works = [copies.all_gather(output, shard) for output, shard in zip(outputs, shards)]
+        works.append(copies.reduce_scatter(reduced, torch.ones(size * 40), Reduction(divisor=1.0)))
+    for index in (3, 1, 2, 0) if rank == 0 else (2, 0, 3, 1):
+        works[index].wait()
+    for i, output in enumerate(outputs):
+        expected = torch.cat([torch.full((40,), 10.0 * other + i) for other in range(size)])
+        assert torch.equal(output, expected), (rank, i)
+    assert torch.equal(reduced, torch.full((40,), float(size)))
+
+
+def other_sizes() -> list[str]:
+    """Ranks gather different numbers of elements: an error on both, and in whatever follows."""
+    _, copies = collectives(64)
+    numel, size = dist.get_rank() + 1, dist.get_world_size()
+    errors = [error_of(copies.all_gather(torch.empty(size * n), torch.ones(n)).wait) for n in (numel, 5)]
+    copies.reduce_scatter(torch.empty(1), torch.ones(size), Reduction()).wait()  # has memory of its own
+    return errors
+
+
+class PeerMemoryTest(unittest.TestCase):
+    def test_bits_are_the_process_groups(self):
+        run_ranks(4, compare_bits, 1 << 16)
+
+    def test_pieces_give_the_same_bits(self):
+        run_ranks(3, compare_bits, 192)
+
+    def test_bfloat16_is_added_in_float32(self):
+        run_ranks(4, sum_in_float32)
+
+    def test_calls_return_at_once_and_are_waited_for_in_any_order(self):
+        run_ranks(2, overlap)
+
+    def test_different_collectives_are_noticed(self):
+        first, second = run_ranks(2, other_sizes)
+        self.assertRegex(first[0], "RuntimeError: copy engine .*: (rank 0 exchanges 4 bytes, rank 1 8: |rank 1 of 2 has gone)")
+        self.assertRegex(second[0], "RuntimeError: copy engine .*: (rank 1 exchanges 8 bytes, rank 0 4: |rank 0 of 2 has gone)")
+        self.assertIn("exchanges", first[0] + second[0])
+        self.assertEqual((first[1], second[1]), (first[0], second[0]))
+
+
+def die_or_wait(rank: int, store: str, pipe, kills: bool) -> None:
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=60 if kills else 1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timeout)
+    _, copies = collectives(4096)
+    if rank == 1:
+        pipe.send("ready")
+        if kills:
+            os.kill(os.getpid(), signal.SIGKILL)
+        pipe.recv()  # silent until rank 0 has given up
+        os._exit(0)
+    pipe.send(error_of(lambda: copies.all_gather(torch.empty(2), torch.ones(1)).wait()))
+    os._exit(0)
+
+
+class PeerTest(unittest.TestCase):
+    """What becomes of a rank whose peer does not answer."""
+
+    def peer_of(self, kills: bool) -> str:
+        context = mp.get_context("spawn")
+        with tempfile.TemporaryDirectory() as folder:
+            pipes = [context.Pipe() for _ in range(2)]
+            ranks = [
+                context.Process(target=die_or_wait, args=(rank, f"{folder}/store", theirs, kills), daemon=True)
+                for rank, (_, theirs) in enumerate(pipes)
+            ]
+            for process in ranks:
+                process.start()
+            self.assertTrue(pipes[0][0].poll(50))
+            text = pipes[0][0].recv()
+            if not kills:
+                pipes[1][0].send("go")
+            for process in ranks:
+                process.join()
+        return text
+
+    def test_killed(self):
+        self.assertRegex(self.peer_of(kills=True), "RuntimeError: copy engine of group .*: rank 1 of 2 has gone")
+
+    def test_silent(self):
+        self.assertRegex(
+            self.peer_of(kills=False), "RuntimeError: copy engine of group .*: rank 1 of 2 sent no signal within 1 s"
+        )
+
+
+# -- in fully_shard ------------------------------------------------------------------------------------------------------
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48), nn.Sequential(nn.Linear(48, 300), nn.GELU(), nn.Linear(300, 48)), nn.Linear(48, 8))
+
+
+def train(name: str | None, policy: MixedPrecisionPolicy, persistent: bool = False, steps: int = 3, **options):
+    """Losses and final parameters."""
+    model = make_model()
+    mesh = init_device_mesh("cpu", options.pop("mesh", (dist.get_world_size(),)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, **options)
+    fully_shard(model, mesh=mesh, mp_policy=policy, **options)
+    chosen = None if name is None else model.set_collectives(name)
+    if persistent:
+        model.set_persistent_buffers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(dist.get_rank() + 1)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(5, 32)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [param.full_tensor() for param in model.parameters()], chosen, model
+
+
+def same_training(policy: MixedPrecisionPolicy, options: dict) -> None:
+    losses, params, _, _ = train(None, policy, **options)
+    for name, persistent in (("copy_engine", False), ("copy_engine", True), (None, True)):
+        found = train(name, policy, persistent, **options)
+        assert found[0] == losses, (name, persistent, found[0], losses)
+        assert all(map(torch.equal, found[1], params)), (name, persistent)
+        assert found[2] in (None, ("copy_engine",)), found[2]
+
+
+def shared_memory() -> int:
+    """How many mappings of shared memory this process has, once threads that are at their end have ended."""
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "copy engine":
+            thread.join(30)
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:torch_ragged" in line for line in maps)
+
+
+def clean_end() -> None:
+    """Of the memory of a model that is gone no mapping is left, nor a thread, and it never had a file."""
+    before = shared_memory()
+    files = os.listdir("/dev/shm")
+    model = train("copy_engine", MIXED)[-1]
+    with open("/proc/self/maps") as maps:
+        assert sum("memfd:torch_ragged" in line for line in maps) - before == 2 * dist.get_world_size()
+    assert not [name for name in os.listdir("/dev/shm") if name not in files and "ragged" in name]
+    model.set_collectives("nccl")
+    assert shared_memory() == before == 0
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def told(model: nn.Module, name: str) -> tuple[tuple[str, ...], list[str]]:
+    lines = Lines()
+    logger = logging.getLogger("torch_ragged.fsdp")
+    logger.addHandler(lines)
+    try:
+        return model.set_collectives(name), lines.lines
+    finally:
+        logger.removeHandler(lines)
+
+
+def fall_back() -> list[tuple[str, tuple[str, ...], list[str]]]:
+    model = make_model()
+    fully_shard(model)
+    return [(name, *told(model, name)) for name in ("nccl", "symm", "multimem", "copy_engine", "auto")]
+
+
+def other_hosts() -> tuple[tuple[str, ...], list[str]]:
+    model = make_model()
+    fully_shard(model)
+    with mock.patch("torch_ragged.fsdp._capabilities.host_of", lambda: f"host {dist.get_rank() // 2}"):
+        return told(model, "copy_engine")
+
+
+def no_memory() -> tuple[tuple[str, ...], list[str]]:
+    """One rank has no memory to share: no rank has the copy engine, and training goes on."""
+    model = make_model()
+    fully_shard(model)
+    error = OSError("no memory") if dist.get_rank() == 1 else None
+    with mock.patch("os.posix_fallocate", side_effect=error):
+        found = told(model, "copy_engine")
+    model(torch.randn(2, 32)).sum().backward()
+    return found
+
+
+def misuse() -> list[str]:
+    model, rank = make_model(), dist.get_rank()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    errors = [
+        error_of(model.set_collectives, "ncll"),
+        error_of(model.set_collectives, "copy_engine" if rank else "CE"),
+        error_of(model.set_collectives, "copy_engine" if rank else "nccl"),
+        error_of(model.set_persistent_buffers, places=1),
+    ]
+    model.set_requires_gradient_sync(False)
+    model(torch.randn(2, 32)).sum().backward()
+    errors.append(error_of(model.set_collectives, "copy_engine"))
+    model.reset_iter_state()
+    assert isinstance(model[0]._ragged_groups(False)[0].collectives, ProcessGroupCollectives)
+    model.set_collectives("copy_engine")
+    model.set_requires_gradient_sync(True)
+    model(torch.randn(2, 32)).sum().backward()
+    return errors
+
+
+def hierarchical() -> tuple[tuple[str, ...], list[str]]:
+    model = make_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), placements=HIERARCHICAL)
+    return told(model, "copy_engine")
+
+
+class SetCollectivesTest(unittest.TestCase):
+    def test_training_is_bitwise_the_same(self):
+        for policy, options in ((MixedPrecisionPolicy(), {}), (MIXED, {}), (BF16, {"mesh": (2, 2)})):
+            run_ranks(4, same_training, policy, options)
+
+    def test_nothing_is_left(self):
+        run_ranks(2, clean_end)
+
+    def test_fall_back_is_told_in_one_line_on_one_rank(self):
+        on_first, on_second = run_ranks(2, fall_back)
+        self.assertEqual([chosen for _, chosen, _ in on_first], [("nccl",)] * 3 + [("copy_engine",)] * 2)
+        self.assertEqual([chosen for _, chosen, _ in on_second], [chosen for _, chosen, _ in on_first])
+        self.assertTrue(all(not lines for _, _, lines in on_second))
+        lines = {name: "; ".join(found) for name, _, found in on_first}
+        self.assertRegex(lines["nccl"], "has the backend gloo")
+        self.assertRegex(lines["symm"], "no symm for process group .*: rank 0: it is for GPUs, parameters are on cpu$")
+        self.assertRegex(lines["multimem"], "no multimem .*; .*no symm ")
+        self.assertEqual((lines["copy_engine"], lines["auto"]), ("", ""))
+
+    def test_ranks_on_other_hosts(self):
+        for rank, (chosen, lines) in enumerate(run_ranks(4, other_hosts)):
+            self.assertEqual(chosen, ("nccl",))
+            self.assertEqual(["rank 2 is on another host than rank 0" in line for line in lines], [True] * (rank == 0))
+
+    def test_what_fails_on_one_rank_is_used_on_none(self):
+        (chosen, lines), (other, _) = run_ranks(2, no_memory)
+        self.assertEqual((chosen, other), (("nccl",), ("nccl",)))
+        self.assertRegex(lines[0], "no copy_engine .*rank")
+
+    def test_misuse_is_an_error_on_all_ranks(self):
+        first, second = run_ranks(2, misuse)
+        names = "collectives must be one of 'nccl', 'symm', 'copy_engine', 'multimem', 'auto', got "
+        self.assertEqual((first[0], second[0]), (f"ValueError: {names}'ncll'",) * 2)
+        self.assertEqual(first[1], f"ValueError: {names}'CE'")
+        self.assertEqual(second[1], f"RuntimeError: fully_shard failed on rank 0: ValueError: {names}'CE'")
+        for text in (first[2], second[2]):
+            self.assertRegex(text, "ValueError: .*rank 0 has collectives nccl, rank 1 has collectives copy_engine")
+        for text in (first[3], second[3]):
+            self.assertEqual(text, "ValueError: places must be an int of at least 2, got 1")
+        for text in (first[4], second[4]):
+            self.assertRegex(text, "RuntimeError: .*has gradients that are not in .grad yet")
+
+    def test_hierarchical_sharding_keeps_its_own(self):
+        (chosen, lines), *_ = run_ranks(4, hierarchical)
+        self.assertEqual(chosen, ("nccl",))
+        self.assertIn("HIERARCHICAL has its own", lines[0])
+
+
+class WhyNotTest(unittest.TestCase):
+    """What ranks decide from what each of them knows."""
+
+    def test_gpus(self):
+        def gpu(name: str, **facts) -> Facts:
+            return Facts(host="a", gpu=name, **facts)
+
+        self.assertEqual(why_not([gpu("x"), gpu("y")]), {})
+        one = why_not([gpu("x"), gpu("x")])
+        self.assertEqual(one, dict.fromkeys(("copy_engine", "multimem"), "ranks 0 and 1 are on one GPU"))
+        overlapping = why_not([gpu("x", may_overlap=True), gpu("x", may_overlap=True)])
+        self.assertEqual(list(overlapping), ["multimem"])
+        self.assertEqual(list(why_not([gpu("x", may_overlap=True), gpu("x")])), ["copy_engine", "multimem"])
+        apart = why_not([gpu("x"), gpu("y", out_of_reach=frozenset({"x"}))])
+        self.assertEqual(apart["copy_engine"], "the GPU of rank 1 has no access to that of rank 0")
+        hosts = why_not([gpu("x"), dataclasses.replace(gpu("y"), host="b")])
+        self.assertEqual(set(hosts.values()), {"rank 1 is on another host than rank 0"})
+        lacking = why_not([gpu("x"), gpu("y", problems={"symm": "no NCCL"})])
+        self.assertEqual(lacking, {"symm": "rank 1: no NCCL"})
+        self.assertEqual(set(why_not([gpu("x")]).values()), {"there is one rank only"})
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,205 @@
+"""Persistent buffers: addresses that stay, memory that is bounded, turns that are kept."""
+
+import unittest
+
+import torch
+from common import error_of, run_ranks
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from torch_ragged.fsdp import ZERO2, fully_shard
+from torch_ragged.fsdp._ring import BufferRing, Slab
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class RingTest(unittest.TestCase):
+    def setUp(self):
+        self.allocated: list[int] = []
+
+        def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            self.allocated.append(numel)
+            return torch.empty(numel, dtype=dtype)
+
+        self.ring = BufferRing("things", 2, allocate)
+
+    def test_members_take_turns_in_slabs_as_large_as_the_largest_of_them(self):
+        places = [self.ring.join(1)[0] for _ in range(5)]
+        alone = self.ring.apart(1)[0]
+        self.assertEqual([places.index(place) for place in places], [0, 1, 0, 1, 0])
+        self.assertNotIn(alone, places)
+        for place, numel in zip((*places, alone), (10, 5, 30, 7, 20, 3)):
+            place.reserve(torch.float32, numel)
+        slabs = [place.slab(torch.float32, 1) for place in (*places, alone)]
+        self.assertEqual(self.allocated, [30, 7, 3])
+        self.assertIs(slabs[0], slabs[2])
+        self.assertEqual(self.ring.nbytes, 4 * (30 + 7 + 3))
+        self.assertEqual(places[0].slab(torch.float32, 31).flat.numel(), 31)  # Larger than was reserved: a new one.
+
+    def test_groups_of_one_member_do_not_share(self):
+        first, second = self.ring.join(2), self.ring.join(1)
+        third = self.ring.join(3)
+        self.assertEqual(third[:2], first)
+        self.assertEqual(len({*first, *second, *third}), 4)
+
+    def test_one_holder_at_a_time(self):
+        slab = Slab(torch.empty(4), "place 0 of 2 for things")
+        one, other = nn.Module(), nn.Module()
+        slab.acquire(one)
+        slab.acquire(one)
+        self.assertRegex(error_of(slab.acquire, other), "RuntimeError: place 0 of 2 for things: .*set_persistent_buffers")
+        slab.release(other)
+        self.assertTrue(slab.is_held_by(one))
+        slab.release(one)
+        slab.acquire(other)
+        del other
+        slab.acquire(one)  # Who is gone holds nothing.
+
+
+class Blocks(nn.Module):
+    def __init__(self, blocks: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(20, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 300 + i), nn.GELU(), nn.Linear(300 + i, 16)) for i in range(blocks)
+        )
+        self.head = nn.Linear(16, 20)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def shard(model: Blocks, **options) -> Blocks:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def step(model: Blocks) -> torch.Tensor:
+    loss = model(torch.arange(20)).float().logsumexp(1).mean()
+    loss.backward()
+    return loss.detach()
+
+
+def addresses_stay() -> None:
+    model = shard(Blocks(), mp_policy=MIXED)
+    model.set_persistent_buffers(places=2)
+    groups = [group for group in model._ragged_groups(recurse=True)]
+    seen: list[list[int]] = []
+    for _ in range(3):
+        step(model)
+        found = [group.unsharded.flat.data_ptr() for group in groups]
+        found += [buffer.flat.data_ptr() for group in groups for buffer in group.buffers()["gradients"]]
+        seen.append(found)
+        model.zero_grad()
+    assert seen[0] == seen[1] == seen[2]
+    root, *blocks = groups
+    gathered = [group.unsharded.flat.data_ptr() for group in blocks]
+    assert gathered[0::2] == gathered[:1] * 3 and gathered[1::2] == gathered[1:2] * 3, gathered
+    assert root.unsharded.flat.data_ptr() not in gathered
+    assert all(buffer.resident_nbytes == 0 for group in groups for buffer in group.buffers()["gathered"])
+    model.set_persistent_buffers(False)
+    step(model)
+    assert len({group.unsharded.flat.untyped_storage().nbytes() for group in blocks}) == 1  # all given back
+
+
+def converted() -> None:
+    """``model.to(dtype)`` makes new slabs; training goes on with the bits of one that has none."""
+    losses = []
+    for persistent in (False, True):
+        model = shard(Blocks())
+        if persistent:
+            model.set_persistent_buffers()
+        found = [step(model)]
+        model.zero_grad()
+        model.to(torch.bfloat16)
+        found.append(step(model))
+        losses.append(torch.stack([loss.float() for loss in found]))
+    assert torch.equal(*losses), losses
+
+
+def turns_not_kept() -> list[str]:
+    model = shard(Blocks())
+    model.set_persistent_buffers(places=2)
+    for block in (model.blocks[0], model.blocks[1]):
+        block.unshard()
+    errors = [error_of(model.blocks[2].unshard)]
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(False)
+    errors.append(error_of(step, model))
+    model.reset_iter_state()
+    model.set_persistent_buffers(places=6)
+    step(model)
+    model.set_requires_gradient_sync(True)
+    step(model)
+    model.zero_grad()
+    meta = Blocks()
+    with torch.device("meta"):
+        meta = Blocks()
+    errors.append(error_of(shard(meta).set_persistent_buffers))
+    return errors
+
+
+def several_dtypes() -> None:
+    """Groups of one module, by dtype, have places of their own; results are those without."""
+    losses = []
+    for persistent in (False, True):
+        model = Blocks(3)
+        for block in model.blocks:
+            block[2].double()
+            block.forward = lambda x, block=block: block[2](block[1](block[0](x)).double()).float()
+        shard(model)
+        if persistent:
+            model.set_persistent_buffers(places=2)
+        for _ in range(2):
+            losses.append(step(model))
+            model.zero_grad()
+    assert torch.equal(torch.stack(losses[:2]), torch.stack(losses[2:])), losses
+
+
+def stay_gathered() -> None:
+    """What stays gathered for a step (ZeRO-2, or not resharded after forward) has places of its own."""
+    losses = []
+    for options in ({"placements": ZERO2}, {"reshard_after_forward": False}):
+        for persistent in (False, True):
+            model = shard(Blocks(), **options)
+            if persistent:
+                model.set_persistent_buffers(places=2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                losses.append(step(model))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:6])), losses
+    assert losses[:3] == losses[6:9] == losses[9:], losses
+    addresses = {group.unsharded.flat.data_ptr() for group in model._ragged_groups(recurse=True)}
+    assert len(addresses) == 7, addresses
+
+
+class PersistentBuffersTest(unittest.TestCase):
+    def test_what_stays_gathered(self):
+        run_ranks(2, stay_gathered)
+
+    def test_addresses_stay(self):
+        run_ranks(2, addresses_stay)
+
+    def test_conversion(self):
+        run_ranks(2, converted)
+
+    def test_groups_of_several_dtypes(self):
+        run_ranks(2, several_dtypes)
+
+    def test_turns_that_are_not_kept_are_told(self):
+        for gathered, gradients, meta in run_ranks(2, turns_not_kept):
+            self.assertRegex(gathered, "RuntimeError: place 0 of 2 for gathered parameters .*set_persistent_buffers")
+            self.assertRegex(gradients, "RuntimeError: place . of 2 for gradients .*set_persistent_buffers")
+            self.assertRegex(meta, "RuntimeError: .* on the meta device")
+
+
+if __name__ == "__main__":
+    unittest.main()
