@@ -17,13 +17,17 @@ are there and takes as long as the slowest rank. Ratios are of the same round, a
 
 Copies are those that a profiler sees in a step and that the floor has not; those inside of collectives are
 theirs. The last block stays gathered after forward in both, as torchtitan has it. The peak is what the CPU allocator has
-given out at the most in a step, activations included; held is before the step.
+given out at the most in a step, activations included; held is before the step. CPU time is that of all threads of a rank.
+
+Malloc keeps the memory that is freed, as CUDA's caching allocator does and as jemalloc or tcmalloc, which PyTorch's tuning guide
+advises for CPUs; glibc's default gives large blocks back, and has the kernel clear them anew for every buffer (``--malloc default``).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import tempfile
 import time
@@ -39,13 +43,15 @@ from step_trace import Trace, traced
 from systems import POLICIES, SYSTEMS, Training
 
 PHASES = ("forward", "backward", "optimizer")
+KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 USUAL = ("ragged", "FSDP2", "DDP", "one process", "floor")
 PARTS = ("no DBuffer", "gradients copied", "rows(32)", "rows(32), no planner")
 
 
 def timed_step(training: Training) -> list[float]:
-    """Seconds of each phase on this rank, and of the whole step."""
+    """Seconds of each phase on this rank, of the whole step, and of CPU time in it, of all threads."""
     dist.barrier()
+    cpu = time.process_time()
     moments = [time.perf_counter()]
     loss = training.forward()
     moments.append(time.perf_counter())
@@ -53,11 +59,12 @@ def timed_step(training: Training) -> list[float]:
     moments.append(time.perf_counter())
     training.optimize()
     moments.append(time.perf_counter())
-    return [later - sooner for sooner, later in zip(moments, moments[1:])] + [moments[-1] - moments[0]]
+    phases = [later - sooner for sooner, later in zip(moments, moments[1:])]
+    return [*phases, moments[-1] - moments[0], time.process_time() - cpu]
 
 
 def time_steps(trainings: dict[str, Training], rounds: int, warmup: int = 2) -> dict[str, torch.Tensor]:
-    """(rounds, phases and total) seconds of the slowest rank, for each system."""
+    """(rounds, phases, total and CPU) seconds for each system: of the slowest rank, and CPU time in the mean of the ranks."""
     names = list(trainings)
     times: dict[str, list[list[float]]] = {name: [] for name in names}
     for turn in range(-warmup, rounds):
@@ -69,7 +76,10 @@ def time_steps(trainings: dict[str, Training], rounds: int, warmup: int = 2) -> 
                 times[name].append(seconds)
     stacked = {name: torch.tensor(seconds, dtype=torch.float64) for name, seconds in times.items()}
     for seconds in stacked.values():
+        cpu = seconds[:, -1].clone()
+        dist.all_reduce(cpu)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        seconds[:, -1] = cpu / dist.get_world_size()
     return stacked
 
 
@@ -88,15 +98,16 @@ def rows_of(times: dict[str, torch.Tensor], traces: dict[str, Trace]) -> list[di
     rows = []
     base = traces["floor"]
     for name, seconds in times.items():
-        total, trace = seconds[:, -1], traces.get(name)
+        total, trace = seconds[:, len(PHASES)], traces.get(name)
         low, high = statistics.quantiles(total.tolist(), n=4)[::2] if len(total) > 1 else (total[0], total[0])
-        ratio = lambda other: float((total / times[other][:, -1]).median())  # noqa: E731, B023
+        ratio = lambda other: float((total / times[other][:, len(PHASES)]).median())  # noqa: E731, B023
         rows.append(
             {
                 "system": name,
                 "ms": 1e3 * float(total.median()),
                 "quartiles": f"{1e3 * low:.1f}-{1e3 * high:.1f}",
                 **{phase: 1e3 * float(seconds[:, i].median()) for i, phase in enumerate(PHASES)},
+                "cpu ms": 1e3 * float(seconds[:, -1].median()),
                 "/ FSDP2": ratio("FSDP2"),
                 "/ floor": ratio("floor"),
                 **_traced_columns(trace, base, traces["FSDP2"]),
@@ -151,7 +162,10 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="default: all")
     parser.add_argument("--parts", action="store_true", help="also with parts of the package switched off")
     parser.add_argument("--peers", action="store_true", help="also Megatron-FSDP and DeepSpeed ZeRO-3")
+    parser.add_argument("--malloc", choices=("keeping", "default"), default="keeping", help="default: %(default)s")
     options = parser.parse_args()
+    if options.malloc == "keeping":
+        os.environ.update(KEEPING)  # glibc reads them when a process starts.
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         results = context.Queue()

@@ -21,7 +21,7 @@ from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction, W
 from torch_ragged.fsdp._fully_shard import named_groups
 from torch_ragged.fsdp.plan._peers import RowBuffer
 
-__all__ = ["POLICIES", "SYSTEMS", "Training", "adamw"]
+__all__ = ["POLICIES", "SYSTEMS", "Training", "adamw", "bare_collectives"]
 
 POLICIES = {
     "float32": MixedPrecisionPolicy(),
@@ -152,11 +152,11 @@ def _floor(case: Case, policy: MixedPrecisionPolicy) -> Training:
         master.grad = torch.ones_like(master)
     optimizer = adamw(masters)
     optimizer.zero_grad = lambda: None  # type: ignore[method-assign]
-    return _Floor(model, optimizer, inputs, _bare_collectives(shards, policy))
+    return _Floor(model, optimizer, inputs, bare_collectives(shards, policy, len(shards) - 1))
 
 
-def _bare_collectives(shards: list[int], policy: MixedPrecisionPolicy) -> Callable[[], None]:
-    """An all-gather in forward of each group, one in backward of each but the last, and a reduce-scatter of each."""
+def bare_collectives(shards: list[int], policy: MixedPrecisionPolicy, gathered_again: int) -> Callable[[], None]:
+    """An all-gather in forward of each group, one in backward of the first so many, and a reduce-scatter of each."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     collectives = ProcessGroupCollectives(dist.group.WORLD)
     gathered = torch.zeros(ranks * max(shards), dtype=policy.param_dtype or torch.float32)
@@ -164,7 +164,7 @@ def _bare_collectives(shards: list[int], policy: MixedPrecisionPolicy) -> Callab
     output = torch.empty(max(shards), dtype=reduced.dtype)
 
     def run() -> None:
-        for numel in (*shards, *shards[-2::-1]):
+        for numel in (*shards, *shards[:gathered_again]):
             buffer = gathered[: ranks * numel]
             collectives.all_gather(buffer, buffer[rank * numel : (rank + 1) * numel]).wait()
         for numel in shards:

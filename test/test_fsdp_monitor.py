@@ -14,7 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from torch_ragged.fsdp import DBuffer, Float8Policy, MemoryRow, buffer_layouts, fully_shard, memory_report, monitor
+from torch_ragged.fsdp import DBuffer, Float8Policy, MemoryRow, buffer_layouts, elements, fully_shard, memory_report, monitor
+from torch_ragged.fsdp.plan import Model, ModelPlanner, granularity_policy
+from torch_ragged.fsdp.plan._memory import Precision, zero_memory
+from torch_ragged.fsdp.plan._models import module_groups
 
 KINDS = ("all_gather", "reduce_scatter", "other")
 KEYS = {"step_s", "optimizer_s", "exposed_s", "compute_s", "buffer_bytes", "buffer_peak_bytes"}
@@ -350,6 +353,45 @@ def check_report():
     return str(report)
 
 
+class Planned(nn.Module):
+    """Blocks that two ranks share with no padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=i == 1) for i in range(3))
+        self.head = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def check_plan():
+    """What a training holds between steps is what the offline planner says of the model, byte for byte."""
+    model = Planned()
+    precision = Precision(torch.float32, torch.float32, torch.float32, states=2)
+    planner = ModelPlanner(Model("", module_groups(model)), granularity_policy(elements(), False), precision.alignment)
+    planned = zero_memory(planner.plan(dist.get_world_size()).ragged, precision)[3]
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    params = list(model.parameters())
+    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    held = [storages_nbytes(kind) for kind in (params, [param.grad for param in params], states)]
+    assert held == [planned.parameters, planned.gradients, planned.optimizer], (held, planned)
+    report = memory_report(model, optimizer).total
+    assert [report.sharded, report.grad, report.optimizer] == [*held[:2], held[2] + 4 * len(params)]  # step counts
+
+
+def storages_nbytes(tensors):
+    """Bytes of the distinct storages of DTensors' locals."""
+    storages = {t.to_local().untyped_storage().data_ptr(): t.to_local().untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
 def check_errors():
     plain, theirs = nn.Linear(4, 4), torch_fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     errors = [error_of(what, model) for what in (monitor, memory_report) for model in (plain, theirs, "model")]
@@ -388,6 +430,9 @@ class MemoryReportTest(unittest.TestCase):
 
     def test_report_counts_what_is_resident(self):
         run_ranks(2, check_report)
+
+    def test_resident_memory_is_what_was_planned(self):
+        run_ranks(2, check_plan)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ SERIES = (
     ),
     Step(
         "0006-ragged-fsdp",
-        ("granularity.py", "_register/_torch.py", "fsdp/*.py"),
+        ("granularity.py", "_register/_torch.py", "_kernels/*.py", "fsdp/*.py"),
         ("test_fsdp_training.py",),
     ),
     Step("0007-ragged-shard-documentation", documents=("distributed.tensor.ragged.md",)),

@@ -1,0 +1,204 @@
+"""Overlap: how much of a step's communication is hidden behind compute that is long enough to hide it.
+
+    PYTHONPATH=. python benchmarks/overlap.py [--ranks 2] [--blocks 16] [--numel 1048576] [--longer 1.5] [--rounds 5]
+        [--json PATH] [--trace trace.json] [--plot overlap.png]
+
+Compute is a stand-in that takes time and no CPU, as a GPU's takes none of the host's: on a machine without a core to spare real
+compute and gloo's threads would take from each other what overlapping gains. A block has one float32 weight. Its forward lasts
+``longer`` times an all-gather of it, its backward twice that and a reduce-scatter more; both touch the weight. Interleaved rounds:
+
+    communication  the same collectives, one after the other, each waited for
+    compute        forward and backward of the stack, not sharded
+    step           the same of the sharded stack
+    exposed        step - compute: what compute does not hide, the package's Python and the sums of reduce-scatters included
+
+Exposed whatever one does are the first all-gather and the last reduce-scatter. ``--trace`` writes a step of rank 0 for
+chrome://tracing or Perfetto, ``--plot`` draws it (matplotlib).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from common import print_table, write_json
+from systems import bare_collectives
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from torch_ragged.fsdp import fully_shard
+
+PACKAGES = {"torch_ragged": fully_shard, "FSDP2": torch_fully_shard}
+COMPUTE = "compute"
+
+
+class _Busy(torch.autograd.Function):
+    """``x`` plus the first element of a weight, after some time; its backward takes some time, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: tuple[float, float]) -> torch.Tensor:
+        ctx.seconds, ctx.shape = seconds, weight.shape
+        with record_function(COMPUTE):
+            time.sleep(seconds[0])
+        return x + weight[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        with record_function(COMPUTE):
+            time.sleep(ctx.seconds[1])
+        return gradient, gradient.expand(ctx.shape).contiguous(), None
+
+
+class Block(nn.Module):
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+        self.seconds = (0.0, 0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Busy.apply(x, self.weight, self.seconds)
+
+
+class Stack:
+    """Blocks, each a group of ``package`` if there is one; ``step`` returns its seconds."""
+
+    def __init__(self, package: str | None, options: argparse.Namespace) -> None:
+        self.model = nn.Sequential(*(Block(options.numel) for _ in range(options.blocks)))
+        if package is not None:
+            mesh = init_device_mesh("cpu", (options.ranks,))
+            for block in self.model:
+                PACKAGES[package](block, mesh=mesh)
+            PACKAGES[package](self.model, mesh=mesh)
+        self.x = torch.zeros(1, requires_grad=True)
+
+    def step(self, seconds: tuple[float, float]) -> float:
+        for block in self.model:
+            block.seconds = seconds
+        dist.barrier()
+        start = time.perf_counter()
+        self.model(self.x).sum().backward()
+        elapsed = time.perf_counter() - start
+        self.model.zero_grad()
+        return elapsed
+
+
+def slowest(seconds: float) -> float:
+    """Of the ranks."""
+    longest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return float(longest)
+
+
+def timed(function: Any) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    function()
+    return slowest(time.perf_counter() - start)
+
+
+def measure(rank: int, store: str, options: argparse.Namespace, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, options.ranks), rank=rank, world_size=options.ranks)
+    shards = [options.numel // options.ranks] * options.blocks
+    bare = bare_collectives(shards, MixedPrecisionPolicy(), gathered_again=options.blocks)
+    communication = statistics.median(timed(bare) for _ in range(options.rounds + 2))
+    each = options.longer * communication / (3 * options.blocks)  # two all-gathers and a reduce-scatter, taken as alike
+    seconds = (each, 2 * each)
+    stacks = {package: Stack(package, options) for package in (None, *PACKAGES)}
+    for stack in stacks.values():
+        for _ in range(2):  # The order of the first is followed by the second.
+            stack.step((0.0, 0.0))
+    times: dict[str | None, list[float]] = {package: [] for package in stacks}
+    for _ in range(options.rounds):
+        for package, stack in stacks.items():
+            times[package].append(slowest(stack.step(seconds)))
+    rows = []
+    compute = statistics.median(times.pop(None))
+    for package, steps in times.items():
+        step = statistics.median(steps)
+        numbers = {"communication ms": communication, "compute ms": compute, "step ms": step, "exposed ms": step - compute}
+        row = {"package": package, **{name: 1e3 * value for name, value in numbers.items()}}
+        rows.append(row | {"exposed / communication %": 100 * (step - compute) / communication})
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        stacks["torch_ragged"].step(seconds)
+    if rank == 0:
+        if options.trace:
+            profiler.export_chrome_trace(options.trace)
+        results.put(rows)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def spans(trace: str) -> dict[str, list[tuple[float, float]]]:
+    """(start, duration) in milliseconds of compute, all-gathers and exchanges in a trace."""
+    kinds = {COMPUTE: COMPUTE, "gloo:all_gather": "all-gather", "gloo:all_to_all": "reduce-scatter"}
+    events = json.loads(Path(trace).read_text())["traceEvents"]
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds.values()}
+    for event in events:
+        name = str(event.get("name"))
+        kind = next((kinds[start] for start in kinds if name.startswith(start)), None)
+        if kind is not None and event.get("ph") == "X" and event.get("cat") in ("cpu_op", "user_annotation"):
+            found[kind].append((event["ts"] / 1e3, event["dur"] / 1e3))
+    begin = min(start for each in found.values() for start, _ in each)
+    return {kind: sorted((start - begin, length) for start, length in each) for kind, each in found.items()}
+
+
+def plot(path: str, found: dict[str, list[tuple[float, float]]], title: str) -> None:
+    """A line per kind, time to the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(10, 2.2))
+    for height, (kind, each) in enumerate(found.items()):
+        axis.broken_barh(each, (-height - 0.4, 0.8), edgecolor="white", linewidth=0.4, facecolor=f"C{height}")
+    axis.set(yticks=[-height for height in range(len(found))], yticklabels=list(found), xlabel="ms", title=title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--blocks", type=int, default=16, help="default: %(default)s")
+    parser.add_argument("--numel", type=int, default=4 * 2**20, help="elements of a block's weight; default: %(default)s")
+    parser.add_argument("--longer", type=float, default=1.5, help="compute over communication; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--json", help="write the results to this file too")
+    parser.add_argument("--trace", help="write a profiler trace of a step to this file")
+    parser.add_argument("--plot", help="draw that step; needs matplotlib")
+    options = parser.parse_args()
+    if options.numel % options.ranks:
+        parser.error(f"--numel {options.numel} does not divide by {options.ranks} ranks")
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        options.trace = options.trace or f"{folder}/trace.json"
+        results = context.Queue()
+        arguments = (f"{folder}/store", options, results)
+        ranks = [context.Process(target=measure, args=(rank, *arguments), daemon=True) for rank in range(options.ranks)]
+        for process in ranks:
+            process.start()
+        rows = results.get()
+        for process in ranks:
+            process.join()
+        title = f"{options.blocks} blocks of {options.numel} float32, {options.ranks} ranks, torch {torch.__version__}"
+        print_table(f"{title}: medians of {options.rounds} rounds", rows)
+        if options.plot:
+            plot(options.plot, spans(options.trace), title)
+    write_json(options.json, {"ranks": options.ranks, "blocks": options.blocks, "numel": options.numel, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
