@@ -7,6 +7,7 @@ All systems of a case live in the same processes and take turns, each round in a
 are there and takes as long as the slowest rank. Ratios are of the same round, and their median is given.
 
     ragged         torch_ragged.fsdp.fully_shard of each block
+    copy engine    the same with set_collectives("copy_engine"), memory shared by the ranks, and persistent buffers
     FSDP2          torch's, in the same way
     DDP            DistributedDataParallel with gradients as views of buckets
     one process    the plain stack on every rank, without any communication
@@ -19,8 +20,8 @@ Copies are those that a profiler sees in a step and that the floor has not; thos
 theirs. The last block stays gathered after forward in both, as torchtitan has it. The peak is what the CPU allocator has
 given out at the most in a step, activations included; held is before the step. CPU time is that of all threads of a rank.
 
-Malloc keeps the memory that is freed, as CUDA's caching allocator does and as jemalloc or tcmalloc, which PyTorch's tuning guide
-advises for CPUs; glibc's default gives large blocks back, and has the kernel clear them anew for every buffer (``--malloc default``).
+Malloc keeps the memory that is freed, as CUDA's caching allocator does, and as jemalloc or tcmalloc, which PyTorch's tuning
+guide advises for CPUs; glibc's default gives large blocks back and has the kernel clear them anew (``--malloc default``).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from systems import POLICIES, SYSTEMS, Training
 
 PHASES = ("forward", "backward", "optimizer")
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
-USUAL = ("ragged", "FSDP2", "DDP", "one process", "floor")
+USUAL = ("ragged", "ragged, copy engine", "FSDP2", "DDP", "one process", "floor")
 PARTS = ("no DBuffer", "gradients copied", "rows(32)", "rows(32), no planner")
 
 

@@ -1,16 +1,16 @@
 """Overlap: how much of a step's communication is hidden behind compute that is long enough to hide it.
 
-    PYTHONPATH=. python benchmarks/overlap.py [--ranks 2] [--blocks 16] [--numel 1048576] [--longer 1.5] [--rounds 5]
+    PYTHONPATH=. python benchmarks/overlap.py [--ranks 2] [--blocks 16] [--dim 2048] [--longer 2] [--rounds 5]
         [--json PATH] [--trace trace.json] [--plot overlap.png]
 
-Compute is a stand-in that takes time and no CPU, as a GPU's takes none of the host's: on a machine without a core to spare real
-compute and gloo's threads would take from each other what overlapping gains. A block has one float32 weight. Its forward lasts
-``longer`` times an all-gather of it, its backward twice that and a reduce-scatter more; both touch the weight. Interleaved rounds:
+Most of compute is a stand-in that takes time and no CPU, as a GPU's takes none of the host's: on a machine without a core
+to spare real compute and gloo's threads would take from each other what overlapping gains. A block is a float32 Linear, for
+eight rows, and the stand-in. Interleaved rounds, medians of the slowest rank:
 
-    communication  the same collectives, one after the other, each waited for
-    compute        forward and backward of the stack, not sharded
+    communication  the collectives alone, over gloo, one after the other, each waited for
+    compute        forward and backward of the stack, not sharded: ``longer`` times that
     step           the same of the sharded stack
-    exposed        step - compute: what compute does not hide, the package's Python and the sums of reduce-scatters included
+    exposed        step - compute: what compute does not hide, the package's Python included
 
 Exposed whatever one does are the first all-gather and the last reduce-scatter. ``--trace`` writes a step of rank 0 for
 chrome://tracing or Perfetto, ``--plot`` draws it (matplotlib).
@@ -23,6 +23,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,48 +40,53 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from torch_ragged.fsdp import fully_shard
 
-PACKAGES = {"torch_ragged": fully_shard, "FSDP2": torch_fully_shard}
-COMPUTE = "compute"
+PACKAGES: dict[str, Callable[..., Any]] = {"torch_ragged": fully_shard, "FSDP2": torch_fully_shard}
+PLAIN, COMPUTE = "plain", "compute"
 
 
 class _Busy(torch.autograd.Function):
-    """``x`` plus the first element of a weight, after some time; its backward takes some time, too."""
+    """The identity, after some time, with nothing to do but wait; its backward too."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: tuple[float, float]) -> torch.Tensor:
-        ctx.seconds, ctx.shape = seconds, weight.shape
+    def forward(ctx: Any, x: torch.Tensor, seconds: tuple[float, float]) -> torch.Tensor:
+        ctx.seconds = seconds
         with record_function(COMPUTE):
             time.sleep(seconds[0])
-        return x + weight[0]
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         with record_function(COMPUTE):
             time.sleep(ctx.seconds[1])
-        return gradient, gradient.expand(ctx.shape).contiguous(), None
+        return gradient, None
 
 
 class Block(nn.Module):
-    def __init__(self, numel: int) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(numel))
+        self.linear = nn.Linear(dim, dim, bias=False)
         self.seconds = (0.0, 0.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Busy.apply(x, self.weight, self.seconds)
+        return _Busy.apply(self.linear(x), self.seconds)
 
 
 class Stack:
-    """Blocks, each a group of ``package`` if there is one; ``step`` returns its seconds."""
+    """Blocks, each a group where ``shard`` is given; ``step`` returns its seconds."""
 
-    def __init__(self, package: str | None, options: argparse.Namespace) -> None:
-        self.model = nn.Sequential(*(Block(options.numel) for _ in range(options.blocks)))
-        if package is not None:
+    def __init__(self, shard: Callable[..., Any] | None, options: argparse.Namespace) -> None:
+        self.model = nn.Sequential(*(Block(options.dim) for _ in range(options.blocks)))
+        if shard is not None:
             mesh = init_device_mesh("cpu", (options.ranks,))
             for block in self.model:
-                PACKAGES[package](block, mesh=mesh)
-            PACKAGES[package](self.model, mesh=mesh)
-        self.x = torch.zeros(1, requires_grad=True)
+                shard(block, mesh=mesh)
+            shard(self.model, mesh=mesh)
+        self.x = torch.zeros(8, options.dim, requires_grad=True)
+
+    def by_copy_engine(self) -> Stack:
+        self.model.set_persistent_buffers()  # type: ignore[operator]
+        self.model.set_collectives("copy_engine")  # type: ignore[operator]
+        return self
 
     def step(self, seconds: tuple[float, float]) -> float:
         for block in self.model:
@@ -110,31 +116,30 @@ def timed(function: Any) -> float:
 def measure(rank: int, store: str, options: argparse.Namespace, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, options.ranks), rank=rank, world_size=options.ranks)
-    shards = [options.numel // options.ranks] * options.blocks
-    bare = bare_collectives(shards, MixedPrecisionPolicy(), gathered_again=options.blocks)
+    bare = bare_collectives([options.dim**2 // options.ranks] * options.blocks, MixedPrecisionPolicy(), options.blocks)
     communication = statistics.median(timed(bare) for _ in range(options.rounds + 2))
     each = options.longer * communication / (3 * options.blocks)  # two all-gathers and a reduce-scatter, taken as alike
     seconds = (each, 2 * each)
-    stacks = {package: Stack(package, options) for package in (None, *PACKAGES)}
+    stacks = {name: Stack(None, options) if name == PLAIN else Stack(PACKAGES[name], options) for name in (PLAIN, *PACKAGES)}
+    stacks["torch_ragged, copy engine"] = Stack(fully_shard, options).by_copy_engine()
     for stack in stacks.values():
         for _ in range(2):  # The order of the first is followed by the second.
             stack.step((0.0, 0.0))
-    times: dict[str | None, list[float]] = {package: [] for package in stacks}
+    times: dict[str, list[float]] = {name: [] for name in stacks}
     for _ in range(options.rounds):
-        for package, stack in stacks.items():
-            times[package].append(slowest(stack.step(seconds)))
+        for name, stack in stacks.items():
+            times[name].append(slowest(stack.step(seconds)))
+    compute = statistics.median(times.pop(PLAIN))
     rows = []
-    compute = statistics.median(times.pop(None))
-    for package, steps in times.items():
+    for name, steps in times.items():
         step = statistics.median(steps)
         numbers = {"communication ms": communication, "compute ms": compute, "step ms": step, "exposed ms": step - compute}
-        row = {"package": package, **{name: 1e3 * value for name, value in numbers.items()}}
+        row = {"package": name, **{title: 1e3 * value for title, value in numbers.items()}}
         rows.append(row | {"exposed / communication %": 100 * (step - compute) / communication})
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         stacks["torch_ragged"].step(seconds)
     if rank == 0:
-        if options.trace:
-            profiler.export_chrome_trace(options.trace)
+        profiler.export_chrome_trace(options.trace)
         results.put(rows)
     dist.barrier()
     dist.destroy_process_group()
@@ -162,7 +167,7 @@ def plot(path: str, found: dict[str, list[tuple[float, float]]], title: str) -> 
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(10, 2.2))
-    for height, (kind, each) in enumerate(found.items()):
+    for height, each in enumerate(found.values()):
         axis.broken_barh(each, (-height - 0.4, 0.8), edgecolor="white", linewidth=0.4, facecolor=f"C{height}")
     axis.set(yticks=[-height for height in range(len(found))], yticklabels=list(found), xlabel="ms", title=title)
     figure.tight_layout()
@@ -173,15 +178,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--blocks", type=int, default=16, help="default: %(default)s")
-    parser.add_argument("--numel", type=int, default=4 * 2**20, help="elements of a block's weight; default: %(default)s")
-    parser.add_argument("--longer", type=float, default=1.5, help="compute over communication; default: %(default)s")
+    parser.add_argument("--dim", type=int, default=2048, help="rows and columns of a weight; default: %(default)s")
+    parser.add_argument("--longer", type=float, default=2, help="compute over communication; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--json", help="write the results to this file too")
     parser.add_argument("--trace", help="write a profiler trace of a step to this file")
     parser.add_argument("--plot", help="draw that step; needs matplotlib")
     options = parser.parse_args()
-    if options.numel % options.ranks:
-        parser.error(f"--numel {options.numel} does not divide by {options.ranks} ranks")
+    if options.dim % options.ranks:
+        parser.error(f"--dim {options.dim} does not divide by {options.ranks} ranks")
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         options.trace = options.trace or f"{folder}/trace.json"
@@ -193,11 +198,12 @@ def main() -> None:
         rows = results.get()
         for process in ranks:
             process.join()
-        title = f"{options.blocks} blocks of {options.numel} float32, {options.ranks} ranks, torch {torch.__version__}"
+        size = f"{options.blocks} blocks of {options.dim} x {options.dim} float32"
+        title = f"{size}, {options.ranks} ranks, torch {torch.__version__}"
         print_table(f"{title}: medians of {options.rounds} rounds", rows)
         if options.plot:
             plot(options.plot, spans(options.trace), title)
-    write_json(options.json, {"ranks": options.ranks, "blocks": options.blocks, "numel": options.numel, "rows": rows})
+    write_json(options.json, {"ranks": options.ranks, "blocks": options.blocks, "dim": options.dim, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -68,6 +68,14 @@ def _sharded(shard: Callable[..., object], case: Case, policy: MixedPrecisionPol
     return Training(model, adamw(model.parameters()), case.inputs(dist.get_rank()))
 
 
+def _by_copy_engine(case: Case, policy: MixedPrecisionPolicy) -> Training:
+    """With collectives that copy between the ranks' memory, in buffers that stay."""
+    training = _sharded(fully_shard, case, policy)
+    training.model.set_persistent_buffers()
+    training.model.set_collectives("copy_engine")
+    return training
+
+
 def _of_rows(case: Case, policy: MixedPrecisionPolicy) -> Training:
     return _sharded(functools.partial(fully_shard, orig_param_policy=lambda fqn, param: rows(32)), case, policy)
 
@@ -175,6 +183,7 @@ def bare_collectives(shards: list[int], policy: MixedPrecisionPolicy, gathered_a
 
 SYSTEMS: dict[str, Callable[[Case, MixedPrecisionPolicy], Training]] = {
     "ragged": functools.partial(_sharded, fully_shard),
+    "ragged, copy engine": _by_copy_engine,
     "FSDP2": functools.partial(_sharded, torch_fully_shard),
     "DDP": _ddp,
     "one process": _one_process,
