@@ -47,7 +47,9 @@ def run(python: Path, tests: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", f"--junitxml={report}", "-o", "junit_family=xunit1"]
-        subprocess.run([python, "-m", "pytest", *options, *tests], cwd=ROOT, env=variables, check=False)
+        done = subprocess.run([python, "-m", "pytest", *options, *tests], cwd=ROOT, env=variables, check=False)
+        if done.returncode not in (0, 1):  # Neither passed nor failed: nothing was run.
+            raise SystemExit(f"pytest of {python} ended with {done.returncode}")
         return {"torch": version, "python": release, "files": summary(ElementTree.parse(report).getroot())}
 
 
