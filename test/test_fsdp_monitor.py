@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from torch_ragged.fsdp import DBuffer, Float8Policy, MemoryRow, buffer_layouts, elements, fully_shard, memory_report, monitor
+from torch_ragged.fsdp._fully_shard import named_groups as groups_of
 from torch_ragged.fsdp.plan import Model, ModelPlanner, granularity_policy
 from torch_ragged.fsdp.plan._memory import Precision, zero_memory
 from torch_ragged.fsdp.plan._models import module_groups
@@ -23,11 +24,6 @@ KINDS = ("all_gather", "reduce_scatter", "other")
 KEYS = {"step_s", "optimizer_s", "exposed_s", "compute_s", "buffer_bytes", "buffer_peak_bytes"}
 KEYS |= {"memory_peak_bytes", "memory_reserved_bytes"}
 KEYS |= {f"{kind}_{unit}" for kind in KINDS for unit in ("s", "exposed_s", "calls", "bytes")}
-
-
-def groups_of(model):
-    found = {name or "root": getattr(m, "_ragged_fsdp_state", None) for name, m in model.named_modules()}
-    return {name: state.groups[0] for name, state in found.items() if state is not None and state.groups}
 
 
 def step_of(model, step=0, optimizer=None):

@@ -197,11 +197,12 @@ class _Step:
                 ahead += step
             chosen = [self._order[ahead]] if 0 <= ahead < len(self._order) else []
         if state.groups and (step > 0 or state.unshard_in_backward):
-            for each in (state, *chosen):
-                for group in each.groups:
-                    self._start_gather(group)
-                    if each is state:
-                        self._finish_gather(group, "forward" if step > 0 else "backward", position)
+            for group in state.groups:
+                self._start_gather(group)
+            for group in state.groups:
+                self._finish_gather(group, "forward" if step > 0 else "backward", position)
+            for group in (group for each in chosen for group in each.groups):
+                self._start_gather(group)
 
     def _start_gather(self, group: ParamGroup) -> None:
         held, whole = self._gathered.get(group, 0), group.unsharded.nbytes
