@@ -88,7 +88,7 @@ class SimulatedTest(unittest.TestCase):
             padded = sum(-(-one.shape[0] // ranks) * ranks * math.prod(one.shape[1:]) for one in (*BLOCK, *BLOCK, *REST))
             self.assertEqual(theirs, 2 * padded)
             self.assertLess(ours, 1.001 * 2 * numel)
-            self.assertAlmostEqual(theirs / ours, 1.0 if ranks == 128 else 1.974, delta=0.001)
+            self.assertAlmostEqual(theirs / ours, 1.0 if ranks == 128 else 1.974, delta=0.002)
 
 
 class TraceTest(unittest.TestCase):
