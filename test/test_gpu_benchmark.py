@@ -1,6 +1,7 @@
 """benchmarks/gpu.sh runs; and what it is to show on a GPU is counted at 128 and 256 simulated ranks without one."""
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -8,6 +9,7 @@ import unittest
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -73,19 +75,20 @@ def step(package: str, ranks: int) -> tuple[Counter[str], Counter[str], int]:
 class SimulatedTest(unittest.TestCase):
     """A stack like GPT-OSS-120B, as one of 128 and 256 ranks."""
 
-    def test_nothing_is_copied_and_padding_does_not_double(self):
+    def test_matrices_are_not_copied_and_padding_does_not_double(self):
         moved, nbytes = {}, {}
         for ranks in (128, 256):
             for package in PACKAGES:
                 moved[package, ranks], nbytes[package, ranks], numel = step(package, ranks)
         for ranks in (128, 256):
-            self.assertEqual(moved["torch_ragged", ranks], Counter())
+            # No matmul computes the embedding's gradient: autograd does, and it is copied into the buffer.
+            self.assertEqual(moved["torch_ragged", ranks], {"aten::copy_": math.prod(REST[0].shape)})
             self.assertGreater(moved["FSDP2", ranks].total(), 3 * numel)  # out of two gathers, into a reduction
-            for kind, uses in (("reduce_scatter", 1), ("all_gather", 2)):
-                ours, theirs = (nbytes[package, ranks][kind] / 2 for package in PACKAGES)
-                self.assertLess(ours, 1.001 * uses * numel)
-                if kind == "reduce_scatter":
-                    self.assertAlmostEqual(theirs / numel, 1.0 if ranks == 128 else 1.93, delta=0.02)
+            ours, theirs = (nbytes[package, ranks]["reduce_scatter"] for package in PACKAGES)
+            padded = sum(-(-one.shape[0] // ranks) * ranks * math.prod(one.shape[1:]) for one in (*BLOCK, *BLOCK, *REST))
+            self.assertEqual(theirs, 2 * padded)
+            self.assertLess(ours, 1.001 * 2 * numel)
+            self.assertAlmostEqual(theirs / ours, 1.0 if ranks == 128 else 1.974, delta=0.002)
 
 
 class TraceTest(unittest.TestCase):
@@ -112,6 +115,7 @@ class TraceTest(unittest.TestCase):
 
 
 class SmokeTest(unittest.TestCase):
+    @pytest.mark.slow
     def test_everything_runs_on_a_cpu(self):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "results.json"
