@@ -87,7 +87,8 @@ class TileTable:
         The numbers: first program, ``values``, ``codes``, ``scales``, rows, columns.
         """
         if device not in self._on:
-            numbers, counts = [], []
+            numbers: list[tuple[int, ...]] = []
+            counts: list[int] = []
             for run in self.runs:
                 numbers.append((sum(counts), run.values, run.codes, run.scales, *run.sizes[1:]))
                 counts.append(math.prod(run.grid(self.program)))
