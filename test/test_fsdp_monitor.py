@@ -279,7 +279,9 @@ def check_prediction():
             run()
             row = watch.step()
         case = (kind.__name__, raf, mp_policy, predicted, resident.peak, resident.peak_unreduced, row["buffer_peak_bytes"])
-        assert predicted.total == resident.peak and row["buffer_peak_bytes"] == resident.peak_unreduced, case
+        # Of units that have two groups, as with Float8Policy, it is a bound.
+        bound = 1.02 * resident.peak if isinstance(mp_policy, Float8Policy) else resident.peak
+        assert resident.peak <= predicted.total <= bound and row["buffer_peak_bytes"] == resident.peak_unreduced, case
         assert resident.peak > 2 * memory_report(model).total.sharded, case
         # Without gradient sync, gradient buffers add up; then the step is one of several.
         model.zero_grad()
@@ -287,7 +289,8 @@ def check_prediction():
         predicted = memory_report(model).peak
         with Resident(model) as resident:
             run()
-        assert predicted.total == resident.peak and predicted.grad == 0, (case, predicted, resident.peak)
+        bound = 1.02 * resident.peak if isinstance(mp_policy, Float8Policy) else resident.peak
+        assert resident.peak <= predicted.total <= bound and predicted.grad == 0, (case, predicted, resident.peak)
 
 
 def check_bound():

@@ -19,6 +19,8 @@ AMPERE = (8, 0)
 ADA = (8, 9)
 """Compute capability from which on there are conversions to float8."""
 
+_mode = "auto"
+
 
 _mode = "auto"
 

@@ -79,6 +79,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] |
     around others, which it takes to be there from the start of their backward, where all of this holds:
 
     - ``.grad`` is None when the step begins (``zero_grad()``), and one backward follows one forward;
+    - every unit has one group (where it has several, some percent too high were seen);
     - modules called several times have matmuls for weights, which write gradients from the first call on;
     - the inputs of every group but the root's need gradients; else a group stays gathered to the end of backward;
     - the optimizer has its state: before its first step there is none, and none is predicted.
