@@ -22,9 +22,6 @@ ADA = (8, 9)
 _mode = "auto"
 
 
-_mode = "auto"
-
-
 def choose(mode: str) -> None:
     """Have kernels run where they can (``"auto"``), never (``"torch"``) or always (``"triton"``), in this process.
 

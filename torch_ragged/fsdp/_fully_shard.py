@@ -116,15 +116,9 @@ def fully_shard(
         dp, levels = _with_levels(DataParallelMesh.of(mesh, dp_mesh_dims), placements)
         found = _check_modules(modules, mesh, reshard_after_forward, dp, ignored_params or set())
         plans = plan_groups(found, dp, mp_policy, offload_policy, orig_param_policy, shard_placement_fn)
-<<<<<<< HEAD
-        casts: tuple[Any, ...] = (mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype)
-        casts += (mp_policy.cast_forward_inputs,)
-        casts += (mp_policy.tile,) if isinstance(mp_policy, Float8Policy) else ()
-=======
         casts: list[Any] = [mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype]
         casts += [mp_policy.tile] if isinstance(mp_policy, Float8Policy) else []
         casts.append(mp_policy.cast_forward_inputs)
->>>>>>> kernels
         claim += _claim(plans, reshard_after_forward, casts, offload_policy, placements)
     _move(modules, found, device)
     for plan in plans:
