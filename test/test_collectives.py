@@ -270,7 +270,7 @@ def no_memory() -> tuple[tuple[str, ...], list[str]]:
     model = make_model()
     fully_shard(model)
     error = OSError("no memory") if dist.get_rank() == 1 else None
-    with mock.patch("os.posix_fallocate", side_effect=error):
+    with mock.patch("os.posix_fallocate", side_effect=error, wraps=os.posix_fallocate):
         found = told(model, "copy_engine")
     model(torch.randn(2, 32)).sum().backward()
     return found

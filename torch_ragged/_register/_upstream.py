@@ -43,7 +43,7 @@ def adopt() -> None:
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         name = ".".join([root.name, *path.relative_to(root).with_suffix("").parts])
-        if not path.stem.startswith("__") and _has(torch_name(name)):
+        if not path.stem.startswith(("__", "_triton")) and _has(torch_name(name)):  # Those need Triton, and hold no classes.
             sys.modules[name] = importlib.import_module(torch_name(name))
     _let_load("torch_ragged.placement_types.RaggedShard", "torch_ragged.strided_placement_types.StridedRaggedShard")
 

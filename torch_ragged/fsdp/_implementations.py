@@ -94,7 +94,7 @@ def _made_everywhere(name: str, group: dist.ProcessGroup, members: Sequence[Para
     made, problem = None, ""
     try:
         made = _MAKERS[name](group, members)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # Whatever it is, the others wait to hear of it.
         problem = f"rank {group.rank()}: {error}"
     heard = [""] * group.size()
     dist.all_gather_object(heard, problem, group=group)
