@@ -119,7 +119,7 @@ def fully_shard(
         casts: list[Any] = [mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype]
         casts += [mp_policy.tile] if isinstance(mp_policy, Float8Policy) else []
         casts.append(mp_policy.cast_forward_inputs)
-        claim += _claim(plans, reshard_after_forward, casts, offload_policy, placements)
+        claim += _claim(plans, reshard_after_forward, tuple(casts), offload_policy, placements)
     _move(modules, found, device)
     for plan in plans:
         for param in plan.params:
