@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gc
 import json
+import pickle
 import platform
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 
 def microseconds(function: Callable[[], Any], calls: int = 1) -> float:
@@ -42,6 +46,23 @@ def interleaved(functions: dict[str, Callable[[], Any]], rounds: int, target: fl
     finally:
         gc.enable()
     return times
+
+
+def on_ranks(ranks: int, measure: Callable[[int, Any], Any], options: Any) -> Any:
+    """Run ``measure(rank, options)`` in so many processes, one thread each, on a gloo group; returns what rank 0's gives."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_as_rank, (ranks, folder, measure, options), nprocs=ranks)
+        return pickle.loads(Path(folder, "found").read_bytes())
+
+
+def _as_rank(rank: int, ranks: int, folder: str, measure: Callable[[int, Any], Any], options: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+    found = measure(rank, options)
+    if rank == 0:
+        Path(folder, "found").write_bytes(pickle.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:

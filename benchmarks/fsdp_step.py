@@ -30,14 +30,12 @@ import argparse
 import gc
 import os
 import statistics
-import tempfile
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from common import print_table, write_json
+from common import on_ranks, print_table, write_json
 from peers import PEERS
 from stacks import CASES, Case
 from step_trace import Trace, traced
@@ -131,9 +129,8 @@ def _traced_columns(trace: Trace | None, floor: Trace, fsdp2: Trace) -> dict[str
     }
 
 
-def measure(rank: int, store: str, options: argparse.Namespace, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, options.ranks), rank=rank, world_size=options.ranks)
+def measure(rank: int, options: argparse.Namespace) -> dict[tuple[str, str], Any]:
+    """By case and policy: rows, and what could not be measured."""
     found = {}
     for name in options.cases:
         for policy in options.policies:
@@ -148,10 +145,7 @@ def measure(rank: int, store: str, options: argparse.Namespace, results: Any) ->
             gc.collect()
             traces = {system: trace_step(system, CASES[name], policy) for system in names}
             found[name, policy] = (rows_of(times, traces), missing)
-    if rank == 0:
-        results.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def main() -> None:
@@ -167,16 +161,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.malloc == "keeping":
         os.environ.update(KEEPING)  # glibc reads them when a process starts.
-    context = mp.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        results = context.Queue()
-        arguments = (f"{folder}/store", options, results)
-        ranks = [context.Process(target=measure, args=(rank, *arguments), daemon=True) for rank in range(options.ranks)]
-        for process in ranks:
-            process.start()
-        found = results.get()
-        for process in ranks:
-            process.join()
+    found = on_ranks(options.ranks, measure, options)
     cases = []
     for (name, policy), (rows, missing) in found.items():
         title = f"{name}, {policy}: {options.ranks} ranks, torch {torch.__version__}, medians of {options.rounds} rounds"

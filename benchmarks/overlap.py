@@ -29,8 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from common import print_table, write_json
+from common import on_ranks, print_table, write_json
 from systems import bare_collectives
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -113,9 +112,8 @@ def timed(function: Any) -> float:
     return slowest(time.perf_counter() - start)
 
 
-def measure(rank: int, store: str, options: argparse.Namespace, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, options.ranks), rank=rank, world_size=options.ranks)
+def measure(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row per package; rank 0 writes the trace."""
     bare = bare_collectives([options.dim**2 // options.ranks] * options.blocks, MixedPrecisionPolicy(), options.blocks)
     communication = statistics.median(timed(bare) for _ in range(options.rounds + 2))
     each = options.longer * communication / (3 * options.blocks)  # two all-gathers and a reduce-scatter, taken as alike
@@ -140,9 +138,7 @@ def measure(rank: int, store: str, options: argparse.Namespace, results: Any) ->
         stacks["torch_ragged"].step(seconds)
     if rank == 0:
         profiler.export_chrome_trace(options.trace)
-        results.put(rows)
-    dist.barrier()
-    dist.destroy_process_group()
+    return rows
 
 
 def spans(trace: str) -> dict[str, list[tuple[float, float]]]:
@@ -187,17 +183,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.dim % options.ranks:
         parser.error(f"--dim {options.dim} does not divide by {options.ranks} ranks")
-    context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         options.trace = options.trace or f"{folder}/trace.json"
-        results = context.Queue()
-        arguments = (f"{folder}/store", options, results)
-        ranks = [context.Process(target=measure, args=(rank, *arguments), daemon=True) for rank in range(options.ranks)]
-        for process in ranks:
-            process.start()
-        rows = results.get()
-        for process in ranks:
-            process.join()
+        rows = on_ranks(options.ranks, measure, options)
         size = f"{options.blocks} blocks of {options.dim} x {options.dim} float32"
         title = f"{size}, {options.ranks} ranks, torch {torch.__version__}"
         print_table(f"{title}: medians of {options.rounds} rounds", rows)
