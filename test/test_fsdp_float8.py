@@ -228,3 +228,34 @@ def test_errors_are_raised_on_every_rank():
 
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__, "-q"]))
+
+
+def _losses(choose):
+    """Of three steps, with what ``choose`` does to the model first."""
+    net = _net()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in (net.inner, net.head):
+        fully_shard(layer, mesh=mesh, mp_policy=BFLOAT16)
+    fully_shard(net, mesh=mesh, mp_policy=BFLOAT16)
+    choose(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        loss = net(torch.arange(8).view(2, 4) + step).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    places = [buffer.flat.data_ptr() for group in named_groups(net).values() for buffer in group.buffers()["gathered"]]
+    return losses, len(set(places))
+
+
+def _check_other_collectives():
+    usual, _ = _losses(lambda net: None)
+    persistent, places = _losses(lambda net: net.set_persistent_buffers())
+    assert persistent == usual and places > 1, (persistent, usual, places)
+    assert _losses(lambda net: net.set_collectives("copy_engine"))[0] == usual
+
+
+def test_persistent_buffers_and_other_collectives_change_no_bit():
+    run_ranks(2, _check_other_collectives)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate
 from torch_ragged._kernels import float8
 from torch_ragged._kernels.tiles import TileRun, TileTable, matrix_runs
 from torch_ragged.fsdp._collectives import Work
-from torch_ragged.fsdp._dbuffer import DBuffer
+from torch_ragged.fsdp._dbuffer import DBuffer, MemoryPool
 from torch_ragged.fsdp._granularity import Granularity, blocks, elements
 from torch_ragged.fsdp._layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp._param_group import GroupPlan, ParamGroup
@@ -108,7 +108,10 @@ class Float8Group(ParamGroup):
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         super()._allocate(device, dtype)
-        self.codes = DBuffer(self._slots.layout, Replicate(), self.rank, torch.uint8, device)
+        self._make_codes()
+
+    def _make_codes(self) -> None:
+        self.codes = DBuffer(self._slots.layout, Replicate(), self.rank, torch.uint8, self.device, pool=self._pool)
         self.codes.release()
 
     @property
@@ -119,9 +122,13 @@ class Float8Group(ParamGroup):
         buffers = super().buffers()
         return {**buffers, "gathered": [*buffers["gathered"], self.codes]}
 
-    def set_memory_pool(self, pool: torch.cuda.MemPool | None) -> None:
-        super().set_memory_pool(pool)
-        self.codes.pool = pool
+    @property
+    def gathered_numel(self) -> dict[torch.dtype, int]:
+        return {**super().gathered_numel, torch.uint8: self._slots.layout.numel}
+
+    def set_memory_pools(self, gathered: MemoryPool | None, gradients: MemoryPool | None) -> None:
+        super().set_memory_pools(gathered, gradients)
+        self._make_codes()
 
     def _start_gather(self) -> Work:
         if self.keeps_part:

@@ -292,6 +292,11 @@ class ParamGroup:
             self.resident.invalidate()
 
     @property
+    def gathered_numel(self) -> dict[torch.dtype, int]:
+        """Elements of the buffers that all-gathers fill, by dtype."""
+        return {self.param_dtype: self.layout.numel}
+
+    @property
     def gathering_nbytes(self) -> int:
         """Bytes that an all-gather under way holds."""
         return self.unsharded.nbytes

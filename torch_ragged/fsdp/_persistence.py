@@ -56,7 +56,8 @@ def make_persistent(states: Sequence[ModuleState], size: int, allocators: dict[P
             places = (ring.apart(len(groups)) if is_apart else ring.join(len(groups)) for ring in pair)
             homes.update(zip(groups, zip(*places)))
     for group, (gathered, gradients) in homes.items():
-        gathered.reserve(group.param_dtype, group.layout.numel)
+        for dtype, numel in group.gathered_numel.items():
+            gathered.reserve(dtype, numel)
         for dtype in (group.gradients.dtype, group.reduce_dtype):
             gradients.reserve(dtype, group.layout.numel)
     for group, (gathered, gradients) in homes.items():
