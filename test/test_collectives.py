@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from torch_ragged.fsdp import HIERARCHICAL, fully_shard
+from torch_ragged.fsdp import HIERARCHICAL, _peer_memory, fully_shard
 from torch_ragged.fsdp._capabilities import Facts, why_not
 from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction
 from torch_ragged.fsdp._copy_engine import CopyEngineCollectives
@@ -129,7 +129,7 @@ class PeerMemoryTest(unittest.TestCase):
 
 def die_or_wait(rank: int, store: str, pipe, kills: bool) -> None:
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=60 if kills else 1)
+    timeout = datetime.timedelta(seconds=60 if kills else 5)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timeout)
     _, copies = collectives(4096)
     if rank == 1:
@@ -168,7 +168,7 @@ class PeerTest(unittest.TestCase):
 
     def test_silent(self):
         self.assertRegex(
-            self.peer_of(kills=False), "RuntimeError: copy engine of group .*: rank 1 of 2 sent no signal within 1 s"
+            self.peer_of(kills=False), "RuntimeError: copy engine of group .*: rank 1 of 2 sent no signal within 5 s"
         )
 
 
@@ -276,6 +276,17 @@ def no_memory() -> tuple[tuple[str, ...], list[str]]:
     return found
 
 
+def no_mapping() -> tuple[tuple[str, ...], list[str]]:
+    """One rank fails when it has sent its memory to the others already."""
+    model = make_model()
+    fully_shard(model)
+    failing = {"side_effect": OSError("no mapping")} if dist.get_rank() == 1 else {"wraps": _peer_memory._mapped}
+    with mock.patch.object(_peer_memory, "_mapped", **failing):
+        found = told(model, "copy_engine")
+    model(torch.randn(2, 32)).sum().backward()
+    return found
+
+
 def misuse() -> list[str]:
     model, rank = make_model(), dist.get_rank()
     for layer in model:
@@ -329,7 +340,12 @@ class SetCollectivesTest(unittest.TestCase):
             self.assertEqual(["rank 2 is on another host than rank 0" in line for line in lines], [True] * (rank == 0))
 
     def test_what_fails_on_one_rank_is_used_on_none(self):
-        (chosen, lines), (other, _) = run_ranks(2, no_memory)
+        for fails, why in ((no_memory, "no memory"), (no_mapping, "no mapping")):
+            with self.subTest(why):
+                self.check_fall_back(fails, why)
+
+    def check_fall_back(self, fails, why):
+        (chosen, lines), (other, _) = run_ranks(2, fails)
         self.assertEqual((chosen, other), (("nccl",), ("nccl",)))
         self.assertRegex(lines[0], "no copy_engine .*rank")
 

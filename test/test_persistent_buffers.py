@@ -181,7 +181,78 @@ def stay_gathered() -> None:
     assert len(addresses) == 7, addresses
 
 
+class Interleaved(nn.Module):
+    """Two lists of layers, used by turns: not in the order in which they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.ModuleList(nn.Linear(16, 16) for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for pair in zip(self.first, self.second):
+            for layer in pair:
+                x = torch.tanh(layer(x))
+        return x
+
+
+def other_orders() -> None:
+    """Places are dealt in the order of modules; in another order of use nothing is gathered ahead into a taken place."""
+    found = []
+    for persistent in (False, True):
+        torch.manual_seed(0)
+        model = Interleaved()
+        for layer in (*model.first, *model.second):
+            fully_shard(layer)
+        fully_shard(model)
+        if persistent:
+            model.set_persistent_buffers(places=3)
+            with torch.no_grad():  # Neighbours share a place.
+                for _ in range(3):
+                    model(torch.ones(2, 16))
+            model.set_persistent_buffers(places=4)
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(2, 16)).sum().backward()
+        found.append([param.grad.to_local().clone() for param in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found))
+
+
+def pending_and_kept() -> list[str]:
+    """What is chosen while gradients wait is an error that changes nothing; kept storage and converted ZeRO-2 models go on."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 8)).sum().backward()
+    errors = [error_of(model[0].set_allocate_memory_from_process_group_for_comm, True), error_of(model.set_persistent_buffers)]
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(2, 8)).sum().backward()
+    twice = model[0].weight.grad.to_local().clone()
+    model.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    assert torch.equal(twice, 2 * model[0].weight.grad.to_local())
+    model.set_keep_unsharded_storage(True)
+    model.set_persistent_buffers()
+    model(torch.ones(2, 8)).sum().backward()
+    zero2 = fully_shard(nn.Linear(8, 8), placements=ZERO2, mp_policy=MIXED)
+    zero2.set_persistent_buffers()
+    zero2(torch.ones(2, 8)).sum().backward()
+    zero2.zero_grad()
+    zero2.to(torch.float64)
+    assert zero2(torch.ones(2, 8)).sum().isfinite()
+    return errors
+
+
 class PersistentBuffersTest(unittest.TestCase):
+    def test_other_orders_of_use(self):
+        run_ranks(2, other_orders)
+
+    def test_gradients_that_wait_are_not_lost(self):
+        for errors in run_ranks(2, pending_and_kept):
+            for error in errors:
+                self.assertRegex(error, "^RuntimeError: .*gradients.* not in .grad yet.*between steps")
+
     def test_what_stays_gathered(self):
         run_ranks(2, stay_gathered)
 

@@ -44,8 +44,13 @@ def problems_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, str
     One all-gather of objects, the first time for a group.
     """
     if group not in _known:
+        try:
+            mine = _facts(group, device)
+        except Exception as error:  # The others wait to hear of it.
+            problem = f"{type(error).__name__}: {error}"
+            mine = Facts(problems=dict.fromkeys(("symm", "copy_engine", "multimem"), problem))
         facts = [Facts()] * group.size()
-        dist.all_gather_object(facts, _facts(group, device), group=group)
+        dist.all_gather_object(facts, mine, group=group)
         _known[group] = why_not(facts)
     return _known[group]
 

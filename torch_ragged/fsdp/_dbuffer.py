@@ -87,6 +87,11 @@ class DBuffer:
             return self._slab.is_held_by(self)
         return self.flat.untyped_storage().nbytes() == self._nbytes
 
+    @property
+    def is_free(self) -> bool:
+        """Whether :meth:`allocate` can be called: no other buffer has the place at which this one's is."""
+        return self._slab is None or self._slab.is_free_for(self)
+
     def allocate(self) -> None:
         """Re-acquire the storage; its contents are undefined. Nothing happens if it is there.
 

@@ -317,13 +317,16 @@ class FSDPModule(TorchFSDPModule):
 
         Raises:
             ValueError: ``places`` is not an int of at least 2.
-            RuntimeError: parameters are on the meta device, or have gradients that are not in ``.grad`` yet; and later, in the
-                step, a group's turn comes while another one still has its place.
+            RuntimeError: parameters are on the meta device, or have gradients that are not in ``.grad`` yet;
+                ``set_collectives`` has chosen registered memory; and later, in the step, a group's turn comes while another
+                one still has its place.
         """
         if isinstance(places, bool) or not isinstance(places, int) or places < 2:
             raise ValueError(f"places must be an int of at least 2, got {places!r}")
         groups = self._ragged_groups(recurse)
         check_ready(groups)
+        if any(group.has_registered_memory for group in groups):
+            raise RuntimeError('set_collectives has chosen where buffers are: call set_collectives("nccl") first')
         if not enable:
             make_transient(groups)
             return
@@ -413,6 +416,11 @@ class FSDPModule(TorchFSDPModule):
     def _set_memory_pool(self, enable: bool, is_symmetric: bool) -> None:
         groups = self._ragged_groups(recurse=False)
         _check_no_custom_collectives(groups)
+        for group in groups:
+            if group.gradients.is_pending:
+                raise RuntimeError(
+                    f"{group.names} has gradients that are not in .grad yet: choose where buffers are between steps"
+                )
         for group in groups:
             pool = group.process_groups.memory_pool(group.device, is_symmetric) if enable else None
             group.set_memory_pools(pool, pool)

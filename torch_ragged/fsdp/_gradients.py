@@ -283,10 +283,10 @@ class GradientBuffers:
     def drop(self) -> bool:
         """Forget the gradients that are not in ``.grad`` yet; says whether there were any."""
         had_any = self.is_pending
-        for pending in (self._reduction, self._all_reduce):
-            if pending is not None:
-                pending[0].wait()
+        under_way = [pending[0] for pending in (self._reduction, self._all_reduce) if pending is not None]
         self._reduction = self._all_reduce = self._reduced = self._kept = None
+        for work in under_way:
+            work.wait()
         self.needs_reduction = self.is_accumulating = False
         for param in self._params:
             param.has_gradient = param.was_used = False

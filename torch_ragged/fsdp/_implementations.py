@@ -131,6 +131,7 @@ def _make_symm(group: dist.ProcessGroup, members: Sequence[ParamGroup]) -> Imple
         with torch.cuda.use_mem_pool(pool):
             return torch.empty(numel, dtype=dtype, device=device)
 
+    allocate(1 << 20, torch.uint8)  # Registers a window: what cannot be had is found out here.
     return Implementation("symm", _use_process_groups, allocate)
 
 

@@ -22,6 +22,7 @@ from torch_ragged.fsdp._managed_param import ManagedParam
 from torch_ragged.fsdp._mesh import DataParallelMesh
 from torch_ragged.fsdp._neighbours import Neighbours
 from torch_ragged.fsdp._resident import Resident
+from torch_ragged.fsdp._ring import Place
 from torch_ragged.fsdp._weight_gradient import ComputeParameter
 
 __all__ = ["FoundParam", "GroupPlan", "ParamGroup"]
@@ -203,8 +204,8 @@ class ParamGroup:
             self._gather = self._start_gather()
         if wait and not self.is_unsharded:
             assert self._gather is not None
-            self._gather.wait()
-            self._gather = None
+            gather, self._gather = self._gather, None
+            gather.wait()
             self._drop_kept()
             self._finish_gather()
             self.is_unsharded = True
@@ -252,8 +253,8 @@ class ParamGroup:
         """
         was_gathered = self.is_gathered
         if self._gather is not None:
-            self._gather.wait()
-            self._gather = None
+            gather, self._gather = self._gather, None
+            gather.wait()
         self._drop_kept()
         if not was_gathered:
             return
@@ -271,7 +272,8 @@ class ParamGroup:
             )
 
     def _release_unsharded(self) -> None:
-        if not self.keeps_storage and not (self.resident is not None and self.resident.is_everything):
+        keeps = self.keeps_storage and not isinstance(self._pool, Place)  # A place keeps its address anyway.
+        if not keeps and not (self.resident is not None and self.resident.is_everything):
             self.unsharded.release()
 
     def set_memory_pools(self, gathered: MemoryPool | None, gradients: MemoryPool | None) -> None:
@@ -512,6 +514,7 @@ class ParamGroup:
 
     def _rebuild(self, device: torch.device, dtype: torch.dtype, values: list[torch.Tensor] | None) -> None:
         """New buffers, with ``values`` as this rank's part of each parameter."""
+        self.unsharded.release()
         self._allocate(device, dtype)
         if self.resident is not None:
             self.resident.reset()

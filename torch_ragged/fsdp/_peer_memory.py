@@ -77,21 +77,29 @@ class HostPeerMemory:
     A thread makes the exchanges, one after the other, and sleeps while it waits for signals: ranks may wait for what they have
     issued in different orders, and compute meanwhile.
 
-    Making it is collective, one all-gather of objects.
+    Making it is collective, two all-gathers of objects.
 
     Raises:
-        OSError: the ranks cannot share memory; on this rank only, others may have succeeded.
+        OSError: the ranks cannot share memory; on every rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, slot_nbytes: int) -> None:
         self.rank, self.size, self.slot_nbytes = group.rank(), group.size(), slot_nbytes
         timeout = timeout_of(group, torch.device("cpu")).total_seconds()
-        self._peers = _connected(group, timeout)
+        self._peers: dict[int, socket.socket] = {}
+        slots: list[list[torch.Tensor]] = []
+        problem = ""
         try:
+            self._peers = _connected(group, timeout)
             slots = self._shared()
-        except BaseException:
+        except Exception as error:  # What follows is collective: nobody leaves alone.
+            problem = f"rank {self.rank}: {error}"
+            self.close()  # Who waits for this rank's memory hears of it.
+        heard = [""] * self.size
+        dist.all_gather_object(heard, problem, group=group)
+        if problem := next((text for text in heard if text), ""):
             self.close()
-            raise
+            raise OSError(problem)
         self._tasks: queue.SimpleQueue[_HostExchange | None] = queue.SimpleQueue()
         signals = _Signals(f"copy engine of group {group.group_name}", self.rank, self._peers, timeout)
         # The thread does not know this object, so that it ends when nobody else does.
@@ -112,8 +120,10 @@ class HostPeerMemory:
             _, descriptors, _, _ = socket.recv_fds(peer, 1, 1)
             if not descriptors:
                 raise OSError(f"rank {rank} has shared no memory")
-            mapped[rank] = _mapped(descriptors[0], nbytes)
-            os.close(descriptors[0])
+            try:
+                mapped[rank] = _mapped(descriptors[0], nbytes)
+            finally:
+                os.close(descriptors[0])
         return [[mapped[rank].chunk(TURNS)[turn] for rank in range(self.size)] for turn in range(TURNS)]
 
     def exchange(self, write: Step, read: Step, nbytes: int) -> Work:
@@ -156,7 +166,8 @@ def _serve(tasks: queue.SimpleQueue[_HostExchange | None], slots: list[list[torc
     """Make exchanges until None comes; behind one that failed, all fail."""
     error: Exception | None = None
     with torch.inference_mode():  # Tensors that were made in it may be written too.
-        for number, exchange in enumerate(iter(tasks.get, None)):
+        number = 0
+        while (exchange := tasks.get()) is not None:
             try:
                 if error is None:
                     exchange.write(slots[number % TURNS])
@@ -169,6 +180,7 @@ def _serve(tasks: queue.SimpleQueue[_HostExchange | None], slots: list[list[torc
             exchange.error = error
             exchange.done.set()
             del exchange  # Not to keep its tensors until the next one comes.
+            number += 1
     signals.close()
 
 

@@ -35,7 +35,7 @@ def make_persistent(states: Sequence[ModuleState], size: int, allocators: dict[P
     """Have groups take turns in rings of ``size`` places that stay allocated: for gathered parameters, and for gradients.
 
     Who stays gathered while others come and go has a place of its own: modules around others, and those that are not resharded
-    after forward. Memory for gathered parameters is allocated here, for gradients when the first one comes.
+    after forward. Memory is allocated here, on all ranks in one order.
 
     Args:
         states: all under one module, in the order of forward.
@@ -62,6 +62,9 @@ def make_persistent(states: Sequence[ModuleState], size: int, allocators: dict[P
             gradients.reserve(dtype, group.layout.numel)
     for group, (gathered, gradients) in homes.items():
         group.set_memory_pools(gathered, gradients)
+        if group.is_trainable:  # Now, as allocating may be collective, and gradients come in an order that ranks do not share.
+            for dtype in dict.fromkeys((group.gradients.dtype, group.reduce_dtype)):
+                gradients.slab(dtype, group.layout.numel)
 
 
 def make_transient(groups: Sequence[ParamGroup]) -> None:

@@ -25,13 +25,17 @@ class Slab:
     def is_held_by(self, holder: object) -> bool:
         return self._holder is not None and self._holder() is holder
 
+    def is_free_for(self, holder: object) -> bool:
+        """Whether ``holder`` can acquire it."""
+        return self._holder is None or self._holder() in (None, holder)
+
     def acquire(self, holder: object) -> None:
         """Have ``holder`` have the memory; its contents are undefined.
 
         Raises:
             RuntimeError: another one has it.
         """
-        if self._holder is not None and self._holder() not in (None, holder):
+        if not self.is_free_for(holder):
             raise RuntimeError(
                 f"{self._of}: a group that shares it has not given it back. Groups use a module's persistent buffers by turns: "
                 "set_persistent_buffers(places=) more where more groups are gathered, or have gradients not reduced, at once; "
