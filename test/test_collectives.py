@@ -347,14 +347,14 @@ class SetCollectivesTest(unittest.TestCase):
     def check_fall_back(self, fails, why):
         (chosen, lines), (other, _) = run_ranks(2, fails)
         self.assertEqual((chosen, other), (("nccl",), ("nccl",)))
-        self.assertRegex(lines[0], "no copy_engine .*rank")
+        self.assertRegex(lines[0], f"no copy_engine .*rank 1: {why}")
 
     def test_misuse_is_an_error_on_all_ranks(self):
         first, second = run_ranks(2, misuse)
         names = "collectives must be one of 'nccl', 'symm', 'copy_engine', 'multimem', 'auto', got "
         self.assertEqual((first[0], second[0]), (f"ValueError: {names}'ncll'",) * 2)
         self.assertEqual(first[1], f"ValueError: {names}'CE'")
-        self.assertEqual(second[1], f"RuntimeError: fully_shard failed on rank 0: ValueError: {names}'CE'")
+        self.assertEqual(second[1], f"RuntimeError: set_collectives failed on rank 0: ValueError: {names}'CE'")
         for text in (first[2], second[2]):
             self.assertRegex(text, "ValueError: .*rank 0 has collectives nccl, rank 1 has collectives copy_engine")
         for text in (first[3], second[3]):

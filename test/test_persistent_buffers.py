@@ -7,7 +7,7 @@ from common import error_of, run_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from torch_ragged.fsdp import ZERO2, fully_shard
+from torch_ragged.fsdp import ZERO2, Float8Policy, fully_shard
 from torch_ragged.fsdp._ring import BufferRing, Slab
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -197,24 +197,29 @@ class Interleaved(nn.Module):
 
 def other_orders() -> None:
     """Places are dealt in the order of modules; in another order of use nothing is gathered ahead into a taken place."""
-    found = []
-    for persistent in (False, True):
-        torch.manual_seed(0)
-        model = Interleaved()
-        for layer in (*model.first, *model.second):
-            fully_shard(layer)
-        fully_shard(model)
-        if persistent:
-            model.set_persistent_buffers(places=3)
-            with torch.no_grad():  # Neighbours share a place.
-                for _ in range(3):
-                    model(torch.ones(2, 16))
-            model.set_persistent_buffers(places=4)
-        for _ in range(3):
-            model.zero_grad()
-            model(torch.ones(2, 16)).sum().backward()
-        found.append([param.grad.to_local().clone() for param in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found))
+    for policy in (MIXED, Float8Policy(torch.bfloat16, torch.float32)):
+        found = [gradients_of_interleaved(policy, persistent) for persistent in (False, True)]
+        assert all(torch.equal(one, other) for one, other in zip(*found)), policy
+
+
+def gradients_of_interleaved(policy: MixedPrecisionPolicy, persistent: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Interleaved()
+    for layer in (*model.first, *model.second):
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    if persistent:
+        model.set_persistent_buffers(places=3)
+        model.first[1].set_modules_to_forward_prefetch([model.first[0], model.second[0]])  # They share a place.
+        with torch.no_grad():  # Neighbours do, too.
+            for _ in range(3):
+                model(torch.ones(2, 16))
+        model.first[1].set_modules_to_forward_prefetch([model.second[1]])
+        model.set_persistent_buffers(places=4)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 16)).sum().backward()
+    return [param.grad.to_local().clone() for param in model.parameters()]
 
 
 def pending_and_kept() -> list[str]:

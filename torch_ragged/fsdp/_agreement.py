@@ -9,33 +9,34 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["agree", "agreement"]
+__all__ = ["agree", "agreement", "problems_of_ranks"]
 
 
 @contextlib.contextmanager
-def agreement(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[list[str]]:
+def agreement(groups: Sequence[dist.ProcessGroup], device: torch.device, call: str) -> Iterator[list[str]]:
     """What raises inside is an error on every rank of ``groups``, as are unlike lines added to the list it yields.
 
     One :func:`agree`, which see; none where nothing raised and no line was added. Ranks that skip one meet those with an error
-    in their next, so that which of several raised need not be the same.
+    in their next, so that which of several raised need not be the same. ``call`` is the name of what ranks do, for errors.
     """
     claim: list[str] = []
     try:
         yield claim
     except Exception as error:
-        agree(groups, device, "", error)
+        agree(groups, device, call, "", error)
         raise
     if claim:
-        agree(groups, device, "\n".join(claim), None)
+        agree(groups, device, call, "\n".join(claim), None)
 
 
-def agree(groups: Sequence[dist.ProcessGroup], device: torch.device, claim: str, problem: Exception | None) -> None:
+def agree(groups: Sequence[dist.ProcessGroup], device: torch.device, call: str, claim: str, problem: Exception | None) -> None:
     """Return if every rank of ``groups`` has no ``problem`` and makes the same ``claim``; else raise on every rank.
 
     One all-reduce of 24 bytes per group; if they disagree, one all-gather of texts per group.
 
     Args:
         groups: of the dimensions of a mesh, so that what one rank knows reaches all through them.
+        call: the name of what ranks do, for errors.
         claim: what must be equal on all ranks, line by line.
 
     Raises:
@@ -59,8 +60,8 @@ def agree(groups: Sequence[dist.ProcessGroup], device: torch.device, claim: str,
         raise problem
     failed = {rank: text for rank, (text, _) in told.items() if text}
     if failed:
-        raise RuntimeError("fully_shard failed on " + "; ".join(f"rank {rank}: {text}" for rank, text in failed.items()))
-    raise ValueError("fully_shard was called differently on different ranks: " + _difference(told, claim))
+        raise RuntimeError(f"{call} failed on " + "; ".join(f"rank {rank}: {text}" for rank, text in failed.items()))
+    raise ValueError(f"{call} was called differently on different ranks: " + _difference(told, claim))
 
 
 def _difference(told: dict[int, tuple[str, str]], claim: str) -> str:
@@ -73,3 +74,15 @@ def _difference(told: dict[int, tuple[str, str]], claim: str) -> str:
             ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
             return f"rank {first} has {ours}, rank {rank} has {theirs}"
     raise AssertionError(f"ranks agree on {claim}")
+
+
+def problems_of_ranks(problem: str, group: dist.ProcessGroup) -> str:
+    """What hinders ranks of ``group``, each with its rank, in a line that is the same on all; empty if nothing does.
+
+    One all-gather of objects. What all ranks say is said once.
+    """
+    heard = [""] * group.size()
+    dist.all_gather_object(heard, problem, group=group)
+    if all(text == problem for text in heard):
+        return problem
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(heard) if text)

@@ -123,6 +123,10 @@ class Float8Group(ParamGroup):
         return {**buffers, "gathered": [*buffers["gathered"], self.codes]}
 
     @property
+    def has_place(self) -> bool:
+        return super().has_place and self.codes.is_free
+
+    @property
     def gathered_numel(self) -> dict[torch.dtype, int]:
         return {**super().gathered_numel, torch.uint8: self._slots.layout.numel}
 

@@ -363,7 +363,7 @@ class FSDPModule(TorchFSDPModule):
         for group in groups:
             members.setdefault(group.dp.shard_group, []).append(group)  # type: ignore[arg-type]
         device = device_of(groups[0].dp.mesh) if groups else torch.device("cpu")
-        with agreement(list(members), device) as claim:
+        with agreement(list(members), device, "set_collectives") as claim:
             check_name(name)
             _check_no_custom_collectives(groups)
             check_ready(groups)

@@ -104,7 +104,7 @@ def fully_shard(
     mesh = _default_mesh() if mesh is None else mesh
     _check_mesh(mesh)
     ranks, device = _groups_of(mesh), device_of(mesh)
-    with agreement(ranks, device) as claim:
+    with agreement(ranks, device, "fully_shard") as claim:
         modules = _root_modules(module)
         ranks += _model_groups(modules, mesh)
         DataParallelMesh.check(mesh, dp_mesh_dims)
@@ -112,7 +112,7 @@ def fully_shard(
         if isinstance(mp_policy, Float8Policy) and placements is not None and placements.stay_gathered:
             raise ValueError(f"Float8Policy does not go with {placements}, where gathered parameters stay: use ZERO3 or HSDP")
         claim += [f"dp_mesh_dims {dp_mesh_dims}, placements {placements}"] * makes_groups
-    with agreement(ranks, device) as claim:
+    with agreement(ranks, device, "fully_shard") as claim:
         dp, levels = _with_levels(DataParallelMesh.of(mesh, dp_mesh_dims), placements)
         found = _check_modules(modules, mesh, reshard_after_forward, dp, ignored_params or set())
         plans = plan_groups(found, dp, mp_policy, offload_policy, orig_param_policy, shard_placement_fn)
@@ -307,7 +307,7 @@ def _check_mesh(mesh: Any) -> None:
         return
     problem = TypeError(f"fully_shard expects a DeviceMesh, as init_device_mesh makes it, as mesh, got {mesh!r}")
     if dist.is_initialized():
-        agree([dist.GroupMember.WORLD], _default_device(), "", problem)  # type: ignore[list-item]
+        agree([dist.GroupMember.WORLD], _default_device(), "fully_shard", "", problem)  # type: ignore[list-item]
     raise problem
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torch_ragged.fsdp._agreement import problems_of_ranks
 from torch_ragged.fsdp._capabilities import problems_of
 from torch_ragged.fsdp._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp._multicast import MulticastCollectives, SymmetricSlabs
@@ -90,15 +91,13 @@ def _problem_of_members(members: Sequence[ParamGroup]) -> str:
 
 
 def _made_everywhere(name: str, group: dist.ProcessGroup, members: Sequence[ParamGroup]) -> tuple[Implementation | None, str]:
-    """The implementation, or why a rank could not make it."""
+    """The implementation, or why ranks could not make it."""
     made, problem = None, ""
     try:
         made = _MAKERS[name](group, members)
     except Exception as error:  # Whatever it is, the others wait to hear of it.
-        problem = f"rank {group.rank()}: {error}"
-    heard = [""] * group.size()
-    dist.all_gather_object(heard, problem, group=group)
-    problem = next((text for text in heard if text), "")
+        problem = str(error) or type(error).__name__
+    problem = problems_of_ranks(problem, group)
     return (None if problem else made), problem
 
 

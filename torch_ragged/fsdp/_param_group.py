@@ -294,6 +294,11 @@ class ParamGroup:
             self.resident.invalidate()
 
     @property
+    def has_place(self) -> bool:
+        """Whether an all-gather can start: no other group has the place that persistent buffers give this one by turns."""
+        return self.unsharded.is_free
+
+    @property
     def gathered_numel(self) -> dict[torch.dtype, int]:
         """Elements of the buffers that all-gathers fill, by dtype."""
         return {self.param_dtype: self.layout.numel}

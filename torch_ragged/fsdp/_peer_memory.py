@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._register._torch import timeout_of
+from torch_ragged.fsdp._agreement import problems_of_ranks
 from torch_ragged.fsdp._collectives import Work
 
 __all__ = ["HostPeerMemory", "PeerMemory", "Step", "StreamWork", "SymmetricPeerMemory", "host_of"]
@@ -93,11 +94,9 @@ class HostPeerMemory:
             self._peers = _connected(group, timeout)
             slots = self._shared()
         except Exception as error:  # What follows is collective: nobody leaves alone.
-            problem = f"rank {self.rank}: {error}"
+            problem = str(error) or type(error).__name__
             self.close()  # Who waits for this rank's memory hears of it.
-        heard = [""] * self.size
-        dist.all_gather_object(heard, problem, group=group)
-        if problem := next((text for text in heard if text), ""):
+        if problem := problems_of_ranks(problem, group):
             self.close()
             raise OSError(problem)
         self._tasks: queue.SimpleQueue[_HostExchange | None] = queue.SimpleQueue()

@@ -312,7 +312,7 @@ class ModuleState:
         started, gathering = [], self.comm.gathering
         for state in states:
             is_gathered = all(group.is_gathered for group in state.groups)
-            can_start = all(group.unsharded.is_free for group in state.groups)  # Else it is gathered in its turn.
+            can_start = all(group.has_place for group in state.groups)  # Else it is gathered in its turn.
             if not is_gathered and can_start and len(gathering) < self.comm.max_gathers:
                 for group in state.groups:
                     group.unshard(wait=False)
