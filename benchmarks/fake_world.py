@@ -44,6 +44,8 @@ def make_mesh(ranks: int, shards: int | None = None) -> DeviceMesh:
 
 
 class _Stream(torch.cpu.Stream):
+    stream_id = device_index = device_type = 0  # From torch 2.15 on FSDP2 tells backends where a gradient is used.
+
     def record_event(self) -> object:
         return object()  # FSDP2 insists on an event, but on the CPU.
 

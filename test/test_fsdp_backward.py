@@ -1,5 +1,6 @@
 """fully_shard's backward: groups that only some ranks use, outputs of any kind, and gradients that do not pile up."""
 
+import copy
 import random
 import unittest
 from dataclasses import dataclass
@@ -263,6 +264,62 @@ class TensorsTest(unittest.TestCase):
         self.assertEqual((doubled.value.tolist(), doubled.rest["y"].tolist(), doubled.label), ([2.0], [2.0, 2.0], "hidden"))
 
 
+# -- gradients wider than their parameters -----------------------------------------------------------------------------
+
+
+class WideProduct(torch.autograd.Function):
+    """x W, whose gradient for a bfloat16 W is float32."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.t(), x.float().t() @ gradient.float()
+
+
+class BigLinear(nn.Linear):
+    def __init__(self):
+        super().__init__(32, 32, bias=False)
+
+
+class WideLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) * 0.2)
+
+    def forward(self, x):
+        return WideProduct.apply(x, self.weight)
+
+
+def wide_gradients(middle, is_kept):
+    """Norms' gradients are float32 beside bfloat16 ones: none is rounded, and the buffer stays narrow if they are few."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.RMSNorm(32), middle(), nn.RMSNorm(32))
+    model, policy = copy.deepcopy(plain), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    with mock.patch("torch_ragged.fsdp._param_group._KEEPS_WIDE_GRADIENTS", True):
+        shard(model, [], mp_policy=policy)
+    (group,) = model._ragged_fsdp_state.groups
+    plain.bfloat16()
+    for param in plain.parameters():
+        param.grad_dtype = None
+    inputs = torch.randn(2, 2, 4, 32, generator=torch.Generator().manual_seed(0))  # by rank and step, which add up
+    for step in range(2):
+        model.set_requires_gradient_sync(step == 1)
+        (model(inputs[dist.get_rank(), step]) ** 2).sum().backward()
+    assert group.gradients.dtype == (torch.bfloat16 if is_kept else torch.float32)
+    params = list(plain.parameters())
+    grads = [[torch.autograd.grad((plain(x.bfloat16()) ** 2).sum(), params) for x in mine] for mine in inputs]
+    for index, (name, param) in enumerate(model.named_parameters()):
+        found = param.grad.full_tensor()
+        total = sum(first[index].float() + second[index].float() for first, second in grads) / 2
+        assert torch.equal(found, total), (name, (found - total).abs().max())
+        assert name.startswith("1") or not torch.equal(found, found.bfloat16().float()), f"{name} is rounded"
+
+
 class BackwardTest(unittest.TestCase):
     def test_ranks_that_use_different_groups(self):
         run_ranks(3, check_ranks_use_different_groups)
@@ -281,6 +338,13 @@ class BackwardTest(unittest.TestCase):
 
     def test_frozen_during_accumulation(self):
         run_ranks(2, check_frozen_group_gets_what_was_accumulated)
+
+    @unittest.skipUnless(
+        hasattr(nn.Parameter(torch.ones(1)), "grad_dtype"), "torch rounds gradients to their parameters' dtype"
+    )
+    def test_wide_gradients_are_not_rounded(self):
+        run_ranks(2, wide_gradients, BigLinear, True)
+        run_ranks(2, wide_gradients, WideLinear, False)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ from torch_ragged.fsdp._weight_gradient import GradientTarget
 
 __all__ = ["GradientBuffers"]
 
+_LARGEST_WIDE_PART = 1 / 16
+"""Of a group's elements, of which gradients wider than ``param_dtype`` are kept beside the buffer."""
+
 
 class GradientBuffers:
     """Where a group's gradients are, and their reduction.
@@ -28,7 +31,7 @@ class GradientBuffers:
                                                    copied (cast, added) there once
            | one cast of the whole buffer where reduce_dtype is wider than param_dtype, or one addition to what earlier
            | backward passes have left: then it is released
-        widened    DBuffer Partial(), reduce_dtype
+        widened    DBuffer Partial(), reduce_dtype      gradients that came in a wider dtype are added here
            | reduce-scatter
         reduced    DBuffer Shard(0), reduce_dtype      then an all-reduce over replicas (HSDP)
            | a cast, a copy to the CPU, or nothing
@@ -68,6 +71,7 @@ class GradientBuffers:
         self.needs_reduction = False
         self._unreduced: DBuffer | None = None
         self._widened: DBuffer | None = None
+        self._wide: dict[int, torch.Tensor] = {}  # Gradients of this backward pass that would be rounded, by parameter.
         self._views: list[torch.Tensor] = []
         self._reduction: tuple[Work, DBuffer] | None = None
         self._all_reduce: tuple[Work, DBuffer] | None = None
@@ -107,10 +111,11 @@ class GradientBuffers:
             param.sync_requires_grad()
         if not param.requires_grad:  # frozen since forward
             return
-        if gradient.dtype.itemsize > self.dtype.itemsize and self.dtype != self.reduce_dtype:
-            self._take_wide_ones()
-        view = self.views()[index]
         gradient = param.distribution.gradient(gradient)
+        if gradient.dtype.itemsize > self.dtype.itemsize and self.dtype != self.reduce_dtype:
+            self._keep_wide(index, gradient)
+            return
+        view = self.views()[index]
         if param.has_gradient:
             view.add_(gradient)
         else:
@@ -161,13 +166,22 @@ class GradientBuffers:
         buffer.zero_padding()
         return buffer
 
-    def _take_wide_ones(self) -> None:
-        """Have gradients come in ``reduce_dtype`` from now on: this group has some that would be rounded else."""
-        self.finish_reduction()
-        self.widen()
-        self.dtype, self._unreduced, self._widened, self._views = self.reduce_dtype, self._widened, None, []
-        for param in self._params:
-            param.has_gradient = param.was_used and self._unreduced is not None and self._unreduced.is_allocated
+    def _keep_wide(self, index: int, gradient: torch.Tensor) -> None:
+        """Keep a gradient beside the buffer until this is widened, as it would be rounded there.
+
+        As norms compute them, they are few. Where they are not, gradients come in ``reduce_dtype`` from now on.
+        """
+        self.views()
+        kept = self._wide.get(index)
+        self._wide[index] = gradient.to(self.reduce_dtype) if kept is None else kept.add_(gradient)
+        self._params[index].was_used = self.needs_reduction = True
+        if sum(each.numel() for each in self._wide.values()) > self._layout.numel * _LARGEST_WIDE_PART:
+            self.widen()
+            self.dtype, self._unreduced, self._widened, self._views = self.reduce_dtype, self._widened, None, []
+            for param in self._params:
+                param.has_gradient = param.was_used
+        if self.on_gradient is not None:
+            self.on_gradient()
 
     # -- reduction -------------------------------------------------------------------------------------------------
 
@@ -182,6 +196,9 @@ class GradientBuffers:
             self.on_acquired()
         scaled_copy_(self._widened.flat, self._unreduced.flat, accumulate=holds_sum)
         self._unreduced.release()
+        for index, gradient in self._wide.items():
+            self._widened.tensor(index).add_(gradient)
+        self._wide.clear()
 
     def _close(self) -> None:
         """Nothing more comes to the unreduced buffer: a parameter without a gradient here has zeros."""
@@ -255,7 +272,7 @@ class GradientBuffers:
     def is_pending(self) -> bool:
         """Whether there are gradients here that are not in ``.grad`` yet."""
         holds_sum = self._kept is not None or (self._widened is not None and self._widened.is_allocated)
-        return self.was_reduced or holds_sum or any(param.has_gradient for param in self._params)
+        return self.was_reduced or holds_sum or bool(self._wide) or any(param.has_gradient for param in self._params)
 
     # -- to .grad --------------------------------------------------------------------------------------------------
 
@@ -285,6 +302,7 @@ class GradientBuffers:
         had_any = self.is_pending
         under_way = [pending[0] for pending in (self._reduction, self._all_reduce) if pending is not None]
         self._reduction = self._all_reduce = self._reduced = self._kept = None
+        self._wide.clear()
         for work in under_way:
             work.wait()
         self.needs_reduction = self.is_accumulating = False
