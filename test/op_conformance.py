@@ -255,21 +255,21 @@ def same_in_torch(case: Case, mesh: DeviceMesh, expected: Any, failure: str | No
     return False
 
 
-def sweep(names: str, samples: int, one: bool = False, count: bool = False) -> dict[str, Tally]:
+def sweep(names: str, samples: int, one: bool = False, count: bool = False, share_of_ops: int = 1) -> dict[str, Tally]:
     """Run on every rank of the default group. The tally of each op whose name matches, by name.
 
     float32 in full, bfloat16 and int64 in every fourth case. ``one`` takes one case of each op, ``count`` tells which cases
-    communicate.
+    communicate, one op of each ``share_of_ops`` is run.
     """
     mesh = init_device_mesh("cpu", (RANKS,))
     warnings.simplefilter("ignore")
     logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # It reports bad samples that torch skips itself.
     tallies: dict[str, Tally] = {}
     for op in op_db:
-        if not re.fullmatch(names, op.name):
+        choice = zlib.crc32(op.formatted_name.encode())
+        if not re.fullmatch(names, op.name) or choice % 97 % share_of_ops:
             continue
         tally = tallies.setdefault(op.formatted_name, Tally())
-        choice = zlib.crc32(op.formatted_name.encode())
         dtypes = [(d, share) for d, share in DTYPES.items() if d in op.supported_dtypes("cpu")]
         for dtype, share in [dtypes[choice % len(dtypes)]] if one and dtypes else dtypes:
             cases = cases_of(op, dtype, samples)[::share]

@@ -5,6 +5,7 @@ import tempfile
 import unittest
 import unittest.mock
 
+import pytest
 import torch
 from common import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -143,6 +144,9 @@ class CompileTest(unittest.TestCase):
 
     def test_adamw_step(self):
         run_ranks(2, check_adamw, "aot_eager", False)
+
+    @pytest.mark.slow
+    def test_adamw_step_under_inductor(self):
         self.run_cached(check_adamw, "inductor", True)
 
 

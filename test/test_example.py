@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,12 +40,13 @@ class ExampleTest(unittest.TestCase):
             for index in range(30):
                 (data / f"{index}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
             common = ("--data", data, "--batch", 4, "--eval-every", 1, "--granularity", "blocks:32")
-            whole = run_example(2, *common, "--steps", 3, "--out", out / "whole")
-            self.assertEqual(whole.returncode, 0, whole.stderr)
             saving = ("--checkpoint", out / "ckpt", "--save-every", 1)
-            first = run_example(2, *common, "--steps", 2, *saving, "--out", out / "first")
-            self.assertEqual(first.returncode, 0, first.stderr)
-            self.assertIn("padding", first.stdout)
+            whole = run_example(2, *common, "--steps", 3, *saving, "--out", out / "whole")
+            self.assertEqual(whole.returncode, 0, whole.stderr)
+            self.assertIn("padding", whole.stdout)
+            saved = sorted((out / "ckpt").iterdir())
+            self.assertEqual([folder.name for folder in saved], ["step-00000002", "step-00000003"])  # --keep 2
+            shutil.rmtree(saved[-1])
             resumed = run_example(1, *common, "--steps", 3, "--resume", out / "ckpt", "--out", out / "second")
             self.assertEqual(resumed.returncode, 0, resumed.stderr)
             want, got = (json.loads((out / name / "report.json").read_text())["history"] for name in ("whole", "second"))
@@ -52,7 +54,6 @@ class ExampleTest(unittest.TestCase):
             torch.testing.assert_close(torch.tensor(got["train"]), torch.tensor(want["train"]), rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(torch.tensor(got["held_out"]), torch.tensor(want["held_out"]), rtol=1e-4, atol=1e-4)
             self.assertGreater((out / "second" / "loss.png").stat().st_size, 10_000)
-            self.assertEqual(sorted(f.name for f in (out / "ckpt").iterdir()), ["step-00000001", "step-00000002"])
 
     @pytest.mark.slow
     def test_every_optimizer_trains_and_resumes(self):
@@ -97,14 +98,10 @@ class ExampleTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             foreign = Path(folder)
             (foreign / "weights.pt").write_text("something else")
-            for arguments, words in (
-                (("--resume", foreign / "missing"), "is no folder"),
-                (("--resume", foreign), "holds no complete checkpoint"),
-            ):
-                done = run_example(2, *arguments, "--out", foreign / "out")
-                self.assertNotEqual(done.returncode, 0)
-                self.assertEqual(done.stderr.count(words), 2, done.stderr)
-                self.assertFalse((foreign / "out").exists())
+            done = run_example(2, "--resume", foreign, "--out", foreign / "out")
+            self.assertNotEqual(done.returncode, 0)
+            self.assertEqual(done.stderr.count("holds no complete checkpoint"), 2, done.stderr)
+            self.assertFalse((foreign / "out").exists())
 
     def test_data_folders(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -8,17 +8,17 @@ from op_conformance import RANKS, sweep, wrong_of
 
 
 class OpConformanceTest(unittest.TestCase):
-    def check(self, samples, one, least, timeout):
-        answers = run_ranks(RANKS, sweep, ".*", samples, one, timeout=timeout)
+    def check(self, samples, one, share, least, timeout):
+        answers = run_ranks(RANKS, sweep, ".*", samples, one, False, share, timeout=timeout)
         self.assertEqual(wrong_of(answers), [])
         self.assertGreater(sum(tally.equal for tally in answers[0].values()), least)
 
     def test_sampled_ops_equal_a_single_device_or_raise_a_clear_error(self):
-        self.check(samples=4, one=True, least=300, timeout=400)
+        self.check(samples=4, one=True, share=2, least=150, timeout=400)
 
     @pytest.mark.slow
     def test_all_ops_equal_a_single_device_or_raise_a_clear_error(self):
-        self.check(samples=3, one=False, least=10000, timeout=3 * 3600)
+        self.check(samples=3, one=False, share=1, least=10000, timeout=3 * 3600)
 
 
 if __name__ == "__main__":
