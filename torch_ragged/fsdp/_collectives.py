@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch_ragged._groups import group_of
 from torch_ragged._register._torch import backend_of
 
-__all__ = ["Collectives", "ProcessGroupCollectives", "Reduction", "Work", "done", "reduced", "wait_all"]
+__all__ = ["Collectives", "ProcessGroupCollectives", "Reduction", "Work", "done", "reduced", "sum_parts", "wait_all"]
 
 CustomCollective = Callable[..., Optional[dist.Work]]
 """FSDP2's ``AllGather`` and ``ReduceScatter``: called as torch's collectives of the same name; None if synchronous."""
@@ -94,8 +94,11 @@ class ProcessGroupCollectives:
             torch.div(buffer, reduction.divisor or 1, out=output)
             return done
         group = self.separate_group or self._group
-        collective = _exchange_and_sum if _is_gloo(group, buffer.device) else _reduce_scatter
-        issue = functools.partial(_issue, collective, self.custom_reduce_scatter, output, buffer, group=group)
+        custom = self.custom_reduce_scatter
+        if custom is None and _is_gloo(group, buffer.device):
+            issue = functools.partial(_exchange_and_sum, output, buffer, group)
+        else:
+            issue = functools.partial(_issue_divided, _reduce_scatter, custom, output, buffer, group=group)
         return reduced(issue, group, buffer, output, reduction)
 
     def separate_reductions(self, enable: bool) -> None:
@@ -118,7 +121,7 @@ class ProcessGroupCollectives:
         assert self._replicas is not None, "no replicas on a 1-D mesh"
         # A divisor of the user's was applied by the reduce-scatter.
         reduction = Reduction(None if reduction.divisor is None else 1.0, reduction.sum_only)
-        issue = functools.partial(_issue, dist.all_reduce, None, tensor, group=self._replicas)
+        issue = functools.partial(_issue_divided, dist.all_reduce, None, tensor, group=self._replicas)
         return reduced(issue, self._replicas, tensor, tensor, reduction)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
@@ -133,17 +136,17 @@ class ProcessGroupCollectives:
 def reduced(
     issue: Callable[..., Work], group: dist.ProcessGroup, source: torch.Tensor, output: torch.Tensor, reduction: Reduction
 ) -> Work:
-    """``issue(op=)`` the collective, which reduces ``source`` to ``output``, and divide."""
+    """``issue(op=, divisor=)`` the collective, which reduces ``source`` to ``output`` and divides that."""
     size = group.size()
     divisor = size if reduction.divisor is None else reduction.divisor
     averages = dist.get_backend(group) == dist.Backend.NCCL and not reduction.sum_only
     if averages and divisor == size and output.dtype != torch.float16 and size > 1:
-        return issue(op=dist.ReduceOp.AVG)
+        return issue(op=dist.ReduceOp.AVG, divisor=1)
     # float16 has little range: part of the division goes before the sum, part behind it.
     before = _power_of_two_near_root(divisor) if output.dtype == torch.float16 else 1
     if before > 1:
         source.div_(before)
-    return _ScaledWork(issue(op=dist.ReduceOp.SUM), output, divisor / before)
+    return issue(op=dist.ReduceOp.SUM, divisor=divisor / before)
 
 
 class _Done:
@@ -174,28 +177,30 @@ def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return gloo is not None and device.type == "cpu" and isinstance(backend_of(group, device), gloo)
 
 
-def _exchange_and_sum(output: torch.Tensor, buffer: torch.Tensor, *, group: dist.ProcessGroup, **options: Any) -> Work:
-    """A reduce-scatter as one all-to-all and a local sum, in the order of the ranks; bfloat16 is added up in float32.
+def _exchange_and_sum(output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, op: Any, divisor: float) -> Work:
+    """A reduce-scatter as one all-to-all and a local sum, in gloo's thread: compute goes on meanwhile.
 
     gloo's own is an all-reduce of a copy of the buffer, twice the bytes; both need memory for another buffer meanwhile.
     """
+    output, buffer = _as_real(output), _as_real(buffer)
     received = torch.empty_like(buffer)
-    work = dist.all_to_all_single(received, buffer, group=group, async_op=options["async_op"])
-    return _SummedWork(work, received.view(group.size(), -1), output)
+    work = dist.all_to_all_single(received, buffer, group=group, async_op=True)
+    assert work is not None, "a collective on a group that this rank is not part of"
+    parts = received.view(group.size(), -1)
+
+    def finish(exchange: torch.futures.Future[Any]) -> None:
+        exchange.value()  # Raises what the exchange did.
+        sum_parts(parts, output, divisor)
+
+    return work.get_future().then(finish)
 
 
-class _SummedWork:
-    """An exchange whose parts are added up once they are there."""
-
-    def __init__(self, work: Work, received: torch.Tensor, output: torch.Tensor) -> None:
-        self._work, self._output = work, output
-        self._received: torch.Tensor | None = received
-
-    def wait(self) -> None:
-        self._work.wait()
-        if self._received is not None:
-            torch.sum(self._received, 0, out=self._output)
-        self._received = None
+def sum_parts(parts: torch.Tensor, output: torch.Tensor, divisor: float) -> None:
+    """``output`` (S) becomes the sum of ``parts`` (ranks, S) in the order of the rows, bfloat16 added in float32, divided."""
+    with torch.inference_mode():  # Tensors that were made in it may be written too.
+        torch.sum(parts, 0, out=output)
+        if divisor != 1:
+            output.div_(divisor)
 
 
 class _ScaledWork:
@@ -213,12 +218,23 @@ class _ScaledWork:
 
 def _issue(collective: Any, custom: CustomCollective | None, *tensors: torch.Tensor, **options: Any) -> Work:
     """Start ``custom`` if there is one, which may be synchronous, else ``collective``; complex numbers as pairs."""
-    tensors = tuple(torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor for tensor in tensors)
+    tensors = tuple(map(_as_real, tensors))
     if custom is not None:
         return custom(*tensors, **options, async_op=True) or done
     work = collective(*tensors, **options, async_op=True)
     assert work is not None, "a collective on a group that this rank is not part of"
     return work
+
+
+def _issue_divided(
+    collective: Any, custom: CustomCollective | None, output: torch.Tensor, *inputs: torch.Tensor, divisor: float, **how: Any
+) -> Work:
+    """As :func:`_issue`, and divide ``output`` once it is there."""
+    return _ScaledWork(_issue(collective, custom, output, *inputs, **how), output, divisor)
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def _power_of_two_near_root(divisor: float) -> int:

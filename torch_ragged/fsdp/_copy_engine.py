@@ -8,7 +8,7 @@ import functools
 import torch
 import torch.distributed as dist
 
-from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction, Work, reduced, wait_all
+from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction, Work, reduced, sum_parts, wait_all
 from torch_ragged.fsdp._peer_memory import PeerMemory, Step
 
 __all__ = ["CopyEngineCollectives"]
@@ -55,7 +55,7 @@ class CopyEngineCollectives:
         issue = functools.partial(self._sum, output, buffer)
         return reduced(issue, self._group, buffer, output, dataclasses.replace(reduction, sum_only=True))
 
-    def _sum(self, output: torch.Tensor, buffer: torch.Tensor, op: object) -> Work:
+    def _sum(self, output: torch.Tensor, buffer: torch.Tensor, op: object, divisor: float) -> Work:
         memory = self._reductions
         piece = memory.slot_nbytes // (memory.size * output.element_size())
         works = []
@@ -63,7 +63,8 @@ class CopyEngineCollectives:
             stop = min(start + piece, output.numel())
             target = output[start:stop]
             parts = [each[start:stop] for each in buffer.chunk(memory.size)]
-            works.append(memory.exchange(*_scatter_and_sum(parts, target, memory.rank), nbytes=memory.size * target.nbytes))
+            steps = _scatter_and_sum(parts, target, memory.rank, divisor)
+            works.append(memory.exchange(*steps, nbytes=memory.size * target.nbytes))
         return wait_all(works)
 
 
@@ -83,8 +84,8 @@ def _gather(shard: torch.Tensor, outputs: list[torch.Tensor], rank: int) -> tupl
     return write, read
 
 
-def _scatter_and_sum(parts: list[torch.Tensor], output: torch.Tensor, rank: int) -> tuple[Step, Step]:
-    """What to write and to read to have the sum over ranks of ``parts[rank]`` in ``output``."""
+def _scatter_and_sum(parts: list[torch.Tensor], output: torch.Tensor, rank: int, divisor: float) -> tuple[Step, Step]:
+    """What to write and to read to have the sum over ranks of ``parts[rank]``, divided, in ``output``."""
     ranks, numel, dtype = len(parts), output.numel(), output.dtype
 
     def rows(slot: torch.Tensor) -> torch.Tensor:
@@ -96,7 +97,7 @@ def _scatter_and_sum(parts: list[torch.Tensor], output: torch.Tensor, rank: int)
             rows(slots[owner])[rank].copy_(parts[owner])
 
     def read(slots: list[torch.Tensor]) -> None:
-        torch.sum(rows(slots[rank]), 0, out=output)
+        sum_parts(rows(slots[rank]), output, divisor)
 
     return write, read
 

@@ -41,6 +41,8 @@ class DBuffer:
         rank: this rank in the mesh dimension.
         is_pinned: in page-locked memory of the CPU, for copies to a GPU.
         pool: where its memory comes from, if not from the allocator.
+        adopted: memory of somebody else, all of a storage, to have until :meth:`release`, which leaves it to its owner; the
+            buffer is of no use then.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class DBuffer:
         device: torch.device,
         is_pinned: bool = False,
         pool: MemoryPool | None = None,
+        adopted: torch.Tensor | None = None,
     ) -> None:
         if not isinstance(placement, (Shard, Replicate, Partial)):
             raise ValueError(f"DBuffer placement must be Shard(0), Replicate() or Partial(), got {placement}")
@@ -60,10 +63,14 @@ class DBuffer:
         numel = layout.shard_numel if self.is_sharded else layout.numel
         self.pool = pool
         self._nbytes = numel * dtype.itemsize
+        self.is_adopted = adopted is not None
         self._slab = pool.slab(dtype, numel) if isinstance(pool, Place) else None
         if self._slab is not None:
             self._slab.acquire(self)
             self.flat = self._slab.flat[:numel]
+            return
+        if adopted is not None:
+            self.flat = adopted.view(-1)
             return
         with self._from_pool():
             self.flat = torch.empty(numel, dtype=dtype, device=device, pin_memory=is_pinned)
@@ -108,6 +115,8 @@ class DBuffer:
         """Give the storage back; views remain and are good again after :meth:`allocate`."""
         if self._slab is not None:
             self._slab.release(self)
+        elif self.is_adopted:
+            self.flat = torch.empty_like(self.flat[:0])
         else:
             self.flat.untyped_storage().resize_(0)
 

@@ -112,6 +112,9 @@ class GradientBuffers:
         if not param.requires_grad:  # frozen since forward
             return
         gradient = param.distribution.gradient(gradient)
+        if self._adopts(gradient):
+            self.done(index)
+            return
         if gradient.dtype.itemsize > self.dtype.itemsize and self.dtype != self.reduce_dtype:
             self._keep_wide(index, gradient)
             return
@@ -146,13 +149,43 @@ class GradientBuffers:
     def views(self) -> list[torch.Tensor]:
         """The unreduced buffer's view of each parameter; the buffer is (re-)acquired if it is not there."""
         self.finish_reduction()  # It may still be read.
-        was_there = self._unreduced is not None and self._unreduced.is_allocated
+        was_there = self._is_there
         self._unreduced = self._acquired(self._unreduced, self.dtype)
         if not was_there and self.on_acquired is not None:
             self.on_acquired()
         if not self._views:
             self._views = [self._unreduced.tensor(index) for index in range(len(self._params))]
         return self._views
+
+    @property
+    def _is_there(self) -> bool:
+        """Whether there is memory for unreduced gradients."""
+        return self._unreduced is not None and self._unreduced.is_allocated
+
+    def _adopts(self, gradient: torch.Tensor) -> bool:
+        """Have autograd's gradient as the buffer, in place of a copy of it, if it is all that there is: a large embedding's.
+
+        When it has been reduced it is let go, not given back: it may have other users.
+        """
+        is_all = len(self._params) == 1 and gradient.numel() == self._layout.numel and gradient.dtype == self.dtype
+        if not is_all or type(gradient) is not torch.Tensor or gradient.layout != torch.strided or self.pool is not None:
+            return False
+        self.finish_reduction()
+        is_storage = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
+        if not is_storage or self._is_there:
+            return False
+        self._unreduced = DBuffer(self._layout, Partial(), self._rank, self.dtype, self._device, adopted=gradient)
+        self._views = []
+        self.views()
+        if self.on_acquired is not None:
+            self.on_acquired()
+        return True
+
+    def _release_unreduced(self) -> None:
+        if self._unreduced is not None:
+            self._unreduced.release()
+            if self._unreduced.is_adopted:
+                self._unreduced, self._views = None, []
 
     def _acquired(self, buffer: DBuffer | None, dtype: torch.dtype) -> DBuffer:
         """``buffer``, or a new one, with its memory there."""
@@ -187,7 +220,7 @@ class GradientBuffers:
 
     def widen(self) -> None:
         """At the end of a backward pass: what it brought is cast to ``reduce_dtype``, or added to what is there already."""
-        if self.dtype == self.reduce_dtype or self._unreduced is None or not self._unreduced.is_allocated:
+        if self.dtype == self.reduce_dtype or self._unreduced is None or not self._is_there:
             return
         self._close()
         holds_sum = self._widened is not None and self._widened.is_allocated
@@ -195,7 +228,7 @@ class GradientBuffers:
         if not holds_sum and self.on_acquired is not None:
             self.on_acquired()
         scaled_copy_(self._widened.flat, self._unreduced.flat, accumulate=holds_sum)
-        self._unreduced.release()
+        self._release_unreduced()
         for index, gradient in self._wide.items():
             self._widened.tensor(index).add_(gradient)
         self._wide.clear()
@@ -232,7 +265,9 @@ class GradientBuffers:
             return
         (work, output), self._reduction = self._reduction, None
         work.wait()
-        self._source.release()
+        self._release_unreduced()
+        if self._widened is not None:
+            self._widened.release()
         self._finish_all_reduce()
         if self._kept is not None:
             output.flat.add_(self._kept.flat)
@@ -308,9 +343,9 @@ class GradientBuffers:
         self.needs_reduction = self.is_accumulating = False
         for param in self._params:
             param.has_gradient = param.was_used = False
-        for buffer in (self._unreduced, self._widened):
-            if buffer is not None:
-                buffer.release()
+        self._release_unreduced()
+        if self._widened is not None:
+            self._widened.release()
         return had_any
 
 

@@ -77,12 +77,14 @@ class MulticastCollectives:
         issue = functools.partial(self._load_sum, handle, output)
         return reduced(issue, self._group, buffer, output, dataclasses.replace(reduction, sum_only=True))
 
-    def _load_sum(self, handle: Any, output: torch.Tensor, op: object) -> Work:
+    def _load_sum(self, handle: Any, output: torch.Tensor, op: object, divisor: float) -> Work:
         stream = self._stream("reduce_scatter", output.device, priority=0)
         with torch.cuda.stream(stream):
             handle.barrier(_CHANNEL, self._timeout_ms)  # All gradients are there,
             load_sum(handle.multicast_ptr + handle.rank * output.nbytes, output)
             handle.barrier(_CHANNEL, self._timeout_ms)  # and all have been read.
+            if divisor != 1:
+                output.div_(divisor)
             return StreamWork(stream.record_event())
 
     def _stream(self, name: str, device: torch.device, priority: int) -> torch.cuda.Stream:
