@@ -81,8 +81,7 @@ class SimulatedTest(unittest.TestCase):
             for package in PACKAGES:
                 moved[package, ranks], nbytes[package, ranks], numel = step(package, ranks)
         for ranks in (128, 256):
-            # No matmul computes the embedding's gradient: autograd does, and it is copied into the buffer.
-            self.assertEqual(moved["torch_ragged", ranks], {"aten::copy_": math.prod(REST[0].shape)})
+            self.assertEqual(moved["torch_ragged", ranks], {})
             self.assertGreater(moved["FSDP2", ranks].total(), 2.9 * numel)  # out of two gathers, into a reduction
             ours, theirs = (nbytes[package, ranks]["reduce_scatter"] for package in PACKAGES)
             padded = sum(-(-one.shape[0] // ranks) * ranks * math.prod(one.shape[1:]) for one in (*BLOCK, *BLOCK, *REST))
