@@ -2,6 +2,7 @@ from setuptools import find_packages, setup
 
 _HF = ["safetensors"]
 _TEST = ["pytest", "hypothesis", "expecttest", "numpy", *_HF]
+_KERNELS = ["triton; platform_system == 'Linux'"]  # Their tests run in its interpreter; CUDA builds of torch bring it.
 _DEMO = ["tqdm", "matplotlib", "numpy"]
 _VIZ = ["matplotlib"]
 
@@ -16,10 +17,10 @@ setup(
     install_requires=["torch>=2.11"],
     extras_require={
         "demo": _DEMO,
-        "test": [*_TEST, *_DEMO],
+        "test": [*_TEST, *_DEMO, *_KERNELS],
         "docs": _VIZ,
         "hf": _HF,
         "viz": _VIZ,
-        "dev": [*_TEST, *_DEMO, "ruff", "mypy"],
+        "dev": [*_TEST, *_DEMO, *_KERNELS, "ruff", "mypy"],
     },
 )

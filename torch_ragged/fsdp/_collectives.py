@@ -192,7 +192,18 @@ def _exchange_and_sum(output: torch.Tensor, buffer: torch.Tensor, group: dist.Pr
         exchange.value()  # Raises what the exchange did.
         sum_parts(parts, output, divisor)
 
-    return work.get_future().then(finish)
+    return _SummedWork(work.get_future().then(finish), received)
+
+
+class _SummedWork:
+    """An exchange and the sum behind it; ``wait()`` gives back the memory of what was received, whoever still refers to it."""
+
+    def __init__(self, future: torch.futures.Future[Any], received: torch.Tensor) -> None:
+        self._future, self._received = future, received
+
+    def wait(self) -> None:
+        self._future.wait()
+        self._received.untyped_storage().resize_(0)
 
 
 def sum_parts(parts: torch.Tensor, output: torch.Tensor, divisor: float) -> None:
