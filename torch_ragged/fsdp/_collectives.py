@@ -178,7 +178,7 @@ def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _exchange_and_sum(output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, op: Any, divisor: float) -> Work:
-    """A reduce-scatter as one all-to-all and a local sum, in gloo's thread: compute goes on meanwhile.
+    """A reduce-scatter as one all-to-all and a local sum.
 
     gloo's own is an all-reduce of a copy of the buffer, twice the bytes; both need memory for another buffer meanwhile.
     """
@@ -186,24 +186,25 @@ def _exchange_and_sum(output: torch.Tensor, buffer: torch.Tensor, group: dist.Pr
     received = torch.empty_like(buffer)
     work = dist.all_to_all_single(received, buffer, group=group, async_op=True)
     assert work is not None, "a collective on a group that this rank is not part of"
-    parts = received.view(group.size(), -1)
-
-    def finish(exchange: torch.futures.Future[Any]) -> None:
-        exchange.value()  # Raises what the exchange did.
-        sum_parts(parts, output, divisor)
-
-    return _SummedWork(work.get_future().then(finish), received)
+    return _SummedWork(work, received.view(group.size(), -1), output, divisor)
 
 
 class _SummedWork:
-    """An exchange and the sum behind it; ``wait()`` gives back the memory of what was received, whoever still refers to it."""
+    """An exchange whose parts are added up once they are there.
 
-    def __init__(self, future: torch.futures.Future[Any], received: torch.Tensor) -> None:
-        self._future, self._received = future, received
+    Not in gloo's thread, which hid the sum behind compute: Python there ends processes by ``std::terminate`` that exit while an
+    exchange is under way, as after an error in backward, and stops them in ``destroy_process_group``.
+    """
+
+    def __init__(self, work: Work, received: torch.Tensor, output: torch.Tensor, divisor: float) -> None:
+        self._work, self._output, self._divisor = work, output, divisor
+        self._received: torch.Tensor | None = received
 
     def wait(self) -> None:
-        self._future.wait()
-        self._received.untyped_storage().resize_(0)
+        self._work.wait()
+        if self._received is not None:
+            sum_parts(self._received, self._output, self._divisor)
+        self._received = None
 
 
 def sum_parts(parts: torch.Tensor, output: torch.Tensor, divisor: float) -> None:

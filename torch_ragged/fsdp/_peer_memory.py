@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import mmap
 import os
 import queue
@@ -25,6 +27,8 @@ TURNS = 2
 """Slots that exchanges use by turns: what the one before last left may be overwritten, since a rank that has begun the last is
 through with it."""
 
+_LONGEST_STEP = 10.0
+"""Seconds that a process which ends waits for half an exchange, which are copies of memory."""
 
 Step = Callable[[list[torch.Tensor]], None]
 """A half of an exchange, which is given the slots of all ranks, as flat tensors of bytes."""
@@ -102,7 +106,9 @@ class HostPeerMemory:
         self._tasks: queue.SimpleQueue[_HostExchange | None] = queue.SimpleQueue()
         signals = _Signals(f"copy engine of group {group.group_name}", self.rank, self._peers, timeout)
         # The thread does not know this object, so that it ends when nobody else does.
-        threading.Thread(target=_serve, args=(self._tasks, slots, signals), name="copy engine", daemon=True).start()
+        thread = threading.Thread(target=_serve, args=(self._tasks, slots, signals), name="copy engine", daemon=True)
+        _serving[thread] = (self._tasks, signals)
+        thread.start()
 
     def _shared(self) -> list[list[torch.Tensor]]:
         """The slots of every rank, by turn."""
@@ -181,6 +187,23 @@ def _serve(tasks: queue.SimpleQueue[_HostExchange | None], slots: list[list[torc
             del exchange  # Not to keep its tensors until the next one comes.
             number += 1
     signals.close()
+    _serving.pop(threading.current_thread(), None)
+
+
+_serving: dict[threading.Thread, tuple[queue.SimpleQueue[_HostExchange | None], _Signals]] = {}
+"""The threads that make exchanges, what they take them from, and what they wait for."""
+
+os.register_at_fork(after_in_child=_serving.clear)  # The child has the sockets, but none of the threads.
+
+
+@atexit.register
+def _stop_serving() -> None:
+    """Break off what is under way: torch's code in a thread of an interpreter that ends takes the process down."""
+    for tasks, signals in list(_serving.values()):
+        signals.interrupt()
+        tasks.put(None)
+    for thread in list(_serving):
+        thread.join(_LONGEST_STEP)
 
 
 class _Signals:
@@ -215,6 +238,12 @@ class _Signals:
     def _lost(self, rank: int, error: OSError) -> RuntimeError:
         what = f"sent no signal within {self._timeout:g} s" if isinstance(error, TimeoutError) else f"has gone ({error})"
         return RuntimeError(f"{self._name}: rank {rank} of {len(self._peers) + 1} {what}")
+
+    def interrupt(self) -> None:
+        """Have what waits for peers, here and there, raise now."""
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):  # It may be closed.
+                peer.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         for peer in self._peers.values():
