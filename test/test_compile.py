@@ -140,6 +140,9 @@ class CompileTest(unittest.TestCase):
 
     def test_backward(self):
         run_ranks(2, check_backward, "aot_eager")
+
+    @pytest.mark.slow
+    def test_backward_under_inductor(self):
         self.run_cached(check_backward, "inductor")
 
     def test_adamw_step(self):

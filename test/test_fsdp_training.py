@@ -254,11 +254,19 @@ def check_expert_parallel(is_moe):
 
 EVERYDAY = {
     False: [check_mixed_precision, check_compile, check_tensor_parallel],
-    True: [check_accumulation, check_expert_parallel],
+    True: [check_expert_parallel],
 }
 OTHERS = {
     False: [check_replicas, check_offload, check_accumulation, check_checkpointing],
-    True: [check_replicas, check_offload, check_mixed_precision, check_compile, check_tensor_parallel, check_checkpointing],
+    True: [
+        check_replicas,
+        check_offload,
+        check_accumulation,
+        check_mixed_precision,
+        check_compile,
+        check_tensor_parallel,
+        check_checkpointing,
+    ],
 }
 
 
