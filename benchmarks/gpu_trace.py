@@ -22,6 +22,7 @@ MOVES = {
     "aten::split_with_sizes_copy",
     "fsdp::all_gather_copy_in",
     "fsdp::chunk_cat",
+    "fsdp::chunk_cat_mixed_dtype",  # in its place from torch 2.15 on
     "fsdp::split_with_sizes_copy",
 }
 """Ops whose kernels compute nothing."""

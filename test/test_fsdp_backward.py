@@ -248,46 +248,6 @@ def check_frozen_group_gets_what_was_accumulated():
         torch.testing.assert_close(mine, theirs)
 
 
-class TwoTables(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Embedding(64, 8), nn.Embedding(63, 8)
-
-    def forward(self, tokens):
-        return self.one(tokens).sum() + (self.two(tokens) ** 2).sum()
-
-
-def adopted_gradients(policy):
-    """The gradient of a lone table without padding is reduced where autograd put it; of one with padding, a copy of it."""
-    torch.manual_seed(0)
-    plain = TwoTables()
-    model = copy.deepcopy(plain)
-    shard(model, [model.one, model.two], mp_policy=policy)
-    tokens = torch.arange(2 * 5).view(2, 5)[dist.get_rank()]
-    kept, sources = {}, {}
-    for name, table in (("one", model.one), ("two", model.two)):
-        (group,) = table._ragged_fsdp_state.groups
-        group.unshard()
-        group.params[0].unsharded.register_hook(lambda gradient, name=name: kept.update({name: gradient.detach()}))
-        inner = group.gradients.on_gradient
-
-        def look(group=group, name=name, inner=inner):
-            sources[name] = group.gradients.buffers()["gradients"][0].flat.data_ptr()
-            inner()
-
-        group.gradients.on_gradient = look
-    for step in range(2):  # They add up.
-        model.set_requires_gradient_sync(step == 1)
-        model(tokens).backward()
-        assert (sources["one"] == kept["one"].data_ptr()) == (step == 0 or policy.param_dtype is not None), step
-        assert sources["two"] != kept["two"].data_ptr()
-    totals = torch.autograd.grad(sum(2 * plain(each) for each in torch.arange(10).view(2, 5)) / 2, list(plain.parameters()))
-    for param, total in zip(model.parameters(), totals):
-        torch.testing.assert_close(param.grad.full_tensor(), total, rtol=2**-7 if policy.param_dtype else 1e-6, atol=0)
-    alone = torch.autograd.grad(plain(tokens), list(plain.parameters()))
-    torch.testing.assert_close(kept["one"].float(), alone[0])  # Nobody took it away.
-
-
 class TensorsTest(unittest.TestCase):
     def test_what_may_hide_tensors_is_told(self):
         x, y = torch.ones(1), torch.ones(2)
@@ -360,6 +320,46 @@ def wide_gradients(middle, is_kept):
         assert name.startswith("1") or not torch.equal(found, found.bfloat16().float()), f"{name} is rounded"
 
 
+class TwoTables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Embedding(64, 8), nn.Embedding(63, 8)
+
+    def forward(self, tokens):
+        return self.one(tokens).sum() + (self.two(tokens) ** 2).sum()
+
+
+def adopted_gradients(policy):
+    """The gradient of a lone table without padding is reduced where autograd put it; of one with padding, a copy of it."""
+    torch.manual_seed(0)
+    plain = TwoTables()
+    model = copy.deepcopy(plain)
+    shard(model, [model.one, model.two], mp_policy=policy)
+    tokens = torch.arange(2 * 5).view(2, 5)[dist.get_rank()]
+    kept, sources = {}, {}
+    for name, table in (("one", model.one), ("two", model.two)):
+        (group,) = table._ragged_fsdp_state.groups
+        group.unshard()
+        group.params[0].unsharded.register_hook(lambda gradient, name=name: kept.update({name: gradient.detach()}))
+        inner = group.gradients.on_gradient
+
+        def look(group=group, name=name, inner=inner):
+            sources[name] = group.gradients.buffers()["gradients"][0].flat.data_ptr()
+            inner()
+
+        group.gradients.on_gradient = look
+    for step in range(2):  # They add up.
+        model.set_requires_gradient_sync(step == 1)
+        model(tokens).backward()
+        assert (sources["one"] == kept["one"].data_ptr()) == (step == 0 or policy.param_dtype is not None), step
+        assert sources["two"] != kept["two"].data_ptr()
+    totals = torch.autograd.grad(sum(2 * plain(each) for each in torch.arange(10).view(2, 5)) / 2, list(plain.parameters()))
+    for param, total in zip(model.parameters(), totals):
+        torch.testing.assert_close(param.grad.full_tensor(), total, rtol=2**-7 if policy.param_dtype else 1e-6, atol=0)
+    alone = torch.autograd.grad(plain(tokens), list(plain.parameters()))
+    torch.testing.assert_close(kept["one"].float(), alone[0])  # Nobody took it away.
+
+
 class BackwardTest(unittest.TestCase):
     def test_ranks_that_use_different_groups(self):
         run_ranks(3, check_ranks_use_different_groups)
@@ -379,9 +379,6 @@ class BackwardTest(unittest.TestCase):
     def test_frozen_during_accumulation(self):
         run_ranks(2, check_frozen_group_gets_what_was_accumulated)
 
-    @unittest.skipUnless(
-        hasattr(nn.Parameter(torch.ones(1)), "grad_dtype"), "torch rounds gradients to their parameters' dtype"
-    )
     def test_wide_gradients_are_not_rounded(self):
         run_ranks(2, wide_gradients, BigLinear, True)
         run_ranks(2, wide_gradients, WideLinear, False)

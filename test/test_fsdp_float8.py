@@ -226,10 +226,6 @@ def test_errors_are_raised_on_every_rank():
     run_ranks(2, _check_errors)
 
 
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__, "-q"]))
-
-
 def _losses(choose):
     """Of three steps, with what ``choose`` does to the model first."""
     net = _net()
@@ -259,3 +255,7 @@ def _check_other_collectives():
 
 def test_persistent_buffers_and_other_collectives_change_no_bit():
     run_ranks(2, _check_other_collectives)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))

@@ -82,7 +82,7 @@ class SimulatedTest(unittest.TestCase):
                 moved[package, ranks], nbytes[package, ranks], numel = step(package, ranks)
         for ranks in (128, 256):
             self.assertEqual(moved["torch_ragged", ranks], {})
-            self.assertGreater(moved["FSDP2", ranks].total(), 2.9 * numel)  # out of two gathers, into a reduction
+            self.assertGreater(moved["FSDP2", ranks].total(), 3 * numel)  # out of two gathers, into a reduction
             ours, theirs = (nbytes[package, ranks]["reduce_scatter"] for package in PACKAGES)
             padded = sum(-(-one.shape[0] // ranks) * ranks * math.prod(one.shape[1:]) for one in (*BLOCK, *BLOCK, *REST))
             self.assertEqual(theirs, 2 * padded)

@@ -181,6 +181,12 @@ class GradientBuffers:
             self.on_acquired()
         return True
 
+    def _release(self) -> None:
+        """Give back all memory for unreduced gradients."""
+        self._release_unreduced()
+        if self._widened is not None:
+            self._widened.release()
+
     def _release_unreduced(self) -> None:
         if self._unreduced is not None:
             self._unreduced.release()
@@ -265,9 +271,7 @@ class GradientBuffers:
             return
         (work, output), self._reduction = self._reduction, None
         work.wait()
-        self._release_unreduced()
-        if self._widened is not None:
-            self._widened.release()
+        self._release()
         self._finish_all_reduce()
         if self._kept is not None:
             output.flat.add_(self._kept.flat)
@@ -343,9 +347,7 @@ class GradientBuffers:
         self.needs_reduction = self.is_accumulating = False
         for param in self._params:
             param.has_gradient = param.was_used = False
-        self._release_unreduced()
-        if self._widened is not None:
-            self._widened.release()
+        self._release()
         return had_any
 
 
