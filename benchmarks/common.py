@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
+import os
 import pickle
 import platform
 import shlex
@@ -17,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+_KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 
 
 def microseconds(function: Callable[[], Any], calls: int = 1) -> float:
@@ -48,8 +52,22 @@ def interleaved(functions: dict[str, Callable[[], Any]], rounds: int, target: fl
     return times
 
 
+def add_malloc(parser: argparse.ArgumentParser) -> None:
+    """An option for what malloc does with memory that is freed.
+
+    Keep it, as CUDA's caching allocator does, and as jemalloc or tcmalloc, which PyTorch's tuning guide advises for CPUs; or
+    glibc's default: give large blocks back, and have the kernel clear them anew.
+    """
+    parser.add_argument("--malloc", choices=("keeping", "default"), default="keeping", help="default: %(default)s")
+
+
 def on_ranks(ranks: int, measure: Callable[[int, Any], Any], options: Any) -> Any:
-    """Run ``measure(rank, options)`` in so many processes, one thread each, on a gloo group; returns what rank 0's gives."""
+    """Run ``measure(rank, options)`` in so many processes, one thread each, on a gloo group; returns what rank 0's gives.
+
+    With ``options.malloc``, if there is such an option.
+    """
+    if getattr(options, "malloc", None) == "keeping":
+        os.environ.update(_KEEPING)  # glibc reads them when a process starts.
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_as_rank, (ranks, folder, measure, options), nprocs=ranks)
         return pickle.loads(Path(folder, "found").read_bytes())

@@ -20,29 +20,26 @@ Copies are those that a profiler sees in a step and that the floor has not; thos
 theirs. The last block stays gathered after forward in both, as torchtitan has it. The peak is what the CPU allocator has
 given out at the most in a step, activations included; held is before the step. CPU time is that of all threads of a rank.
 
-Malloc keeps the memory that is freed, as CUDA's caching allocator does, and as jemalloc or tcmalloc, which PyTorch's tuning
-guide advises for CPUs; glibc's default gives large blocks back and has the kernel clear them anew (``--malloc default``).
+Malloc keeps the memory that is freed, for all alike (``--malloc``).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import on_ranks, print_table, write_json
+from common import add_malloc, on_ranks, print_table, write_json
 from peers import PEERS
 from stacks import CASES, Case
 from step_trace import Trace, traced
 from systems import POLICIES, SYSTEMS, Training
 
 PHASES = ("forward", "backward", "optimizer")
-KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 USUAL = ("ragged", "ragged, copy engine", "FSDP2", "DDP", "one process", "floor")
 PARTS = ("no DBuffer", "gradients copied", "rows(32)", "rows(32), no planner")
 
@@ -157,10 +154,8 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="default: all")
     parser.add_argument("--parts", action="store_true", help="also with parts of the package switched off")
     parser.add_argument("--peers", action="store_true", help="also Megatron-FSDP and DeepSpeed ZeRO-3")
-    parser.add_argument("--malloc", choices=("keeping", "default"), default="keeping", help="default: %(default)s")
+    add_malloc(parser)
     options = parser.parse_args()
-    if options.malloc == "keeping":
-        os.environ.update(KEEPING)  # glibc reads them when a process starts.
     found = on_ranks(options.ranks, measure, options)
     cases = []
     for (name, policy), (rows, missing) in found.items():

@@ -1,11 +1,12 @@
 """Overlap: how much of a step's communication is hidden behind compute that is long enough to hide it.
 
     PYTHONPATH=. python benchmarks/overlap.py [--ranks 2] [--blocks 16] [--dim 2048] [--longer 2] [--rounds 5]
-        [--json PATH] [--trace trace.json] [--plot overlap.png]
+        [--malloc default] [--json PATH] [--trace trace.json] [--plot overlap.png]
 
 Most of compute is a stand-in that takes time and no CPU, as a GPU's takes none of the host's: on a machine without a core
 to spare real compute and gloo's threads would take from each other what overlapping gains. A block is a float32 Linear, for
-eight rows, and the stand-in. Interleaved rounds, medians of the slowest rank:
+eight rows, and the stand-in. Rounds in which all take turns; times of the slowest rank, differences and ratios of the same
+round, medians:
 
     communication  the collectives alone, over gloo, one after the other, each waited for
     compute        forward and backward of the stack, not sharded: ``longer`` times that
@@ -19,6 +20,7 @@ chrome://tracing or Perfetto, ``--plot`` draws it (matplotlib).
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
@@ -29,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import on_ranks, print_table, write_json
+from common import add_malloc, on_ranks, print_table, write_json
 from systems import bare_collectives
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,7 +42,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch_ragged.fsdp import fully_shard
 
 PACKAGES: dict[str, Callable[..., Any]] = {"torch_ragged": fully_shard, "FSDP2": torch_fully_shard}
-PLAIN, COMPUTE = "plain", "compute"
+PLAIN, COMPUTE, COMMUNICATION = "plain", "compute", "communication"
 
 
 class _Busy(torch.autograd.Function):
@@ -87,53 +89,50 @@ class Stack:
         self.model.set_collectives("copy_engine")  # type: ignore[operator]
         return self
 
-    def step(self, seconds: tuple[float, float]) -> float:
+    def step(self, seconds: tuple[float, float]) -> None:
         for block in self.model:
             block.seconds = seconds
-        dist.barrier()
-        start = time.perf_counter()
         self.model(self.x).sum().backward()
-        elapsed = time.perf_counter() - start
         self.model.zero_grad()
-        return elapsed
 
 
-def slowest(seconds: float) -> float:
-    """Of the ranks."""
-    longest = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return float(longest)
-
-
-def timed(function: Any) -> float:
+def timed(function: Callable[[], object]) -> float:
+    """Seconds on the slowest rank."""
     dist.barrier()
     start = time.perf_counter()
     function()
-    return slowest(time.perf_counter() - start)
+    longest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return float(longest)
 
 
 def measure(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row per package; rank 0 writes the trace."""
     bare = bare_collectives([options.dim**2 // options.ranks] * options.blocks, MixedPrecisionPolicy(), options.blocks)
-    communication = statistics.median(timed(bare) for _ in range(options.rounds + 2))
-    each = options.longer * communication / (3 * options.blocks)  # two all-gathers and a reduce-scatter, taken as alike
+    alone = statistics.median(timed(bare) for _ in range(5))
+    each = options.longer * alone / (3 * options.blocks)  # two all-gathers and a reduce-scatter, taken as alike
     seconds = (each, 2 * each)
     stacks = {name: Stack(None, options) if name == PLAIN else Stack(PACKAGES[name], options) for name in (PLAIN, *PACKAGES)}
     stacks["torch_ragged, copy engine"] = Stack(fully_shard, options).by_copy_engine()
     for stack in stacks.values():
         for _ in range(2):  # The order of the first is followed by the second.
             stack.step((0.0, 0.0))
-    times: dict[str, list[float]] = {name: [] for name in stacks}
-    for _ in range(options.rounds):
-        for name, stack in stacks.items():
-            times[name].append(slowest(stack.step(seconds)))
-    compute = statistics.median(times.pop(PLAIN))
+    names = list(stacks)
+    actions = {name: functools.partial(stack.step, seconds) for name, stack in stacks.items()} | {COMMUNICATION: bare}
+    names = list(actions)
+    times = torch.empty(len(names), options.rounds, dtype=torch.float64)
+    for turn in range(options.rounds):
+        for index in range(len(names)):
+            which = (turn + index) % len(names)
+            times[which, turn] = timed(actions[names[which]])
+    found = dict(zip(names, 1e3 * times))
+    communication, compute = found.pop(COMMUNICATION), found.pop(PLAIN)
     rows = []
-    for name, steps in times.items():
-        step = statistics.median(steps)
-        numbers = {"communication ms": communication, "compute ms": compute, "step ms": step, "exposed ms": step - compute}
-        row = {"package": name, **{title: 1e3 * value for title, value in numbers.items()}}
-        rows.append(row | {"exposed / communication %": 100 * (step - compute) / communication})
+    for name, step in found.items():
+        exposed = step - compute
+        numbers = {"communication ms": communication, "compute ms": compute, "step ms": step, "exposed ms": exposed}
+        numbers["exposed / communication %"] = 100 * exposed / communication
+        rows.append({"package": name, **{title: float(each.median()) for title, each in numbers.items()}})
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         stacks["torch_ragged"].step(seconds)
     if rank == 0:
@@ -177,6 +176,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=2048, help="rows and columns of a weight; default: %(default)s")
     parser.add_argument("--longer", type=float, default=2, help="compute over communication; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    add_malloc(parser)
     parser.add_argument("--json", help="write the results to this file too")
     parser.add_argument("--trace", help="write a profiler trace of a step to this file")
     parser.add_argument("--plot", help="draw that step; needs matplotlib")

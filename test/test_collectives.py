@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import unittest
 from unittest import mock
 
@@ -21,8 +22,9 @@ from common import error_of, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_ragged.fsdp import HIERARCHICAL, _peer_memory, fully_shard
+from torch_ragged.fsdp import HIERARCHICAL, _gloo, _peer_memory, fully_shard
 from torch_ragged.fsdp._capabilities import Facts, why_not
 from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction
 from torch_ragged.fsdp._copy_engine import CopyEngineCollectives
@@ -40,7 +42,7 @@ def collectives(slot_nbytes: int) -> tuple[ProcessGroupCollectives, CopyEngineCo
 
 
 def compare_bits(slot_nbytes: int) -> None:
-    """Both implementations on random values, of sizes that are no multiple of anything, in and out of place."""
+    """All implementations, gathers by broadcasts too: random values, sizes that are no multiples, in and out of place."""
     groups, copies = collectives(slot_nbytes)
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
@@ -51,12 +53,15 @@ def compare_bits(slot_nbytes: int) -> None:
         expected, found = torch.empty_like(values), torch.zeros_like(values)
         shard = values[:numel].clone()
         groups.all_gather(expected, shard).wait()
-        copies.all_gather(found, shard).wait()
-        assert torch.equal(found, expected), (numel, dtype)
-        in_place = torch.zeros_like(values)
-        mine = in_place.narrow(0, rank * numel, numel).copy_(shard)
-        copies.all_gather(in_place, mine).wait()
-        assert torch.equal(in_place, expected), (numel, dtype)
+        for other in (copies, groups):
+            found.zero_()
+            in_place = torch.zeros_like(values)
+            mine = in_place.narrow(0, rank * numel, numel).copy_(shard)
+            with mock.patch.object(_gloo, "_SMALLEST_BROADCAST", 0):
+                other.all_gather(found, shard).wait()
+                other.all_gather(in_place, mine).wait()
+            assert torch.equal(found, expected), (numel, dtype)
+            assert torch.equal(in_place, expected), (numel, dtype)
         if dtype.is_complex or not dtype.is_floating_point:
             continue
         for reduction in (Reduction(), Reduction(divisor=3.0), Reduction(sum_only=True)):
@@ -317,6 +322,66 @@ def hierarchical() -> tuple[tuple[str, ...], list[str]]:
     return told(model, "copy_engine")
 
 
+def summed_in_time() -> None:
+    """A reduction is through before anybody waits for it; one of a thread that is no more, when somebody does."""
+    collectives, rank = ProcessGroupCollectives(dist.group.WORLD), dist.get_rank()
+    buffer = torch.arange(1 << 16, dtype=torch.float32) * (rank + 1)
+    expected = torch.arange(1 << 16).chunk(2)[rank] * 1.5
+    output = torch.full_like(expected, -1.0)
+    work = collectives.reduce_scatter(output, buffer, Reduction())
+    deadline = time.monotonic() + 60
+    while not torch.equal(output, expected):
+        assert time.monotonic() < deadline, "nobody has added up"
+        time.sleep(0.01)
+    work.wait()
+    assert torch.equal(output, expected)
+    dist.barrier()
+    stopped = _gloo._Assistant()
+    stopped._stop()
+    output.fill_(-1.0)
+    with mock.patch.object(_gloo, "_assistant", stopped):
+        work = collectives.reduce_scatter(output, buffer, Reduction())
+    dist.barrier()
+    time.sleep(0.1)
+    assert (output == -1.0).all()
+    work.wait()
+    assert torch.equal(output, expected)
+    work.wait()
+    assert torch.equal(output, expected)
+
+
+def gathered_by_broadcasts() -> None:
+    """A shard large enough is broadcast, each to its place; the own one is copied by whoever comes first."""
+    collectives, rank = ProcessGroupCollectives(dist.group.WORLD), dist.get_rank()
+    shard = torch.full((2**18,), 1.0 + rank)
+    output = torch.zeros(2 * shard.numel())
+    with CommDebugMode() as mode:
+        works = [collectives.all_gather(output, shard)]
+    assert "broadcast" in str(mode.get_comm_counts()), mode.get_comm_counts()
+    with mock.patch.object(_gloo, "_assistant"):
+        again = torch.zeros_like(output)
+        works.append(collectives.all_gather(again, shard))
+    for work in works:
+        work.wait()
+    expected = torch.tensor([1.0, 2.0]).repeat_interleave(shard.numel())
+    assert torch.equal(output, expected) and torch.equal(again, expected)
+
+
+def many_sums() -> None:
+    """Waited for in another order than issued, on two groups, while the thread adds: the sums of float64."""
+    groups = [ProcessGroupCollectives(dist.new_group()) for _ in range(2)]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(20):
+        buffers = [torch.randint(-9, 9, (2 * 5000,), generator=generator).to(torch.bfloat16) for _ in range(6)]
+        outputs = [torch.empty(5000, dtype=torch.bfloat16) for _ in buffers]
+        works = [groups[i % 2].reduce_scatter(outputs[i], buffers[i], Reduction()) for i in range(6)]
+        for i in (3, 0, 5, 1, 4, 2):
+            works[i].wait()
+            total = buffers[i].clone()
+            dist.all_reduce(total)
+            assert torch.equal(outputs[i], total.chunk(2)[dist.get_rank()] / 2)
+
+
 ENDS = """
 import sys
 import torch
@@ -364,6 +429,15 @@ class SetCollectivesTest(unittest.TestCase):
             for rank in ranks:
                 out, errors = rank.communicate(timeout=150)
                 self.assertEqual((rank.returncode, out.split()), (0, [b"raised"] * 2), errors.decode())
+
+    def test_sums_are_made_before_they_are_waited_for(self):
+        run_ranks(2, summed_in_time)
+
+    def test_large_shards_are_gathered_by_broadcasts(self):
+        run_ranks(2, gathered_by_broadcasts)
+
+    def test_sums_of_many_reductions(self):
+        run_ranks(2, many_sums)
 
     def test_training_is_bitwise_the_same(self):
         for policy, options in ((MixedPrecisionPolicy(), {}), (MIXED, {}), (BF16, {"mesh": (2, 2)})):

@@ -360,6 +360,21 @@ def adopted_gradients(policy):
     torch.testing.assert_close(kept["one"].float(), alone[0])  # Nobody took it away.
 
 
+def gradient_buffers_at_once():
+    """Over gloo a reduction under way, which has memory of its own, is through before other gradients have a buffer."""
+    for reductions in (1, 2):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model).set_reduce_scatter_max_input_buffers(reductions)
+        gradients = [layer._ragged_groups(False)[0].gradients for layer in model]
+        held = []
+        for each in gradients:
+            each.on_acquired = lambda: held.append(sum(g._is_there for g in gradients))  # noqa: B023
+        model(torch.ones(2, 64)).sum().backward()
+        assert held == [1, *[reductions] * 3], held
+
+
 class BackwardTest(unittest.TestCase):
     def test_ranks_that_use_different_groups(self):
         run_ranks(3, check_ranks_use_different_groups)
@@ -382,6 +397,9 @@ class BackwardTest(unittest.TestCase):
     def test_wide_gradients_are_not_rounded(self):
         run_ranks(2, wide_gradients, BigLinear, True)
         run_ranks(2, wide_gradients, WideLinear, False)
+
+    def test_gradient_buffers_at_once(self):
+        run_ranks(2, gradient_buffers_at_once)
 
     def test_gradients_that_need_no_copy(self):
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):

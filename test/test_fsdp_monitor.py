@@ -171,7 +171,10 @@ def check_profiler_ranges():
 
 
 class Resident:
-    """The most bytes that DBuffers, and those let go that ``.grad`` lies in, hold at once: looked up at every allocation."""
+    """The most bytes that DBuffers, and those let go that ``.grad`` lies in, hold at once: looked up at every allocation.
+
+    Of a step as with NCCL, where the next gradients have a buffer while one is reduced.
+    """
 
     def __init__(self, model):
         self.model, self.peak, self.peak_unreduced = model, 0, 0
@@ -200,6 +203,8 @@ class Resident:
             self.sample()
 
         DBuffer.__init__, DBuffer.allocate = counted_init, counted_allocate
+        for group in groups_of(self.model).values():
+            group.gradients.make_room = None
         return self
 
     def __exit__(self, *error):

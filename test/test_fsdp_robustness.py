@@ -53,6 +53,7 @@ def delay_collectives(model):
         if hasattr(module, "_ragged_fsdp_state"):
             for group in module._ragged_fsdp_state.groups:
                 group.collectives = LateCollectives(group.collectives)
+                group.gradients.make_room = None  # Ranks wait for what is under way at different places, and here nothing is.
     return model
 
 

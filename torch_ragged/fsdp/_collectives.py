@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from torch_ragged._groups import group_of
 from torch_ragged._register._torch import backend_of
+from torch_ragged.fsdp import _gloo
 
-__all__ = ["Collectives", "ProcessGroupCollectives", "Reduction", "Work", "done", "reduced", "sum_parts", "wait_all"]
+__all__ = ["Collectives", "ProcessGroupCollectives", "Reduction", "Work", "done", "reduced", "wait_all"]
 
 CustomCollective = Callable[..., Optional[dist.Work]]
 """FSDP2's ``AllGather`` and ``ReduceScatter``: called as torch's collectives of the same name; None if synchronous."""
@@ -87,7 +88,10 @@ class ProcessGroupCollectives:
             if output.data_ptr() != shard.data_ptr():
                 output.copy_(shard)
             return done
-        return _issue(_all_gather, self.custom_all_gather, output, shard, group=group)
+        custom = self.custom_all_gather
+        if custom is None and _gloo.is_worth_broadcasts(shard) and _is_gloo(group, shard.device):
+            return _gloo.all_gather(_as_real(output), _as_real(shard), group)
+        return _issue(_all_gather, custom, output, shard, group=group)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
         if self._group is None:
@@ -100,6 +104,10 @@ class ProcessGroupCollectives:
         else:
             issue = functools.partial(_issue_divided, _reduce_scatter, custom, output, buffer, group=group)
         return reduced(issue, group, buffer, output, reduction)
+
+    def takes_room(self, device: torch.device) -> bool:
+        """Whether a reduction has memory as large as its buffer, which waiting for it gives back without another collective."""
+        return self._group is not None and len(self.reducers) == 1 and _is_gloo(self._group, device)
 
     def separate_reductions(self, enable: bool) -> None:
         """Reduce over a process group of its own, made by its members here, or over the same one again."""
@@ -178,41 +186,7 @@ def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _exchange_and_sum(output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, op: Any, divisor: float) -> Work:
-    """A reduce-scatter as one all-to-all and a local sum.
-
-    gloo's own is an all-reduce of a copy of the buffer, twice the bytes; both need memory for another buffer meanwhile.
-    """
-    output, buffer = _as_real(output), _as_real(buffer)
-    received = torch.empty_like(buffer)
-    work = dist.all_to_all_single(received, buffer, group=group, async_op=True)
-    assert work is not None, "a collective on a group that this rank is not part of"
-    return _SummedWork(work, received.view(group.size(), -1), output, divisor)
-
-
-class _SummedWork:
-    """An exchange whose parts are added up once they are there.
-
-    Not in gloo's thread, which hid the sum behind compute: Python there ends processes by ``std::terminate`` that exit while an
-    exchange is under way, as after an error in backward, and stops them in ``destroy_process_group``.
-    """
-
-    def __init__(self, work: Work, received: torch.Tensor, output: torch.Tensor, divisor: float) -> None:
-        self._work, self._output, self._divisor = work, output, divisor
-        self._received: torch.Tensor | None = received
-
-    def wait(self) -> None:
-        self._work.wait()
-        if self._received is not None:
-            sum_parts(self._received, self._output, self._divisor)
-        self._received = None
-
-
-def sum_parts(parts: torch.Tensor, output: torch.Tensor, divisor: float) -> None:
-    """``output`` (S) becomes the sum of ``parts`` (ranks, S) in the order of the rows, bfloat16 added in float32, divided."""
-    with torch.inference_mode():  # Tensors that were made in it may be written too.
-        torch.sum(parts, 0, out=output)
-        if divisor != 1:
-            output.div_(divisor)
+    return _gloo.reduce_scatter(_as_real(output), _as_real(buffer), group, divisor)
 
 
 class _ScaledWork:

@@ -8,7 +8,8 @@ import functools
 import torch
 import torch.distributed as dist
 
-from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction, Work, reduced, sum_parts, wait_all
+from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction, Work, reduced, wait_all
+from torch_ragged.fsdp._gloo import sum_parts
 from torch_ragged.fsdp._peer_memory import PeerMemory, Step
 
 __all__ = ["CopyEngineCollectives"]

@@ -45,7 +45,8 @@ class GradientBuffers:
         reduce_hook: called with each reduced shard.
         is_accumulating: whether the last backward left gradients for a later one to add to and reduce.
         on_gradient: called when a parameter has got a gradient.
-        on_acquired: called when memory for unreduced gradients has been acquired.
+        make_room: called before memory for unreduced gradients is acquired.
+        on_acquired: called when it has been acquired.
         needs_reduction: whether backward came to the group since the last reduction, on any rank.
         pool: where the memory of unreduced gradients comes from.
     """
@@ -57,6 +58,7 @@ class GradientBuffers:
         self.is_accumulating = False
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.on_gradient: Callable[[], None] | None = None
+        self.make_room: Callable[[], None] | None = None
         self.on_acquired: Callable[[], None] | None = None
         self.pool: MemoryPool | None = None
         self.collectives: Collectives
@@ -73,7 +75,7 @@ class GradientBuffers:
         self._widened: DBuffer | None = None
         self._wide: dict[int, torch.Tensor] = {}  # Gradients of this backward pass that would be rounded, by parameter.
         self._views: list[torch.Tensor] = []
-        self._reduction: tuple[Work, DBuffer] | None = None
+        self._reduction: tuple[Work | None, DBuffer] | None = None  # Without work when that was waited for.
         self._all_reduce: tuple[Work, DBuffer] | None = None
         self._reduced: DBuffer | None = None
         self._kept: DBuffer | None = None  # reduced within each replica only
@@ -197,6 +199,8 @@ class GradientBuffers:
         """``buffer``, or a new one, with its memory there."""
         if buffer is not None and buffer.is_allocated:
             return buffer
+        if self.make_room is not None:
+            self.make_room()
         if buffer is None:
             buffer = DBuffer(self._layout, Partial(), self._rank, dtype, self._device, pool=self.pool)
         else:
@@ -265,13 +269,21 @@ class GradientBuffers:
         assert source is not None
         return source
 
+    def wait_for_reduction(self) -> None:
+        """Wait for the reduce-scatter under way and release the unreduced buffer. No collective, and no hook of the user's."""
+        if self._reduction is not None:
+            work, output = self._reduction
+            self._reduction = (None, output)
+            if work is not None:
+                work.wait()
+                self._release()
+
     def finish_reduction(self) -> None:
         """Wait for the reduce-scatter under way, release the unreduced buffer and start the all-reduce of the shard."""
         if self._reduction is None:
             return
-        (work, output), self._reduction = self._reduction, None
-        work.wait()
-        self._release()
+        self.wait_for_reduction()
+        (_, output), self._reduction = self._reduction, None
         self._finish_all_reduce()
         if self._kept is not None:
             output.flat.add_(self._kept.flat)
@@ -339,7 +351,7 @@ class GradientBuffers:
     def drop(self) -> bool:
         """Forget the gradients that are not in ``.grad`` yet; says whether there were any."""
         had_any = self.is_pending
-        under_way = [pending[0] for pending in (self._reduction, self._all_reduce) if pending is not None]
+        under_way = [pending[0] for pending in (self._reduction, self._all_reduce) if pending is not None and pending[0]]
         self._reduction = self._all_reduce = self._reduced = self._kept = None
         self._wide.clear()
         for work in under_way:

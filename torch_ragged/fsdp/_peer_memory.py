@@ -193,7 +193,8 @@ def _serve(tasks: queue.SimpleQueue[_HostExchange | None], slots: list[list[torc
 _serving: dict[threading.Thread, tuple[queue.SimpleQueue[_HostExchange | None], _Signals]] = {}
 """The threads that make exchanges, what they take them from, and what they wait for."""
 
-os.register_at_fork(after_in_child=_serving.clear)  # The child has the sockets, but none of the threads.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_serving.clear)  # The child has the sockets, but none of the threads.
 
 
 @atexit.register

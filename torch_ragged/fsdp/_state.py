@@ -31,7 +31,8 @@ class CommContext:
     """What bounds the communication of the states that share it (those under one root, or ``share_comm_ctx``).
 
     ``reducing`` are the states whose reduce-scatter is under way: one, unless more are allowed, so that at most two gradient
-    buffers are held. ``gathering`` are those whose all-gather was started ahead of need: at most ``max_gathers``.
+    buffers are held; over gloo it is through before another buffer is acquired. ``gathering`` are those whose all-gather was
+    started ahead of need: at most ``max_gathers``.
     """
 
     reducing: list[ModuleState] = field(default_factory=list)
@@ -188,6 +189,7 @@ class ModuleState:
         self._must_refresh = False  # what is gathered may be out of date at the next iteration
         for group in groups:
             group.gradients.on_gradient = self._on_gradient
+            group.gradients.make_room = self._make_room
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, always_call=True)
@@ -398,6 +400,16 @@ class ModuleState:
     def _on_gradient(self) -> None:
         """A parameter got a gradient, in whatever way backward came to it."""
         (self.context or self._become_root()).queue_callback()
+
+    def _make_room(self) -> None:
+        """Have no more gradient buffers than the one to come and those beside it that may be under reduction.
+
+        Where a buffer under reduction needs another one for what comes; a GPU's stream would wait here for nothing.
+        """
+        for state in self.comm.reducing[: max(0, len(self.comm.reducing) - self.max_reductions + 1)]:
+            for group in state.groups:
+                if group.process_groups.takes_room(group.device):
+                    group.gradients.wait_for_reduction()
 
     def _watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
