@@ -5,8 +5,8 @@ Files by noun. Layout: ``_granularity`` (what may be cut), ``_layout`` (where te
 Parameters: ``_mesh`` and ``_distribution`` (where they are), ``_grouping`` (which go together), ``_managed_param`` (one),
 ``_dbuffer`` (the memory), ``_param_group`` (those of a unit), ``_extension`` (types with their own all-gather), ``_float8``
 (matrices gathered as 8-bit codes).
-Gathered and reduced: ``_collectives`` (of process groups; ``_gloo``'s without its copies), ``_resident`` and ``_neighbours`` (what stays gathered),
-``_gradients`` with ``_weight_gradient`` (matmuls that write them).
+Gathered and reduced: ``_collectives`` (of process groups) with ``_gloo`` (without its copies), ``_resident`` and
+``_neighbours`` (what stays gathered), ``_gradients`` with ``_weight_gradient`` (matmuls that write them).
 Other collectives: ``_implementations`` (by name) and ``_capabilities`` (which of them ranks can have), ``_copy_engine`` over
 ``_peer_memory``, ``_multicast``; ``_persistence`` with ``_ring`` (buffers at addresses that stay).
 Hooks: ``_state``, ``_forward_order`` (what backward does on all ranks alike), ``_tensors`` (in inputs and outputs).
