@@ -117,7 +117,6 @@ def measure(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     for stack in stacks.values():
         for _ in range(2):  # The order of the first is followed by the second.
             stack.step((0.0, 0.0))
-    names = list(stacks)
     actions = {name: functools.partial(stack.step, seconds) for name, stack in stacks.items()} | {COMMUNICATION: bare}
     names = list(actions)
     times = torch.empty(len(names), options.rounds, dtype=torch.float64)
@@ -142,7 +141,7 @@ def measure(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def spans(trace: str) -> dict[str, list[tuple[float, float]]]:
     """(start, duration) in milliseconds of compute, all-gathers and exchanges in a trace."""
-    kinds = {COMPUTE: COMPUTE, "gloo:all_gather": "all-gather", "gloo:all_to_all": "reduce-scatter"}
+    kinds = {COMPUTE: COMPUTE, "gloo:broadcast": "all-gather", "gloo:all_to_all": "reduce-scatter"}
     events = json.loads(Path(trace).read_text())["traceEvents"]
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds.values()}
     for event in events:

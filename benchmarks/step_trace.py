@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import statistics
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -29,6 +30,11 @@ _COLLECTIVES = {
 }
 """Name, and which argument's bytes are counted: the larger one."""
 
+_OWN_SHARD = "gloo:own_shard"
+"""What is left of an all-gather over gloo where that has been broadcasts."""
+
+_MEMORY_STEPS = 5
+
 
 @dataclass
 class Trace:
@@ -52,8 +58,9 @@ class Trace:
 
 
 def traced(build: Callable[[], Callable[[], Any]]) -> Trace:
-    """Trace the third call of the step that ``build`` makes for its memory, and the fourth for its ops.
+    """Trace some calls of the step that ``build`` makes for its memory, behind two others, and the next for its ops.
 
+    The peak is the median of those calls': what gloo's threads hold for a moment differs.
     Memory is traced from the start, since the allocator's events count what was allocated under the profiler only. It hears
     nothing of what gloo's threads free behind their work: that a block has gone shows where its address is given out again,
     and before the step where no tensor has it.
@@ -63,29 +70,34 @@ def traced(build: Callable[[], Callable[[], Any]]) -> Trace:
         step = build()
         for _ in range(2):
             step()
-        held = _addresses_held()
-        with torch.profiler.record_function("traced step"):
-            step()
-    events, start, stop, _ = _events(profiler)
-    _count_memory(trace, [event for event in events if event.get("name") == "[memory]"], start, stop, held)
+        held = []
+        for _ in range(_MEMORY_STEPS):
+            held.append(_addresses_held())
+            with torch.profiler.record_function("traced step"):
+                step()
+    events, spans, _ = _events(profiler)
+    found = [_memory(events, *span, addresses) for span, addresses in zip(spans, held)]
+    trace.start_nbytes, trace.peak_nbytes = (int(statistics.median(each)) for each in zip(*found))
     with (
         profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler,
         torch.profiler.record_function("traced step"),
     ):
         step()
-    events, start, stop, thread = _events(profiler)
-    _count_ops(trace, [e for e in events if e.get("cat") == "cpu_op" and start <= e["ts"] < stop and e["tid"] == thread])
+    events, [(start, stop)], thread = _events(profiler)
+    counted = [event for event in events if event.get("cat") == "cpu_op" or event.get("name") == _OWN_SHARD]
+    _count_ops(trace, [event for event in counted if start <= event["ts"] < stop and event["tid"] == thread])
     return trace
 
 
-def _events(profiler: profile) -> tuple[list[dict[str, Any]], float, float, int]:
-    """All events; start, stop and thread of the traced step."""
+def _events(profiler: profile) -> tuple[list[dict[str, Any]], list[tuple[float, float]], int]:
+    """All events in order; start and stop of each traced step, and their thread."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    marker = next(event for event in events if event.get("name") == "traced step" and event.get("ph") == "X")
-    return events, marker["ts"], marker["ts"] + marker["dur"], marker["tid"]
+        events = [event for event in json.loads(path.read_text())["traceEvents"] if "ts" in event]
+    events.sort(key=lambda event: event["ts"])
+    markers = [event for event in events if event.get("name") == "traced step" and event.get("ph") == "X"]
+    return events, [(marker["ts"], marker["ts"] + marker["dur"]) for marker in markers], markers[0]["tid"]
 
 
 def _addresses_held() -> set[int]:
@@ -96,16 +108,20 @@ def _addresses_held() -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
-def _count_memory(trace: Trace, events: list[dict[str, Any]], start: float, stop: float, held: set[int]) -> None:
+def _memory(events: list[dict[str, Any]], start: float, stop: float, held: set[int]) -> tuple[int, int]:
+    """Bytes given out at the start, where tensors ``held`` them, and the most of them until ``stop``."""
     blocks: dict[int, int] = {}
+    at_start = peak = 0
     is_before = True
-    for event in sorted(events, key=lambda event: event["ts"]):
+    for event in events:
         if event["ts"] >= stop:
             break
+        if event.get("name") != "[memory]":
+            continue
         if is_before and event["ts"] >= start:
             is_before = False
             blocks = {address: nbytes for address, nbytes in blocks.items() if address in held}
-            trace.start_nbytes = sum(blocks.values())
+            at_start = sum(blocks.values())
         address, nbytes = event["args"]["Addr"], event["args"]["Bytes"]
         blocks.pop(address, None)
         if nbytes > 0:
@@ -113,7 +129,8 @@ def _count_memory(trace: Trace, events: list[dict[str, Any]], start: float, stop
                 del blocks[other]  # Its end was not told.
             blocks[address] = nbytes
         if not is_before:
-            trace.peak_nbytes = max(trace.peak_nbytes, sum(blocks.values()))
+            peak = max(peak, sum(blocks.values()))
+    return at_start, peak
 
 
 def _count_ops(trace: Trace, events: list[dict[str, Any]]) -> None:
@@ -125,6 +142,8 @@ def _count_ops(trace: Trace, events: list[dict[str, Any]]) -> None:
             kind, argument = _COLLECTIVES[name]
             trace.collectives[kind] += 1
             trace.collective_nbytes[kind] += _nbytes(event, argument)
+            collective_until = end
+        elif name == _OWN_SHARD:
             collective_until = end
         elif name in _COPIES and event["ts"] >= collective_until and not _has_copy_inside(events, index, end):
             trace.copied[name] += _nbytes(event, 0)

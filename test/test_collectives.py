@@ -368,7 +368,7 @@ def gathered_by_broadcasts() -> None:
 
 
 def many_sums() -> None:
-    """Waited for in another order than issued, on two groups, while the thread adds: the sums of float64."""
+    """Waited for in another order than issued, on two groups, while the thread adds: what all-reduces give."""
     groups = [ProcessGroupCollectives(dist.new_group()) for _ in range(2)]
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(20):
@@ -416,6 +416,42 @@ for model in models:
 if rank == 0:
     dist.destroy_process_group()
 """
+
+
+class FailingWork:
+    """A collective that is through, and has failed where there is an ``error``."""
+
+    def __init__(self, error=None):
+        self.error, self.waits = error, 0
+
+    def is_completed(self):
+        return True
+
+    def wait(self):
+        self.waits += 1
+        if self.error is not None:
+            raise self.error
+
+
+class AssistedTest(unittest.TestCase):
+    def test_wait_raises_what_failed_when_nothing_is_under_way(self):
+        works = [FailingWork(), FailingWork(RuntimeError("first")), FailingWork(RuntimeError("second"))]
+        assisted = _gloo.Assisted(works, lambda: None, needs_works=False)
+        self.assertEqual(error_of(assisted.wait), "RuntimeError: first")
+        self.assertEqual([work.waits for work in works], [1, 1, 1])
+
+    def test_wait_raises_what_the_step_raises(self):
+        tried, other = threading.Event(), threading.Event()
+
+        def fail():
+            tried.set()
+            raise ValueError("no step")
+
+        assisted = _gloo.Assisted([FailingWork()], fail, needs_works=True)
+        self.assertTrue(tried.wait(60))
+        self.assertEqual(error_of(assisted.wait), "ValueError: no step")
+        _gloo.Assisted([], other.set, needs_works=True)
+        self.assertTrue(other.wait(60), "the assistant has ended")
 
 
 class SetCollectivesTest(unittest.TestCase):

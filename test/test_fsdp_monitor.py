@@ -203,12 +203,15 @@ class Resident:
             self.sample()
 
         DBuffer.__init__, DBuffer.allocate = counted_init, counted_allocate
-        for group in groups_of(self.model).values():
-            group.gradients.make_room = None
+        self.rooms = [(group.gradients, group.gradients.make_room) for group in groups_of(self.model).values()]
+        for gradients, _ in self.rooms:
+            gradients.make_room = None
         return self
 
     def __exit__(self, *error):
         DBuffer.__init__, DBuffer.allocate = self.originals
+        for gradients, make_room in self.rooms:
+            gradients.make_room = make_room
 
 
 def grads_of(group):

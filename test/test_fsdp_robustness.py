@@ -28,6 +28,9 @@ class LateCollectives:
     def __getattr__(self, name):
         return lambda *tensors: Late(getattr(self.inner, name), tensors)
 
+    def holds_second_buffer(self, device):
+        return False  # Waiting issues.
+
 
 class Late:
     def __init__(self, collective, tensors):
@@ -43,6 +46,9 @@ class LoggedCollectives:
     def __init__(self, inner, name, log):
         self.inner, self.name, self.log = inner, name, log
 
+    def holds_second_buffer(self, device):
+        return self.inner.holds_second_buffer(device)
+
     def __getattr__(self, name):
         self.log.append(f"{name} {self.name}")
         return getattr(self.inner, name)
@@ -53,7 +59,6 @@ def delay_collectives(model):
         if hasattr(module, "_ragged_fsdp_state"):
             for group in module._ragged_fsdp_state.groups:
                 group.collectives = LateCollectives(group.collectives)
-                group.gradients.make_room = None  # Ranks wait for what is under way at different places, and here nothing is.
     return model
 
 

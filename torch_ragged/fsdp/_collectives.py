@@ -56,6 +56,9 @@ class Collectives(Protocol):
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
         """Reduce ``tensor`` over replicas, in place."""
 
+    def holds_second_buffer(self, device: torch.device) -> bool:
+        """Whether a reduce-scatter has memory as large as its buffer that ``wait()`` gives back, without issuing anything."""
+
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         """Element-wise maximum over ranks and replicas, in place."""
 
@@ -89,7 +92,7 @@ class ProcessGroupCollectives:
                 output.copy_(shard)
             return done
         custom = self.custom_all_gather
-        if custom is None and _gloo.is_worth_broadcasts(shard) and _is_gloo(group, shard.device):
+        if custom is None and _gloo.is_worth_broadcasts(shard, group) and _is_gloo(group, shard.device):
             return _gloo.all_gather(_as_real(output), _as_real(shard), group)
         return _issue(_all_gather, custom, output, shard, group=group)
 
@@ -105,9 +108,9 @@ class ProcessGroupCollectives:
             issue = functools.partial(_issue_divided, _reduce_scatter, custom, output, buffer, group=group)
         return reduced(issue, group, buffer, output, reduction)
 
-    def takes_room(self, device: torch.device) -> bool:
-        """Whether a reduction has memory as large as its buffer, which waiting for it gives back without another collective."""
-        return self._group is not None and len(self.reducers) == 1 and _is_gloo(self._group, device)
+    def holds_second_buffer(self, device: torch.device) -> bool:
+        is_exchange = self.custom_reduce_scatter is None and len(self.reducers) == 1
+        return is_exchange and self._group is not None and _is_gloo(self._group, device)
 
     def separate_reductions(self, enable: bool) -> None:
         """Reduce over a process group of its own, made by its members here, or over the same one again."""

@@ -56,6 +56,9 @@ class CopyEngineCollectives:
         issue = functools.partial(self._sum, output, buffer)
         return reduced(issue, self._group, buffer, output, dataclasses.replace(reduction, sum_only=True))
 
+    def holds_second_buffer(self, device: torch.device) -> bool:
+        return False
+
     def _sum(self, output: torch.Tensor, buffer: torch.Tensor, op: object, divisor: float) -> Work:
         memory = self._reductions
         piece = memory.slot_nbytes // (memory.size * output.element_size())

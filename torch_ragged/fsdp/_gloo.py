@@ -12,11 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 __all__ = ["all_gather", "is_worth_broadcasts", "reduce_scatter", "sum_parts"]
 
 _SMALLEST_BROADCAST = 2**18
-"""Bytes of a shard from which on a broadcast of each is faster than gloo's all-gather (measured on 2 and 4 ranks)."""
+_MOST_BROADCASTS = 8
+"""Bytes of a shard from which on, and ranks up to which, a broadcast of each is faster than gloo's all-gather.
+
+Measured on 2, 4 and 8 ranks of one host. Each broadcast is a call, and several steps on a tree.
+"""
 
 _POLL = 1e-3
 """Seconds between two looks at what is under way."""
@@ -25,9 +30,9 @@ _LONGEST_STEP = 10.0
 """Seconds that a process which ends waits for a sum or a copy."""
 
 
-def is_worth_broadcasts(shard: torch.Tensor) -> bool:
+def is_worth_broadcasts(shard: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Whether :func:`all_gather` is faster than gloo's, which has less to do for each call."""
-    return shard.nbytes >= _SMALLEST_BROADCAST
+    return shard.nbytes >= _SMALLEST_BROADCAST and group.size() <= _MOST_BROADCASTS
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Assisted:
@@ -40,7 +45,7 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGro
         _issued(dist.broadcast, shard if source == rank else part, group=group, group_src=source)
         for source, part in enumerate(parts)
     ]
-    return Assisted(works, _copy, parts[rank], shard, is_behind=False)
+    return Assisted(works, _copy, parts[rank], shard, needs_works=False)
 
 
 def reduce_scatter(output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, divisor: float) -> Assisted:
@@ -51,7 +56,7 @@ def reduce_scatter(output: torch.Tensor, buffer: torch.Tensor, group: dist.Proce
     """
     received = torch.empty_like(buffer)
     work = _issued(dist.all_to_all_single, received, buffer, group=group)
-    return Assisted([work], sum_parts, received.view(group.size(), -1), output, divisor, is_behind=True)
+    return Assisted([work], sum_parts, received.view(group.size(), -1), output, divisor, needs_works=True)
 
 
 def sum_parts(parts: torch.Tensor, output: torch.Tensor, divisor: float) -> None:
@@ -63,8 +68,8 @@ def sum_parts(parts: torch.Tensor, output: torch.Tensor, divisor: float) -> None
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    with torch.inference_mode():
-        if target.data_ptr() != source.data_ptr():
+    if target.data_ptr() != source.data_ptr():
+        with torch.inference_mode(), record_function("gloo:own_shard"):
             target.copy_(source)
 
 
@@ -79,26 +84,29 @@ class Assisted:
 
     Args:
         works: what is under way. Kept until ``wait()``, as the arguments are, so that the caller's thread gives memory back.
-        is_behind: whether the step needs what the works bring.
+        needs_works: whether the step needs what the works bring.
     """
 
-    def __init__(self, works: list[dist.Work], step: Callable[..., None], *arguments: Any, is_behind: bool) -> None:
-        self._works, self._step, self._is_behind = works, step, is_behind
+    def __init__(self, works: list[dist.Work], step: Callable[..., None], *arguments: Any, needs_works: bool) -> None:
+        self._works, self._step, self._needs_works = works, step, needs_works
         self._arguments: tuple[Any, ...] | None = arguments
         self._is_made, self._lock = False, threading.Lock()
         _assistant.watch(self)
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        """Raises what the first work to fail, or the step, raises, when nothing is under way any more."""
+        errors = [error for error in map(_error_of, self._works) if error is not None]
+        if errors:
+            raise errors[0]
         self._make()
         self._works, self._arguments = [], None
 
     def advance(self) -> bool:
         """Make the step if it can be made; whether it need not be looked at again."""
-        if not self._is_behind or all(work.is_completed() for work in self._works):
-            with contextlib.suppress(Exception):  # wait() raises it.
+        try:
+            if not self._needs_works or all(work.is_completed() for work in self._works):
                 self._make()
+        except Exception:  # wait() raises it.
             return True
         return self._is_made
 
@@ -107,6 +115,14 @@ class Assisted:
             if not self._is_made and self._arguments is not None:
                 self._step(*self._arguments)
             self._is_made = True
+
+
+def _error_of(work: dist.Work) -> Exception | None:
+    try:
+        work.wait()
+    except Exception as error:
+        return error
+    return None
 
 
 class _Assistant:
@@ -134,8 +150,13 @@ class _Assistant:
             if self._has_ended:
                 return
             if self._thread is None:
-                self._thread = threading.Thread(target=_assist, args=(self._tasks,), name="collectives", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=_assist, args=(self._tasks,), name="collectives", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # No thread is to be had.
+                    self._has_ended = True
+                    return
+                self._thread = thread
             self._tasks.put(task)
 
     def _stop(self) -> None:

@@ -272,11 +272,11 @@ class GradientBuffers:
     def wait_for_reduction(self) -> None:
         """Wait for the reduce-scatter under way and release the unreduced buffer. No collective, and no hook of the user's."""
         if self._reduction is not None:
-            work, output = self._reduction
-            self._reduction = (None, output)
+            (work, output), self._reduction = self._reduction, None  # A failed one is none.
             if work is not None:
                 work.wait()
                 self._release()
+            self._reduction = (None, output)
 
     def finish_reduction(self) -> None:
         """Wait for the reduce-scatter under way, release the unreduced buffer and start the all-reduce of the shard."""
@@ -351,11 +351,12 @@ class GradientBuffers:
     def drop(self) -> bool:
         """Forget the gradients that are not in ``.grad`` yet; says whether there were any."""
         had_any = self.is_pending
-        under_way = [pending[0] for pending in (self._reduction, self._all_reduce) if pending is not None and pending[0]]
+        under_way = [pending[0] for pending in (self._reduction, self._all_reduce) if pending is not None]
         self._reduction = self._all_reduce = self._reduced = self._kept = None
         self._wide.clear()
         for work in under_way:
-            work.wait()
+            if work is not None:
+                work.wait()
         self.needs_reduction = self.is_accumulating = False
         for param in self._params:
             param.has_gradient = param.was_used = False

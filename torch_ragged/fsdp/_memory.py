@@ -83,8 +83,8 @@ def memory_report(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] |
     - modules called several times have matmuls for weights, which write gradients from the first call on;
     - the inputs of every group but the root's need gradients; else a group stays gathered to the end of backward;
     - the optimizer has its state: before its first step there is none, and none is predicted;
-    - the backend reduces without memory of its own. gloo does not: there a reduction is through before the next gradients
-      have a buffer, and for what it receives as much is held in place of that, which is predicted with the same bytes.
+    - the backend reduces without memory of its own, as NCCL does. Over gloo a reduction is through before the next gradients
+      have a buffer, and holds, in place of that, what it receives: as much as its own. What that is more is not predicted.
 
     Activations, parameters in no group and what the optimizer holds during its step are not in it.
 

@@ -233,6 +233,9 @@ class _WatchedCollectives:
     def __init__(self, collectives: Collectives, watch: Monitor, name: str) -> None:
         self._collectives, self._watch, self._name = collectives, watch, name
 
+    def holds_second_buffer(self, device: torch.device) -> bool:
+        return self._collectives.holds_second_buffer(device)
+
     def __getattr__(self, collective: str) -> Callable[..., Work]:
         call = getattr(self._collectives, collective)
         kind = collective if collective in _KINDS else "other"

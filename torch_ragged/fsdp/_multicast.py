@@ -77,6 +77,9 @@ class MulticastCollectives:
         issue = functools.partial(self._load_sum, handle, output)
         return reduced(issue, self._group, buffer, output, dataclasses.replace(reduction, sum_only=True))
 
+    def holds_second_buffer(self, device: torch.device) -> bool:
+        return False
+
     def _load_sum(self, handle: Any, output: torch.Tensor, op: object, divisor: float) -> Work:
         stream = self._stream("reduce_scatter", output.device, priority=0)
         with torch.cuda.stream(stream):

@@ -31,8 +31,8 @@ class CommContext:
     """What bounds the communication of the states that share it (those under one root, or ``share_comm_ctx``).
 
     ``reducing`` are the states whose reduce-scatter is under way: one, unless more are allowed, so that at most two gradient
-    buffers are held; over gloo it is through before another buffer is acquired. ``gathering`` are those whose all-gather was
-    started ahead of need: at most ``max_gathers``.
+    buffers are held; over gloo it is through before a group of another module acquires one. ``gathering`` are those whose
+    all-gather was started ahead of need: at most ``max_gathers``.
     """
 
     reducing: list[ModuleState] = field(default_factory=list)
@@ -402,13 +402,13 @@ class ModuleState:
         (self.context or self._become_root()).queue_callback()
 
     def _make_room(self) -> None:
-        """Have no more gradient buffers than the one to come and those beside it that may be under reduction.
+        """Wait for the earliest reductions under way, so that fewer than are allowed are beside the gradient buffer to come.
 
-        Where a buffer under reduction needs another one for what comes; a GPU's stream would wait here for nothing.
+        Where a buffer under reduction has another one beside it; a GPU's stream would wait here for nothing.
         """
         for state in self.comm.reducing[: max(0, len(self.comm.reducing) - self.max_reductions + 1)]:
             for group in state.groups:
-                if group.process_groups.takes_room(group.device):
+                if group.collectives.holds_second_buffer(group.device):
                     group.gradients.wait_for_reduction()
 
     def _watch_inputs(
