@@ -26,9 +26,9 @@ _COLLECTIVES = {
     "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
     "c10d::alltoall_base_": ("all-to-all", 1),
     "c10d::allreduce_": ("all-reduce", 0),
-    "c10d::broadcast_": ("broadcast", 0),
+    "c10d::broadcast_": ("broadcast", None),
 }
-"""Name, and which argument's bytes are counted: the larger one."""
+"""Name, and which argument's bytes are counted: the larger one. A broadcast's op does not tell the dtype, gloo's range does."""
 
 _OWN_SHARD = "gloo:own_shard"
 """What is left of an all-gather over gloo where that has been broadcasts."""
@@ -85,6 +85,8 @@ def traced(build: Callable[[], Callable[[], Any]]) -> Trace:
         step()
     events, [(start, stop)], thread = _events(profiler)
     counted = [event for event in events if event.get("cat") == "cpu_op" or event.get("name") == _OWN_SHARD]
+    broadcasts = [event for event in events if event.get("name") == "gloo:broadcast" and start <= event["ts"] < stop]
+    trace.collective_nbytes["broadcast"] = sum(_nbytes(event, 0) for event in broadcasts)
     _count_ops(trace, [event for event in counted if start <= event["ts"] < stop and event["tid"] == thread])
     return trace
 
@@ -141,7 +143,8 @@ def _count_ops(trace: Trace, events: list[dict[str, Any]]) -> None:
         if name in _COLLECTIVES and event["ts"] >= collective_until:
             kind, argument = _COLLECTIVES[name]
             trace.collectives[kind] += 1
-            trace.collective_nbytes[kind] += _nbytes(event, argument)
+            if argument is not None:
+                trace.collective_nbytes[kind] += _nbytes(event, argument)
             collective_until = end
         elif name == _OWN_SHARD:
             collective_until = end
