@@ -269,6 +269,8 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many gradient buffers may be in a reduce-scatter at once; 1 unless set. Each one more is memory.
 
+        Over gloo the buffer to come is one of them: with 1, a reduction is waited for before the next module's gradients.
+
         Raises:
             TypeError: ``max_input_buffers`` is not an int.
             ValueError: it is below 1.
