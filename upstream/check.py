@@ -85,9 +85,13 @@ def check_series() -> None:
     print(f"torch {version}: {len(SERIES)} patches, which touch {lines} lines of torch's own files")
 
 
+def _folder(path: str) -> Path:
+    return Path(path).resolve()  # Programs run in other folders.
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "out/upstream", help="where the copies of torch go")
+    parser.add_argument("--out", type=_folder, default=ROOT / "out/upstream", help="where the copies of torch go")
     parser.add_argument("--quick", action="store_true", help="of the tests, those of the protocol and the placement only")
     options = parser.parse_args()
     check_series()
