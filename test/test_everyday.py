@@ -177,7 +177,10 @@ class CopyTest(unittest.TestCase):
 
 def prints():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    flat = distribute_tensor(torch.arange(4.0).view(2, 2), mesh["tp"], [RaggedShard((0,), (0, 2))])
+    # Of a shape that no other test has: torch's cache of an op's outputs gives units of placements that equal these.
+    values = torch.arange(26.0).view(2, 13)
+    distribute_tensor(values, mesh["tp"], [RaggedShard((0,), (0, 1))])
+    flat = distribute_tensor(values, mesh["tp"], [RaggedShard((0,), (0, 2))])
     strided = distribute_tensor(torch.arange(8).view(4, 2), mesh, [StridedRaggedShard((0, 1), (1, 3), 2), Shard(0)])
     with CommDebugMode() as mode:
         texts = [repr(flat), str(nn.Parameter(flat)), str(flat._spec), repr(strided), str(strided._spec)]
@@ -198,28 +201,30 @@ DTensor(local_tensor=tensor([]),
 DTensor(local_tensor=tensor([]),
   device_mesh=DeviceMesh((tp=2), 'cpu', stride=(1,)),
   placements=(RaggedShard(dims=(0,), local_units=(0, 2)),))
-Spec(f32[2, 2](RS(0)[0,2]))
+Spec(f32[2, 13](RS(0)[0,2]))
 DTensor(local_tensor=tensor([0]),
   device_mesh=DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1)),
   placements=(StridedRaggedShard(dims=(0, 1), local_units=(1, 3), split_factor=2), Shard(dim=0)))
 Spec(i64[4, 2](SRS(0,1)[1,3]/2S(0)))
-6.0, 0 collectives to print""",
+325.0, 0 collectives to print""",
         )
         self.assertExpectedInline(
             "\n".join(answers[3]),
             """\
-DTensor(local_tensor=tensor([0., 1., 2., 3.]),
+DTensor(local_tensor=tensor([ 0.,  1.,  2.,  3.,  4.,  5.,  6.,  7.,  8.,  9., 10., 11., 12., 13.,
+        14., 15., 16., 17., 18., 19., 20., 21., 22., 23., 24., 25.]),
   device_mesh=DeviceMesh((tp=2), 'cpu', stride=(1,)),
   placements=(RaggedShard(dims=(0,), local_units=(0, 2)),))
-DTensor(local_tensor=tensor([0., 1., 2., 3.]),
+DTensor(local_tensor=tensor([ 0.,  1.,  2.,  3.,  4.,  5.,  6.,  7.,  8.,  9., 10., 11., 12., 13.,
+        14., 15., 16., 17., 18., 19., 20., 21., 22., 23., 24., 25.]),
   device_mesh=DeviceMesh((tp=2), 'cpu', stride=(1,)),
   placements=(RaggedShard(dims=(0,), local_units=(0, 2)),))
-Spec(f32[2, 2](RS(0)[0,2]))
+Spec(f32[2, 13](RS(0)[0,2]))
 DTensor(local_tensor=tensor([5, 6, 7]),
   device_mesh=DeviceMesh((dp=2, tp=2), 'cpu', stride=(2, 1)),
   placements=(StridedRaggedShard(dims=(0, 1), local_units=(1, 3), split_factor=2), Shard(dim=0)))
 Spec(i64[4, 2](SRS(0,1)[1,3]/2S(0)))
-6.0, 0 collectives to print""",
+325.0, 0 collectives to print""",
         )
 
     def test_placements(self):
