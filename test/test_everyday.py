@@ -354,7 +354,7 @@ class DebugTest(TestCase):
     redistribute_input [explicit] (t: f32[4, 2], trace: P(sum)R->RS(0)[1,1]R)
       _c10d_functional::reduce_scatter_tensor
 {}
-    redistribute_input [explicit] (t: f32[4], trace: RS(0)[1,1]R->S(0)R)
+    redistribute_input [explicit] (t: f32[4], trace: RS(0)[2,2]R->S(0)R)
 {'c10d_functional.all_to_all_single': 1}
     redistribute_input [explicit] (t: f32[1], trace: SRS(0,1)[1,3]/2S(0)->RS(0))
       _c10d_functional::all_to_all_single
