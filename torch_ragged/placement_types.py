@@ -173,25 +173,16 @@ def has_ragged(placements: Sequence[Placement]) -> bool:
     return False
 
 
+@lru_cache(maxsize=65536)
 def normalize_placements(
     placements: tuple[Placement, ...], shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[Placement, ...]:
     """Check placements that hold a ragged one against a tensor shape and a mesh shape; normalise negative dims.
 
-    Units stay as they were given, in placements that equal earlier ones too.
-
     Raises:
         ValueError: there is not one placement per mesh dimension, a ragged placement has not one unit count per
             rank, its units do not divide the tensor, or the placements have no meaning together.
     """
-    if _are_normal(placements, shape, mesh_shape):
-        return placements
-    return tuple(_normalize(p, i, len(shape), size) for i, (p, size) in enumerate(zip(placements, mesh_shape)))
-
-
-@lru_cache(maxsize=65536)
-def _are_normal(placements: tuple[Placement, ...], shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> bool:
-    """Check placements, as above; whether there is nothing to normalise."""
     if len(placements) != len(mesh_shape):
         raise ValueError(
             f"placements must name one placement per mesh dimension: got {len(placements)} for a mesh of shape {mesh_shape}"
@@ -201,7 +192,7 @@ def _are_normal(placements: tuple[Placement, ...], shape: tuple[int, ...], mesh_
     operations = {p.reduce_op for p in result if isinstance(p, Partial)}
     if len(operations) > 1 and not operations <= {"sum", "avg"}:
         raise ValueError(f"{result} mixes reductions that do not commute: reduce one mesh dimension first")
-    return result == placements
+    return result
 
 
 def _normalize(placement: Placement, mesh_dim: int, ndim: int, size: int) -> Placement:
