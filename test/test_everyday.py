@@ -177,7 +177,7 @@ class CopyTest(unittest.TestCase):
 
 def prints():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    # Of a shape that no other test has: of placements that are equal, caches give the first one's units.
+    # Of a shape that no other test has: torch's cache of an op's outputs gives units of placements that equal these.
     flat = distribute_tensor(torch.arange(26.0).view(2, 13), mesh["tp"], [RaggedShard((0,), (0, 2))])
     strided = distribute_tensor(torch.arange(8).view(4, 2), mesh, [StridedRaggedShard((0, 1), (1, 3), 2), Shard(0)])
     with CommDebugMode() as mode:
@@ -352,7 +352,7 @@ class DebugTest(TestCase):
     redistribute_input [explicit] (t: f32[4, 2], trace: P(sum)R->RS(0)[1,1]R)
       _c10d_functional::reduce_scatter_tensor
 {}
-    redistribute_input [explicit] (t: f32[4], trace: RS(0)[1,1]R->S(0)R)
+    redistribute_input [explicit] (t: f32[4], trace: RS(0)[2,2]R->S(0)R)
 {'c10d_functional.all_to_all_single': 1}
     redistribute_input [explicit] (t: f32[1], trace: SRS(0,1)[1,3]/2S(0)->RS(0))
       _c10d_functional::all_to_all_single

@@ -51,6 +51,17 @@ class RaggedShardTest(TestCase):
     def test_is_never_taken_for_another_placement(self):
         check_is_no_other_placement(self, PLACEMENT)
 
+    def test_what_was_normalized_before_does_not_matter(self):
+        """Placements that are equal differ in what they divide, and in what they print."""
+        for first, second in (((0, 1), (0, 2)), ((1, 1), (3, 3))):
+            large, odd = (7 * sum(second),), (sum(first) * (sum(second) + 1),)
+            self.assertEqual(RaggedShard((0,), first), RaggedShard((0,), second))
+            for units in (first, second, first):
+                (placement,) = normalize_placements((RaggedShard((0,), units),), large, (2,))
+                self.assertEqual(placement.local_units, units)
+            normalize_placements((RaggedShard((0,), first),), odd, (2,))
+            self.assertIn(f"local_units={second}", error_of(normalize_placements, (RaggedShard((0,), second),), odd, (2,)))
+
     def test_negative_dims_are_normalised(self):
         (placement,) = normalize_placements((RaggedShard((-2, -1), (1, 1)),), (4, 3), (2,))
         self.assertEqual(placement, RaggedShard((0, 1), (1, 1)))

@@ -173,7 +173,6 @@ def has_ragged(placements: Sequence[Placement]) -> bool:
     return False
 
 
-@lru_cache(maxsize=65536)
 def normalize_placements(
     placements: tuple[Placement, ...], shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[Placement, ...]:
@@ -183,6 +182,15 @@ def normalize_placements(
         ValueError: there is not one placement per mesh dimension, a ragged placement has not one unit count per
             rank, its units do not divide the tensor, or the placements have no meaning together.
     """
+    units = tuple(placement.local_units for placement in placements if isinstance(placement, _Ragged))
+    return _normalized(placements, units, shape, mesh_shape)
+
+
+@lru_cache(maxsize=65536)
+def _normalized(
+    placements: tuple[Placement, ...], units: tuple[tuple[int, ...], ...], shape: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> tuple[Placement, ...]:
+    """As above; ``units`` are the placements', by which equal ones may differ in what they divide."""
     if len(placements) != len(mesh_shape):
         raise ValueError(
             f"placements must name one placement per mesh dimension: got {len(placements)} for a mesh of shape {mesh_shape}"
