@@ -30,8 +30,8 @@ _COLLECTIVES = {
 }
 """Name, and which argument's bytes are counted: the larger one. A broadcast's op does not tell the dtype, gloo's range does."""
 
-_OWN_SHARD = "gloo:own_shard"
-"""What is left of an all-gather over gloo where that has been broadcasts."""
+_INSIDE = ("gloo:own_shard", "gloo:sum")
+"""What is left to this process of an all-gather over gloo where that has been broadcasts, and of a reduce-scatter."""
 
 _MEMORY_STEPS = 5
 
@@ -84,7 +84,7 @@ def traced(build: Callable[[], Callable[[], Any]]) -> Trace:
     ):
         step()
     events, [(start, stop)], thread = _events(profiler)
-    counted = [event for event in events if event.get("cat") == "cpu_op" or event.get("name") == _OWN_SHARD]
+    counted = [event for event in events if event.get("cat") == "cpu_op" or event.get("name") in _INSIDE]
     broadcasts = [event for event in events if event.get("name") == "gloo:broadcast" and start <= event["ts"] < stop]
     trace.collective_nbytes["broadcast"] = sum(_nbytes(event, 0) for event in broadcasts)
     _count_ops(trace, [event for event in counted if start <= event["ts"] < stop and event["tid"] == thread])
@@ -146,7 +146,7 @@ def _count_ops(trace: Trace, events: list[dict[str, Any]]) -> None:
             if argument is not None:
                 trace.collective_nbytes[kind] += _nbytes(event, argument)
             collective_until = end
-        elif name == _OWN_SHARD:
+        elif name in _INSIDE:
             collective_until = end
         elif name in _COPIES and event["ts"] >= collective_until and not _has_copy_inside(events, index, end):
             trace.copied[name] += _nbytes(event, 0)

@@ -50,14 +50,27 @@ class Collectives(Protocol):
         Of all ranks that share the buffer, or of a ``group`` of some of them.
         """
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
-        """Reduce ``buffer`` (ranks * S elements) over ranks; this rank's slice goes to ``output`` (S)."""
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        buffer: torch.Tensor,
+        reduction: Reduction,
+        when_read: Callable[[], None] | None = None,
+    ) -> Work:
+        """Reduce ``buffer`` (ranks * S elements) over ranks; this rank's slice goes to ``output`` (S).
+
+        ``when_read`` is for those with a second buffer only: it is called, by any thread, when ``buffer`` has been read and
+        before ``output`` is written. It may take the one's memory, and give the other its.
+        """
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
         """Reduce ``tensor`` over replicas, in place."""
 
     def holds_second_buffer(self, device: torch.device) -> bool:
         """Whether a reduce-scatter has memory as large as its buffer that ``wait()`` gives back, without issuing anything."""
+
+    def adds_wide(self, device: torch.device) -> bool:
+        """Whether the output of a reduce-scatter may be wider than its buffer, and is the exact sum, rounded to that."""
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         """Element-wise maximum over ranks and replicas, in place."""
@@ -96,14 +109,20 @@ class ProcessGroupCollectives:
             return _gloo.all_gather(_as_real(output), _as_real(shard), group)
         return _issue(_all_gather, custom, output, shard, group=group)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        buffer: torch.Tensor,
+        reduction: Reduction,
+        when_read: Callable[[], None] | None = None,
+    ) -> Work:
         if self._group is None:
             torch.div(buffer, reduction.divisor or 1, out=output)
             return done
         group = self.separate_group or self._group
         custom = self.custom_reduce_scatter
         if custom is None and _is_gloo(group, buffer.device):
-            issue = functools.partial(_exchange_and_sum, output, buffer, group)
+            issue = functools.partial(_exchange_and_sum, output, buffer, group, when_read)
         else:
             issue = functools.partial(_issue_divided, _reduce_scatter, custom, output, buffer, group=group)
         return reduced(issue, group, buffer, output, reduction)
@@ -111,6 +130,8 @@ class ProcessGroupCollectives:
     def holds_second_buffer(self, device: torch.device) -> bool:
         is_exchange = self.custom_reduce_scatter is None and len(self.reducers) == 1
         return is_exchange and self._group is not None and _is_gloo(self._group, device)
+
+    adds_wide = holds_second_buffer
 
     def separate_reductions(self, enable: bool) -> None:
         """Reduce over a process group of its own, made by its members here, or over the same one again."""
@@ -188,8 +209,15 @@ def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return gloo is not None and device.type == "cpu" and isinstance(backend_of(group, device), gloo)
 
 
-def _exchange_and_sum(output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, op: Any, divisor: float) -> Work:
-    return _gloo.reduce_scatter(_as_real(output), _as_real(buffer), group, divisor)
+def _exchange_and_sum(
+    output: torch.Tensor,
+    buffer: torch.Tensor,
+    group: dist.ProcessGroup,
+    when_read: Callable[[], None] | None,
+    op: Any,
+    divisor: float,
+) -> Work:
+    return _gloo.reduce_scatter(_as_real(output), _as_real(buffer), group, divisor, when_read)
 
 
 class _ScaledWork:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,13 @@ class CopyEngineCollectives:
             works.append(memory.exchange(*_gather(source[start:stop], parts, memory.rank), nbytes=stop - start))
         return wait_all(works)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        buffer: torch.Tensor,
+        reduction: Reduction,
+        when_read: Callable[[], None] | None = None,
+    ) -> Work:
         if self._process_groups.custom_reduce_scatter is not None:
             return self._process_groups.reduce_scatter(output, buffer, reduction)
         issue = functools.partial(self._sum, output, buffer)
@@ -59,16 +66,19 @@ class CopyEngineCollectives:
     def holds_second_buffer(self, device: torch.device) -> bool:
         return False
 
+    def adds_wide(self, device: torch.device) -> bool:
+        return device.type == "cpu" and self._process_groups.custom_reduce_scatter is None
+
     def _sum(self, output: torch.Tensor, buffer: torch.Tensor, op: object, divisor: float) -> Work:
         memory = self._reductions
-        piece = memory.slot_nbytes // (memory.size * output.element_size())
+        piece = memory.slot_nbytes // (memory.size * buffer.element_size())
         works = []
         for start in range(0, output.numel(), piece):
             stop = min(start + piece, output.numel())
             target = output[start:stop]
             parts = [each[start:stop] for each in buffer.chunk(memory.size)]
             steps = _scatter_and_sum(parts, target, memory.rank, divisor)
-            works.append(memory.exchange(*steps, nbytes=memory.size * target.nbytes))
+            works.append(memory.exchange(*steps, nbytes=memory.size * parts[0].nbytes))
         return wait_all(works)
 
 
@@ -90,10 +100,10 @@ def _gather(shard: torch.Tensor, outputs: list[torch.Tensor], rank: int) -> tupl
 
 def _scatter_and_sum(parts: list[torch.Tensor], output: torch.Tensor, rank: int, divisor: float) -> tuple[Step, Step]:
     """What to write and to read to have the sum over ranks of ``parts[rank]``, divided, in ``output``."""
-    ranks, numel, dtype = len(parts), output.numel(), output.dtype
+    ranks, numel, nbytes, dtype = len(parts), output.numel(), parts[rank].nbytes, parts[rank].dtype
 
     def rows(slot: torch.Tensor) -> torch.Tensor:
-        return slot[: ranks * output.nbytes].view(dtype).view(ranks, numel)
+        return slot[: ranks * nbytes].view(dtype).view(ranks, numel)
 
     def write(slots: list[torch.Tensor]) -> None:
         for step in range(ranks):

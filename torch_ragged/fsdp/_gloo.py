@@ -23,6 +23,9 @@ _MOST_BROADCASTS = 8
 Measured on 2, 4 and 8 ranks of one host. Each broadcast is a call, and several steps on a tree.
 """
 
+_SUMMED_AT_ONCE = 2**16
+"""Elements of each part that are cast to a wider dtype before they are added up: they stay in the cache."""
+
 _POLL = 1e-3
 """Seconds between two looks at what is under way."""
 
@@ -48,23 +51,41 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGro
     return Assisted(works, _copy, parts[rank], shard, needs_works=False)
 
 
-def reduce_scatter(output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, divisor: float) -> Assisted:
-    """Sum ``buffer`` (ranks * S) over ranks, divided; this rank's slice goes to ``output`` (S).
+def reduce_scatter(
+    output: torch.Tensor,
+    buffer: torch.Tensor,
+    group: dist.ProcessGroup,
+    divisor: float,
+    when_read: Callable[[], None] | None = None,
+) -> Assisted:
+    """Sum ``buffer`` (ranks * S) over ranks, divided; this rank's slice goes to ``output`` (S), which may be wider.
 
-    One all-to-all, and a sum. gloo's own is an all-reduce of a copy of the buffer, twice the bytes; both need memory for
-    another buffer meanwhile.
+    One all-to-all, ``when_read``, and a sum. gloo's own is an all-reduce of a copy of the buffer, twice the bytes; both need
+    memory for another buffer meanwhile.
     """
     received = torch.empty_like(buffer)
     work = _issued(dist.all_to_all_single, received, buffer, group=group)
-    return Assisted([work], sum_parts, received.view(group.size(), -1), output, divisor, needs_works=True)
+    return Assisted([work], _sum, received.view(group.size(), -1), output, divisor, when_read, needs_works=True)
 
 
 def sum_parts(parts: torch.Tensor, output: torch.Tensor, divisor: float) -> None:
-    """``output`` (S) becomes the sum of ``parts`` (ranks, S) in the order of the rows, bfloat16 added in float32, divided."""
+    """``output`` (S) becomes the sum of ``parts`` (ranks, S) in the order of the rows, divided.
+
+    Added up in the dtype of ``output``, bfloat16 and float16 in float32 and rounded once.
+    """
+    chunk = parts.shape[1] if parts.dtype == output.dtype else _SUMMED_AT_ONCE
     with torch.inference_mode():  # Tensors that were made in it may be written too.
-        torch.sum(parts, 0, out=output)
+        for narrow, target in zip(parts.split(chunk, 1), output.split(chunk)):
+            torch.sum(narrow, 0, dtype=target.dtype, out=target)
         if divisor != 1:
             output.div_(divisor)
+
+
+def _sum(parts: torch.Tensor, output: torch.Tensor, divisor: float, when_read: Callable[[], None] | None) -> None:
+    with record_function("gloo:sum"):
+        if when_read is not None:
+            when_read()
+        sum_parts(parts, output, divisor)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -10,16 +10,14 @@ from torch.distributed.tensor import Partial, Shard
 
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import as_plain_tensors
-from torch_ragged.fsdp._collectives import Collectives, Reduction, Work
+from torch_ragged.fsdp._collectives import Collectives, Reduction, Work, wait_all
 from torch_ragged.fsdp._dbuffer import DBuffer, MemoryPool
 from torch_ragged.fsdp._layout import BufferLayout
 from torch_ragged.fsdp._managed_param import ManagedParam
 from torch_ragged.fsdp._weight_gradient import GradientTarget
+from torch_ragged.fsdp._wide_gradients import WideGradients
 
 __all__ = ["GradientBuffers"]
-
-_LARGEST_WIDE_PART = 1 / 16
-"""Of a group's elements, of which gradients wider than ``param_dtype`` are kept beside the buffer."""
 
 
 class GradientBuffers:
@@ -29,10 +27,10 @@ class GradientBuffers:
 
         unreduced  DBuffer Partial(), dtype            weight gradients of matmuls are computed in their views, others are
                                                    copied (cast, added) there once
-           | one cast of the whole buffer where reduce_dtype is wider than param_dtype, or one addition to what earlier
-           | backward passes have left: then it is released
+           | where reduce_dtype is wider than param_dtype, and the collectives do not add up in it themselves, or there is
+           | what earlier backward passes have left: one cast of the whole buffer, or one addition; then it is released
         widened    DBuffer Partial(), reduce_dtype      gradients that came in a wider dtype are added here
-           | reduce-scatter
+           | reduce-scatter; of gradients that came in a wider dtype another one, if it reads what is not widened
         reduced    DBuffer Shard(0), reduce_dtype      then an all-reduce over replicas (HSDP)
            | a cast, a copy to the CPU, or nothing
         .grad      views of a DBuffer Shard(0)         DTensors placed as their parameters
@@ -42,6 +40,7 @@ class GradientBuffers:
         reduction: how.
         dtype: of the gradients as they come.
         requires_all_reduce: whether backward reduces over replicas.
+        may_hold_sum: whether earlier backward passes may have left gradients, on any rank: the next reduction is of them too.
         reduce_hook: called with each reduced shard.
         is_accumulating: whether the last backward left gradients for a later one to add to and reduce.
         on_gradient: called when a parameter has got a gradient.
@@ -55,6 +54,7 @@ class GradientBuffers:
         self._params, self._layout, self._rank, self._has_replicas = params, layout, rank, has_replicas
         self.reduction = Reduction()
         self.requires_all_reduce = True
+        self.may_hold_sum = False
         self.is_accumulating = False
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.on_gradient: Callable[[], None] | None = None
@@ -74,6 +74,7 @@ class GradientBuffers:
         self._unreduced: DBuffer | None = None
         self._widened: DBuffer | None = None
         self._wide: dict[int, torch.Tensor] = {}  # Gradients of this backward pass that would be rounded, by parameter.
+        self._wide_gradients: WideGradients | None = None
         self._views: list[torch.Tensor] = []
         self._reduction: tuple[Work | None, DBuffer] | None = None  # Without work when that was waited for.
         self._all_reduce: tuple[Work, DBuffer] | None = None
@@ -212,13 +213,13 @@ class GradientBuffers:
     def _keep_wide(self, index: int, gradient: torch.Tensor) -> None:
         """Keep a gradient beside the buffer until this is widened, as it would be rounded there.
 
-        As norms compute them, they are few. Where they are not, gradients come in ``reduce_dtype`` from now on.
+        As norms compute them, they are few. Where they may be many, gradients come in ``reduce_dtype`` once they are.
         """
         self.views()
         kept = self._wide.get(index)
         self._wide[index] = gradient.to(self.reduce_dtype) if kept is None else kept.add_(gradient)
         self._params[index].was_used = self.needs_reduction = True
-        if sum(each.numel() for each in self._wide.values()) > self._layout.numel * _LARGEST_WIDE_PART:
+        if not self.wide_gradients.are_few and self.wide_gradients.are_many(self._wide.values()):
             self.widen()
             self.dtype, self._unreduced, self._widened, self._views = self.reduce_dtype, self._widened, None, []
             for param in self._params:
@@ -256,18 +257,46 @@ class GradientBuffers:
         self.finish_reduction()
         if self._widened is None or not self._widened.is_allocated:  # No gradient has come: there may be no buffer.
             self.views()
-        self.widen()
-        if self.dtype == self.reduce_dtype:
+        reduces_narrow = self.reduces_narrow
+        if reduces_narrow or self.dtype == self.reduce_dtype:
             self._close()
+            source = self._unreduced
+        else:
+            self.widen()
+            source = self._widened
+        assert source is not None and source.is_allocated
         output = DBuffer(self._layout, Shard(0), self._rank, self.reduce_dtype, self._device)
-        self._reduction = (self._source.reduce_scatter_to(output, self.collectives, self.reduction), output)
+        if reduces_narrow:
+            self._round_unexpected(source)
+        work = source.reduce_scatter_to(output, self.collectives, self.reduction)
+        self._reduction = (self._with_wide(work, output) if reduces_narrow else work, output)
+        self.may_hold_sum = False
 
     @property
-    def _source(self) -> DBuffer:
-        """The buffer that is reduced."""
-        source = self._unreduced if self.dtype == self.reduce_dtype else self._widened
-        assert source is not None
-        return source
+    def reduces_narrow(self) -> bool:
+        """Whether the next reduction is of gradients as they came, added up in ``reduce_dtype``; the same on all ranks."""
+        is_narrow = self.dtype != self.reduce_dtype and not self.may_hold_sum and self.wide_gradients.are_few
+        return is_narrow and self.collectives.adds_wide(self._device)
+
+    def _round_unexpected(self, unreduced: DBuffer) -> None:
+        """Of parameters that matmuls use, the other ranks know of no gradients but in ``dtype``."""
+        for index in [index for index in self._wide if index not in self.wide_gradients]:
+            unreduced.tensor(index).add_(self._wide.pop(index))
+
+    def _with_wide(self, work: Work, output: DBuffer) -> Work:
+        """What is reduced narrow, and the gradients kept beside it, where there may be some on any rank."""
+        if not self.wide_gradients:
+            return work
+        wide, self._wide = self._wide, {}
+        return wait_all([work, self.wide_gradients.reduce(wide, output, self.collectives, self.reduction)])
+
+    @property
+    def wide_gradients(self) -> WideGradients:
+        """Of the parameters whose gradients may come wide."""
+        if self._wide_gradients is None:
+            indices = [index for index, param in enumerate(self._params) if param.may_be_wide]
+            self._wide_gradients = WideGradients(self._layout, self._rank, indices)
+        return self._wide_gradients
 
     def wait_for_reduction(self) -> None:
         """Wait for the reduce-scatter under way and release the unreduced buffer. No collective, and no hook of the user's."""

@@ -24,6 +24,7 @@ class ManagedParam:
         version: :attr:`compute_version` when it was gathered.
         has_gradient: there is one in the gradient buffer.
         was_used: in the reduction under way.
+        may_be_wide: whether its gradient may come in a wider dtype than the group's.
     """
 
     fqn: str
@@ -36,6 +37,7 @@ class ManagedParam:
     version: int = 0
     has_gradient: bool = False
     was_used: bool = False
+    may_be_wide: bool = False
 
     @property
     def registered(self) -> torch.Tensor | None:

@@ -84,7 +84,8 @@ def memory_report(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] |
     - the inputs of every group but the root's need gradients; else a group stays gathered to the end of backward;
     - the optimizer has its state: before its first step there is none, and none is predicted;
     - the backend reduces without memory of its own, as NCCL does. Over gloo a reduction is through before the next gradients
-      have a buffer, and holds, in place of that, what it receives: as much as its own. What that is more is not predicted.
+      have a buffer, and holds, in place of that, what it receives: as much as its own, for which the reduced shard comes.
+      What that is more, or less, is not predicted.
 
     Activations, parameters in no group and what the optimizer holds during its step are not in it.
 
@@ -267,7 +268,7 @@ class _Step:
             for group in self._reducing.pop(0).groups:
                 self._gradients.pop(group, None)
         self._reducing.append(state)
-        self._widen(trainable, position)
+        self._widen([group for group in trainable if not group.gradients.reduces_narrow], position)
         for group in trainable:
             self._reduced[group] = group.layout.shard_numel * group.reduce_dtype.itemsize
 

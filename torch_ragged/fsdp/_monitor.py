@@ -236,6 +236,9 @@ class _WatchedCollectives:
     def holds_second_buffer(self, device: torch.device) -> bool:
         return self._collectives.holds_second_buffer(device)
 
+    def adds_wide(self, device: torch.device) -> bool:
+        return self._collectives.adds_wide(device)
+
     def __getattr__(self, collective: str) -> Callable[..., Work]:
         call = getattr(self._collectives, collective)
         kind = collective if collective in _KINDS else "other"

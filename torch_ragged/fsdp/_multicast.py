@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,7 +71,13 @@ class MulticastCollectives:
             torch.ops.symm_mem.multimem_all_gather_out(part, self._group.group_name, gathered)
             return StreamWork(stream.record_event())
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        buffer: torch.Tensor,
+        reduction: Reduction,
+        when_read: Callable[[], None] | None = None,
+    ) -> Work:
         handle = self._slabs.handle(buffer) if buffer.dtype in _TYPES else None
         if handle is None or self._process_groups.custom_reduce_scatter is not None:
             return self._process_groups.reduce_scatter(output, buffer, reduction)
@@ -78,6 +85,9 @@ class MulticastCollectives:
         return reduced(issue, self._group, buffer, output, dataclasses.replace(reduction, sum_only=True))
 
     def holds_second_buffer(self, device: torch.device) -> bool:
+        return False
+
+    def adds_wide(self, device: torch.device) -> bool:
         return False
 
     def _load_sum(self, handle: Any, output: torch.Tensor, op: object, divisor: float) -> Work:

@@ -144,6 +144,7 @@ class ParamGroup:
             if has_gradients:  # A hook can be set only where a gradient can be.
                 if _KEEPS_WIDE_GRADIENTS and self.reduce_dtype.itemsize > self.param_dtype.itemsize:
                     param.unsharded.grad_dtype = None  # The copy into the gradient buffer casts.
+                    param.may_be_wide = not isinstance(param.unsharded, ComputeParameter)
                 param.unsharded.register_post_accumulate_grad_hook(self.gradients.hook(index))
             param.unsharded.requires_grad_(param.requires_grad)
         self._release_unsharded()

@@ -97,7 +97,13 @@ class HierarchicalCollectives(ProcessGroupCollectives):
         self._within, self._across = ProcessGroupCollectives(levels.within), ProcessGroupCollectives(levels.across)
         self.reducers = (self._within, self._across)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        buffer: torch.Tensor,
+        reduction: Reduction,
+        when_read: Callable[[], None] | None = None,
+    ) -> Work:
         partial = output.new_empty(self._levels.nodes * output.numel())
         parts = zip(partial.split(output.numel()), buffer.split(self._levels.per_node * output.numel()))
         works = [self._within.reduce_scatter(part, node, reduction) for part, node in parts]

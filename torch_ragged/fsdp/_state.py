@@ -238,6 +238,14 @@ class ModuleState:
             group.adopt_sharded()
             group.distrust_resident()
 
+    def expect_sums(self, may_come: bool) -> None:
+        """From now on backward may leave gradients unreduced.
+
+        Told by the user's call, which all ranks make, and not by backward: one that raises need not raise on all.
+        """
+        for group in self.groups:
+            group.gradients.may_hold_sum |= may_come
+
     def unshard(self) -> None:
         """Gather the parameters, and make them the modules'."""
         for group in self.groups:

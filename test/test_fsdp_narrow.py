@@ -1,0 +1,273 @@
+"""Gradients that are sent narrow and added up wide: the bits of those that are widened first, whatever each rank has."""
+
+import contextlib
+import copy
+import itertools
+import unittest
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import run_ranks
+from test_fsdp_backward import WideProduct
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Partial, Shard
+
+from torch_ragged.fsdp import ZERO1, BufferLayout, DBuffer, TensorSpec, fully_shard
+from torch_ragged.fsdp import _collectives as implementation
+from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction
+from torch_ragged.fsdp._copy_engine import CopyEngineCollectives
+from torch_ragged.fsdp._fully_shard import named_groups
+from torch_ragged.fsdp._gloo import sum_parts
+from torch_ragged.fsdp._wide_gradients import WideGradients
+
+DIM = 256  # Of a matrix with as many rows matmuls write the gradient themselves.
+POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+class Part(nn.Module):
+    """``uses`` says which of its layers a call goes through: all ranks need not agree."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear, self.extra = nn.RMSNorm(DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x, uses):
+        x = self.norm(x) if "norm" in uses else x
+        x = x + self.linear(x) if "linear" in uses else x
+        return x + self.extra(x) if "extra" in uses else x
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(3))
+
+    def forward(self, x, uses):
+        for part in self.parts:
+            x = part(x, uses)
+        return x
+
+
+def sharded(plain, **options):
+    model = copy.deepcopy(plain)
+    for part in model.parts:
+        fully_shard(part, mp_policy=POLICY, **options)
+    return fully_shard(model, mp_policy=POLICY, **options)
+
+
+@contextlib.contextmanager
+def widening():
+    """Gradients are widened before they are reduced, as with NCCL."""
+    with contextlib.ExitStack() as stack:
+        for kind in (ProcessGroupCollectives, CopyEngineCollectives):
+            stack.enter_context(mock.patch.object(kind, "adds_wide", lambda self, device: False))
+        yield
+
+
+@contextlib.contextmanager
+def reduced_dtypes(log):
+    """Note the dtype of every buffer that gloo's reduce-scatter reads."""
+    original = implementation._exchange_and_sum
+
+    def noted(output, buffer, *others, **options):
+        log.append(buffer.dtype)
+        return original(output, buffer, *others, **options)
+
+    with mock.patch.object(implementation, "_exchange_and_sum", noted):
+        yield
+
+
+def gradients_of(model, accumulates, collectives):
+    """Of several steps: plain, some layers on some ranks only, several backward passes before a reduction, plain again."""
+    rank, found, seed = dist.get_rank(), [], itertools.count(1)
+    everything = ("norm", "linear", "extra")
+    if collectives is not None:
+        model.set_collectives(collectives)
+
+    def backward(uses):
+        inputs = torch.randn(2, DIM, generator=torch.Generator().manual_seed(10 * next(seed) + rank))
+        (model(inputs, uses) ** 2).sum().backward()
+
+    def end_step():
+        found.extend(None if p.grad is None else p.grad.to_local().clone() for p in model.parameters())
+        model.zero_grad()
+
+    on_first, on_others = (everything, ("norm", "linear")), (("linear",), ("extra",))
+    for uses in (everything, ("linear",), *(on_others if rank else on_first)):
+        backward(uses)
+        end_step()
+    for sooner in (everything, everything if rank else ("extra",)):
+        accumulates(model, True)
+        backward(sooner)
+        accumulates(model, False)
+        backward(everything)
+        end_step()
+    backward(everything)
+    end_step()
+    return found
+
+
+def without_sync(model, accumulates):
+    model.set_requires_gradient_sync(not accumulates)
+
+
+def not_last(model, accumulates):
+    model.set_is_last_backward(not accumulates)
+
+
+def compare_with_widened(keeps_wide, collectives):
+    torch.manual_seed(0)
+    plain = Parts()
+    with mock.patch("torch_ragged.fsdp._param_group._KEEPS_WIDE_GRADIENTS", keeps_wide):
+        for accumulates, options in ((without_sync, {}), (not_last, {"placements": ZERO1})):
+            with widening():
+                expected = gradients_of(sharded(plain, **options), accumulates, collectives)
+            log = []
+            with reduced_dtypes(log):
+                found = gradients_of(sharded(plain, **options), accumulates, collectives)
+            for index, (one, other) in enumerate(zip(expected, found)):
+                assert (one is None) == (other is None), index
+                assert one is None or torch.equal(one, other), (index, (one - other).abs().max())
+            if collectives is None:
+                one_step = [torch.bfloat16, torch.float32] if keeps_wide else [torch.bfloat16]
+                assert log == 4 * 3 * one_step + 2 * 3 * [torch.float32] + 3 * one_step, log
+
+
+def memory_of_reductions():
+    """No second, wider buffer is acquired; a shard has its memory in place of the buffer's."""
+    model = sharded(Parts())
+    acquired = []
+    original = DBuffer.__init__
+
+    def noted(buffer, layout, placement, rank, dtype, *others, **options):
+        acquired.append((type(placement), dtype))
+        original(buffer, layout, placement, rank, dtype, *others, **options)
+
+    with mock.patch.object(DBuffer, "__init__", noted):
+        model(torch.randn(2, DIM), ("norm", "linear", "extra")).sum().backward()
+    assert {dtype for placement, dtype in acquired if placement is not Shard} == {torch.bfloat16}, acquired
+    (group, *_) = named_groups(model).values()
+    whole = DBuffer(group.layout, Partial(), group.rank, torch.bfloat16, group.device)
+    shard = DBuffer(group.layout, Shard(0), group.rank, torch.float32, group.device)
+    whole.flat.fill_(1)
+    whole.reduce_scatter_to(shard, group.collectives, Reduction()).wait()
+    assert (whole.is_allocated, shard.is_allocated) == (False, True)
+    assert torch.equal(shard.flat, torch.ones_like(shard.flat))
+
+
+def raise_on_one_rank():
+    """A backward pass without sync raises on rank 0 alone; the next reduction is nevertheless of one dtype."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(DIM, DIM, bias=False))
+    model = fully_shard(copy.deepcopy(plain), mp_policy=POLICY)
+    inputs = torch.ones(2, DIM)
+    model(inputs).sum().backward()
+    (expected,) = (param.grad.full_tensor() for param in model.parameters())
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    output = model(inputs).sum()
+    if dist.get_rank() == 0:
+        output.register_hook(_raise)
+        try:
+            output.backward()
+        except RuntimeError as error:
+            assert str(error) == "on rank 0", error
+    else:
+        output.backward()
+    model.set_requires_gradient_sync(True)
+    model(inputs).sum().backward()
+    (param,) = model.parameters()
+    size = dist.get_world_size()
+    assert torch.equal(param.grad.full_tensor(), expected * ((2 * size - 1) / size))
+
+
+def _raise(gradient):
+    raise RuntimeError("on rank 0")
+
+
+class Product(nn.Module):
+    """A matrix, whose gradient comes in float32 on rank 0 and in bfloat16 on the others; and another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.other = (nn.Parameter(torch.randn(DIM, DIM) / 16) for _ in range(2))
+
+    def forward(self, x):
+        x = x @ self.other.t()
+        return WideProduct.apply(x, self.weight) if dist.get_rank() == 0 else F.linear(x, self.weight.t())
+
+
+def round_what_nobody_expects():
+    """The gradient of a matrix that comes wide on one rank is rounded there, as matmuls' are."""
+    torch.manual_seed(0)
+    plain = Product()
+    with mock.patch("torch_ragged.fsdp._param_group._KEEPS_WIDE_GRADIENTS", True):
+        model = fully_shard(copy.deepcopy(plain), mp_policy=POLICY)
+    inputs = torch.randn(2, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
+    log = []
+    with reduced_dtypes(log):
+        (model(inputs) ** 2).sum().backward()
+    assert log == [torch.bfloat16], log
+    plain.bfloat16()
+    for param in plain.parameters():
+        param.grad_dtype = None
+    (plain(inputs.bfloat16()) ** 2).sum().backward()
+    for name, param in plain.named_parameters():
+        total = param.grad.bfloat16().float()
+        dist.all_reduce(total)
+        assert torch.equal(model.get_parameter(name).grad.full_tensor(), total / 2), name
+
+
+def sum_wide_gradients():
+    """Cut anywhere, held by any ranks: what arrives is their sum."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    numels = (5, 1, 40, 0, 9)
+    tensors = tuple(TensorSpec(f"{i}", (numel,), (0,), 1) for i, numel in enumerate(numels))
+    layout = BufferLayout(tensors, (0, 6, 7, 47, 50), 20, size, 1, 20, "a test", "a test")
+    wide = WideGradients(layout, rank, (0, 2, 3, 4))
+    assert wide and not wide.are_few and 2 in wide and 1 not in wide
+    shard = DBuffer(layout, Shard(0), rank, torch.float32, torch.device("cpu"))
+    shard.flat.fill_(1.0)
+    mine = {0: (0,), 1: (2, 4), 2: (4,)}[rank]
+    gradients = {index: torch.arange(float(numels[index])).view(-1, 1) + 100 * rank for index in mine}
+    wide.reduce(gradients, shard, ProcessGroupCollectives(dist.group.WORLD), Reduction(divisor=2.0)).wait()
+    totals = [torch.arange(5.0), None, torch.arange(40.0) + 100, torch.empty(0), 2 * torch.arange(9.0) + 300]
+    for index, total in enumerate(totals):
+        start, stop = layout.local_range(index, rank)
+        expected = torch.ones(stop - start) if total is None else 1 + total[start:stop] / 2
+        assert torch.equal(shard.tensor(index), expected), (index, shard.tensor(index), expected)
+    assert not WideGradients(layout, rank, ()) and WideGradients(layout, rank, (1,)).are_few
+
+
+class NarrowTest(unittest.TestCase):
+    def test_bits_are_those_of_gradients_widened_first(self):
+        for keeps_wide, collectives in itertools.product((False, True), (None, "copy_engine")):
+            with self.subTest(keeps_wide=keeps_wide, collectives=collectives):
+                run_ranks(2, compare_with_widened, keeps_wide, collectives)
+
+    def test_no_wider_buffer(self):
+        run_ranks(2, memory_of_reductions)
+
+    def test_backward_that_raised_on_one_rank(self):
+        run_ranks(2, raise_on_one_rank)
+
+    def test_wide_gradient_of_a_matrix(self):
+        run_ranks(2, round_what_nobody_expects)
+
+    def test_wide_gradients_arrive_where_they_belong(self):
+        run_ranks(3, sum_wide_gradients)
+
+    def test_sum_is_that_of_widened_parts(self):
+        for dtype, ranks in itertools.product((torch.bfloat16, torch.float16), (2, 5, 33)):
+            parts = torch.randn(ranks, 2**16 + 77, generator=torch.Generator().manual_seed(ranks)).to(dtype)
+            found, expected = torch.empty(2, parts.shape[1])
+            sum_parts(parts, found, 3.0)
+            sum_parts(parts.float(), expected, 3.0)
+            self.assertTrue(torch.equal(found, expected))
+
+
+if __name__ == "__main__":
+    unittest.main()
