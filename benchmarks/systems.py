@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_ragged.fsdp import BufferLayout, TensorSpec, fully_shard, plan_layout, rows
-from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction, Work
+from torch_ragged.fsdp._collectives import Hook, ProcessGroupCollectives, Reduction, Work
 from torch_ragged.fsdp._fully_shard import named_groups
 from torch_ragged.fsdp.plan._peers import RowBuffer
 
@@ -100,13 +100,7 @@ class _Copying(ProcessGroupCollectives):
         work = super().all_gather(staged, shard.clone(), group)
         return _Then(work, lambda: output.copy_(staged))
 
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        buffer: torch.Tensor,
-        reduction: Reduction,
-        when_read: Callable[[], None] | None = None,
-    ) -> Work:
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, when_read: Hook = None) -> Work:
         staged = buffer.clone()
         return _Then(super().reduce_scatter(output, staged, reduction, when_read), lambda: staged)
 
@@ -173,9 +167,8 @@ def bare_collectives(shards: list[int], policy: MixedPrecisionPolicy, gathered_a
     """An all-gather in forward of each group, one in backward of the first so many, and a reduce-scatter of each."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     collectives = ProcessGroupCollectives(dist.group.WORLD)
-    gathered = torch.zeros(ranks * max(shards), dtype=policy.param_dtype or torch.float32)
-    reduced = torch.zeros(ranks * max(shards), dtype=policy.reduce_dtype or gathered.dtype)
-    output = torch.empty(max(shards), dtype=reduced.dtype)
+    gathered, reduced = torch.zeros(2, ranks * max(shards), dtype=policy.param_dtype or torch.float32)
+    output = torch.empty(max(shards), dtype=policy.reduce_dtype or gathered.dtype)  # Added up in this dtype.
 
     def run() -> None:
         for numel in (*shards, *shards[:gathered_again]):

@@ -87,6 +87,12 @@ class Counted:
 
         return call
 
+    def holds_second_buffer(self, device):
+        return False
+
+    def adds_wide(self, device):
+        return False
+
 
 def granularity(fqn, parameter):
     return rows(32, within=0) if parameter.ndim == 3 else rows() if parameter.ndim == 2 else elements()

@@ -14,10 +14,12 @@ from torch_ragged._groups import group_of
 from torch_ragged._register._torch import backend_of
 from torch_ragged.fsdp import _gloo
 
-__all__ = ["Collectives", "ProcessGroupCollectives", "Reduction", "Work", "done", "reduced", "wait_all"]
+__all__ = ["Collectives", "Hook", "ProcessGroupCollectives", "Reduction", "Work", "done", "reduced", "wait_all"]
 
 CustomCollective = Callable[..., Optional[dist.Work]]
 """FSDP2's ``AllGather`` and ``ReduceScatter``: called as torch's collectives of the same name; None if synchronous."""
+
+Hook = Optional[Callable[[], None]]
 
 # torch 2.13 renamed the two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -50,13 +52,7 @@ class Collectives(Protocol):
         Of all ranks that share the buffer, or of a ``group`` of some of them.
         """
 
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        buffer: torch.Tensor,
-        reduction: Reduction,
-        when_read: Callable[[], None] | None = None,
-    ) -> Work:
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, when_read: Hook = None) -> Work:
         """Reduce ``buffer`` (ranks * S elements) over ranks; this rank's slice goes to ``output`` (S).
 
         ``when_read`` is for those with a second buffer only: it is called, by any thread, when ``buffer`` has been read and
@@ -109,13 +105,7 @@ class ProcessGroupCollectives:
             return _gloo.all_gather(_as_real(output), _as_real(shard), group)
         return _issue(_all_gather, custom, output, shard, group=group)
 
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        buffer: torch.Tensor,
-        reduction: Reduction,
-        when_read: Callable[[], None] | None = None,
-    ) -> Work:
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, when_read: Hook = None) -> Work:
         if self._group is None:
             torch.div(buffer, reduction.divisor or 1, out=output)
             return done
@@ -210,12 +200,7 @@ def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _exchange_and_sum(
-    output: torch.Tensor,
-    buffer: torch.Tensor,
-    group: dist.ProcessGroup,
-    when_read: Callable[[], None] | None,
-    op: Any,
-    divisor: float,
+    output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, when_read: Hook, op: Any, divisor: float
 ) -> Work:
     return _gloo.reduce_scatter(_as_real(output), _as_real(buffer), group, divisor, when_read)
 

@@ -142,9 +142,10 @@ class ParamGroup:
             else:
                 param.unsharded = nn.Parameter(value, requires_grad=has_gradients)
             if has_gradients:  # A hook can be set only where a gradient can be.
-                if _KEEPS_WIDE_GRADIENTS and self.reduce_dtype.itemsize > self.param_dtype.itemsize:
+                keeps_wide = _KEEPS_WIDE_GRADIENTS and self.reduce_dtype.itemsize > self.param_dtype.itemsize
+                if keeps_wide:
                     param.unsharded.grad_dtype = None  # The copy into the gradient buffer casts.
-                    param.may_be_wide = not isinstance(param.unsharded, ComputeParameter)
+                param.may_be_wide = keeps_wide and not isinstance(param.unsharded, ComputeParameter)
                 param.unsharded.register_post_accumulate_grad_hook(self.gradients.hook(index))
             param.unsharded.requires_grad_(param.requires_grad)
         self._release_unsharded()
