@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_ragged.fsdp import BufferLayout, TensorSpec, fully_shard, plan_layout, rows
-from torch_ragged.fsdp._collectives import Hook, ProcessGroupCollectives, Reduction, Work
+from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction, Work
 from torch_ragged.fsdp._fully_shard import named_groups
 from torch_ragged.fsdp.plan._peers import RowBuffer
 
@@ -100,9 +100,9 @@ class _Copying(ProcessGroupCollectives):
         work = super().all_gather(staged, shard.clone(), group)
         return _Then(work, lambda: output.copy_(staged))
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, when_read: Hook = None) -> Work:
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
         staged = buffer.clone()
-        return _Then(super().reduce_scatter(output, staged, reduction, when_read), lambda: staged)
+        return _Then(super().reduce_scatter(output, staged, reduction), lambda: staged)
 
 
 @dataclass

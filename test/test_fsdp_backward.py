@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
-from torch_ragged.fsdp import _gloo, fully_shard
+from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp._tensors import map_tensors, tensors_in
 
 DIM = 6
@@ -205,18 +205,12 @@ class Checkpointed(nn.Module):
         return checkpoint(lambda x: x + self.experts(self.attention(x).relu()), x, use_reentrant=self.reentrant)
 
 
-def unassisted():
-    """Reductions over gloo are through when they are waited for, and no sooner."""
-    return mock.patch.object(_gloo._assistant, "watch", lambda work: None)
-
-
 def most_gradient_buffers(model):
     """The most groups that hold gradients when backward is about to end."""
     groups, found = [g for m in model.modules() if hasattr(m, "_ragged_fsdp_state") for g in m._ragged_groups(False)], []
     x = torch.ones(2, DIM, requires_grad=True)
     x.register_hook(lambda _: found.append(sum(bool(b.resident_nbytes) for g in groups for b in g.buffers()["gradients"])))
-    with unassisted():
-        model(x).sum().backward()
+    model(x).sum().backward()
     return max(found)
 
 
@@ -377,8 +371,7 @@ def gradient_buffers_at_once():
         held = []
         for each in gradients:
             each.on_acquired = lambda: held.append(sum(g._is_there for g in gradients))  # noqa: B023
-        with unassisted():
-            model(torch.ones(2, 64)).sum().backward()
+        model(torch.ones(2, 64)).sum().backward()
         assert held == [1, *[reductions] * 3], held
 
 

@@ -14,12 +14,10 @@ from torch_ragged._groups import group_of
 from torch_ragged._register._torch import backend_of
 from torch_ragged.fsdp import _gloo
 
-__all__ = ["Collectives", "Hook", "ProcessGroupCollectives", "Reduction", "Work", "done", "reduced", "wait_all"]
+__all__ = ["Collectives", "ProcessGroupCollectives", "Reduction", "Work", "done", "reduced", "wait_all"]
 
 CustomCollective = Callable[..., Optional[dist.Work]]
 """FSDP2's ``AllGather`` and ``ReduceScatter``: called as torch's collectives of the same name; None if synchronous."""
-
-Hook = Optional[Callable[[], None]]
 
 # torch 2.13 renamed the two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,12 +50,8 @@ class Collectives(Protocol):
         Of all ranks that share the buffer, or of a ``group`` of some of them.
         """
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, when_read: Hook = None) -> Work:
-        """Reduce ``buffer`` (ranks * S elements) over ranks; this rank's slice goes to ``output`` (S).
-
-        ``when_read`` is for those with a second buffer only: it is called, by any thread, when ``buffer`` has been read and
-        before ``output`` is written. It may take the one's memory, and give the other its.
-        """
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+        """Reduce ``buffer`` (ranks * S elements) over ranks; this rank's slice goes to ``output`` (S)."""
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
         """Reduce ``tensor`` over replicas, in place."""
@@ -105,14 +99,14 @@ class ProcessGroupCollectives:
             return _gloo.all_gather(_as_real(output), _as_real(shard), group)
         return _issue(_all_gather, custom, output, shard, group=group)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, when_read: Hook = None) -> Work:
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
         if self._group is None:
             torch.div(buffer, reduction.divisor or 1, out=output)
             return done
         group = self.separate_group or self._group
         custom = self.custom_reduce_scatter
         if custom is None and _is_gloo(group, buffer.device):
-            issue = functools.partial(_exchange_and_sum, output, buffer, group, when_read)
+            issue = functools.partial(_exchange_and_sum, output, buffer, group)
         else:
             issue = functools.partial(_issue_divided, _reduce_scatter, custom, output, buffer, group=group)
         return reduced(issue, group, buffer, output, reduction)
@@ -199,10 +193,8 @@ def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return gloo is not None and device.type == "cpu" and isinstance(backend_of(group, device), gloo)
 
 
-def _exchange_and_sum(
-    output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, when_read: Hook, op: Any, divisor: float
-) -> Work:
-    return _gloo.reduce_scatter(_as_real(output), _as_real(buffer), group, divisor, when_read)
+def _exchange_and_sum(output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, op: Any, divisor: float) -> Work:
+    return _gloo.reduce_scatter(_as_real(output), _as_real(buffer), group, divisor)
 
 
 class _ScaledWork:

@@ -8,7 +8,7 @@ import functools
 import torch
 import torch.distributed as dist
 
-from torch_ragged.fsdp._collectives import Hook, ProcessGroupCollectives, Reduction, Work, reduced, wait_all
+from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction, Work, reduced, wait_all
 from torch_ragged.fsdp._gloo import sum_parts
 from torch_ragged.fsdp._peer_memory import PeerMemory, Step
 
@@ -50,7 +50,7 @@ class CopyEngineCollectives:
             works.append(memory.exchange(*_gather(source[start:stop], parts, memory.rank), nbytes=stop - start))
         return wait_all(works)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, when_read: Hook = None) -> Work:
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
         if self._process_groups.custom_reduce_scatter is not None:
             return self._process_groups.reduce_scatter(output, buffer, reduction)
         issue = functools.partial(self._sum, output, buffer)

@@ -165,16 +165,5 @@ class DBuffer:
         return collectives.all_gather(self.flat, source)
 
     def reduce_scatter_to(self, sharded: DBuffer, collectives: Collectives, reduction: Reduction) -> Work:
-        """Partial() -> Shard(0): one reduce-scatter from this buffer, whose memory may be gone when it is through.
-
-        Where it needs a second buffer, the shard has its memory in place of this one's, from when this has been read.
-        """
-        if self.pool is not None or not collectives.holds_second_buffer(self.flat.device):
-            return collectives.reduce_scatter(sharded.flat, self.flat, reduction)
-
-        def give_way() -> None:
-            self.release()
-            sharded.allocate()
-
-        sharded.release()
-        return collectives.reduce_scatter(sharded.flat, self.flat, reduction, give_way)
+        """Partial() -> Shard(0): one reduce-scatter from this buffer."""
+        return collectives.reduce_scatter(sharded.flat, self.flat, reduction)

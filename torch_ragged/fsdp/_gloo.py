@@ -51,21 +51,15 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGro
     return Assisted(works, _copy, parts[rank], shard, needs_works=False)
 
 
-def reduce_scatter(
-    output: torch.Tensor,
-    buffer: torch.Tensor,
-    group: dist.ProcessGroup,
-    divisor: float,
-    when_read: Callable[[], None] | None = None,
-) -> Assisted:
+def reduce_scatter(output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, divisor: float) -> Assisted:
     """Sum ``buffer`` (ranks * S) over ranks, divided; this rank's slice goes to ``output`` (S), which may be wider.
 
-    One all-to-all, ``when_read``, and a sum. gloo's own is an all-reduce of a copy of the buffer, twice the bytes; both need
-    memory for another buffer meanwhile.
+    One all-to-all, and a sum. gloo's own is an all-reduce of a copy of the buffer, twice the bytes; both need memory for
+    another buffer meanwhile.
     """
     received = torch.empty_like(buffer)
     work = _issued(dist.all_to_all_single, received, buffer, group=group)
-    return Assisted([work], _sum, received.view(group.size(), -1), output, divisor, when_read, needs_works=True)
+    return Assisted([work], _sum, received.view(group.size(), -1), output, divisor, needs_works=True)
 
 
 def sum_parts(parts: torch.Tensor, output: torch.Tensor, divisor: float) -> None:
@@ -81,10 +75,8 @@ def sum_parts(parts: torch.Tensor, output: torch.Tensor, divisor: float) -> None
             output.div_(divisor)
 
 
-def _sum(parts: torch.Tensor, output: torch.Tensor, divisor: float, when_read: Callable[[], None] | None) -> None:
+def _sum(parts: torch.Tensor, output: torch.Tensor, divisor: float) -> None:
     with record_function("gloo:sum"):
-        if when_read is not None:
-            when_read()
         sum_parts(parts, output, divisor)
 
 

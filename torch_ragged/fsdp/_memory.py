@@ -84,8 +84,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] |
     - the inputs of every group but the root's need gradients; else a group stays gathered to the end of backward;
     - the optimizer has its state: before its first step there is none, and none is predicted;
     - the backend reduces without memory of its own, as NCCL does. Over gloo a reduction is through before the next gradients
-      have a buffer, and holds, in place of that, what it receives: as much as its own, for which the reduced shard comes.
-      What that is more, or less, is not predicted.
+      have a buffer, and holds, in place of that, what it receives: as much as its own. What that is more is not predicted.
 
     Activations, parameters in no group and what the optimizer holds during its step are not in it.
 

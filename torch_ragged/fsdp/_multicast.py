@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._register._torch import timeout_of
-from torch_ragged.fsdp._collectives import Hook, ProcessGroupCollectives, Reduction, Work, reduced
+from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction, Work, reduced
 from torch_ragged.fsdp._peer_memory import StreamWork
 
 __all__ = ["MulticastCollectives", "SymmetricSlabs"]
@@ -70,7 +70,7 @@ class MulticastCollectives:
             torch.ops.symm_mem.multimem_all_gather_out(part, self._group.group_name, gathered)
             return StreamWork(stream.record_event())
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, when_read: Hook = None) -> Work:
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
         handle = self._slabs.handle(buffer) if buffer.dtype in _TYPES else None
         if handle is None or self._process_groups.custom_reduce_scatter is not None:
             return self._process_groups.reduce_scatter(output, buffer, reduction)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._kernels.casts import scaled_copy_
-from torch_ragged.fsdp._collectives import Collectives, Hook, ProcessGroupCollectives, Reduction, Work, done, wait_all
+from torch_ragged.fsdp._collectives import Collectives, ProcessGroupCollectives, Reduction, Work, done, wait_all
 from torch_ragged.fsdp._dbuffer import DBuffer
 
 __all__ = ["HierarchicalCollectives", "Resident"]
@@ -97,7 +97,7 @@ class HierarchicalCollectives(ProcessGroupCollectives):
         self._within, self._across = ProcessGroupCollectives(levels.within), ProcessGroupCollectives(levels.across)
         self.reducers = (self._within, self._across)
 
-    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction, when_read: Hook = None) -> Work:
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
         partial = output.new_empty(self._levels.nodes * output.numel())
         parts = zip(partial.split(output.numel()), buffer.split(self._levels.per_node * output.numel()))
         works = [self._within.reduce_scatter(part, node, reduction) for part, node in parts]
