@@ -375,7 +375,39 @@ def gradient_buffers_at_once():
         assert held == [1, *[reductions] * 3], held
 
 
+def gradient_beside_a_reduction():
+    """A gradient that comes while its group is reduced waits for that, and leaves the replicas' all-reduce for later.
+
+    It need not come to all ranks.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh).set_manual_backward_finalization(True)
+    model.set_reduce_scatter_max_input_buffers(2)
+    model(torch.ones(2, DIM)).sum().backward()
+    groups = [layer._ragged_groups(False)[0] for layer in model]
+    assert all(group.gradients._reduction is not None for group in groups)
+    collectives = groups[0].collectives
+    with mock.patch.object(collectives, "all_reduce", side_effect=AssertionError("an all-reduce")):
+        if dist.get_rank() == 0:
+            groups[0].gradients.views()
+    model.finalize_backward()
+    found = [param.grad.full_tensor() for param in model.parameters()]
+    plain = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(2)))
+    with torch.no_grad():
+        for mine, param in zip(plain.parameters(), model.parameters()):
+            mine.copy_(param.full_tensor())
+    for mine, expected in zip(found, torch.autograd.grad(plain(torch.ones(2, DIM)).sum(), list(plain.parameters()))):
+        torch.testing.assert_close(mine, expected)
+
+
 class BackwardTest(unittest.TestCase):
+    def test_gradient_that_comes_while_its_group_is_reduced(self):
+        run_ranks(2, gradient_beside_a_reduction)
+
     def test_ranks_that_use_different_groups(self):
         run_ranks(3, check_ranks_use_different_groups)
 

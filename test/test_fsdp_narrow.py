@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from torch_ragged.fsdp import ZERO1, BufferLayout, DBuffer, TensorSpec, fully_shard
+from torch_ragged.fsdp import ZERO1, ZERO2, ZERO3, BufferLayout, DBuffer, TensorSpec, fully_shard
 from torch_ragged.fsdp import _collectives as implementation
 from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction
 from torch_ragged.fsdp._copy_engine import CopyEngineCollectives
@@ -54,7 +54,7 @@ def sharded(plain, **options):
     model = copy.deepcopy(plain)
     for part in model.parts:
         fully_shard(part, mp_policy=POLICY, **options)
-    return fully_shard(model, mp_policy=POLICY, **options)
+    return fully_shard(model, mp_policy=POLICY, **options)  # It has no parameters of its own.
 
 
 @contextlib.contextmanager
@@ -68,14 +68,21 @@ def widening():
 
 @contextlib.contextmanager
 def reduced_dtypes(log):
-    """Note the dtype of every buffer that gloo's reduce-scatter reads."""
-    original = implementation._exchange_and_sum
+    """Note the dtype of every buffer that a reduce-scatter over gloo, or by the copy engine, reads."""
+    exchange, copies = implementation._exchange_and_sum, CopyEngineCollectives._sum
 
-    def noted(output, buffer, *others, **options):
+    def noted_exchange(output, buffer, *others, **options):
         log.append(buffer.dtype)
-        return original(output, buffer, *others, **options)
+        return exchange(output, buffer, *others, **options)
 
-    with mock.patch.object(implementation, "_exchange_and_sum", noted):
+    def noted_copies(collectives, output, buffer, *others, **options):
+        log.append(buffer.dtype)
+        return copies(collectives, output, buffer, *others, **options)
+
+    with (
+        mock.patch.object(implementation, "_exchange_and_sum", noted_exchange),
+        mock.patch.object(CopyEngineCollectives, "_sum", noted_copies),
+    ):
         yield
 
 
@@ -121,18 +128,18 @@ def compare_with_widened(keeps_wide, collectives):
     torch.manual_seed(0)
     plain = Parts()
     with mock.patch("torch_ragged.fsdp._param_group._KEEPS_WIDE_GRADIENTS", keeps_wide):
-        for accumulates, options in ((without_sync, {}), (not_last, {"placements": ZERO1})):
+        for accumulates, placements in ((without_sync, ZERO3), (not_last, ZERO1)):
             with widening():
-                expected = gradients_of(sharded(plain, **options), accumulates, collectives)
+                expected = gradients_of(sharded(plain, placements=placements), accumulates, collectives)
             log = []
             with reduced_dtypes(log):
-                found = gradients_of(sharded(plain, **options), accumulates, collectives)
+                found = gradients_of(sharded(plain, placements=placements), accumulates, collectives)
             for index, (one, other) in enumerate(zip(expected, found)):
                 assert (one is None) == (other is None), index
                 assert one is None or torch.equal(one, other), (index, (one - other).abs().max())
-            if collectives is None:
-                one_step = [torch.bfloat16, torch.float32] if keeps_wide else [torch.bfloat16]
-                assert log == 4 * 3 * one_step + 2 * 3 * [torch.float32] + 3 * one_step, log
+            narrow, wide = ([torch.bfloat16, torch.float32] if keeps_wide else [torch.bfloat16]), [torch.float32]
+            of_parts = 4 * 3 * narrow + 2 * 3 * wide + 3 * narrow
+            assert log == (7 * 3 * wide if placements is ZERO1 else of_parts), log
 
 
 def memory_of_reductions():
@@ -150,34 +157,72 @@ def memory_of_reductions():
     assert {dtype for placement, dtype in acquired if placement is not Shard} == {torch.bfloat16}, acquired
 
 
-def raise_on_one_rank():
-    """A backward pass without sync raises on rank 0 alone; the next reduction is nevertheless of one dtype."""
+def uneven_accumulation(placements):
+    """Ranks that make different numbers of passes, which gather nothing, before one reduction."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(DIM, DIM, bias=False))
-    model = fully_shard(copy.deepcopy(plain), mp_policy=POLICY)
-    inputs = torch.ones(2, DIM)
-    model(inputs).sum().backward()
-    (expected,) = (param.grad.full_tensor() for param in model.parameters())
-    model.zero_grad()
+    plain = Parts()
+    inputs, everything = torch.ones(2, DIM), ("norm", "linear", "extra")
+    model, alone = sharded(plain, placements=placements), sharded(plain)
+    passes = 1 if dist.get_rank() else 3
+    for index in range(passes):
+        if passes > 1:
+            model.set_requires_gradient_sync(index == passes - 1)
+            model.set_is_last_backward(index == passes - 1)
+        (model(inputs, everything) ** 2).sum().backward()
+    (alone(inputs, everything) ** 2).sum().backward()
+    for param, once in zip(model.parameters(), alone.parameters()):  # Four passes on two ranks.
+        torch.testing.assert_close(param.grad.full_tensor(), 2 * once.grad.full_tensor(), rtol=2**-6, atol=1e-3)
+
+
+def raise_on_one_rank(where):
+    """A backward pass without sync raises on rank 0 alone, behind the last gather: the next reduction is of one dtype."""
+    torch.manual_seed(0)
+    model = Part() if where == "loss" else Parts()
+    model = fully_shard(model, mp_policy=POLICY) if where == "loss" else sharded(model)
+    inputs, everything = torch.ones(2, DIM), ("norm", "linear", "extra")
     model.set_requires_gradient_sync(False)
-    output = model(inputs).sum()
-    if dist.get_rank() == 0:
-        output.register_hook(_raise)
-        try:
-            output.backward()
-        except RuntimeError as error:
-            assert str(error) == "on rank 0", error
+    first = model if where == "loss" else model.parts[0].linear
+    hook = first.register_forward_hook(lambda module, args, output: output.register_hook(_raise) and None)
+    loss = model(inputs, everything).sum()
+    hook.remove()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert str(error) == "on rank 0" and dist.get_rank() == 0, error
     else:
-        output.backward()
+        assert dist.get_rank() == 1
     model.set_requires_gradient_sync(True)
-    model(inputs).sum().backward()
-    (param,) = model.parameters()
-    size = dist.get_world_size()
-    assert torch.equal(param.grad.full_tensor(), expected * ((2 * size - 1) / size))
+    log = []
+    with reduced_dtypes(log):
+        model(inputs, everything).sum().backward()
+    assert set(log) == {torch.float32}, log
+    assert all(param.grad is not None for param in model.parameters())
 
 
 def _raise(gradient):
-    raise RuntimeError("on rank 0")
+    if dist.get_rank() == 0:
+        raise RuntimeError("on rank 0")
+
+
+def untouched_while_sent():
+    """Backward passes without sync that bring a group nothing while it is reduced leave what is sent alone."""
+    torch.manual_seed(0)
+    model = sharded(Parts())
+    model.set_manual_backward_finalization(True)
+    model.set_reduce_scatter_max_input_buffers(2)
+    found = []
+    for has_second in (False, True):
+        model(torch.ones(2, DIM), ("linear",)).sum().backward()
+        if has_second:
+            model.set_requires_gradient_sync(False)
+            model(torch.ones(2, DIM, requires_grad=True), ()).sum().backward()
+            model.set_requires_gradient_sync(True)
+        model.finalize_backward()
+        found.append([None if p.grad is None else p.grad.full_tensor() for p in model.parameters()])
+        model.zero_grad()
+    for one, other in zip(*found):
+        assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+    assert any(one is not None and one.abs().sum() > 0 for one in found[1])
 
 
 class Product(nn.Module):
@@ -244,7 +289,17 @@ class NarrowTest(unittest.TestCase):
         run_ranks(2, memory_of_reductions)
 
     def test_backward_that_raised_on_one_rank(self):
-        run_ranks(2, raise_on_one_rank)
+        for where in ("loss", "first"):
+            with self.subTest(where=where):
+                run_ranks(2, raise_on_one_rank, where)
+
+    def test_ranks_that_accumulate_different_numbers_of_passes(self):
+        for placements in (ZERO1, ZERO2):
+            with self.subTest(placements=placements):
+                run_ranks(2, uneven_accumulation, placements)
+
+    def test_backward_without_gradients_beside_a_reduction(self):
+        run_ranks(2, untouched_while_sent)
 
     def test_wide_gradient_of_a_matrix(self):
         run_ranks(2, round_what_nobody_expects)

@@ -161,7 +161,6 @@ class FSDPModule(TorchFSDPModule):
         """Whether backward reduces gradients; without, they add up in the gradient buffer with no communication."""
         for state in self._ragged_states(recurse):
             state.requires_gradient_sync = requires_gradient_sync
-            state.expect_sums(not requires_gradient_sync)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether gathered parameters are given back after forward; as with FSDP2, True gives a kept part back too.
@@ -194,8 +193,6 @@ class FSDPModule(TorchFSDPModule):
         """
         for state in self._ragged_states(recurse=False):
             state.is_last_backward = is_last_backward
-        for state in self._ragged_states(recurse=True):
-            state.expect_sums(state.reduces_last_only and not is_last_backward)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over the replicas of HSDP.

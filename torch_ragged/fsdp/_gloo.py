@@ -110,6 +110,8 @@ class Assisted:
         """Raises what the first work to fail, or the step, raises, when nothing is under way any more."""
         errors = [error for error in map(_error_of, self._works) if error is not None]
         if errors:
+            with self._lock:
+                self._arguments = None  # There is nothing to make the step of.
             raise errors[0]
         self._make()
         self._works, self._arguments = [], None

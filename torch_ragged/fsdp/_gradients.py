@@ -40,7 +40,7 @@ class GradientBuffers:
         reduction: how.
         dtype: of the gradients as they come.
         requires_all_reduce: whether backward reduces over replicas.
-        may_hold_sum: whether earlier backward passes may have left gradients, on any rank: the next reduction is of them too.
+        may_hold_sum: whether backward passes may have left gradients since the last reduction, on any rank.
         reduce_hook: called with each reduced shard.
         is_accumulating: whether the last backward left gradients for a later one to add to and reduce.
         on_gradient: called when a parameter has got a gradient.
@@ -151,7 +151,7 @@ class GradientBuffers:
 
     def views(self) -> list[torch.Tensor]:
         """The unreduced buffer's view of each parameter; the buffer is (re-)acquired if it is not there."""
-        self.finish_reduction()  # It may still be read.
+        self.wait_for_reduction()  # It may still be read.
         was_there = self._is_there
         self._unreduced = self._acquired(self._unreduced, self.dtype)
         if not was_there and self.on_acquired is not None:
@@ -173,7 +173,7 @@ class GradientBuffers:
         is_all = len(self._params) == 1 and gradient.numel() == self._layout.numel and gradient.dtype == self.dtype
         if not is_all or type(gradient) is not torch.Tensor or gradient.layout != torch.strided or self.pool is not None:
             return False
-        self.finish_reduction()
+        self.wait_for_reduction()
         is_storage = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
         if not is_storage or self._is_there:
             return False
@@ -231,7 +231,8 @@ class GradientBuffers:
 
     def widen(self) -> None:
         """At the end of a backward pass: what it brought is cast to ``reduce_dtype``, or added to what is there already."""
-        if self.dtype == self.reduce_dtype or self._unreduced is None or not self._is_there:
+        is_under_way = self._reduction is not None and self._reduction[0] is not None  # And nothing has come since.
+        if is_under_way or self.dtype == self.reduce_dtype or self._unreduced is None or not self._is_there:
             return
         self._close()
         holds_sum = self._widened is not None and self._widened.is_allocated
@@ -251,13 +252,17 @@ class GradientBuffers:
                 view.zero_()
             param.was_used, param.has_gradient = param.was_used or param.has_gradient, False
 
-    def start_reduction(self) -> None:
-        """Start one reduce-scatter. A parameter without a gradient here contributes zeros."""
+    def start_reduction(self, reduces_narrow: bool = False) -> None:
+        """Start one reduce-scatter. A parameter without a gradient here contributes zeros.
+
+        Args:
+            reduces_narrow: reduce gradients as they came, and what came wide beside them; the same on all ranks.
+        """
         self.needs_reduction = False
         self.finish_reduction()
         if self._widened is None or not self._widened.is_allocated:  # No gradient has come: there may be no buffer.
             self.views()
-        reduces_narrow = self.reduces_narrow
+        assert not reduces_narrow or self._widened is None or not self._widened.is_allocated, "gradients left by earlier passes"
         if reduces_narrow or self.dtype == self.reduce_dtype:
             self._close()
             source = self._unreduced
@@ -269,12 +274,15 @@ class GradientBuffers:
         if reduces_narrow:
             self._round_unexpected(source)
         work = source.reduce_scatter_to(output, self.collectives, self.reduction)
-        self._reduction = (self._with_wide(work, output) if reduces_narrow else work, output)
-        self.may_hold_sum = False
+        self._reduction, self.may_hold_sum = (work, output), False
+        if reduces_narrow and self.wide_gradients:
+            wide, self._wide = self._wide, {}
+            beside = self.wide_gradients.reduce(wide, output, self.collectives, self.reduction)
+            self._reduction = (wait_all([work, beside]), output)
 
     @property
-    def reduces_narrow(self) -> bool:
-        """Whether the next reduction is of gradients as they came, added up in ``reduce_dtype``; the same on all ranks."""
+    def can_reduce_narrow(self) -> bool:
+        """Whether gradients can be reduced as they came, to be added up in ``reduce_dtype``."""
         is_narrow = self.dtype != self.reduce_dtype and not self.may_hold_sum and self.wide_gradients.are_few
         return is_narrow and self.collectives.adds_wide(self._device)
 
@@ -282,13 +290,6 @@ class GradientBuffers:
         """Of parameters that matmuls use, the other ranks know of no gradients but in ``dtype``."""
         for index in [index for index in self._wide if index not in self.wide_gradients]:
             unreduced.tensor(index).add_(self._wide.pop(index))
-
-    def _with_wide(self, work: Work, output: DBuffer) -> Work:
-        """What is reduced narrow, and the gradients kept beside it, where there may be some on any rank."""
-        if not self.wide_gradients:
-            return work
-        wide, self._wide = self._wide, {}
-        return wait_all([work, self.wide_gradients.reduce(wide, output, self.collectives, self.reduction)])
 
     @property
     def wide_gradients(self) -> WideGradients:

@@ -267,7 +267,7 @@ class _Step:
             for group in self._reducing.pop(0).groups:
                 self._gradients.pop(group, None)
         self._reducing.append(state)
-        self._widen([group for group in trainable if not group.gradients.reduces_narrow], position)
+        self._widen([group for group in trainable if not state.reduces_narrow(group)], position)
         for group in trainable:
             self._reduced[group] = group.layout.shard_numel * group.reduce_dtype.itemsize
 

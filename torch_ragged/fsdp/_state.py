@@ -238,14 +238,6 @@ class ModuleState:
             group.adopt_sharded()
             group.distrust_resident()
 
-    def expect_sums(self, may_come: bool) -> None:
-        """From now on backward may leave gradients unreduced.
-
-        Told by the user's call, which all ranks make, and not by backward: one that raises need not raise on all.
-        """
-        for group in self.groups:
-            group.gradients.may_hold_sum |= may_come
-
     def unshard(self) -> None:
         """Gather the parameters, and make them the modules'."""
         for group in self.groups:
@@ -301,6 +293,8 @@ class ModuleState:
             for neighbour in self._prefetch(self.forward_prefetch, context.last_order, call.position, step=1):
                 neighbour._must_refresh = True  # It may never be called.
         if torch.is_grad_enabled():
+            for group in self.groups:  # On all ranks, also where backward raises.
+                group.gradients.may_hold_sum |= self._leaves_gradients
             args, kwargs = self._watch_inputs(args, kwargs, call)
         return args, kwargs
 
@@ -401,6 +395,7 @@ class ModuleState:
         self._in_backward = True
         for group in self.groups:
             group.gradients.needs_reduction |= group.is_trainable
+            group.gradients.may_hold_sum |= self._leaves_gradients
         if self.groups and self.unshard_in_backward:
             self.unshard()
             self._prefetch(self.backward_prefetch, order, position, step=-1)
@@ -451,9 +446,9 @@ class ModuleState:
     def reduce(self) -> None:
         """Start the reduction of gradients that backward has brought here."""
         groups = [group for group in self.groups if group.gradients.needs_reduction]
-        waits = self.reduces_last_only and self.context is not None and not self.context.states[0].is_last_backward
-        if waits or not self.requires_gradient_sync:
+        if self._leaves_gradients:
             for group in groups:
+                group.gradients.may_hold_sum = True
                 group.gradients.widen()
             return
         if not groups:
@@ -463,8 +458,22 @@ class ModuleState:
             for group in reducing.pop(0).groups:
                 group.gradients.finish_reduction()
         for group in groups:
-            group.gradients.start_reduction()
+            group.gradients.start_reduction(self.reduces_narrow(group))
         reducing.append(self)
+
+    @property
+    def _leaves_gradients(self) -> bool:
+        """Whether backward leaves gradients unreduced, for later ones to add to."""
+        waits = self.reduces_last_only and self.context is not None and not self.context.states[0].is_last_backward
+        return waits or not self.requires_gradient_sync
+
+    def reduces_narrow(self, group: ParamGroup) -> bool:
+        """Whether the next reduction of a group is of gradients as they came: then all ranks know that it is.
+
+        They do where every forward and backward gathers the group, so that all have made the same ones since the last one. Of
+        a group that stays gathered, ranks may add up the gradients of different numbers of passes.
+        """
+        return group.neighbours is None and group.resident is None and group.gradients.can_reduce_narrow
 
     def end_backward(self, context: RootContext) -> None:
         """Backward is at its end, and gradients are set."""
