@@ -31,6 +31,7 @@ def _worker(rank: int, pipe: Connection) -> None:
         function, arguments, size, store = task
         try:
             dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=_TIMEOUT)
+            dist.barrier()  # Or a function without a collective ends while another rank is still connecting.
             torch.manual_seed(0)
             pipe.send((True, function(*arguments)))
         except BaseException:  # Whatever happens, the test must hear of it.
