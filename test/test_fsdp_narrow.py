@@ -177,14 +177,16 @@ def uneven_accumulation(placements):
 def raise_on_one_rank(where):
     """A backward pass without sync raises on rank 0 alone, behind the last gather: the next reduction is of one dtype."""
     torch.manual_seed(0)
-    model = Part() if where == "loss" else Parts()
-    model = fully_shard(model, mp_policy=POLICY) if where == "loss" else sharded(model)
+    model = fully_shard(Part(), mp_policy=POLICY) if where == "loss" else sharded(Parts())
     inputs, everything = torch.ones(2, DIM), ("norm", "linear", "extra")
     model.set_requires_gradient_sync(False)
-    first = model if where == "loss" else model.parts[0].linear
-    hook = first.register_forward_hook(lambda module, args, output: output.register_hook(_raise) and None)
-    loss = model(inputs, everything).sum()
-    hook.remove()
+    if where == "loss":  # Before backward comes to any module.
+        loss = model(inputs, everything).sum()
+        loss.register_hook(_raise)
+    else:
+        hook = model.parts[0].linear.register_forward_hook(lambda module, args, output: output.register_hook(_raise) and None)
+        loss = model(inputs, everything).sum()
+        hook.remove()
     try:
         loss.backward()
     except RuntimeError as error:
