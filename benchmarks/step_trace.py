@@ -144,13 +144,21 @@ def _count_ops(trace: Trace, events: list[dict[str, Any]]) -> None:
             kind, argument = _COLLECTIVES[name]
             trace.collectives[kind] += 1
             if argument is not None:
-                trace.collective_nbytes[kind] += _nbytes(event, argument)
+                trace.collective_nbytes[kind] += _nbytes(event, argument) + _own_nbytes(event)
             collective_until = end
         elif name in _INSIDE:
             collective_until = end
         elif name in _COPIES and event["ts"] >= collective_until and not _has_copy_inside(events, index, end):
             trace.copied[name] += _nbytes(event, 0)
             trace.copy_ms += event["dur"] / 1e3
+
+
+def _own_nbytes(event: dict[str, Any]) -> int:
+    """What an all-to-all with splits, one of two that leave a rank's own part out, adds for it: its share by what it sends."""
+    if event["name"] != "c10d::alltoall_base_":
+        return 0
+    splits = json.loads(event["args"]["Concrete Inputs"][4])
+    return _nbytes(event, 1) // (len(splits) - 1) if splits else 0
 
 
 def _has_copy_inside(events: list[dict[str, Any]], index: int, end: float) -> bool:

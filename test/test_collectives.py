@@ -65,10 +65,33 @@ def compare_bits(slot_nbytes: int) -> None:
         if dtype.is_complex or not dtype.is_floating_point:
             continue
         for reduction in (Reduction(), Reduction(divisor=3.0), Reduction(sum_only=True)):
-            outputs = [torch.empty(numel, dtype=dtype) for _ in range(2)]
+            outputs = [torch.empty(numel, dtype=dtype) for _ in range(3)]
             groups.reduce_scatter(outputs[0], values.clone(), reduction).wait()
             copies.reduce_scatter(outputs[1], values.clone(), reduction).wait()
-            assert torch.equal(*outputs), (numel, dtype, reduction)
+            with mock.patch.object(_gloo, "_SMALLEST_PAIR", 0):
+                groups.reduce_scatter(outputs[2], values.clone(), reduction).wait()
+            assert all(torch.equal(outputs[0], output) for output in outputs[1:]), (numel, dtype, reduction)
+
+
+def own_part_stays() -> None:
+    """Of a large buffer a rank receives the others' parts only, from both sides."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    numel = _gloo._SMALLEST_PAIR // 4
+    buffer = torch.arange(size, dtype=torch.float32).repeat_interleave(numel) + 100 * rank
+    received = []
+    exchange = dist.all_to_all_single
+
+    def noted(output, *others, **options):
+        received.append(output)
+        return exchange(output, *others, **options)
+
+    output = torch.empty(numel)
+    with mock.patch.object(dist, "all_to_all_single", noted):
+        work = ProcessGroupCollectives(dist.group.WORLD).reduce_scatter(output, buffer, Reduction(divisor=1.0))
+    assert received[0].untyped_storage().data_ptr() == received[1].untyped_storage().data_ptr()
+    assert received[0].untyped_storage().nbytes() == (size - 1) * output.nbytes
+    work.wait()
+    assert (output == size * rank + 100 * sum(range(size))).all(), output
 
 
 def sum_in_float32() -> None:
@@ -471,6 +494,11 @@ class SetCollectivesTest(unittest.TestCase):
 
     def test_large_shards_are_gathered_by_broadcasts(self):
         run_ranks(2, gathered_by_broadcasts)
+
+    def test_own_part_of_a_large_buffer_stays(self):
+        for ranks in (1, 2, 4):
+            with self.subTest(ranks=ranks):
+                run_ranks(ranks, own_part_stays)
 
     def test_sums_of_many_reductions(self):
         run_ranks(2, many_sums)

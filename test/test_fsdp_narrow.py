@@ -310,12 +310,15 @@ class NarrowTest(unittest.TestCase):
         run_ranks(3, sum_wide_gradients)
 
     def test_sum_is_that_of_widened_parts(self):
-        for dtype, ranks in itertools.product((torch.bfloat16, torch.float16), (2, 5, 33)):
-            parts = torch.randn(ranks, 2**16 + 77, generator=torch.Generator().manual_seed(ranks)).to(dtype)
-            found, expected = torch.empty(2, parts.shape[1])
-            sum_parts(parts, found, 3.0)
-            sum_parts(parts.float(), expected, 3.0)
-            self.assertTrue(torch.equal(found, expected))
+        numel = 2**18 + 77  # Added up in pieces.
+        for dtype, ranks in itertools.product((torch.bfloat16, torch.float16), (1, 2, 5, 33)):
+            parts = torch.randn(ranks, numel, generator=torch.Generator().manual_seed(ranks)).to(dtype)
+            expected = parts[0].float()
+            for part in parts[1:]:
+                expected += part.float()
+            for output in torch.empty(numel), torch.empty(numel, dtype=dtype):
+                sum_parts(parts.unbind(), output, 3.0)
+                self.assertTrue(torch.equal(output, (expected / 3).to(output.dtype)))
 
 
 if __name__ == "__main__":

@@ -104,7 +104,12 @@ def _scatter_and_sum(parts: list[torch.Tensor], output: torch.Tensor, rank: int,
             rows(slots[owner])[rank].copy_(parts[owner])
 
     def read(slots: list[torch.Tensor]) -> None:
-        sum_parts(rows(slots[rank]), output, divisor)
+        if output.device.type == "cpu":
+            sum_parts(rows(slots[rank]).unbind(), output, divisor)
+            return
+        torch.sum(rows(slots[rank]), 0, dtype=output.dtype, out=output)  # One kernel.
+        if divisor != 1:
+            output.div_(divisor)
 
     return write, read
 

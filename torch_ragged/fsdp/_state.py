@@ -470,8 +470,8 @@ class ModuleState:
     def reduces_narrow(self, group: ParamGroup) -> bool:
         """Whether the next reduction of a group is of gradients as they came: then all ranks know that it is.
 
-        They do where every pass gathers the group, so that all have made the same ones since the last one. Of a group that stays
-        gathered, ranks may add up the gradients of different numbers of passes.
+        They do where every pass gathers the group, so that all have made the same ones since the last one. Of a group that
+        stays gathered, ranks may add up the gradients of different numbers of passes.
         """
         return group.neighbours is None and group.resident is None and group.gradients.can_reduce_narrow
 
