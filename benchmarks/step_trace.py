@@ -158,7 +158,7 @@ def _own_nbytes(event: dict[str, Any]) -> int:
     if event["name"] != "c10d::alltoall_base_":
         return 0
     splits = json.loads(event["args"]["Concrete Inputs"][4])
-    return _nbytes(event, 1) // (len(splits) - 1) if splits else 0
+    return _nbytes(event, 1) // (len(splits) - 1) if len(splits) > 1 else 0
 
 
 def _has_copy_inside(events: list[dict[str, Any]], index: int, end: float) -> bool:

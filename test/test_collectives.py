@@ -6,6 +6,7 @@ import gc
 import itertools
 import logging
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged.fsdp import HIERARCHICAL, _gloo, _peer_memory, fully_shard
 from torch_ragged.fsdp._capabilities import Facts, why_not
-from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction
+from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction, wait_all
 from torch_ragged.fsdp._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp._peer_memory import HostPeerMemory
 
@@ -62,15 +63,16 @@ def compare_bits(slot_nbytes: int) -> None:
                 other.all_gather(in_place, mine).wait()
             assert torch.equal(found, expected), (numel, dtype)
             assert torch.equal(in_place, expected), (numel, dtype)
-        if dtype.is_complex or not dtype.is_floating_point:
+        if dtype == torch.int64:
             continue
-        for reduction in (Reduction(), Reduction(divisor=3.0), Reduction(sum_only=True)):
-            outputs = [torch.empty(numel, dtype=dtype) for _ in range(3)]
+        kinds = [dtype] if dtype.is_complex else [dtype, torch.float32]  # Added up as they are, and wider.
+        for reduction, kind in itertools.product((Reduction(), Reduction(divisor=3.0), Reduction(sum_only=True)), kinds):
+            outputs = [torch.empty(numel, dtype=kind) for _ in range(3)]
             groups.reduce_scatter(outputs[0], values.clone(), reduction).wait()
             copies.reduce_scatter(outputs[1], values.clone(), reduction).wait()
             with mock.patch.object(_gloo, "_SMALLEST_PAIR", 0):
                 groups.reduce_scatter(outputs[2], values.clone(), reduction).wait()
-            assert all(torch.equal(outputs[0], output) for output in outputs[1:]), (numel, dtype, reduction)
+            assert all(torch.equal(outputs[0], output) for output in outputs[1:]), (numel, dtype, kind, reduction)
 
 
 def own_part_stays() -> None:
@@ -458,10 +460,10 @@ class FailingWork:
 
 class AssistedTest(unittest.TestCase):
     def test_wait_raises_what_failed_when_nothing_is_under_way(self):
-        works = [FailingWork(), FailingWork(RuntimeError("first")), FailingWork(RuntimeError("second"))]
-        assisted = _gloo.Assisted(works, lambda: None, needs_works=False)
-        self.assertEqual(error_of(assisted.wait), "RuntimeError: first")
-        self.assertEqual([work.waits for work in works], [1, 1, 1])
+        for one_of in (lambda works: _gloo.Assisted(works, lambda: None, needs_works=False), wait_all):
+            works = [FailingWork(), FailingWork(RuntimeError("first")), FailingWork(RuntimeError("second"))]
+            self.assertEqual(error_of(one_of(works).wait), "RuntimeError: first")
+            self.assertEqual([work.waits for work in works], [1, 1, 1])
 
     def test_wait_raises_what_the_step_raises(self):
         tried, other = threading.Event(), threading.Event()
@@ -488,6 +490,22 @@ class SetCollectivesTest(unittest.TestCase):
             for rank in ranks:
                 out, errors = rank.communicate(timeout=150)
                 self.assertEqual((rank.returncode, out.split()), (0, [b"raised"] * 2), errors.decode())
+
+    def test_copying_threads_have_ended_when_python_does(self):
+        class SlowToGo:
+            def __del__(self):
+                time.sleep(0.5)
+
+        tasks, signals = queue.SimpleQueue(), _peer_memory._Signals("a test", 0, {}, 1.0)
+        thread = threading.Thread(target=_peer_memory._serve, args=(tasks, [SlowToGo()], signals), daemon=True)
+        _peer_memory._serving[thread] = (tasks, signals)
+        thread.start()
+        tasks.put(None)
+        time.sleep(0.1)  # It has nothing more to make, but memory to give back.
+        self.assertTrue(thread.is_alive())
+        with mock.patch.object(_peer_memory, "_serving", {thread: _peer_memory._serving[thread]}):
+            _peer_memory._stop_serving()
+        self.assertFalse(thread.is_alive())
 
     def test_sums_are_made_before_they_are_waited_for(self):
         run_ranks(2, summed_in_time)

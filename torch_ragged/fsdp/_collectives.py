@@ -14,7 +14,7 @@ from torch_ragged._groups import group_of
 from torch_ragged._register._torch import backend_of
 from torch_ragged.fsdp import _gloo
 
-__all__ = ["Collectives", "ProcessGroupCollectives", "Reduction", "Work", "done", "reduced", "wait_all"]
+__all__ = ["Collectives", "ProcessGroupCollectives", "Reduction", "Work", "as_real", "done", "reduced", "wait_all"]
 
 CustomCollective = Callable[..., Optional[dist.Work]]
 """FSDP2's ``AllGather`` and ``ReduceScatter``: called as torch's collectives of the same name; None if synchronous."""
@@ -57,7 +57,7 @@ class Collectives(Protocol):
         """Reduce ``tensor`` over replicas, in place."""
 
     def holds_second_buffer(self, device: torch.device) -> bool:
-        """Whether a reduce-scatter has memory as large as its buffer that ``wait()`` gives back, without issuing anything."""
+        """Whether a reduce-scatter has memory for what it receives, which ``wait()`` gives back without issuing anything."""
 
     def adds_wide(self, device: torch.device) -> bool:
         """Whether the output of a reduce-scatter may be wider than its buffer, and is the exact sum, rounded to that."""
@@ -96,7 +96,7 @@ class ProcessGroupCollectives:
             return done
         custom = self.custom_all_gather
         if custom is None and _gloo.is_worth_broadcasts(shard, group) and _is_gloo(group, shard.device):
-            return _gloo.all_gather(_as_real(output), _as_real(shard), group)
+            return _gloo.all_gather(as_real(output), as_real(shard), group)
         return _issue(_all_gather, custom, output, shard, group=group)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
@@ -179,12 +179,13 @@ class _All:
         self._works = works
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        errors = _gloo.errors_of(self._works)
+        if errors:
+            raise errors[0]
 
 
 def wait_all(works: Sequence[Work]) -> Work:
-    """Several collectives as one."""
+    """Several collectives as one; its ``wait()`` raises the first error when none is under way any more."""
     return _All(works)
 
 
@@ -194,7 +195,7 @@ def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _exchange_and_sum(output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, op: Any, divisor: float) -> Work:
-    return _gloo.reduce_scatter(_as_real(output), _as_real(buffer), group, divisor)
+    return _gloo.reduce_scatter(as_real(output), as_real(buffer), group, divisor)
 
 
 class _ScaledWork:
@@ -212,7 +213,7 @@ class _ScaledWork:
 
 def _issue(collective: Any, custom: CustomCollective | None, *tensors: torch.Tensor, **options: Any) -> Work:
     """Start ``custom`` if there is one, which may be synchronous, else ``collective``; complex numbers as pairs."""
-    tensors = tuple(map(_as_real, tensors))
+    tensors = tuple(map(as_real, tensors))
     if custom is not None:
         return custom(*tensors, **options, async_op=True) or done
     work = collective(*tensors, **options, async_op=True)
@@ -227,7 +228,8 @@ def _issue_divided(
     return _ScaledWork(_issue(collective, custom, output, *inputs, **how), output, divisor)
 
 
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs, in one dimension: what is added and divided has the same bits over any backend."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 

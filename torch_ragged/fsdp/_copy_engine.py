@@ -8,7 +8,7 @@ import functools
 import torch
 import torch.distributed as dist
 
-from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction, Work, reduced, wait_all
+from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction, Work, as_real, reduced, wait_all
 from torch_ragged.fsdp._gloo import sum_parts
 from torch_ragged.fsdp._peer_memory import PeerMemory, Step
 
@@ -23,8 +23,9 @@ class CopyEngineCollectives:
         all-gather       each rank copies its shard into its own slot          | signal |  and reads all others' slots
         reduce-scatter   each rank copies each part into the slot of its owner | signal |  who adds up its own slot
 
-    Parts are added in the order of the ranks, bfloat16 and float16 in float32 and rounded once. What is larger than a slot goes
-    in pieces. Buffers may lie anywhere: a gather copies a shard twice on its own rank, a reduction a part twice on its owner.
+    Parts are added in the order of the ranks and rounded once on the CPU, as by ``torch.sum`` on a GPU; bfloat16 and float16 in
+    float32. What is larger than a slot goes in pieces. Buffers may lie anywhere: a gather copies a shard twice on its own rank,
+    a reduction a part twice on its owner.
 
     Args:
         process_groups: of the same ranks; used for other groups, for replicas, and where custom collectives are set.
@@ -53,7 +54,7 @@ class CopyEngineCollectives:
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
         if self._process_groups.custom_reduce_scatter is not None:
             return self._process_groups.reduce_scatter(output, buffer, reduction)
-        issue = functools.partial(self._sum, output, buffer)
+        issue = functools.partial(self._sum, as_real(output), as_real(buffer))
         return reduced(issue, self._group, buffer, output, dataclasses.replace(reduction, sum_only=True))
 
     def holds_second_buffer(self, device: torch.device) -> bool:

@@ -7,14 +7,14 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-__all__ = ["all_gather", "is_worth_broadcasts", "reduce_scatter", "sum_parts"]
+__all__ = ["all_gather", "errors_of", "is_worth_broadcasts", "reduce_scatter", "sum_parts"]
 
 _SMALLEST_BROADCAST = 2**18
 _MOST_BROADCASTS = 8
@@ -148,7 +148,7 @@ class Assisted:
 
     def wait(self) -> None:
         """Raises what the first work to fail, or the step, raises, when nothing is under way any more."""
-        errors = [error for error in map(_error_of, self._works) if error is not None]
+        errors = errors_of(self._works)
         if errors:
             with self._lock:
                 self._arguments = None  # There is nothing to make the step of.
@@ -172,12 +172,15 @@ class Assisted:
             self._is_made = True
 
 
-def _error_of(work: dist.Work) -> Exception | None:
-    try:
-        work.wait()
-    except Exception as error:
-        return error
-    return None
+def errors_of(works: Iterable[Any]) -> list[Exception]:
+    """What waiting for them raises. All are waited for, so that nothing is under way afterwards."""
+    errors = []
+    for work in works:
+        try:
+            work.wait()
+        except Exception as error:
+            errors.append(error)
+    return errors
 
 
 class _Assistant:

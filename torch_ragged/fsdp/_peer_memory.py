@@ -11,6 +11,7 @@ import secrets
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -187,11 +188,11 @@ def _serve(tasks: queue.SimpleQueue[_HostExchange | None], slots: list[list[torc
             del exchange  # Not to keep its tensors until the next one comes.
             number += 1
     signals.close()
-    _serving.pop(threading.current_thread(), None)
 
 
-_serving: dict[threading.Thread, tuple[queue.SimpleQueue[_HostExchange | None], _Signals]] = {}
-"""The threads that make exchanges, what they take them from, and what they wait for."""
+_serving: weakref.WeakKeyDictionary[threading.Thread, tuple[queue.SimpleQueue[_HostExchange | None], _Signals]]
+_serving = weakref.WeakKeyDictionary()
+"""The threads that make exchanges until they have ended, what they take them from, and what they wait for."""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_serving.clear)  # The child has the sockets, but none of the threads.
@@ -200,11 +201,12 @@ if hasattr(os, "register_at_fork"):
 @atexit.register
 def _stop_serving() -> None:
     """Break off what is under way: torch's code in a thread of an interpreter that ends takes the process down."""
-    for tasks, signals in list(_serving.values()):
+    serving = dict(_serving)
+    for tasks, signals in serving.values():
         signals.interrupt()
         tasks.put(None)
-    for thread in list(_serving):
-        thread.join(_LONGEST_STEP)
+    for thread in serving:
+        thread.join(_LONGEST_STEP)  # Until it has given back its tensors too.
 
 
 class _Signals:
