@@ -24,9 +24,9 @@ Measured on 2, 4 and 8 ranks of one host. Each broadcast is a call, and several 
 """
 
 _SMALLEST_PAIR = 2**21
-"""Bytes of a shard from which on two exchanges without a rank's own part take no longer than one with it.
+"""Bytes of a shard from which on two exchanges without a rank's own part take about as long as one with it.
 
-Measured on 2, 4 and 8 ranks of one host.
+Measured on 2, 4 and 8 ranks of one host: 0.98, 1.03 and 1.05 of the time at this size, more below it.
 """
 
 _SUMMED_AT_ONCE = 2**17
