@@ -404,20 +404,17 @@ def check_named_dimensions():
         DataParallelMeshDims(replicate="dp", shard="tp"),
         DataParallelMeshDims(replicate=("dp", "tp")),
     ):
-        torch.manual_seed(0)
-        plain = nn.Linear(8, 8)
-        module = copy.deepcopy(plain)
-        for name, param in list(module.named_parameters()):
-            setattr(module, name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate()] * 2)))
-        fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
-        whole = DTensor.from_local(x, mesh, [Shard(0), Shard(0)], run_check=False)
-        module(whole).sum().backward()
-        everything = whole.full_tensor()
-        plain(everything).sum().backward()
-        for mine, other in zip(module.parameters(), plain.parameters()):
-            assert torch.equal(mine.full_tensor(), other)
-            torch.testing.assert_close(mine.grad.full_tensor(), other.grad / dist.get_world_size())
+        modules = []
+        for shard in (torch_fully_shard, fully_shard):
+            torch.manual_seed(0)
+            module = nn.Linear(8, 8)
+            for name, param in list(module.named_parameters()):
+                setattr(module, name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate()] * 2)))
+            modules.append(shard(module, mesh=mesh, dp_mesh_dims=dims))
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+            module(DTensor.from_local(x, mesh, [Shard(0), Shard(0)], run_check=False)).sum().backward()
+        for theirs, ours in zip(*(module.parameters() for module in modules)):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor())
     return [
         error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp")),
         error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="x")),

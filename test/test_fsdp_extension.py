@@ -160,7 +160,7 @@ class ExtensionTest(unittest.TestCase):
 
     def test_errors(self):
         words = (
-            "is placed as Shard(0), got",
+            "shard_placement_fn returned S(1), return Shard(0) or None",
             "Both fsdp_pre_all_gather and fsdp_post_all_gather should be",
             "convert it before",
         )

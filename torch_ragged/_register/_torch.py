@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "as_plain_tensors",
@@ -17,12 +21,15 @@ __all__ = [
     "backward_id",
     "concatenate",
     "dtensor_like",
+    "dynamo_disabled",
     "flatten",
     "functorch_is_active",
     "grouped_mm",
     "has_multicast",
     "is_autocast",
     "local_tensor",
+    "register_composable",
+    "storage_ids",
     "timeout_of",
     "unsafe_view",
     "will_run_node",
@@ -78,6 +85,36 @@ def flatten(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.mesh_dim_names is None:
         raise ValueError(f"{mesh} has no names: pass mesh_dim_names to init_device_mesh")
     return mesh._flatten("_".join(mesh.mesh_dim_names))
+
+
+def storage_ids(tensor: torch.Tensor) -> list[int]:
+    """What identifies the storage of a tensor: of each tensor inside, for a wrapper subclass. No data is read. (2.11 to 2.15)
+
+    A wrapper such as AsyncCollectiveTensor has no data pointer of its own. Sparse tensors have no storage.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # A DTensor's mesh may be among them.
+        return [each for part in parts if isinstance(part, torch.Tensor) for each in storage_ids(part)]
+    has_storage = tensor.layout == torch.strided and torch._C._has_storage(tensor)
+    return [tensor.untyped_storage()._cdata] if has_storage else []
+
+
+def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which Dynamo neither traces nor breaks a graph for: for module hooks. (2.11 to 2.15)
+
+    Unlike ``torch.compiler.disable`` it imports Dynamo at the first call only.
+    """
+    return torch._disable_dynamo(function)
+
+
+def register_composable(api: Any, module: nn.Module, state: object) -> None:
+    """Enter ``module`` as one that ``api``, a composable API such as torch's ``fully_shard``, was applied to. (2.11 to 2.15)
+
+    For ``fully_shard``: torch's ``replicate`` leaves the parameters of such modules alone, its ``fully_shard`` refuses them,
+    and ``fully_shard.state(module)``, which the pipeline schedules of torch 2.11 to 2.13 call, returns ``state``.
+    """
+    module.__dict__.setdefault(STATE_KEY, OrderedDict())[api.__wrapped__] = state
+    module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[api.__name__] = RegistryItem()
 
 
 def backward_id() -> int:

@@ -89,22 +89,24 @@ class ProcessGroupCollectives:
         self.separate_group: dist.ProcessGroup | None = None
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
-        group = group or self._group
-        if group is None:
+        group, custom = group or self._group, self.custom_all_gather
+        if _is_alone(group, custom):
             if output.data_ptr() != shard.data_ptr():
                 output.copy_(shard)
             return done
-        custom = self.custom_all_gather
+        assert group is not None
+        if shard.dtype.itemsize == 1:  # gloo knows no float8.
+            output, shard = output.view(torch.uint8), shard.view(torch.uint8)
         if custom is None and _gloo.is_worth_broadcasts(shard, group) and _is_gloo(group, shard.device):
             return _gloo.all_gather(as_real(output), as_real(shard), group)
         return _issue(_all_gather, custom, output, shard, group=group)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
-        if self._group is None:
+        group, custom = self.separate_group or self._group, self.custom_reduce_scatter
+        if _is_alone(group, custom):
             torch.div(buffer, reduction.divisor or 1, out=output)
             return done
-        group = self.separate_group or self._group
-        custom = self.custom_reduce_scatter
+        assert group is not None
         if custom is None and _is_gloo(group, buffer.device):
             issue = functools.partial(_exchange_and_sum, output, buffer, group)
         else:
@@ -113,7 +115,8 @@ class ProcessGroupCollectives:
 
     def holds_second_buffer(self, device: torch.device) -> bool:
         is_exchange = self.custom_reduce_scatter is None and len(self.reducers) == 1
-        return is_exchange and self._group is not None and _is_gloo(self._group, device)
+        group = self._group
+        return is_exchange and group is not None and group.size() > 1 and _is_gloo(group, device)
 
     adds_wide = holds_second_buffer
 
@@ -137,13 +140,15 @@ class ProcessGroupCollectives:
         assert self._replicas is not None, "no replicas on a 1-D mesh"
         # A divisor of the user's was applied by the reduce-scatter.
         reduction = Reduction(None if reduction.divisor is None else 1.0, reduction.sum_only)
+        if _is_alone(self._replicas):
+            return done
         issue = functools.partial(_issue_divided, dist.all_reduce, None, tensor, group=self._replicas)
         return reduced(issue, self._replicas, tensor, tensor, reduction)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         work: Work = done
         for group in (self._group, self._replicas):
-            if group is not None:
+            if not _is_alone(group):
                 work.wait()
                 work = _issue(dist.all_reduce, None, tensor, op=dist.ReduceOp.MAX, group=group)
         return work
@@ -187,6 +192,11 @@ class _All:
 def wait_all(works: Sequence[Work]) -> Work:
     """Several collectives as one; its ``wait()`` raises the first error when none is under way any more."""
     return _All(works)
+
+
+def _is_alone(group: dist.ProcessGroup | None, custom: CustomCollective | None = None) -> bool:
+    """Whether there is no other rank to communicate with; a custom collective is called in any case."""
+    return group is None or (group.size() == 1 and custom is None)
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

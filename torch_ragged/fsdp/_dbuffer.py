@@ -6,10 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Union
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._kernels.casts import scaled_copy_
+from torch_ragged._register._torch import storage_ids
 from torch_ragged.fsdp._collectives import Collectives, Reduction, Work
 from torch_ragged.fsdp._layout import BufferLayout
 from torch_ragged.fsdp._ring import Place
@@ -132,10 +133,8 @@ class DBuffer:
         return flat[offset : offset + tensor.numel].view(tensor.shape)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in the memory of this buffer."""
-        if not self.is_allocated or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
-            return False
-        return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
+        """Whether ``tensor``, or a tensor that it wraps, lies in the memory of this buffer."""
+        return self.is_allocated and self.flat.untyped_storage()._cdata in storage_ids(tensor)
 
     def shard(self) -> torch.Tensor:
         """This rank's shard: all of a sharded buffer, else its slice. No copy."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged._register._torch import dtensor_like, local_tensor
+from torch_ragged.fsdp._errors import InvalidArgument
 from torch_ragged.fsdp._granularity import Granularity
 from torch_ragged.fsdp._layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp._mesh import DataParallelMesh
 from torch_ragged.placement_types import RaggedShard
 from torch_ragged.strided_placement_types import StridedRaggedShard
 
-__all__ = ["Distribution", "local_of"]
+__all__ = ["Distribution", "has_extension", "local_of"]
 
 
 class Distribution:
@@ -52,9 +53,12 @@ class Distribution:
             )
         self.local_shape = tuple(local_of(param).shape)
         self.mesh, self._template = dp.place(param if isinstance(param, DTensor) else None)
-        self._dp_dims = dp.spmd_dims
+        self._dp_dims, self._ranks = dp.spmd_dims, dp.ranks
         if shard_dim is not None and not -len(self.local_shape) <= shard_dim < len(self.local_shape):
-            raise ValueError(f"shard_placement_fn returned Shard({shard_dim}) for {fqn} of shape {tuple(self.shape)}")
+            raise InvalidArgument(
+                f"shard_placement_fn returned Shard({shard_dim}) for {fqn} of shape {tuple(self.shape)}: return Shard(d) with "
+                f"a dimension d below {len(self.local_shape)}, a granularity or None"
+            )
         self.shard_dim = None if shard_dim is None else shard_dim % len(self.local_shape)
 
     @property
@@ -81,11 +85,11 @@ class Distribution:
         return TensorSpec(self.fqn, self.local_shape, spec.dims[:cut], block, period)
 
     def even_layout(self, ranks: int) -> BufferLayout:
-        """A buffer of this parameter alone, cut as ``Shard(shard_dim)`` cuts it: that dimension lies first in memory."""
+        """A buffer of this parameter alone, cut as ``Shard(shard_dim)`` cuts it: the ranks' pieces one after the other."""
         assert self.shard_dim is not None
-        shape = (self.local_shape[self.shard_dim], *self._other_sizes())
-        row = math.prod(shape[1:])
-        shard = max(1, -(-shape[0] // ranks) * row)
+        row = self._row_numel
+        shard = max(1, self._rows * row)
+        shape = self.local_shape if self.shard_dim == 0 else (math.prod(self.local_shape),)
         spec = TensorSpec(self.fqn, shape, (0,), max(1, row))
         why = f"Shard({self.shard_dim}) of {self.fqn}"
         return BufferLayout((spec,), (0,), shard, ranks, 1, lower_bound=shard, forced_by=why, order="even")
@@ -94,11 +98,18 @@ class Distribution:
 
     def flat(self, param: torch.Tensor) -> torch.Tensor:
         """The elements of this rank's piece of ``param``, 1-D, in the order of the buffer."""
-        return self.flat_local(local_of(param))
+        return self._in_buffer_order(local_of(param)).reshape(-1)
 
-    def flat_local(self, local: torch.Tensor) -> torch.Tensor:
-        """The same of the local tensor of a sharded parameter."""
-        return (local if self.shard_dim is None else local.movedim(self.shard_dim, 0)).reshape(-1)
+    def _in_buffer_order(self, whole: torch.Tensor) -> torch.Tensor:
+        if not self.shard_dim:
+            return whole
+        return torch.cat([piece.reshape(-1) for piece in whole.split(max(1, self._rows), self.shard_dim)])
+
+    def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Of all elements in the order of the buffer, what each rank holds, as views; concatenated along ``shard_dim`` they
+        are the parameter."""
+        assert self.shard_dim is not None
+        return [self._local(piece) for piece in flat.split(max(1, self._rows * self._row_numel))]
 
     def sharded(self, flat: torch.Tensor, layout: BufferLayout, index: int) -> DTensor:
         """The DTensor whose elements here are ``flat``, which it is a view of."""
@@ -115,8 +126,9 @@ class Distribution:
     def _local(self, flat: torch.Tensor) -> torch.Tensor:
         """The local tensor of a sharded parameter, as a view of ``flat``."""
         if self.shard_dim is not None:
-            rows = flat.numel() // max(1, math.prod(self._other_sizes()))
-            return flat.view(rows, *self._other_sizes()).movedim(0, self.shard_dim)
+            shape = list(self.local_shape)
+            shape[self.shard_dim] = flat.numel() // max(1, self._row_numel)
+            return flat.view(shape)
         return flat if None in self._template else flat.view(self.local_shape)
 
     def shaped(self, local: torch.Tensor) -> DTensor:
@@ -127,8 +139,7 @@ class Distribution:
         return DTensor.from_local(local, self.mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
 
     def gathered(self, view: torch.Tensor) -> torch.Tensor:
-        """What the model computes with, of a ``view`` of all elements of the piece."""
-        view = view if self.shard_dim is None else view.movedim(0, self.shard_dim)
+        """What the model computes with, of a ``view`` of all elements of the piece, in its shape."""
         if not self.is_dtensor:
             return view
         mesh, placements = self._model_mesh, self._model_placements
@@ -137,19 +148,17 @@ class Distribution:
     def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a gradient, as a tensor in the order of the buffer.
 
-        A DTensor is redistributed to the model's placements first, which may be a collective of the model's mesh. Over
-        data-parallel dimensions it becomes a part of the sum, if it is not, for the group to reduce.
+        A DTensor is first redistributed to the model's placements, which may be a collective of the model's mesh dimensions.
+        Its placements on data-parallel dimensions are ignored, as FSDP2 does: each rank's local tensor is its own
+        contribution, which the group reduces. Replicate() there says nothing: ``weight.to_local()`` labels gradients so.
         """
         if self.is_dtensor:
             assert isinstance(gradient, DTensor)
-            summed = [dim for dim in self._dp_dims if not isinstance(gradient.placements[dim], Partial)]
             wanted = list(self._model_placements)
             for dim in self._dp_dims:
-                wanted[dim] = Replicate() if dim in summed else gradient.placements[dim]
-            gradient = gradient if list(gradient.placements) == wanted else gradient.redistribute(placements=wanted)
-            copies = math.prod(self._model_mesh.size(dim) for dim in summed)  # of the sum: each rank contributes a part
-            gradient = local_of(gradient) if copies == 1 else local_of(gradient) / copies
-        return gradient if self.shard_dim is None else gradient.movedim(self.shard_dim, 0)
+                wanted[dim] = gradient.placements[dim]
+            gradient = local_of(gradient if list(gradient.placements) == wanted else gradient.redistribute(placements=wanted))
+        return self._in_buffer_order(gradient)
 
     # -- placements ------------------------------------------------------------------------------------------------
 
@@ -170,9 +179,17 @@ class Distribution:
                 cuts.setdefault(placement.dim, []).append(self.mesh.size(dim))
         return cuts
 
-    def _other_sizes(self) -> tuple[int, ...]:
+    @property
+    def _rows(self) -> int:
+        """Of the dimension ``shard_dim``, what the first rank holds; further ranks hold as much or less."""
         assert self.shard_dim is not None
-        return self.local_shape[: self.shard_dim] + self.local_shape[self.shard_dim + 1 :]
+        return -(-self.local_shape[self.shard_dim] // self._ranks)
+
+    @property
+    def _row_numel(self) -> int:
+        """Elements of one slice along ``shard_dim``."""
+        assert self.shard_dim is not None
+        return math.prod(size for dim, size in enumerate(self.local_shape) if dim != self.shard_dim)
 
 
 def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> None:
@@ -201,6 +218,19 @@ def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> N
                 f"{fqn} is a DTensor placed as {param.placements} ({hint}): fully_shard takes plain parameters, and DTensors "
                 "with Shard and Replicate of tensor or expert parallelism"
             )
+
+
+def has_extension(param: torch.Tensor) -> bool:
+    """Whether ``param``, or its local tensor, brings ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+
+    Raises:
+        AssertionError: it brings only one of the two, as FSDP2.
+    """
+    inner = local_of(param) if isinstance(param, DTensor) else param
+    pre, post = (hasattr(inner, f"fsdp_{when}_all_gather") for when in ("pre", "post"))
+    if pre != post:
+        raise AssertionError(f"Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined for {type(inner)}")
+    return pre
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,26 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torch_ragged._register._torch import storage_ids
 from torch_ragged.fsdp._collectives import Work, wait_all
 from torch_ragged.fsdp._dbuffer import MemoryPool
-from torch_ragged.fsdp._distribution import local_of
+from torch_ragged.fsdp._distribution import Distribution, local_of
 from torch_ragged.fsdp._managed_param import ManagedParam
 from torch_ragged.fsdp._param_group import FoundParam, GroupPlan, ParamGroup
 
-__all__ = ["ExtensionGroup", "has_extension"]
-
-
-def has_extension(param: torch.Tensor) -> bool:
-    """Whether the type of ``param`` brings ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
-
-    Raises:
-        AssertionError: it brings only one of the two, as FSDP2.
-    """
-    inner = local_of(param) if isinstance(param, DTensor) else param
-    pre, post = (hasattr(inner, f"fsdp_{when}_all_gather") for when in ("pre", "post"))
-    if pre != post:
-        raise AssertionError(f"Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined for {type(inner)}")
-    return pre
+__all__ = ["ExtensionGroup"]
 
 
 class ExtensionGroup(ParamGroup):
@@ -53,15 +41,19 @@ class ExtensionGroup(ParamGroup):
         self._metadata: Any = None
         self._has_rows: list[bool] = []  # of the outputs, which have the parameter's rows
         self._is_made = False  # the unsharded parameter, by fsdp_post_all_gather
+        self._local: torch.Tensor  # this rank's rows
         super().__init__(plan)
         self.sharded.release()
 
     def _manage(self, index: int, found: FoundParam) -> ManagedParam:
         local = local_of(found.value)
         first = min(self.rank * self._rows(local.size(0)), local.size(0))
-        shard = local.narrow(0, first, min(self._rows(local.size(0)), local.size(0) - first)).clone()
-        sharded = nn.Parameter(found.distribution.shaped(shard), requires_grad=found.value.requires_grad)
+        self._local = local.narrow(0, first, min(self._rows(local.size(0)), local.size(0) - first)).clone()
+        sharded = nn.Parameter(self._sharded_dtensor(found.distribution, index), requires_grad=found.value.requires_grad)
         return ManagedParam(found.fqn, found.places, found.distribution, sharded, requires_grad=sharded.requires_grad)
+
+    def _sharded_dtensor(self, distribution: Distribution, index: int) -> DTensor:
+        return distribution.shaped(self._local)
 
     def _rows(self, rows: int) -> int:
         """Of a parameter of ``rows``, those of the first shard, the largest."""
@@ -135,6 +127,10 @@ class ExtensionGroup(ParamGroup):
         for tensor in (*self._outputs, *self._inner):
             tensor.untyped_storage().resize_(0)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        mine = [each for param in self.params for each in storage_ids(local_of(param.unsharded))]
+        return any(each in mine for each in storage_ids(tensor))
+
     def _restore_changed(self) -> list[str]:
         param = self.params[0]
         is_same = param.registered is param.unsharded and param.compute_version == param.version
@@ -148,6 +144,21 @@ class ExtensionGroup(ParamGroup):
 
     def _is_in_buffer(self, sharded: torch.Tensor) -> bool:
         return True
+
+    def convert(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.is_meta:
+            self._local = function(self._local)
+        super().convert(function)
+
+    def _rebuild(self, device: torch.device, dtype: torch.dtype, values: list[torch.Tensor] | None) -> None:
+        if values is not None:
+            (self._local,) = values
+        self._outputs, self._inner, self._is_made = [], [], False
+        super()._rebuild(device, dtype, None)
+        self.sharded.release()
+
+    def check_late_extensions(self) -> None:
+        """The methods are those of the type."""
 
     def check_conversion(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().check_conversion(function)

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from torch_ragged._register._torch import register_composable
 from torch_ragged.fsdp._agreement import agreement
 from torch_ragged.fsdp._implementations import check_name, choose
 from torch_ragged.fsdp._mesh import device_of
@@ -30,6 +32,7 @@ _classes: dict[type, type] = {}
 def make_fsdp_module(module: nn.Module, state: ModuleState) -> None:
     """Have ``module`` keep ``state``, and make its class a subclass of :class:`FSDPModule`."""
     module.__dict__[STATE] = state
+    register_composable(torch_fully_shard, module, state)
     module.register_state_dict_pre_hook(_reshard_before_state_dict)
     module.register_load_state_dict_pre_hook(_reshard_before_load)
     module.register_load_state_dict_post_hook(_adopt_after_load)

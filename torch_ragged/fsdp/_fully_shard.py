@@ -15,7 +15,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged._register._torch import flatten
 from torch_ragged.fsdp._agreement import agree, agreement
-from torch_ragged.fsdp._extension import ExtensionGroup, has_extension
+from torch_ragged.fsdp._contiguous import ContiguousGroup
+from torch_ragged.fsdp._distribution import has_extension
+from torch_ragged.fsdp._errors import InvalidArgument
+from torch_ragged.fsdp._extension import ExtensionGroup
 from torch_ragged.fsdp._float8 import Float8Group, Float8Policy
 from torch_ragged.fsdp._fsdp_module import STATE, FSDPModule, check_reshard_after_forward, make_fsdp_module
 from torch_ragged.fsdp._granularity import OrigParamPolicy
@@ -141,6 +144,8 @@ def fully_shard(
 def _group_of(plan: GroupPlan) -> ParamGroup:
     if has_extension(plan.params[0].value):
         return ExtensionGroup(plan)
+    if plan.params[0].distribution.shard_dim:
+        return ContiguousGroup(plan)
     return ParamGroup(plan) if plan.tile is None else Float8Group(plan)
 
 
@@ -214,7 +219,7 @@ def _check_modules(
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ValueError(f"fully_shard cannot shard a {type(module).__name__}, which has no forward: shard its members")
         if hasattr(module, STATE):
-            raise ValueError(f"{type(module).__name__} is sharded by fully_shard already")
+            raise InvalidArgument(f"{type(module).__name__} is sharded by fully_shard already: call it once for each module")
     check_reshard_after_forward(reshard_after_forward, dp.ranks)
     found = find_params(modules, ignored, lambda module: hasattr(module, STATE))
     for fqn, (param, _) in found.items():
@@ -244,10 +249,10 @@ def _move(modules: Sequence[nn.Module], found: dict[str, tuple[nn.Parameter, Pla
 def _keep_parts(groups: Sequence[ParamGroup], size: int) -> bool:
     """Have ``size`` neighbours keep gathered parameters between them; all of them is not keeping, one is keeping everything.
 
-    Parameters of types with their own all-gather have no buffer to keep a part of: they are given back.
+    Groups that make something else of what they gather have no buffer to keep a part of: they are resharded.
     """
     for group in groups:
-        if isinstance(group, ExtensionGroup):
+        if isinstance(group, (ExtensionGroup, ContiguousGroup)):
             continue
         if 1 < size < group.dp.ranks and group.dp.shard_group is not None:
             group.neighbours = Neighbours(group.dp.shard_group, group.rank, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ import torch
 from torch.distributed.tensor import Partial, Shard
 
 from torch_ragged._kernels.casts import scaled_copy_
-from torch_ragged._register._torch import as_plain_tensors
+from torch_ragged._register._torch import as_plain_tensors, dynamo_disabled
 from torch_ragged.fsdp._collectives import Collectives, Reduction, Work, wait_all
 from torch_ragged.fsdp._dbuffer import DBuffer, MemoryPool
 from torch_ragged.fsdp._layout import BufferLayout
@@ -96,14 +97,7 @@ class GradientBuffers:
 
     def hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """A post-accumulate hook that moves a gradient into the buffer as soon as autograd has it, and drops it."""
-        reference = weakref.ref(self)  # Autograd's hooks are invisible to the garbage collector.
-
-        def hook(unsharded: torch.Tensor) -> None:
-            buffers = reference()
-            assert buffers is not None
-            buffers._take(index, unsharded)
-
-        return hook
+        return functools.partial(_take, weakref.ref(self), index)  # Autograd's hooks are invisible to the garbage collector.
 
     def _take(self, index: int, unsharded: torch.Tensor) -> None:
         param = self._params[index]
@@ -114,8 +108,11 @@ class GradientBuffers:
             param.sync_requires_grad()
         if not param.requires_grad:  # frozen since forward
             return
+        has_graph = gradient.requires_grad
+        if has_graph:  # create_graph=True: as with FSDP2, ``.grad`` itself has no graph.
+            gradient = gradient.detach()
         gradient = param.distribution.gradient(gradient)
-        if self._adopts(gradient):
+        if not has_graph and self._adopts(gradient):
             self.done(index)
             return
         if gradient.dtype.itemsize > self.dtype.itemsize and self.dtype != self.reduce_dtype:
@@ -392,6 +389,13 @@ class GradientBuffers:
             param.has_gradient = param.was_used = False
         self._release()
         return had_any
+
+
+@dynamo_disabled
+def _take(reference: weakref.ref[GradientBuffers], index: int, unsharded: torch.Tensor) -> None:
+    buffers = reference()
+    assert buffers is not None
+    buffers._take(index, unsharded)
 
 
 class _Target:

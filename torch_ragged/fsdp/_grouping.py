@@ -13,8 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from torch_ragged.fsdp._advice import PADDING_LIMIT
-from torch_ragged.fsdp._distribution import Distribution
-from torch_ragged.fsdp._extension import has_extension
+from torch_ragged.fsdp._distribution import Distribution, has_extension
 from torch_ragged.fsdp._float8 import Float8Policy
 from torch_ragged.fsdp._granularity import Granularity, OrigParamPolicy, elements
 from torch_ragged.fsdp._layout import BufferLayout
@@ -147,10 +146,10 @@ def _cut_of(
 
 def _rows_of_extension(fqn: str, param: nn.Parameter, cut: Granularity | Shard) -> Shard:
     """Parameters of types with their own all-gather are cut into rows, as FSDP2 cuts them."""
-    if (isinstance(cut, Shard) and cut.dim != 0) or param.is_meta or not param.ndim:
+    if (isinstance(cut, Shard) and cut.dim != 0) or not param.ndim:
         raise ValueError(
-            f"{fqn} of shape {tuple(param.shape)} on {param.device} is a {type(param).__name__} with fsdp_pre_all_gather, "
-            f"which is placed as Shard(0), got {cut}: leave it to that, and materialise it before fully_shard"
+            f"{fqn} of shape {tuple(param.shape)} is a {type(param).__name__} with fsdp_pre_all_gather, whose rows are sharded"
+            f"{f': shard_placement_fn returned {cut}, return Shard(0) or None' if param.ndim else ': it has none'}"
         )
     return Shard(0)
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch_ragged._register._torch import as_plain_tensors
 from torch_ragged.fsdp._collectives import Collectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp._dbuffer import DBuffer, MemoryPool
-from torch_ragged.fsdp._distribution import Distribution, local_of
+from torch_ragged.fsdp._distribution import Distribution, has_extension, local_of
 from torch_ragged.fsdp._gradients import GradientBuffers
 from torch_ragged.fsdp._layout import BufferLayout
 from torch_ragged.fsdp._managed_param import ManagedParam
@@ -134,7 +134,7 @@ class ParamGroup:
         """New unsharded parameters, as views of the unsharded buffer, whose storage is given back."""
         has_gradients = self.param_dtype.is_floating_point or self.param_dtype.is_complex
         for index, param in enumerate(self.params):
-            param.view = self.unsharded.tensor(index)
+            param.view = self._compute_tensor(index)
             value = param.distribution.gathered(param.view)
             if self._is_written_in_place(value):
                 param.unsharded = compute = ComputeParameter(value)
@@ -149,6 +149,27 @@ class ParamGroup:
                 param.unsharded.register_post_accumulate_grad_hook(self.gradients.hook(index))
             param.unsharded.requires_grad_(param.requires_grad)
         self._release_unsharded()
+
+    def _compute_tensor(self, index: int) -> torch.Tensor:
+        """The memory that the model computes with: a view of the gathered buffer."""
+        return self.unsharded.tensor(index)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, or a tensor that it wraps, is an unsharded parameter or a view of one."""
+        return self.unsharded.holds(tensor)
+
+    def check_late_extensions(self) -> None:
+        """Raise if a local tensor has got an all-gather of its own since ``fully_shard``, which would never be called.
+
+        Raises:
+            ValueError: it has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+        """
+        late = [param.fqn for param in self.params if has_extension(param.sharded)]
+        if late:
+            raise ValueError(
+                f"the local tensor of {', '.join(late)} has got fsdp_pre_all_gather since fully_shard, which laid the "
+                "parameter out in a buffer: give the parameter a tensor type with these methods before fully_shard"
+            )
 
     def _is_written_in_place(self, value: torch.Tensor) -> bool:
         """Whether matmuls with ``value`` are to write its gradient: where that costs less than a copy of it."""
@@ -328,9 +349,9 @@ class ParamGroup:
         """The names of unsharded parameters that the user changed; they are views of the buffer again."""
         changed = []
         for index, param in enumerate(self.params):
-            is_view = param.unsharded.dtype == self.param_dtype and self.unsharded.holds(local_of(param.unsharded))
+            is_view = param.unsharded.dtype == self.param_dtype and self.holds(local_of(param.unsharded))
             if not is_view:
-                param.view = self.unsharded.tensor(index)
+                param.view = self._compute_tensor(index)
                 param.unsharded.data = param.distribution.gathered(param.view)
             is_written = param.compute_version != param.version and not param.is_renormalised
             if not is_view or is_written or param.registered is not param.unsharded:
@@ -527,7 +548,7 @@ class ParamGroup:
             self.resident.reset()
         self.gradients.place(self.device, self.param_dtype, self.reduce_dtype, self.sharded)
         for index, value in enumerate(values or ()):
-            self.sharded.tensor(index).copy_(self.params[index].distribution.flat_local(value))
+            self.sharded.tensor(index).copy_(value.reshape(-1))
         self._make_unsharded()
 
     def _compute_device(self, home: torch.device) -> torch.device:

@@ -6,6 +6,7 @@ prefetches the group before), post-backward reduces and gives back. What ends a 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 import weakref
@@ -18,7 +19,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from torch_ragged._register._torch import backward_id
+from torch_ragged._register._torch import backward_id, dynamo_disabled
 from torch_ragged.fsdp._forward_order import Call, ForwardOrder
 from torch_ragged.fsdp._param_group import ParamGroup
 from torch_ragged.fsdp._tensors import map_tensors, tensors_in
@@ -59,6 +60,11 @@ class RootContext:
     pending: GradientReduction | None = None
 
     @property
+    def all_states(self) -> list[ModuleState]:
+        """As FSDP2 names ``states``: the pipeline schedules of torch 2.11 to 2.13 read it."""
+        return self.states
+
+    @property
     def in_forward(self) -> bool:
         """Whether the root is in its forward."""
         return bool(self.states[0]._calls)
@@ -69,24 +75,22 @@ class RootContext:
         return self.callback is not None and self.callback() is not None and backward_id() != -1
 
     def queue_callback(self) -> None:
-        """Have autograd end the backward under way with :func:`_end_backward`."""
+        """Have autograd end the backward pass that runs now with :meth:`end_backward`."""
         if self.in_backward:
             return
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "torch_ragged.fsdp does not support create_graph=True: the parameters are given back at the end of backward"
-            )
         self.forget_raised_backward()
-
-        def callback() -> None:
-            if self.states[0].finalizes_manually:
-                self.pause_backward()
-            else:
-                self.end_backward()
-
+        callback = functools.partial(self._root_post_backward)
         self.in_use = []
         self.callback = weakref.ref(callback)
         Variable._execution_engine.queue_callback(callback)
+
+    @dynamo_disabled
+    def _root_post_backward(self) -> None:
+        """Runs when autograd has come to the end of a backward pass."""
+        if self.states[0].finalizes_manually:
+            self.pause_backward()
+        else:
+            self.end_backward()
 
     def use(self, order: ForwardOrder) -> None:
         """Backward comes to a call in ``order``: it is through with what ran behind that forward."""
@@ -180,7 +184,8 @@ class ModuleState:
         self.post_optim_event: torch.Event | None = None
         self.forward_prefetch: list[ModuleState] | None = None
         self.backward_prefetch: list[ModuleState] | None = None
-        self.context: RootContext | None = None
+        self._context: weakref.ref[RootContext] | None = None
+        self._own_context: RootContext | None = None  # The root's: a module that outlives it must not keep the others' shards.
         self.comm = CommContext()
         self.is_root = False
         self._in_backward = False  # between pre- and post-backward: a forward call is a recomputation
@@ -198,6 +203,11 @@ class ModuleState:
     def name(self) -> str:
         return ", ".join(type(module).__name__ for module in self.modules)
 
+    @property
+    def context(self) -> RootContext | None:
+        """What this state shares with the others under its root; None before the first forward, and without a root."""
+        return None if self._context is None else self._context()
+
     # -- root ------------------------------------------------------------------------------------------------------
 
     def _become_root(self) -> RootContext:
@@ -210,12 +220,14 @@ class ModuleState:
                     f"{state.name} ran its forward before the module around it and became a root, or is "
                     "part of another root: run the outermost fully_shard module first"
                 )
-        context = RootContext(states)
+        for group in [group for state in states for group in state.groups]:
+            group.check_late_extensions()
+        context = self._own_context = RootContext(states)
         self.is_root = True
         if self.reshard_after_forward is None:
             self.reshard_after_forward = False  # The root's parameters are wanted first in backward.
         for state in states:
-            state.context, state.comm = context, self.comm
+            state._context, state.comm = weakref.ref(context), self.comm
             if state.reshard_after_forward is None:
                 state.reshard_after_forward = True
         return context
@@ -271,6 +283,7 @@ class ModuleState:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
+    @dynamo_disabled
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         context = self.context or self._become_root()
         if self.mp_policy.cast_forward_inputs and self.mp_policy.param_dtype:
@@ -333,6 +346,7 @@ class ModuleState:
             in_order = 0 <= neighbour < len(order)
         return [order[neighbour]] if in_order else []
 
+    @dynamo_disabled
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Runs also, with None as output, if forward raised."""
         context = self.context
@@ -346,7 +360,7 @@ class ModuleState:
         tensors, opaque = tensors_in(output)
         needs_backward = torch.is_grad_enabled()
         must_stay = needs_backward and not self._watch_outputs(tensors, context, call) and opaque
-        if any(group.unsharded.holds(tensor) for group in self.groups for tensor in tensors):
+        if any(group.holds(tensor) for group in self.groups for tensor in tensors):
             must_stay = True  # The output is a parameter or a view of one.
         self._still_to_run.discard(module)
         if self._still_to_run or must_stay:
@@ -366,21 +380,20 @@ class ModuleState:
         if call.order is not None:
             call.order.watch_exit(call.position)
 
-        def hook(gradients: Any) -> None:
-            self._pre_backward(context, call)
-
-        def hook_of_base(gradients: Any) -> None:
-            if call.begun_in != backward_id():
-                self._pre_backward(context, call)
-
         for tensor in watched:
-            tensor.register_hook(hook)
+            tensor.register_hook(functools.partial(self._pre_backward, context, call))
             base = tensor._base
             if base is not None and base.grad_fn is not None:  # An in-place operation on a view takes the first hook away.
-                base.grad_fn.register_prehook(hook_of_base)
+                base.grad_fn.register_prehook(functools.partial(self._pre_backward_of_base, context, call))
         return True
 
-    def _pre_backward(self, context: RootContext, call: Call) -> None:
+    @dynamo_disabled
+    def _pre_backward_of_base(self, context: RootContext, call: Call, gradients: Any) -> None:
+        if call.begun_in != backward_id():
+            self._pre_backward(context, call, gradients)
+
+    @dynamo_disabled
+    def _pre_backward(self, context: RootContext, call: Call, gradients: Any) -> None:
         context.queue_callback()
         if self._in_backward:
             return
@@ -393,12 +406,32 @@ class ModuleState:
     def begin_backward(self, order: ForwardOrder | None, position: int) -> None:
         """Gather for the backward of a call, and prefetch the group before."""
         self._in_backward = True
-        for group in self.groups:
-            group.gradients.needs_reduction |= group.is_trainable
-            group.gradients.may_hold_sum |= self._leaves_gradients
+        self._expect_gradients()
         if self.groups and self.unshard_in_backward:
             self.unshard()
             self._prefetch(self.backward_prefetch, order, position, step=-1)
+
+    def _expect_gradients(self) -> None:
+        for group in self.groups:
+            group.gradients.needs_reduction |= group.is_trainable
+            group.gradients.may_hold_sum |= self._leaves_gradients
+
+    def watch_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """With ``create_graph=True``: have autograd say when a later backward comes to what computed these gradients.
+
+        They are those of a call's inputs. What computed them reads the parameters again, before the later backward comes to
+        the outputs of the call.
+        """
+        context = self.context or self._become_root()
+        for gradient in gradients:
+            if gradient is not None and gradient.requires_grad:
+                gradient.register_hook(functools.partial(self._pre_double_backward, context))
+
+    @dynamo_disabled
+    def _pre_double_backward(self, context: RootContext, gradient: torch.Tensor) -> None:
+        context.queue_callback()
+        self._expect_gradients()
+        self.unshard()
 
     def _on_gradient(self) -> None:
         """A parameter got a gradient, in whatever way backward came to it."""
@@ -426,6 +459,7 @@ class ModuleState:
         outputs = iter(_PostBackward.apply(self, call, *watched))
         return map_tensors(lambda t: next(outputs) if t.requires_grad else t, (args, kwargs))
 
+    @dynamo_disabled
     def post_backward(self, call: Call) -> None:
         """Backward is through with a call."""
         if self._in_backward:
@@ -483,6 +517,28 @@ class ModuleState:
             return
         if self.reshard_after_backward or not all(group.is_unsharded for group in self.groups):
             self.give_back()
+        else:
+            self._must_refresh = False  # Until the optimizer steps, which group.is_outdated notices, the parameters are valid.
+
+    # -- what pipeline schedules call ------------------------------------------------------------------------------
+    # Those of torch 2.11 to 2.13 reach into FSDP2's private state to reduce gradients; 2.15's call public methods.
+
+    @property
+    def _state_ctx(self) -> RootContext:
+        return self.context or self._become_root()
+
+    @property
+    def _comm_ctx(self) -> CommContext:
+        return self.comm
+
+    @property
+    def _fsdp_param_groups(self) -> list[ParamGroup]:
+        """Empty: :meth:`_root_post_backward_final_callback` reduces all gradients, so that no group has to."""
+        return []
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce the gradients that micro-batches have accumulated, set ``.grad`` and reshard."""
+        self._state_ctx.end_backward()
 
 
 class _PostBackward(torch.autograd.Function):
@@ -496,6 +552,8 @@ class _PostBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            ctx.state.watch_gradients(gradients)
         ctx.state.post_backward(ctx.call)
         return (None, None, *gradients)
 

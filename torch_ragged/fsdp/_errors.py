@@ -1,0 +1,9 @@
+"""Errors of ``fully_shard`` that users of FSDP2 catch under another name."""
+
+from __future__ import annotations
+
+__all__ = ["InvalidArgument"]
+
+
+class InvalidArgument(ValueError, AssertionError):
+    """A wrong argument, for which FSDP2 raises AssertionError and this package ValueError: it is both."""
