@@ -18,8 +18,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_g
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp._dbuffer import DBuffer
-from torch_ragged.fsdp._param_group import ParamGroup
+from torch_ragged.fsdp.core._dbuffer import DBuffer
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 
 __all__ = ["PACKAGES", "fake_world", "make_mesh", "meta_training"]
 
@@ -69,7 +69,7 @@ def meta_training() -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "_get_device_handle", lambda *_: _Streams))
         stack.enter_context(mock.patch.object(_fully_shard, "_get_device_from_mesh", lambda _: torch.device("meta")))
         stack.enter_context(mock.patch.object(group, "_validate_no_meta_params", lambda _: None))
-        stack.enter_context(mock.patch.object(ParamGroup, "is_meta", False))
+        stack.enter_context(mock.patch.object(FSDPParamGroup, "is_meta", False))
         stack.enter_context(mock.patch.object(DBuffer, "holds", _holds))
         yield
 

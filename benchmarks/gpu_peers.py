@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp._collectives import Reduction
 from torch_ragged.fsdp._fully_shard import named_groups
+from torch_ragged.fsdp.comm._collectives import Reduction
 
 
 def sharded(options: argparse.Namespace, collectives: str | None) -> tuple[Any, tuple[str, ...]]:

@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tracker import CollectiveLog
 
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
 from torch_ragged.fsdp.plan import Parameter
 
 WORLDS = (1, 2, 4, 8)

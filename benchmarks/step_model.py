@@ -1,7 +1,7 @@
 """A training step as arithmetic: what each group costs, and when the schedule of fully_shard lets it run.
 
 Costs are seconds per rank: collectives are rings with a latency and a bandwidth (alpha-beta), compute is given per group.
-:func:`play` goes through one forward and backward in the order in which torch_ragged/fsdp/_state.py issues things:
+:func:`play` goes through one forward and backward in the order in which torch_ragged/fsdp/core/_fsdp_state.py issues things:
 
 - forward: wait for the group's all-gather, start the next group's, compute, give back;
 - backward: the same the other way round; behind it wait for the reduce-scatter under way, start this group's;

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_ragged.fsdp import BufferLayout, TensorSpec, fully_shard, plan_layout, rows
-from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction, Work
 from torch_ragged.fsdp._fully_shard import named_groups
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction, Work
 from torch_ragged.fsdp.plan._peers import RowBuffer
 
 __all__ = ["POLICIES", "SYSTEMS", "Training", "adamw", "bare_collectives"]
@@ -88,7 +88,7 @@ def _in_cells(tensors: Sequence[TensorSpec], ranks: int, alignment: int) -> Buff
 
 
 def _without_planner(case: Case, policy: MixedPrecisionPolicy) -> Training:
-    with mock.patch("torch_ragged.fsdp._grouping.plan_layout", _in_cells):
+    with mock.patch("torch_ragged.fsdp.core._fsdp_init.plan_layout", _in_cells):
         return _of_rows(case, policy)
 
 
@@ -123,7 +123,7 @@ def _without_dbuffer(case: Case, policy: MixedPrecisionPolicy) -> Training:
 
 
 def _without_written_gradients(case: Case, policy: MixedPrecisionPolicy) -> Training:
-    with mock.patch("torch_ragged.fsdp._param_group.SMALLEST_WRITTEN_IN_PLACE", 2**62):
+    with mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", 2**62):
         return _sharded(fully_shard, case, policy)
 
 

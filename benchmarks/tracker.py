@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from torch_ragged.fsdp import _collectives
+from torch_ragged.fsdp.comm import _collectives
 
 __all__ = ["CollectiveLog", "MemoryTracker"]
 

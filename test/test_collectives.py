@@ -26,10 +26,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged.fsdp import HIERARCHICAL, _gloo, _peer_memory, fully_shard
-from torch_ragged.fsdp._capabilities import Facts, why_not
-from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction, wait_all
-from torch_ragged.fsdp._copy_engine import CopyEngineCollectives
-from torch_ragged.fsdp._peer_memory import HostPeerMemory
+from torch_ragged.fsdp.comm._capabilities import Facts, why_not
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction, wait_all
+from torch_ragged.fsdp.comm._copy_engine import CopyEngineCollectives
+from torch_ragged.fsdp.comm._peer_memory import HostPeerMemory
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -293,7 +293,7 @@ def fall_back() -> list[tuple[str, tuple[str, ...], list[str]]]:
 def other_hosts() -> tuple[tuple[str, ...], list[str]]:
     model = make_model()
     fully_shard(model)
-    with mock.patch("torch_ragged.fsdp._capabilities.host_of", lambda: f"host {dist.get_rank() // 2}"):
+    with mock.patch("torch_ragged.fsdp.comm._capabilities.host_of", lambda: f"host {dist.get_rank() // 2}"):
         return told(model, "copy_engine")
 
 

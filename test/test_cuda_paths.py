@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from common import run_ranks
 
-from torch_ragged.fsdp import _capabilities, _implementations, _multicast
-from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction
-from torch_ragged.fsdp._copy_engine import CopyEngineCollectives
-from torch_ragged.fsdp._peer_memory import SymmetricPeerMemory
+from torch_ragged.fsdp.comm import _capabilities, _choice, _multicast
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
+from torch_ragged.fsdp.comm._copy_engine import CopyEngineCollectives
+from torch_ragged.fsdp.comm._peer_memory import SymmetricPeerMemory
 
 minute = datetime.timedelta(minutes=1)
 
@@ -87,7 +87,7 @@ def copy_engine() -> None:
 
     world = mock.Mock(wraps=dist.group.WORLD)
     world.rank.side_effect, world.size.side_effect = (lambda: rank), (lambda: size)
-    with cuda(handle), mock.patch("torch_ragged.fsdp._peer_memory.timeout_of", lambda *_: minute):
+    with cuda(handle), mock.patch("torch_ragged.fsdp.comm._peer_memory.timeout_of", lambda *_: minute):
         gathers = SymmetricPeerMemory(world, torch.device("cpu"), 64)
         reductions = SymmetricPeerMemory(world, torch.device("cpu"), 64, priority=0)
         groups = ProcessGroupCollectives(dist.group.WORLD)
@@ -157,34 +157,29 @@ def multicast() -> None:
 def chosen(symmetric: bool) -> None:
     """The implementations are made and installed, with the allocators that their buffers need."""
     world = dist.group.WORLD
-    member = mock.Mock(
-        device=types.SimpleNamespace(type="cuda", index=0), param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-    )
-    member.layout.shard_numel = member.layout.numel = 1000
-    pool = mock.Mock() if symmetric else None
-    member.process_groups.memory_pool.return_value = pool
+    device, process_groups = types.SimpleNamespace(type="cuda", index=0), mock.Mock(spec=ProcessGroupCollectives)
+    process_groups.memory_pool.return_value = mock.Mock() if symmetric else None
+    traffic = _choice.Traffic(device, [process_groups], gathered_nbytes=2000, reduced_nbytes=4000)
     with (
         cuda(lambda tensor: Handle(tensor.view(1, -1), 0)),
-        mock.patch.object(_implementations, "problems_of", lambda *_: {}),
+        mock.patch.object(_choice, "problems_of", lambda *_: {}),
         mock.patch.object(torch.cuda, "use_mem_pool", lambda found: contextlib.nullcontext()),
-        mock.patch("torch_ragged.fsdp._peer_memory.timeout_of", lambda *_: minute),
-        mock.patch("torch_ragged.fsdp._multicast.timeout_of", lambda *_: minute),
+        mock.patch("torch_ragged.fsdp.comm._peer_memory.timeout_of", lambda *_: minute),
+        mock.patch("torch_ragged.fsdp.comm._multicast.timeout_of", lambda *_: minute),
         mock.patch.object(torch, "empty", lambda numel, dtype, device: torch.zeros(numel, dtype=dtype)),
     ):
         for name, kind in (("copy_engine", CopyEngineCollectives), ("multimem", _multicast.MulticastCollectives)):
-            found = _implementations.choose(name, world, [member])
+            found = _choice.choose(name, world, traffic)
             assert found.name == name
-            found.install(member)
-            assert isinstance(member.collectives, kind)
+            assert isinstance(found.collectives(process_groups), kind)
             assert (found.allocate is not None) == (name == "multimem")
         for name in ("symm", "auto"):
-            found = _implementations.choose(name, world, [member])
+            found = _choice.choose(name, world, traffic)
             assert found.name == ("symm" if symmetric else "nccl")
-            found.install(member)
-            assert member.collectives is member.process_groups
+            assert found.collectives(process_groups) is process_groups
             if symmetric:
                 assert found.allocate(8, torch.bfloat16).numel() == 8
-        member.process_groups.memory_pool.assert_called_with(member.device, is_symmetric=True)
+        process_groups.memory_pool.assert_called_with(device, is_symmetric=True)
 
 
 def facts() -> None:

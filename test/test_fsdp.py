@@ -159,7 +159,7 @@ def check_storage_and_collectives():
 
 def check_weight_gradients_in_place():
     """Matmuls write weight gradients to the gradient buffer, and add to them there; only what is no matrix is copied."""
-    with mock.patch("torch_ragged.fsdp._param_group.SMALLEST_WRITTEN_IN_PLACE", 1):
+    with mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", 1):
         model, copied = build("ragged"), []
     groups = [group for state in model._ragged_states(True) for group in state.groups]
     for group in groups:

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp._tensors import map_tensors, tensors_in
+from torch_ragged.fsdp.core._tensors import map_tensors, tensors_in
 
 DIM = 6
 
@@ -128,7 +128,7 @@ def check_in_place_on_outputs():
             single = InPlace(bias)
             torch.manual_seed(1)
             model = InPlace(bias)
-            with mock.patch("torch_ragged.fsdp._param_group.SMALLEST_WRITTEN_IN_PLACE", smallest):
+            with mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", smallest):
                 shard(model, [model.first, model.second, model.last], reshard_after_forward=True)
             delay_collectives(model)
             for _ in range(2):
@@ -300,7 +300,7 @@ def wide_gradients(middle, is_kept):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.RMSNorm(32), middle(), nn.RMSNorm(32))
     model, policy = copy.deepcopy(plain), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    with mock.patch("torch_ragged.fsdp._param_group._KEEPS_WIDE_GRADIENTS", True):
+    with mock.patch("torch_ragged.fsdp.core._fsdp_param_group._KEEPS_WIDE_GRADIENTS", True):
         shard(model, [], mp_policy=policy)
     (group,) = model._ragged_fsdp_state.groups
     plain.bfloat16()

@@ -14,8 +14,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch_ragged._kernels import float8
 from torch_ragged._kernels.tiles import TileRun, TileTable
 from torch_ragged.fsdp import HIERARCHICAL, ZERO2, Float8Policy, blocks, elements, fully_shard, monitor, rows, tensor
-from torch_ragged.fsdp._float8 import Float8Group, keeps_tiles
 from torch_ragged.fsdp._fully_shard import named_groups
+from torch_ragged.fsdp.core._float8 import Float8Group, keeps_tiles
 from torch_ragged.granularity import TensorSpec
 
 BFLOAT16 = Float8Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

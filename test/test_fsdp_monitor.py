@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from torch_ragged.fsdp import DBuffer, Float8Policy, MemoryRow, buffer_layouts, elements, fully_shard, memory_report, monitor
-from torch_ragged.fsdp._collectives import ProcessGroupCollectives
 from torch_ragged.fsdp._fully_shard import named_groups as groups_of
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
 from torch_ragged.fsdp.plan import Model, ModelPlanner, granularity_policy
 from torch_ragged.fsdp.plan._memory import Precision, zero_memory
 from torch_ragged.fsdp.plan._models import module_groups

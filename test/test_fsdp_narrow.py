@@ -16,11 +16,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from torch_ragged.fsdp import ZERO1, ZERO2, ZERO3, BufferLayout, DBuffer, TensorSpec, fully_shard
-from torch_ragged.fsdp import _collectives as implementation
-from torch_ragged.fsdp._collectives import ProcessGroupCollectives, Reduction
-from torch_ragged.fsdp._copy_engine import CopyEngineCollectives
-from torch_ragged.fsdp._gloo import sum_parts
-from torch_ragged.fsdp._wide_gradients import WideGradients
+from torch_ragged.fsdp.comm import _collectives as implementation
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
+from torch_ragged.fsdp.comm._copy_engine import CopyEngineCollectives
+from torch_ragged.fsdp.comm._gloo import sum_parts
+from torch_ragged.fsdp.core._wide_gradients import WideGradients
 
 DIM = 256  # Of a matrix with as many rows matmuls write the gradient themselves.
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -127,7 +127,7 @@ def not_last(model, accumulates):
 def compare_with_widened(keeps_wide, collectives):
     torch.manual_seed(0)
     plain = Parts()
-    with mock.patch("torch_ragged.fsdp._param_group._KEEPS_WIDE_GRADIENTS", keeps_wide):
+    with mock.patch("torch_ragged.fsdp.core._fsdp_param_group._KEEPS_WIDE_GRADIENTS", keeps_wide):
         for accumulates, placements in ((without_sync, ZERO3), (not_last, ZERO1)):
             with widening():
                 expected = gradients_of(sharded(plain, placements=placements), accumulates, collectives)
@@ -243,7 +243,7 @@ def round_what_nobody_expects():
     """The gradient of a matrix that comes wide on one rank is rounded there, as matmuls' are."""
     torch.manual_seed(0)
     plain = Product()
-    with mock.patch("torch_ragged.fsdp._param_group._KEEPS_WIDE_GRADIENTS", True):
+    with mock.patch("torch_ragged.fsdp.core._fsdp_param_group._KEEPS_WIDE_GRADIENTS", True):
         model = fully_shard(copy.deepcopy(plain), mp_policy=POLICY)
     inputs = torch.randn(2, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
     log = []

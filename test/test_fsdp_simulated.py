@@ -26,8 +26,8 @@ from torch_ragged.fsdp import (
     plan_layout,
     rows,
 )
-from torch_ragged.fsdp._collectives import done
-from torch_ragged.fsdp._param_group import ParamGroup
+from torch_ragged.fsdp.comm._collectives import done
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 
 RANKS = 256
 
@@ -103,9 +103,9 @@ def simulate(block, mesh, **knobs):
     model = fully_shard(block, mesh=mesh, orig_param_policy=granularity, reshard_after_forward=True, **knobs)
     (group,) = (group for state in model._ragged_states(True) for group in state.groups)
     group.collectives = counted = Counted()
-    with mock.patch.object(ParamGroup, "is_meta", False), mock.patch.object(DBuffer, "holds", lambda self, tensor: False):
+    with mock.patch.object(FSDPParamGroup, "is_meta", False), mock.patch.object(DBuffer, "holds", lambda self, tensor: False):
         # There are no addresses on the meta device by which to tell whose memory a tensor lies in.
-        with mock.patch.multiple(ParamGroup, _restore_changed=lambda self: [], _is_in_place=lambda self, index: True):
+        with mock.patch.multiple(FSDPParamGroup, _restore_changed=lambda self: [], _is_in_place=lambda self, index: True):
             dim = model.norm1.weight.shape[0]
             held = []
             group.gradients.on_gradient, inner = (lambda: (held.append(resident(group)), inner())), group.gradients.on_gradient

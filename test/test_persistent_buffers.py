@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_ragged.fsdp import ZERO2, Float8Policy, fully_shard
-from torch_ragged.fsdp._ring import BufferRing, Slab
+from torch_ragged.fsdp.core._slots import Slab, SlotRing
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -21,7 +21,7 @@ class RingTest(unittest.TestCase):
             self.allocated.append(numel)
             return torch.empty(numel, dtype=dtype)
 
-        self.ring = BufferRing("things", 2, allocate)
+        self.ring = SlotRing("things", 2, allocate)
 
     def test_members_take_turns_in_slabs_as_large_as_the_largest_of_them(self):
         places = [self.ring.join(1)[0] for _ in range(5)]

@@ -12,8 +12,8 @@ import torch
 
 from torch_ragged._ownership import Run, owned
 from torch_ragged.fsdp import BufferLayout, TensorSpec, blocks, elements, plan_layout, rows, tensor
-from torch_ragged.fsdp import _planner as planner
-from torch_ragged.fsdp._packing import Kind, place
+from torch_ragged.fsdp.layout import _planner as planner
+from torch_ragged.fsdp.layout._packing import Kind, place
 from torch_ragged.fsdp.plan import ModelPlanner, granularity_policy, load_model
 
 

@@ -34,9 +34,9 @@ from weight_gradient_cases import (
 )
 
 from torch_ragged.fsdp import fully_shard, plan_layout, rows
-from torch_ragged.fsdp._dbuffer import DBuffer
-from torch_ragged.fsdp._layout import TensorSpec
-from torch_ragged.fsdp._weight_gradient import ComputeParameter
+from torch_ragged.fsdp.core._dbuffer import DBuffer
+from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
+from torch_ragged.fsdp.layout._buffer_layout import TensorSpec
 
 
 class ProductTest(unittest.TestCase):
@@ -250,7 +250,7 @@ def train(is_direct, policy, compiles=False, micro_batches=2, checkpoints=False,
             block.attention.compile(backend="aot_eager", fullgraph=True)
         if checkpoints:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    with mock.patch("torch_ragged.fsdp._param_group.SMALLEST_WRITTEN_IN_PLACE", 1 if is_direct else 2**62):
+    with mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", 1 if is_direct else 2**62):
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy, orig_param_policy=lambda fqn, p: rows(4))
         fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 
 from torch_ragged._kernels._triton_rounding import from_float8, round_to, to_float8
-from torch_ragged._kernels.float8 import LARGEST, SMALLEST
-from torch_ragged._kernels.tiles import TileTable
+from torch_ragged._kernels.tiles import LARGEST, SMALLEST, TileTable
 
 __all__ = ["dequantize", "dequantize_kernel", "quantize", "quantize_kernel"]
 

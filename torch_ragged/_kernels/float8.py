@@ -18,14 +18,11 @@ from __future__ import annotations
 import torch
 
 from torch_ragged._kernels._choice import ADA, device_of, runs_triton
-from torch_ragged._kernels.tiles import TileRun, TileTable
+from torch_ragged._kernels.tiles import LARGEST, SMALLEST, TileRun, TileTable
 
-__all__ = ["LARGEST", "SMALLEST", "TILES", "dequantize", "quantize"]
+__all__ = ["TILES", "dequantize", "quantize"]
 
 TILES = ((128, 128), (1, 128))
-LARGEST = 448.0
-SMALLEST = 2.0**-100
-"""Tiles without any larger magnitude are taken for zeros: the reciprocal of their scale might be infinite."""
 
 
 def quantize(values: torch.Tensor, buffer: torch.Tensor, table: TileTable) -> None:

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["TileRun", "TileTable", "matrix_runs"]
+__all__ = ["LARGEST", "SMALLEST", "TileRun", "TileTable", "matrix_runs"]
+
+LARGEST = 448.0
+"""The largest float8 code of a tile, e4m3's."""
+
+SMALLEST = 2.0**-100
+"""A tile with no larger magnitude counts as zeros: the reciprocal of its scale could be infinite."""
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,17 @@
-"""Fully sharded data parallelism on RaggedShard: FSDP2's API on buffers that need no copies in or out.
+"""Fully sharded data parallelism on RaggedShard: FSDP2's API on buffers that need no copy-in and no copy-out.
 
-Files by noun. Layout: ``_granularity`` (what may be cut), ``_layout`` (where tensors lie), ``_planner`` with ``_packing``,
-``_interleave`` and ``_bound`` (the search for it), ``_advice``, ``plan`` (the offline tool).
-Parameters: ``_mesh`` and ``_distribution`` (where they are), ``_grouping`` (which go together), ``_managed_param`` (one),
-``_dbuffer`` (the memory), ``_param_group`` (those of a unit), ``_extension`` (types with their own all-gather), ``_float8``
-(matrices gathered as 8-bit codes).
-Gathered and reduced: ``_collectives`` (of process groups) with ``_gloo`` (without its copies), ``_resident`` and
-``_neighbours`` (what stays gathered), ``_gradients`` with ``_weight_gradient`` (matmuls that write them).
-Other collectives: ``_implementations`` (by name) and ``_capabilities`` (which of them ranks can have), ``_copy_engine`` over
-``_peer_memory``, ``_multicast``; ``_persistence`` with ``_ring`` (buffers at addresses that stay).
-Hooks: ``_state``, ``_forward_order`` (what backward does on all ranks alike), ``_tensors`` (in inputs and outputs).
-API: ``_fully_shard`` with ``_agreement`` (an error on one rank is one on all), ``_fsdp_module``, ``_placements`` (ZeRO).
-What a step costs: ``_memory`` and ``_monitor``.
+==================  =========================================================================================
+``_fully_shard``    the call: from modules and a mesh to parameter groups and hooks
+``_fsdp_module``    ``FSDPModule``, the methods of a sharded module
+``layout/``         what lies where: ``BufferLayout`` and the planner that finds it. Integers only
+``comm/``           what carries it: process groups, gloo, two levels, copy engine, multicast; agreement of ranks
+``core/``           a parameter, its group, the buffers, gradients, and the state with its module hooks
+``tools/``          ``monitor`` and ``memory_report``
+``plan/``           the offline planner, ``python -m torch_ragged.fsdp.plan``
+==================  =========================================================================================
+
+Imports point one way: ``layout <- comm <- core <- _fsdp_module <- _fully_shard <- tools, plan``.
+docs/design.md, "Life of a parameter", follows one parameter through the files.
 """
 
 from torch.distributed.fsdp import (
@@ -22,17 +22,17 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from torch_ragged.fsdp._advice import advise
-from torch_ragged.fsdp._dbuffer import DBuffer
-from torch_ragged.fsdp._float8 import Float8Policy
 from torch_ragged.fsdp._fsdp_module import FSDPModule, share_comm_ctx
 from torch_ragged.fsdp._fully_shard import buffer_layouts, fully_shard
-from torch_ragged.fsdp._granularity import Granularity, OrigParamPolicy, blocks, elements, rows, tensor
-from torch_ragged.fsdp._layout import BufferLayout, TensorSpec
-from torch_ragged.fsdp._memory import MemoryReport, MemoryRow, memory_report
-from torch_ragged.fsdp._monitor import Monitor, monitor
-from torch_ragged.fsdp._placements import HIERARCHICAL, ZERO1, ZERO2, ZERO3, BufferPlacements
-from torch_ragged.fsdp._planner import plan_layout
+from torch_ragged.fsdp.core._dbuffer import DBuffer
+from torch_ragged.fsdp.core._float8 import Float8Policy
+from torch_ragged.fsdp.core._fsdp_api import HIERARCHICAL, ZERO1, ZERO2, ZERO3, BufferPlacements
+from torch_ragged.fsdp.layout._advice import advise
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
+from torch_ragged.fsdp.layout._planner import plan_layout
+from torch_ragged.fsdp.tools._memory_report import MemoryReport, MemoryRow, memory_report
+from torch_ragged.fsdp.tools._monitor import Monitor, monitor
+from torch_ragged.granularity import Granularity, OrigParamPolicy, blocks, elements, rows, tensor
 
 __all__ = [
     "BufferPlacements",

@@ -16,12 +16,12 @@ from torch.distributed.fsdp import UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from torch_ragged._register._torch import register_composable
-from torch_ragged.fsdp._agreement import agreement
-from torch_ragged.fsdp._implementations import check_name, choose
-from torch_ragged.fsdp._mesh import device_of
-from torch_ragged.fsdp._param_group import ParamGroup
-from torch_ragged.fsdp._persistence import PLACES, allocator, check_ready, make_persistent, make_transient
-from torch_ragged.fsdp._state import GradientReduction, ModuleState
+from torch_ragged.fsdp.comm._agreement import agreement
+from torch_ragged.fsdp.comm._choice import Traffic, check_name, choose
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._fsdp_state import FSDPState, GradientReductionHandle
+from torch_ragged.fsdp.core._mesh import device_of
+from torch_ragged.fsdp.core._persistent_buffers import PLACES, allocator, check_ready, make_persistent, make_transient
 
 __all__ = ["STATE", "FSDPModule", "check_reshard_after_forward", "make_fsdp_module", "share_comm_ctx"]
 
@@ -29,7 +29,7 @@ STATE = "_ragged_fsdp_state"
 _classes: dict[type, type] = {}
 
 
-def make_fsdp_module(module: nn.Module, state: ModuleState) -> None:
+def make_fsdp_module(module: nn.Module, state: FSDPState) -> None:
     """Have ``module`` keep ``state``, and make its class a subclass of :class:`FSDPModule`."""
     module.__dict__[STATE] = state
     register_composable(torch_fully_shard, module, state)
@@ -52,11 +52,11 @@ class FSDPModule(TorchFSDPModule):
     # Where the original class stands in the order of bases: torch's __new__ makes an object of it, for slices of containers.
     _orig_cls_mro_index = 3
 
-    def _ragged_states(self, recurse: bool) -> list[ModuleState]:
+    def _ragged_states(self, recurse: bool) -> list[FSDPState]:
         modules = self.modules() if recurse else [self]  # type: ignore[attr-defined]
         return list(dict.fromkeys(getattr(m, STATE) for m in modules if hasattr(m, STATE)))
 
-    def _ragged_groups(self, recurse: bool) -> list[ParamGroup]:
+    def _ragged_groups(self, recurse: bool) -> list[FSDPParamGroup]:
         return [group for state in self._ragged_states(recurse) for group in state.groups]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -79,7 +79,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Give this module's gathered parameters back (not those of FSDP modules inside)."""
-        _group_call(self, ParamGroup.reshard)  # type: ignore[arg-type]
+        _group_call(self, FSDPParamGroup.reshard)  # type: ignore[arg-type]
 
     def reset_iter_state(self) -> None:
         """Recover after a forward or backward that raised: drop its gradients, give all gathered parameters back.
@@ -140,7 +140,7 @@ class FSDPModule(TorchFSDPModule):
                 raise RuntimeError("set_manual_backward_finalization cannot change mode after backward starts")
         state.finalizes_manually = enabled
 
-    def finalize_backward(self, *, async_op: bool = False) -> GradientReduction | None:
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce the gradients that are left, set ``.grad`` and give parameters back, as the end of a backward does else.
 
         For several backward passes before it, disable gradient synchronisation and enable it again before this.
@@ -154,7 +154,7 @@ class FSDPModule(TorchFSDPModule):
         state = self._ragged_states(recurse=False)[0]
         if state.context is not None and not state.is_root:
             raise RuntimeError("finalize_backward must be called on the root FSDP module")
-        handle = GradientReduction(state.context)
+        handle = GradientReductionHandle(state.context)
         if async_op:
             return handle
         handle.wait()
@@ -364,7 +364,7 @@ class FSDPModule(TorchFSDPModule):
             RuntimeError: as of :meth:`set_persistent_buffers`; or another rank raised.
         """
         groups = [group for group in self._ragged_groups(recurse) if group.dp.shard_group is not None]
-        members: dict[dist.ProcessGroup, list[ParamGroup]] = {}
+        members: dict[dist.ProcessGroup, list[FSDPParamGroup]] = {}
         for group in groups:
             members.setdefault(group.dp.shard_group, []).append(group)  # type: ignore[arg-type]
         device = device_of(groups[0].dp.mesh) if groups else torch.device("cpu")
@@ -373,11 +373,11 @@ class FSDPModule(TorchFSDPModule):
             _check_no_custom_collectives(groups)
             check_ready(groups)
             claim.append(f"collectives {name}")
-        chosen = {shards: choose(name, shards, mine) for shards, mine in members.items()}
+        chosen = {shards: choose(name, shards, _traffic_of(mine)) for shards, mine in members.items()}
         allocators = {}
         for shards, implementation in chosen.items():
             for group in members[shards]:
-                implementation.install(group)
+                group.collectives = implementation.collectives(group.process_groups)
                 if implementation.allocate is not None:
                     allocators[group] = implementation.allocate
         make_transient([group for group in groups if group.has_registered_memory and group not in allocators])
@@ -468,14 +468,20 @@ def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
             each.comm = states[0].comm
 
 
-def _states_of(modules: list[TorchFSDPModule]) -> list[ModuleState]:
+def _states_of(modules: list[TorchFSDPModule]) -> list[FSDPState]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"expected modules that fully_shard was called on, got {type(module).__name__}")
     return [module._ragged_states(recurse=False)[0] for module in modules]
 
 
-def _check_no_custom_collectives(groups: list[ParamGroup]) -> None:
+def _traffic_of(groups: list[FSDPParamGroup]) -> Traffic:
+    gathered = max(group.layout.shard_numel * group.param_dtype.itemsize for group in groups)
+    reduced = max(group.layout.numel * group.reduce_dtype.itemsize for group in groups)
+    return Traffic(groups[0].device, [group.process_groups for group in groups], gathered, reduced)
+
+
+def _check_no_custom_collectives(groups: list[FSDPParamGroup]) -> None:
     for group in groups:
         collectives = group.process_groups
         reduces = any(reducer.custom_reduce_scatter is not None for reducer in collectives.reducers)
@@ -497,7 +503,7 @@ for _name in dir(TorchFSDPModule):
 
 
 class _UnshardHandle(UnshardHandle):
-    def __init__(self, groups: list[ParamGroup]) -> None:
+    def __init__(self, groups: list[FSDPParamGroup]) -> None:
         self._groups = groups
 
     def wait(self) -> None:
@@ -518,19 +524,19 @@ def check_reshard_after_forward(value: Any, ranks: int) -> None:
 
 
 def _reshard_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
-    _group_call(module, ParamGroup.reshard)
+    _group_call(module, FSDPParamGroup.reshard)
 
 
 def _reshard_before_load(module: Any, *args: Any) -> None:
-    _group_call(module, ParamGroup.reshard)
+    _group_call(module, FSDPParamGroup.reshard)
 
 
 def _adopt_after_load(module: Any, incompatible_keys: Any) -> None:
     """With ``assign=True`` the values are taken over; the parameters stay the same objects, also for an optimizer."""
-    _group_call(module, ParamGroup.adopt_sharded)
+    _group_call(module, FSDPParamGroup.adopt_sharded)
 
 
-def _group_call(module: nn.Module, method: Callable[[ParamGroup], None]) -> None:
+def _group_call(module: nn.Module, method: Callable[[FSDPParamGroup], None]) -> None:
     for group in getattr(module, STATE).groups:
         method(group)
 

@@ -14,22 +14,23 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged._register._torch import flatten
-from torch_ragged.fsdp._agreement import agree, agreement
-from torch_ragged.fsdp._contiguous import ContiguousGroup
-from torch_ragged.fsdp._distribution import has_extension
-from torch_ragged.fsdp._errors import InvalidArgument
-from torch_ragged.fsdp._extension import ExtensionGroup
-from torch_ragged.fsdp._float8 import Float8Group, Float8Policy
 from torch_ragged.fsdp._fsdp_module import STATE, FSDPModule, check_reshard_after_forward, make_fsdp_module
-from torch_ragged.fsdp._granularity import OrigParamPolicy
-from torch_ragged.fsdp._grouping import Places, ShardPlacementFn, find_params, plan_groups
-from torch_ragged.fsdp._layout import BufferLayout
-from torch_ragged.fsdp._mesh import DataParallelMesh, device_of
-from torch_ragged.fsdp._neighbours import Neighbours
-from torch_ragged.fsdp._param_group import GroupPlan, ParamGroup
-from torch_ragged.fsdp._placements import BufferPlacements
-from torch_ragged.fsdp._resident import HierarchicalCollectives, Levels, Resident
-from torch_ragged.fsdp._state import ModuleState
+from torch_ragged.fsdp.comm._agreement import agree, agreement
+from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
+from torch_ragged.fsdp.core._contiguous import ContiguousGroup
+from torch_ragged.fsdp.core._distribution import has_extension
+from torch_ragged.fsdp.core._errors import InvalidArgument
+from torch_ragged.fsdp.core._extension import ExtensionGroup
+from torch_ragged.fsdp.core._float8 import Float8Group, Float8Policy
+from torch_ragged.fsdp.core._fsdp_api import BufferPlacements
+from torch_ragged.fsdp.core._fsdp_init import Places, ShardPlacementFn, find_params, plan_groups
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
+from torch_ragged.fsdp.core._fsdp_state import FSDPState
+from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
+from torch_ragged.fsdp.core._neighbours import Neighbours
+from torch_ragged.fsdp.core._resident import Resident
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+from torch_ragged.granularity import OrigParamPolicy
 
 __all__ = ["buffer_layouts", "fully_shard", "module_states", "named_groups"]
 
@@ -134,22 +135,22 @@ def fully_shard(
         reshard_after_forward = _keep_parts(groups, reshard_after_forward)
     if levels is not None:
         _stay_gathered(groups, levels)
-    state = ModuleState(modules, groups, mp_policy, reshard_after_forward)
+    state = FSDPState(modules, groups, mp_policy, reshard_after_forward)
     state.reduces_last_only = placements is not None and placements.stay_unreduced
     for each in modules:
         make_fsdp_module(each, state)
     return module
 
 
-def _group_of(plan: GroupPlan) -> ParamGroup:
+def _group_of(plan: GroupPlan) -> FSDPParamGroup:
     if has_extension(plan.params[0].value):
         return ExtensionGroup(plan)
     if plan.params[0].distribution.shard_dim:
         return ContiguousGroup(plan)
-    return ParamGroup(plan) if plan.tile is None else Float8Group(plan)
+    return FSDPParamGroup(plan) if plan.tile is None else Float8Group(plan)
 
 
-def _state(module: nn.Module) -> ModuleState | None:
+def _state(module: nn.Module) -> FSDPState | None:
     """``fully_shard.state(module)``, as FSDP2's: what it keeps for ``module``; None if it was not called on it."""
     return getattr(module, STATE, None)
 
@@ -162,15 +163,15 @@ def buffer_layouts(module: nn.Module) -> dict[str, BufferLayout]:
     return {name: group.layout for name, group in named_groups(module).items()}
 
 
-def named_groups(module: nn.Module) -> dict[str, ParamGroup]:
+def named_groups(module: nn.Module) -> dict[str, FSDPParamGroup]:
     """The groups under ``module`` by the name of their module; of several of one module, later ones with a number."""
-    groups: dict[str, ParamGroup] = {}
+    groups: dict[str, FSDPParamGroup] = {}
     for name, state in _states(module).items():
         groups.update({f"{name}[{i}]" if i else name: group for i, group in enumerate(state.groups)})
     return groups
 
 
-def module_states(module: nn.Module) -> dict[str, ModuleState]:
+def module_states(module: nn.Module) -> dict[str, FSDPState]:
     """The state of each module under ``module`` that ``fully_shard`` was called on, by its name; once for a list of modules.
 
     Raises:
@@ -185,8 +186,8 @@ def module_states(module: nn.Module) -> dict[str, ModuleState]:
     return states
 
 
-def _states(module: nn.Module) -> dict[str, ModuleState]:
-    states: dict[ModuleState, str] = {}
+def _states(module: nn.Module) -> dict[str, FSDPState]:
+    states: dict[FSDPState, str] = {}
     for name, child in module.named_modules():
         if hasattr(child, STATE):
             states.setdefault(getattr(child, STATE), name or "root")
@@ -246,7 +247,7 @@ def _move(modules: Sequence[nn.Module], found: dict[str, tuple[nn.Parameter, Pla
             tensor.data = tensor.data.to(device)
 
 
-def _keep_parts(groups: Sequence[ParamGroup], size: int) -> bool:
+def _keep_parts(groups: Sequence[FSDPParamGroup], size: int) -> bool:
     """Have ``size`` neighbours keep gathered parameters between them; all of them is not keeping, one is keeping everything.
 
     Groups that make something else of what they gather have no buffer to keep a part of: they are resharded.
@@ -287,7 +288,7 @@ def _with_levels(dp: DataParallelMesh, placements: BufferPlacements | None) -> t
     return flat, Levels(dp.mesh.get_group(0), dp.mesh.get_group(1))
 
 
-def _stay_gathered(groups: Sequence[ParamGroup], levels: Levels) -> None:
+def _stay_gathered(groups: Sequence[FSDPParamGroup], levels: Levels) -> None:
     for group in groups:
         group.resident = Resident(levels)
         if levels.within is not None and group.dp.shard_group is not None:

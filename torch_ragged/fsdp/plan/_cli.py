@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 
 from torch_ragged.fsdp import Granularity, blocks, elements, rows, tensor
-from torch_ragged.fsdp._advice import advise
+from torch_ragged.fsdp.layout._advice import advise
 from torch_ragged.fsdp.plan._drawing import draw_svg, draw_text
 from torch_ragged.fsdp.plan._memory import Precision
 from torch_ragged.fsdp.plan._model_plan import ModelPlan, ModelPlanner, granularity_policy

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from torch_ragged.fsdp._advice import advise
+from torch_ragged.fsdp.layout._advice import advise
 from torch_ragged.fsdp.plan._memory import Precision, collectives, zero_memory
 from torch_ragged.fsdp.plan._model_plan import ModelPlan
 from torch_ragged.fsdp.plan._models import Model

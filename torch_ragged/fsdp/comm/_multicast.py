@@ -1,0 +1,148 @@
+"""All-gather and reduce-scatter by NVSwitch multicast (NVLS): a store arrives at all ranks, a load brings the sum over them.
+
+The kernel is compiled when it is first used; importing this file needs no Triton.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_ragged._register._torch import timeout_of
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction, Work, reduced
+from torch_ragged.fsdp.comm._peer_memory import StreamWork
+
+__all__ = ["MulticastCollectives", "SymmetricSlabs"]
+
+_PACKET = 16
+"""Bytes of one multimem instruction; shards are whole numbers of them."""
+
+_CHANNEL = 0
+"""Of the signal pads: torch's all-gather uses that of its blocks, but never on a buffer that this reduces."""
+
+
+class SymmetricSlabs:
+    """Symmetric memory of the ranks of ``group``, by its address: what :class:`Place` allocates from."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self.device = group, device
+        self._handles: dict[int, Any] = {}
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor that all ranks know. Collective; waits for the device."""
+        import torch.distributed._symmetric_memory as symm_mem
+
+        flat = symm_mem.empty(numel, dtype=dtype, device=self.device)
+        self._handles[flat.untyped_storage().data_ptr()] = symm_mem.rendezvous(flat, self._group)
+        return flat
+
+    def handle(self, tensor: torch.Tensor) -> Any:
+        """torch's handle of the memory that ``tensor`` begins, or None if it is not from here."""
+        return self._handles.get(tensor.untyped_storage().data_ptr()) if tensor.storage_offset() == 0 else None
+
+
+class MulticastCollectives:
+    """Collectives on gathered and gradient buffers in :class:`SymmetricSlabs`; what lies elsewhere goes to the process group.
+
+    An all-gather stores each shard once, to the multicast address of the gathered buffers
+    (``torch.ops.symm_mem.multimem_all_gather_out``). A reduce-scatter loads the sum of all ranks' gradients of its shard from
+    the multicast address: bfloat16 is added in float32 and rounded once, in the order of the switch; other types than bfloat16
+    and float32 go to the process group. Each is on a stream of its own.
+    """
+
+    def __init__(self, process_groups: ProcessGroupCollectives, group: dist.ProcessGroup, slabs: SymmetricSlabs) -> None:
+        self._process_groups, self._group, self._slabs = process_groups, group, slabs
+        self._timeout_ms = int(1000 * timeout_of(group, slabs.device).total_seconds())
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        self.all_reduce, self.all_reduce_max = process_groups.all_reduce, process_groups.all_reduce_max
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
+        is_ours = group in (None, self._group) and self._process_groups.custom_all_gather is None
+        if not is_ours or self._slabs.handle(output) is None:
+            return self._process_groups.all_gather(output, shard, group)
+        stream = self._stream("all_gather", output.device, priority=-1)
+        with torch.no_grad(), torch.cuda.stream(stream):
+            gathered, part = output.view(torch.uint8), shard.view(torch.uint8)
+            torch.ops.symm_mem.multimem_all_gather_out(part, self._group.group_name, gathered)
+            return StreamWork(stream.record_event())
+
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+        handle = self._slabs.handle(buffer) if buffer.dtype in _TYPES else None
+        if handle is None or self._process_groups.custom_reduce_scatter is not None:
+            return self._process_groups.reduce_scatter(output, buffer, reduction)
+        issue = functools.partial(self._load_sum, handle, output)
+        return reduced(issue, self._group, buffer, output, dataclasses.replace(reduction, sum_only=True))
+
+    def holds_second_buffer(self, device: torch.device) -> bool:
+        return False
+
+    def adds_wide(self, device: torch.device) -> bool:
+        return False
+
+    def _load_sum(self, handle: Any, output: torch.Tensor, op: object, divisor: float) -> Work:
+        stream = self._stream("reduce_scatter", output.device, priority=0)
+        with torch.cuda.stream(stream):
+            handle.barrier(_CHANNEL, self._timeout_ms)  # All gradients are there,
+            load_sum(handle.multicast_ptr + handle.rank * output.nbytes, output)
+            handle.barrier(_CHANNEL, self._timeout_ms)  # and all have been read.
+            if divisor != 1:
+                output.div_(divisor)
+            return StreamWork(stream.record_event())
+
+    def _stream(self, name: str, device: torch.device, priority: int) -> torch.cuda.Stream:
+        """The stream, behind what the current one holds now."""
+        if name not in self._streams:
+            self._streams[name] = torch.cuda.Stream(device, priority=priority)
+        self._streams[name].wait_stream(torch.cuda.current_stream())
+        return self._streams[name]
+
+
+_LOAD_SUM = """
+{
+    .reg .pred %inside;
+    setp.ne.s32 %inside, $5, 0;
+    @%inside multimem.ld_reduce.relaxed.sys.global.add.{type} {$0, $1, $2, $3}, [$4];
+}
+"""
+_TYPES = {torch.float32: "v4.f32", torch.bfloat16: "acc::f32.v4.bf16x2"}
+
+
+def load_sum(address: int, output: torch.Tensor, blocks: int = 32) -> None:
+    """Fill ``output`` (float32 or bfloat16) with the sum over ranks of what is at a multicast ``address``. No barrier.
+
+    Args:
+        blocks: how many at the most; a few saturate the links, and leave the other SMs to compute.
+    """
+    packets, threads = output.nbytes // _PACKET, 512
+    grid = (min(blocks, -(-packets // threads)),)
+    asm = _LOAD_SUM.replace("{type}", _TYPES[output.dtype])
+    load_sum_kernel()[grid](address, output.view(torch.int32), packets, ASM=asm, BLOCK=threads, num_warps=threads // 32)
+
+
+@functools.cache
+def load_sum_kernel() -> Any:
+    """The Triton kernel of :func:`load_sum`: four words of 32 bits per packet, whatever their type."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(address, words, packets, ASM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        for start in range(tl.program_id(0) * BLOCK, packets, tl.num_programs(0) * BLOCK):
+            packet = start + tl.arange(0, BLOCK)
+            a, b, c, d = tl.inline_asm_elementwise(
+                ASM,
+                "=r,=r,=r,=r,l,r",
+                args=[address + packet.to(tl.int64) * 16, (packet < packets).to(tl.int32)],
+                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+                is_pure=False,
+                pack=1,
+            )
+            sums = tl.join(tl.join(a, c), tl.join(b, d)).reshape([4 * BLOCK])
+            word = start * 4 + tl.arange(0, 4 * BLOCK)
+            tl.store(words + word, sums, mask=word < packets * 4)
+
+    return kernel

@@ -1,0 +1,168 @@
+"""DBuffer: the tensors of a layout in one flat allocation per rank, with a placement like a DTensor's."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Union
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from torch_ragged._kernels.casts import scaled_copy_
+from torch_ragged._register._torch import storage_ids
+from torch_ragged.fsdp.comm._collectives import Collectives, Reduction, Work
+from torch_ragged.fsdp.core._slots import Place
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+
+__all__ = ["DBuffer", "MemoryPool"]
+
+MemoryPool = Union[torch.cuda.MemPool, Place]
+"""Where memory may come from, if not from the allocator: a pool of it, or a place at a fixed address."""
+
+
+class DBuffer:
+    """A group's tensors in one flat allocation, distributed over one mesh dimension.
+
+    ============  ==========================  =============================================
+    placement     ``flat`` on each rank       ``tensor(i)``
+    ============  ==========================  =============================================
+    Shard(0)      its shard, (S,)             1-D view of this rank's interval of tensor i
+    Replicate()   everything, (ranks * S,)    view of tensor i with its shape
+    Partial()     everything, to be reduced   view of tensor i with its shape
+    ============  ==========================  =============================================
+
+    Views stay at fixed places in the storage, which is released and re-acquired as a whole: a view made once is good
+    whenever the storage is there. Views have version counters of their own, so that refilling the buffer does not
+    disturb what autograd saved.
+
+    Args:
+        layout: where each tensor lies.
+        placement: ``Shard(0)``, ``Replicate()`` or ``Partial()``.
+        rank: this rank in the mesh dimension.
+        is_pinned: in page-locked memory of the CPU, for copies to a GPU.
+        pool: where its memory comes from, if not from the allocator.
+        adopted: memory of somebody else, all of a storage, to have until :meth:`release`, which leaves it to its owner; the
+            buffer is of no use then.
+    """
+
+    def __init__(
+        self,
+        layout: BufferLayout,
+        placement: Placement,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_pinned: bool = False,
+        pool: MemoryPool | None = None,
+        adopted: torch.Tensor | None = None,
+    ) -> None:
+        if not isinstance(placement, (Shard, Replicate, Partial)):
+            raise ValueError(f"DBuffer placement must be Shard(0), Replicate() or Partial(), got {placement}")
+        self.layout, self.placement, self.rank, self.is_pinned = layout, placement, rank, is_pinned
+        self.is_sharded = isinstance(placement, Shard)
+        numel = layout.shard_numel if self.is_sharded else layout.numel
+        self.pool = pool
+        self._nbytes = numel * dtype.itemsize
+        self.is_adopted = adopted is not None
+        self._slab = pool.slab(dtype, numel) if isinstance(pool, Place) else None
+        if self._slab is not None:
+            self._slab.acquire(self)
+            self.flat = self._slab.flat[:numel]
+            return
+        if adopted is not None:
+            self.flat = adopted.view(-1)
+            return
+        with self._from_pool():
+            self.flat = torch.empty(numel, dtype=dtype, device=device, pin_memory=is_pinned)
+
+    def _from_pool(self) -> AbstractContextManager[None]:
+        return torch.cuda.use_mem_pool(self.pool) if isinstance(self.pool, torch.cuda.MemPool) else nullcontext()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the allocation while it is there."""
+        return self._nbytes
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes that it holds now: ``nbytes``, or 0 once released."""
+        return self._nbytes if self.is_allocated else 0
+
+    @property
+    def is_allocated(self) -> bool:
+        if self._slab is not None:
+            return self._slab.is_held_by(self)
+        return self.flat.untyped_storage().nbytes() == self._nbytes
+
+    @property
+    def is_free(self) -> bool:
+        """Whether :meth:`allocate` can be called: no other buffer has the place at which this one's is."""
+        return self._slab is None or self._slab.is_free_for(self)
+
+    def allocate(self) -> None:
+        """Re-acquire the storage; its contents are undefined. Nothing happens if it is there.
+
+        Raises:
+            RuntimeError: another buffer has the place at which this one's is.
+        """
+        if self._slab is not None:
+            self._slab.acquire(self)
+        elif not self.is_allocated:
+            with self._from_pool():
+                self.flat.untyped_storage().resize_(self._nbytes)
+
+    def release(self) -> None:
+        """Give the storage back; views remain and are good again after :meth:`allocate`."""
+        if self._slab is not None:
+            self._slab.release(self)
+        elif self.is_adopted:
+            self.flat = torch.empty_like(self.flat[:0])
+        else:
+            self.flat.untyped_storage().resize_(0)
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """The part of tensor ``index`` in this buffer, as a view of it with a version counter of its own."""
+        flat = self.flat.data
+        if self.is_sharded:
+            start, stop = self.layout.local_range(index, self.rank)
+            begin = max(self.layout.offsets[index] - self.rank * self.layout.shard_numel, 0)
+            return flat[begin : begin + stop - start] if stop > start else flat[:0]
+        tensor = self.layout.tensors[index]
+        offset = self.layout.offsets[index]
+        return flat[offset : offset + tensor.numel].view(tensor.shape)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, or a tensor that it wraps, lies in the memory of this buffer."""
+        return self.is_allocated and self.flat.untyped_storage()._cdata in storage_ids(tensor)
+
+    def shard(self) -> torch.Tensor:
+        """This rank's shard: all of a sharded buffer, else its slice. No copy."""
+        if self.is_sharded:
+            return self.flat
+        start = self.rank * self.layout.shard_numel
+        return self.flat[start : start + self.layout.shard_numel]
+
+    def zero_padding(self) -> None:
+        """Zero what belongs to no tensor, so that reductions see no garbage."""
+        start = self.rank * self.layout.shard_numel if self.is_sharded else 0
+        for begin, end in self.layout.gaps():
+            begin, end = max(begin - start, 0), min(end - start, self.flat.numel())
+            if begin < end:
+                self.flat[begin:end].zero_()
+
+    def all_gather_from(self, sharded: DBuffer, collectives: Collectives) -> Work:
+        """Shard(0) -> Replicate(): one all-gather into this buffer.
+
+        With equal dtypes and devices the shards are read where they are; else this rank's shard is first cast, or copied from
+        the CPU, straight into its slice of this buffer and gathered in place.
+        """
+        self.allocate()
+        source = sharded.flat
+        if (source.dtype, source.device) != (self.flat.dtype, self.flat.device):
+            source = scaled_copy_(self.shard(), source, non_blocking=True)
+        return collectives.all_gather(self.flat, source)
+
+    def reduce_scatter_to(self, sharded: DBuffer, collectives: Collectives, reduction: Reduction) -> Work:
+        """Partial() -> Shard(0): one reduce-scatter from this buffer."""
+        return collectives.reduce_scatter(sharded.flat, self.flat, reduction)

@@ -1,0 +1,244 @@
+"""Distribution: how one parameter lies over data-parallel ranks and, before that, over those of model parallelism."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from torch_ragged._register._torch import dtensor_like, local_tensor
+from torch_ragged.fsdp.core._errors import InvalidArgument
+from torch_ragged.fsdp.core._mesh import DataParallelMesh
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
+from torch_ragged.granularity import Granularity
+from torch_ragged.placement_types import RaggedShard
+from torch_ragged.strided_placement_types import StridedRaggedShard
+
+__all__ = ["Distribution", "has_extension", "local_of"]
+
+
+class Distribution:
+    """Where the elements of a parameter are, and the forms that it takes in the buffers of its group.
+
+    A group works on ``local_shape``: the whole parameter or, where it is a DTensor (tensor or expert parallelism), this rank's
+    piece of it. The data-parallel shards of the piece stand before the model's placements on a mesh of both::
+
+        plain                   (RaggedShard,)
+        HSDP                    (Replicate(), RaggedShard)
+        Shard(0) by the model   (StridedRaggedShard, Shard(0))    cut by the model first, and each piece by the group
+        Shard(d) by the model   (RaggedShard, Shard(d))           whole slices of the dimensions before d
+
+    Args:
+        fqn: the parameter's name, for errors.
+        param: a plain tensor, or a DTensor as the model has distributed it.
+        shard_dim: cut along this dimension as ``Shard`` does; None for a ragged placement.
+
+    Raises:
+        ValueError: the parameter is a DTensor that data parallelism has placed already, that is Partial, or cut unevenly; a
+            plain tensor on a mesh with ``dp_mesh_dims``; or has no dimension ``shard_dim``.
+    """
+
+    def __init__(self, fqn: str, param: torch.Tensor, dp: DataParallelMesh, shard_dim: int | None = None) -> None:
+        self.fqn, self.shape = fqn, param.shape
+        self.is_dtensor = isinstance(param, DTensor)
+        if isinstance(param, DTensor):
+            _check_model_placements(fqn, param, dp)
+            self._model_mesh, self._model_placements = param.device_mesh, param.placements
+        elif dp.spmd is not None:
+            raise ValueError(
+                f"When dp_mesh_dims is provided, all parameters must be DTensors on the full mesh, {fqn} is plain: "
+                "distribute it (distribute_tensor, distribute_module), with Replicate() on data-parallel dimensions"
+            )
+        self.local_shape = tuple(local_of(param).shape)
+        self.mesh, self._template = dp.place(param if isinstance(param, DTensor) else None)
+        self._dp_dims, self._ranks = dp.spmd_dims, dp.ranks
+        if shard_dim is not None and not -len(self.local_shape) <= shard_dim < len(self.local_shape):
+            raise InvalidArgument(
+                f"shard_placement_fn returned Shard({shard_dim}) for {fqn} of shape {tuple(self.shape)}: return Shard(d) with "
+                f"a dimension d below {len(self.local_shape)}, a granularity or None"
+            )
+        self.shard_dim = None if shard_dim is None else shard_dim % len(self.local_shape)
+
+    @property
+    def text(self) -> str:
+        """What it is, in words that are the same on all ranks."""
+        cut = "" if self.shard_dim is None else f" cut along dimension {self.shard_dim}"
+        model = ""
+        if self.is_dtensor:
+            model = f" placed by the model as {self._model_placements} on {tuple(self._model_mesh.shape)}"
+            model += f" {self._model_mesh.mesh_dim_names or ''}"
+        return f"{tuple(self.shape)}{cut}{model or ' plain'}"
+
+    # -- for the planner -------------------------------------------------------------------------------------------
+
+    def tensor_spec(self, granularity: Granularity) -> TensorSpec:
+        """What the planner is told: whole slices too where the model cuts a dimension behind the first."""
+        spec = granularity.tensor_spec(self.fqn, self.local_shape)
+        cut = min((dim for dim in self._cuts() if dim > 0), default=None)
+        if cut is None or not spec.numel:
+            return spec
+        unit = math.prod(self.local_shape[cut:])
+        block = min(math.lcm(spec.block, unit), spec.period if spec.period % unit == 0 and spec.period else spec.numel)
+        period = spec.period if spec.period % unit == 0 else 0
+        return TensorSpec(self.fqn, self.local_shape, spec.dims[:cut], block, period)
+
+    def even_layout(self, ranks: int) -> BufferLayout:
+        """A buffer of this parameter alone, cut as ``Shard(shard_dim)`` cuts it: the ranks' pieces one after the other."""
+        assert self.shard_dim is not None
+        row = self._row_numel
+        shard = max(1, self._rows * row)
+        shape = self.local_shape if self.shard_dim == 0 else (math.prod(self.local_shape),)
+        spec = TensorSpec(self.fqn, shape, (0,), max(1, row))
+        why = f"Shard({self.shard_dim}) of {self.fqn}"
+        return BufferLayout((spec,), (0,), shard, ranks, 1, lower_bound=shard, forced_by=why, order="even")
+
+    # -- forms -----------------------------------------------------------------------------------------------------
+
+    def flat(self, param: torch.Tensor) -> torch.Tensor:
+        """The elements of this rank's piece of ``param``, 1-D, in the order of the buffer."""
+        return self._in_buffer_order(local_of(param)).reshape(-1)
+
+    def _in_buffer_order(self, whole: torch.Tensor) -> torch.Tensor:
+        if not self.shard_dim:
+            return whole
+        return torch.cat([piece.reshape(-1) for piece in whole.split(max(1, self._rows), self.shard_dim)])
+
+    def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Of all elements in the order of the buffer, what each rank holds, as views; concatenated along ``shard_dim`` they
+        are the parameter."""
+        assert self.shard_dim is not None
+        return [self._local(piece) for piece in flat.split(max(1, self._rows * self._row_numel))]
+
+    def sharded(self, flat: torch.Tensor, layout: BufferLayout, index: int) -> DTensor:
+        """The DTensor whose elements here are ``flat``, which it is a view of."""
+        local = self._local(flat)
+        if self.shard_dim is not None:
+            return self.shaped(local)
+        placements = [self._ragged_placement(layout, index) if p is None else p for p in self._template]
+        return DTensor.from_local(local, self.mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
+
+    def sharded_like(self, flat: torch.Tensor, parameter: DTensor) -> DTensor:
+        """The same, placed as ``parameter``, which :meth:`sharded` has made: placements of many ranks take long to make."""
+        return dtensor_like(self._local(flat), parameter)
+
+    def _local(self, flat: torch.Tensor) -> torch.Tensor:
+        """The local tensor of a sharded parameter, as a view of ``flat``."""
+        if self.shard_dim is not None:
+            shape = list(self.local_shape)
+            shape[self.shard_dim] = flat.numel() // max(1, self._row_numel)
+            return flat.view(shape)
+        return flat if None in self._template else flat.view(self.local_shape)
+
+    def shaped(self, local: torch.Tensor) -> DTensor:
+        """The DTensor whose part here, along ``shard_dim``, is ``local``."""
+        split = math.prod(self._cuts().get(self.shard_dim, ()))  # type: ignore[arg-type]
+        shard = _StridedShard(self.shard_dim, split_factor=split) if split > 1 else Shard(self.shard_dim)  # type: ignore[arg-type]
+        placements = [shard if placement is None else placement for placement in self._template]
+        return DTensor.from_local(local, self.mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
+
+    def gathered(self, view: torch.Tensor) -> torch.Tensor:
+        """What the model computes with, of a ``view`` of all elements of the piece, in its shape."""
+        if not self.is_dtensor:
+            return view
+        mesh, placements = self._model_mesh, self._model_placements
+        return DTensor.from_local(view, mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
+
+    def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a gradient, as a tensor in the order of the buffer.
+
+        A DTensor is first redistributed to the model's placements, which may be a collective of the model's mesh dimensions.
+        Its placements on data-parallel dimensions are ignored, as FSDP2 does: each rank's local tensor is its own
+        contribution, which the group reduces. Replicate() there says nothing: ``weight.to_local()`` labels gradients so.
+        """
+        if self.is_dtensor:
+            assert isinstance(gradient, DTensor)
+            wanted = list(self._model_placements)
+            for dim in self._dp_dims:
+                wanted[dim] = gradient.placements[dim]
+            gradient = local_of(gradient if list(gradient.placements) == wanted else gradient.redistribute(placements=wanted))
+        return self._in_buffer_order(gradient)
+
+    # -- placements ------------------------------------------------------------------------------------------------
+
+    def _ragged_placement(self, layout: BufferLayout, index: int) -> Placement:
+        cuts = self._cuts()
+        ragged = layout.placement(index)
+        if 0 not in cuts:
+            return ragged
+        return StridedRaggedShard(ragged.dims, ragged.local_units, split_factor=math.prod(cuts[0]))
+
+    def _cuts(self) -> dict[int, list[int]]:
+        """Dimensions that the model cuts on mesh dimensions behind the shards', with the sizes of these."""
+        cuts: dict[int, list[int]] = {}
+        behind = self._template.index(None) + 1 if None in self._template else len(self._template)
+        for dim in range(behind, len(self._template)):
+            placement = self._template[dim]
+            if isinstance(placement, Shard):
+                cuts.setdefault(placement.dim, []).append(self.mesh.size(dim))
+        return cuts
+
+    @property
+    def _rows(self) -> int:
+        """Of the dimension ``shard_dim``, what the first rank holds; further ranks hold as much or less."""
+        assert self.shard_dim is not None
+        return -(-self.local_shape[self.shard_dim] // self._ranks)
+
+    @property
+    def _row_numel(self) -> int:
+        """Elements of one slice along ``shard_dim``."""
+        assert self.shard_dim is not None
+        return math.prod(size for dim, size in enumerate(self.local_shape) if dim != self.shard_dim)
+
+
+def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> None:
+    if dp.spmd is not None:
+        if param.device_mesh != dp.spmd:
+            raise ValueError(f"{fqn} is on {param.device_mesh}, expected it on the mesh passed to fully_shard, {dp.spmd}")
+        for dim in dp.spmd_dims:
+            if param.placements[dim] != Replicate():
+                raise ValueError(
+                    f"Expected Replicate() on data-parallel mesh dimension {dim} but {fqn} is placed as {param.placements}"
+                )
+    sizes = list(param.shape)
+    for dim, placement in enumerate(param.placements):
+        if type(placement) is Shard:
+            if sizes[placement.dim] % param.device_mesh.size(dim):
+                raise ValueError(
+                    f"{fqn} of shape {tuple(param.shape)} is cut unevenly by {placement} over {param.device_mesh.size(dim)} "
+                    "ranks of model parallelism: pad it, or choose a size that they divide"
+                )
+            sizes[placement.dim] //= param.device_mesh.size(dim)
+        elif not isinstance(placement, Replicate):
+            hint = (
+                "is sharded by fully_shard already" if isinstance(placement, (RaggedShard, StridedRaggedShard)) else "unknown"
+            )
+            raise ValueError(
+                f"{fqn} is a DTensor placed as {param.placements} ({hint}): fully_shard takes plain parameters, and DTensors "
+                "with Shard and Replicate of tensor or expert parallelism"
+            )
+
+
+def has_extension(param: torch.Tensor) -> bool:
+    """Whether ``param``, or its local tensor, brings ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+
+    Raises:
+        AssertionError: it brings only one of the two, as FSDP2.
+    """
+    inner = local_of(param) if isinstance(param, DTensor) else param
+    pre, post = (hasattr(inner, f"fsdp_{when}_all_gather") for when in ("pre", "post"))
+    if pre != post:
+        raise AssertionError(f"Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined for {type(inner)}")
+    return pre
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; a plain tensor itself, detached."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    return local_tensor(tensor)
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

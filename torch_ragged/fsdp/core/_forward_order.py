@@ -1,0 +1,115 @@
+"""ForwardOrder: the calls in one forward of the root, and the way that backward goes through them on every rank."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+__all__ = ["Call", "ForwardOrder"]
+
+
+class Member(Protocol):
+    """What the order needs of a state, whose calls it holds."""
+
+    reduces_unused: bool
+
+    def begin_backward(self, order: ForwardOrder | None, position: int) -> None:
+        """Unshard for the backward of a call."""
+
+    def end_of_call(self, is_last: bool) -> None:
+        """Reshard, and reduce after the last call."""
+
+
+class Call:
+    """One forward call of a module: its place in the order, and whether backward has begun with it.
+
+    Calls outside of the root's forward, such as recomputations, have no ``order``.
+    """
+
+    def __init__(self, order: ForwardOrder | None, state: Member) -> None:
+        self.order = order
+        self.position = -1 if order is None else order.enter(state)
+        self.begun_in = -1  # the backward pass that began with it last
+
+    @property
+    def is_first(self) -> bool:
+        """Whether backward comes to no further call of the same module behind this one."""
+        return self.order is None or self.order.is_first(self.position)
+
+
+class ForwardOrder:
+    """What ran in one forward of the root, in turn, and how far backward has come.
+
+    ::
+
+        forward     enter 0   enter 1   exit 1   enter 2   exit 2   exit 0
+        backward    <-----------------------------------------------------
+
+    Autograd runs the nodes of a graph in the reverse order of their making. So when it comes to one of these events, calls
+    behind it that it has not come to have no gradient on this rank. They may have one on others, who gather parameters and
+    reduce gradients for them: this rank does the same then, with a gradient of zeros.
+
+    Attributes:
+        states: whose calls they are, by position.
+    """
+
+    def __init__(self) -> None:
+        self.states: list[Member] = []
+        self._first: dict[Member, int] = {}
+        self._events: list[tuple[int, bool]] = []  # (position, whether it is the exit)
+        self._entries: dict[int, int] = {}
+        self._exits: dict[int, int] = {}
+        self.restart()
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def enter(self, state: Member) -> int:
+        """A call begins; returns its position."""
+        self.states.append(state)
+        return len(self.states) - 1
+
+    def watch_entry(self, position: int) -> None:
+        """Autograd will say when it is through with this call."""
+        self._entries[position] = len(self._events)
+        self._events.append((position, False))
+
+    def watch_exit(self, position: int) -> None:
+        """Autograd will say when it begins with this call."""
+        self._exits[position] = len(self._events)
+        self._events.append((position, True))
+        first = self._first.setdefault(self.states[position], position)
+        self._first[self.states[position]] = min(first, position)
+
+    def is_first(self, position: int) -> bool:
+        """Whether no call of the same module before this one has a backward."""
+        return self._first.get(self.states[position], position) >= position
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """A backward pass begins."""
+        self._at = len(self._events)
+        self._skipped: set[int] = set()
+
+    def begin(self, position: int) -> None:
+        """Backward begins with a call."""
+        self._come_to(self._exits[position])
+
+    def end(self, position: int) -> None:
+        """Backward is through with a call."""
+        self._come_to(self._entries[position])
+
+    def finish(self) -> None:
+        """Backward comes to no further call."""
+        self._come_to(-1)
+
+    def _come_to(self, event: int) -> None:
+        for index in range(self._at - 1, event, -1):
+            self._at = index
+            position, is_exit = self._events[index]
+            state = self.states[position]
+            if is_exit and state.reduces_unused:
+                self._skipped.add(position)
+                state.begin_backward(self, position)
+            elif position in self._skipped:
+                state.end_of_call(is_last=self.is_first(position))
+        self._at = min(self._at, event)

@@ -1,0 +1,172 @@
+"""Which parameters ``fully_shard`` takes, how each may be cut, and the groups that they make."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Optional, Union
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
+
+from torch_ragged.fsdp.core._distribution import Distribution, has_extension
+from torch_ragged.fsdp.core._float8 import Float8Policy
+from torch_ragged.fsdp.core._fsdp_param_group import FoundParam, GroupPlan
+from torch_ragged.fsdp.core._mesh import DataParallelMesh
+from torch_ragged.fsdp.layout._advice import PADDING_LIMIT
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+from torch_ragged.fsdp.layout._planner import plan_layout
+from torch_ragged.granularity import Granularity, OrigParamPolicy, elements
+
+__all__ = ["Places", "ShardPlacementFn", "find_params", "plan_groups"]
+
+Places = list[tuple[nn.Module, str]]
+ShardPlacementFn = Callable[[nn.Parameter], Optional[Union[Shard, Granularity, Any]]]
+"""FSDP2's: parameter -> ``Shard``, a result with ``placement`` and ``mesh_info``, or None; a granularity here too."""
+
+_SHARD_ALIGNMENT_BYTES = 128
+_logger = logging.getLogger("torch_ragged.fsdp")
+
+
+def find_params(
+    modules: Sequence[nn.Module], ignored: set[nn.Parameter], is_managed: Callable[[nn.Module], bool]
+) -> dict[str, tuple[nn.Parameter, Places]]:
+    """Parameters under ``modules`` by name, each once, with all its places; none of inner ``is_managed`` modules."""
+    names: dict[nn.Parameter, str] = {}
+    found: dict[str, tuple[nn.Parameter, Places]] = {}
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        for name, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            fqn = names.setdefault(param, f"{prefix}{name}")
+            _, places = found.setdefault(fqn, (param, []))
+            if (module, name) not in places:
+                places.append((module, name))
+        for name, child in module.named_children():
+            if child not in modules and not is_managed(child):
+                visit(f"{prefix}{name}.", child)
+
+    for index, module in enumerate(modules):
+        visit(f"{index}." if len(modules) > 1 else "", module)
+    return found
+
+
+def plan_groups(
+    found: dict[str, tuple[nn.Parameter, Places]],
+    dp: DataParallelMesh,
+    mp_policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    policy: OrigParamPolicy | None,
+    shard_placement_fn: ShardPlacementFn | None,
+) -> list[GroupPlan]:
+    """One plan for the parameters of each mesh, dtype and compute dtype, and one for every parameter placed as ``Shard``.
+
+    Raises:
+        ValueError, TypeError: as :func:`fully_shard`.
+    """
+    buckets: dict[Any, list[tuple[FoundParam, Granularity]]] = {}
+    meshes: dict[Any, DataParallelMesh] = {}
+    for fqn, (param, places) in found.items():
+        cut, mesh = _cut_of(fqn, param, dp, policy, shard_placement_fn)
+        if isinstance(mp_policy, Float8Policy) and policy is shard_placement_fn is None:
+            cut = mp_policy.default_granularity(param, places)
+        if has_extension(param):
+            cut = _rows_of_extension(fqn, param, cut)
+        dtype = _param_dtype(fqn, param, mp_policy)
+        shard_dim = cut.dim if isinstance(cut, Shard) else None
+        one = FoundParam(fqn, places, param, Distribution(fqn, param, mesh, shard_dim))
+        tile = _tile_of(one, cut, dtype or param.dtype, mp_policy)
+        key = (mesh.key, param.dtype, dtype, param.is_meta, fqn if shard_dim is not None else None, tile)
+        meshes[key] = mesh
+        buckets.setdefault(key, []).append((one, elements() if isinstance(cut, Shard) else cut))
+    plans = []
+    for key, members in buckets.items():
+        params, dp, tile = [param for param, _ in members], meshes[key], key[-1]
+        reduce_dtype = mp_policy.reduce_dtype if params[0].value.dtype.is_floating_point else None
+        sizes = [dtype.itemsize for dtype in (key[1], key[2], reduce_dtype) if dtype is not None]
+        layout = _layout(params, [granularity for _, granularity in members], dp.ranks, min(sizes) if tile is None else 1)
+        plans.append(GroupPlan(params, dp, layout, key[2], reduce_dtype, offload, mp_policy, tile))
+    return plans
+
+
+def _tile_of(
+    param: FoundParam, cut: Granularity | Shard, compute_dtype: torch.dtype, policy: MixedPrecisionPolicy
+) -> tuple[int, int] | None:
+    """The tiles in which a parameter is gathered as float8; None where it is gathered in the dtype to compute with."""
+    if not isinstance(policy, Float8Policy) or isinstance(cut, Shard):
+        return None
+    spec = param.distribution.tensor_spec(cut)
+    return policy.tile if all(policy.quantizes(spec, dtype) for dtype in (param.value.dtype, compute_dtype)) else None
+
+
+def _layout(params: list[FoundParam], granularities: Iterable[Granularity], ranks: int, itemsize: int) -> BufferLayout:
+    """The layout of ``params`` over ``ranks``: shard bytes are a multiple of 128 in every dtype."""
+    if params[0].distribution.shard_dim is not None:
+        return params[0].distribution.even_layout(ranks)
+    specs = [param.distribution.tensor_spec(granularity) for param, granularity in zip(params, granularities)]
+    layout = plan_layout(specs, ranks, max(1, _SHARD_ALIGNMENT_BYTES // itemsize))
+    if layout.granularity_fraction > PADDING_LIMIT and dist.get_rank() == 0:
+        padding, bound = 100 * layout.padding_fraction, 100 * layout.bound_fraction
+        _logger.warning(
+            f"{params[0].fqn} and {len(params) - 1} more parameters on {ranks} ranks: {padding:.1f}% padding for their "
+            f"granularity (at least {bound:.1f}%: {layout.forced_by}). advise(buffer_layouts(model)) tells what would mend it"
+        )
+    return layout
+
+
+def _cut_of(
+    fqn: str, param: nn.Parameter, dp: DataParallelMesh, policy: OrigParamPolicy | None, fn: ShardPlacementFn | None
+) -> tuple[Granularity | Shard, DataParallelMesh]:
+    """How ``param`` may be cut, and over which mesh."""
+    granularity = policy(fqn, param) if policy else None
+    if granularity is not None and not isinstance(granularity, Granularity):
+        raise TypeError(
+            f"orig_param_policy({fqn!r}) returned {granularity!r}; expected elements(), rows(n), blocks(h, w), tensor() or None"
+        )
+    placement: Any = fn(param) if fn else None
+    if hasattr(placement, "mesh_info"):  # torch's ShardPlacementResult, whose module is private
+        dp, placement = DataParallelMesh.of(placement.mesh_info.mesh), placement.placement
+    if placement is None:
+        return granularity or elements(), dp
+    if not isinstance(placement, (Shard, Granularity)):
+        raise ValueError(
+            f"Invalid shard_placement_fn result: {placement} for {fqn}; expected Shard(d), elements(), rows(n), blocks(h, w), "
+            "tensor() or None"
+        )
+    if granularity is not None:
+        raise ValueError(
+            f"{fqn} gets {granularity.text} from orig_param_policy, {placement} from shard_placement_fn: return None from one"
+        )
+    return placement, dp
+
+
+def _rows_of_extension(fqn: str, param: nn.Parameter, cut: Granularity | Shard) -> Shard:
+    """Parameters of types with their own all-gather are cut into rows, as FSDP2 cuts them."""
+    if (isinstance(cut, Shard) and cut.dim != 0) or not param.ndim:
+        raise ValueError(
+            f"{fqn} of shape {tuple(param.shape)} is a {type(param).__name__} with fsdp_pre_all_gather, whose rows are sharded"
+            f"{f': shard_placement_fn returned {cut}, return Shard(0) or None' if param.ndim else ': it has none'}"
+        )
+    return Shard(0)
+
+
+def _param_dtype(fqn: str, param: nn.Parameter, mp_policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    """What to compute with; None for the parameter's own dtype, which complex ones keep."""
+    if not param.dtype.is_floating_point:
+        if param.requires_grad and not param.dtype.is_complex:
+            raise ValueError(
+                f"{fqn} is trainable and of dtype {param.dtype}: expected a floating-point or complex dtype, or freeze it"
+            )
+        return None
+    override = getattr(mp_policy, "param_dtype_override_fn", None)  # since torch 2.15
+    chosen = override(param) if override is not None else None
+    if chosen is not None and chosen not in (mp_policy.param_dtype, param.dtype):
+        raise ValueError(
+            f"param_dtype_override_fn returned {chosen} for {fqn} of {param.dtype}; expected None, param_dtype "
+            f"({mp_policy.param_dtype}) or the parameter's own dtype"
+        )
+    return chosen or mp_policy.param_dtype

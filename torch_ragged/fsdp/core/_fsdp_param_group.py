@@ -1,0 +1,561 @@
+"""A parameter group: parameters that are gathered together, their buffers and their collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from torch_ragged._register._torch import as_plain_tensors
+from torch_ragged.fsdp.comm._collectives import Collectives, ProcessGroupCollectives, Work
+from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
+from torch_ragged.fsdp.core._distribution import Distribution, has_extension, local_of
+from torch_ragged.fsdp.core._fsdp_param import FSDPParam
+from torch_ragged.fsdp.core._gradients import GradientBuffers
+from torch_ragged.fsdp.core._mesh import DataParallelMesh
+from torch_ragged.fsdp.core._neighbours import Neighbours
+from torch_ragged.fsdp.core._resident import Resident
+from torch_ragged.fsdp.core._slots import Place
+from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+
+__all__ = ["FoundParam", "GroupPlan", "FSDPParamGroup"]
+
+# From 2.15 on FSDP2 does not round gradients to param_dtype: autograd leaves them in the dtype they are computed in, and
+# without a reduce_dtype they are reduced in the parameters' own dtype. Results follow the FSDP2 that is installed.
+_KEEPS_WIDE_GRADIENTS = torch.__version__ >= "2.15"
+
+SMALLEST_WRITTEN_IN_PLACE = 2**16
+"""Elements of a weight whose gradient matmuls write in place: below, noticing the matmul in Python costs more than the copy."""
+
+
+_groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, eq=False)
+class FoundParam:
+    """A parameter as the user made it, with every place in the module tree where it is registered (several if tied)."""
+
+    fqn: str
+    places: list[tuple[nn.Module, str]]
+    value: nn.Parameter
+    distribution: Distribution
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPlan:
+    """What a group is made of: parameters of one dtype, computed with in one dtype, on one mesh.
+
+    ``param_dtype`` and ``reduce_dtype`` are those of the mixed precision policy; ``offload`` says where shards are. With a
+    ``tile`` parameters are all-gathered as float8.
+    """
+
+    params: list[FoundParam]
+    dp: DataParallelMesh
+    layout: BufferLayout
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    offload: OffloadPolicy
+    mp_policy: MixedPrecisionPolicy
+    tile: tuple[int, int] | None = None
+
+
+class FSDPParamGroup:
+    """Buffers and collectives of one group; the modules' parameters are switched between two sets.
+
+    ::
+
+        sharded    DBuffer Shard(0), original dtype     the registered DTensor parameters are views of it
+           | all-gather (reads it in place; a cast or a copy from the CPU goes straight into the slot)
+        unsharded  DBuffer Replicate(), param_dtype     what forward and backward compute with: views of it
+           | backward
+        gradients  GradientBuffers                      reduced to ``.grad`` of the sharded parameters
+
+    Parameters on the meta device have buffers there until :meth:`convert` or :meth:`adopt_sharded` materialises them.
+    """
+
+    def __init__(self, plan: GroupPlan) -> None:
+        self.dp, self.layout, self._plan = plan.dp, plan.layout, plan
+        self.rank = plan.dp.rank
+        self.process_groups = ProcessGroupCollectives(plan.dp.shard_group, plan.dp.replicate_group)
+        self.is_unsharded = False
+        self.neighbours: Neighbours | None = None  # who keep gathered parameters between them from forward to backward
+        self.resident: Resident | None = None  # what stays gathered between optimizer steps
+        self.is_hidden = False  # from its modules, for a while
+        self.keeps_storage = False  # of the gathered parameters, at its address
+        self.has_registered_memory = False  # gathered parameters and gradients lie where its collectives want them
+        self._pool: MemoryPool | None = None  # where gathered parameters do
+        self._gather: Work | None = None
+        self._gathered_versions: list[int] = []
+        first = plan.params[0].value
+        self._allocate(local_of(first).device, first.dtype)
+        self.params = [self._manage(index, found) for index, found in enumerate(plan.params)]
+        self.gradients = GradientBuffers(self.params, self.layout, self.rank, plan.dp.has_replicas)
+        self.gradients.place(self.device, self.param_dtype, self.reduce_dtype, self.sharded)
+        self.collectives = self.process_groups
+        self._make_unsharded()
+        self.register_sharded()
+        _groups.add(self)
+
+    # -- construction ----------------------------------------------------------------------------------------------
+
+    def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Buffers for parameters of ``dtype`` that are computed with on ``device``."""
+        self.device, self.orig_dtype = device, dtype
+        self.param_dtype = (dtype.is_floating_point and self._plan.param_dtype) or dtype
+        default = dtype if _KEEPS_WIDE_GRADIENTS else self.param_dtype
+        self.reduce_dtype = self._plan.reduce_dtype or default
+        offload = self._plan.offload if isinstance(self._plan.offload, CPUOffloadPolicy) and device.type != "meta" else None
+        home = device if offload is None else torch.device("cpu")
+        is_pinned = offload is not None and offload.pin_memory and device.type != "cpu"
+        self.sharded = DBuffer(self.layout, Shard(0), self.rank, self.orig_dtype, home, is_pinned)
+        self.unsharded = DBuffer(self.layout, Replicate(), self.rank, self.param_dtype, device, pool=self._pool)
+        self.sharded.zero_padding()
+
+    def _manage(self, index: int, found: FoundParam) -> FSDPParam:
+        """Take a parameter over into the sharded buffer."""
+        start, stop = self.layout.local_range(index, self.rank)
+        flat = self.sharded.tensor(index)
+        flat.copy_(found.distribution.flat(found.value)[start:stop])
+        sharded = nn.Parameter(self._sharded_dtensor(found.distribution, index), requires_grad=found.value.requires_grad)
+        vars(sharded).update(vars(found.value))
+        return FSDPParam(found.fqn, found.places, found.distribution, sharded, requires_grad=sharded.requires_grad)
+
+    def _sharded_dtensor(self, distribution: Distribution, index: int) -> DTensor:
+        return distribution.sharded(self.sharded.tensor(index), self.layout, index)
+
+    def _make_unsharded(self) -> None:
+        """New unsharded parameters, as views of the unsharded buffer, whose storage is given back."""
+        has_gradients = self.param_dtype.is_floating_point or self.param_dtype.is_complex
+        for index, param in enumerate(self.params):
+            param.view = self._compute_tensor(index)
+            value = param.distribution.gathered(param.view)
+            if self._is_written_in_place(value):
+                param.unsharded = compute = ComputeParameter(value)
+                compute.gradient_target = self.gradients.target(index)
+            else:
+                param.unsharded = nn.Parameter(value, requires_grad=has_gradients)
+            if has_gradients:  # A hook can be set only where a gradient can be.
+                keeps_wide = _KEEPS_WIDE_GRADIENTS and self.reduce_dtype.itemsize > self.param_dtype.itemsize
+                if keeps_wide:
+                    param.unsharded.grad_dtype = None  # The copy into the gradient buffer casts.
+                param.may_be_wide = keeps_wide and not isinstance(param.unsharded, ComputeParameter)
+                param.unsharded.register_post_accumulate_grad_hook(self.gradients.hook(index))
+            param.unsharded.requires_grad_(param.requires_grad)
+        self._release_unsharded()
+
+    def _compute_tensor(self, index: int) -> torch.Tensor:
+        """The memory that the model computes with: a view of the gathered buffer."""
+        return self.unsharded.tensor(index)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, or a tensor that it wraps, is an unsharded parameter or a view of one."""
+        return self.unsharded.holds(tensor)
+
+    def check_late_extensions(self) -> None:
+        """Raise if a local tensor has got an all-gather of its own since ``fully_shard``, which would never be called.
+
+        Raises:
+            ValueError: it has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+        """
+        late = [param.fqn for param in self.params if has_extension(param.sharded)]
+        if late:
+            raise ValueError(
+                f"the local tensor of {', '.join(late)} has got fsdp_pre_all_gather since fully_shard, which laid the "
+                "parameter out in a buffer: give the parameter a tensor type with these methods before fully_shard"
+            )
+
+    def _is_written_in_place(self, value: torch.Tensor) -> bool:
+        """Whether matmuls with ``value`` are to write its gradient: where that costs less than a copy of it."""
+        is_matrix = not isinstance(value, DTensor) and value.ndim in (2, 3) and value.numel() >= SMALLEST_WRITTEN_IN_PLACE
+        return is_matrix and value.is_floating_point() and self.param_dtype == self.gradients.dtype
+
+    @property
+    def collectives(self) -> Collectives:
+        """What gathers and reduces."""
+        return self._collectives
+
+    @collectives.setter
+    def collectives(self, collectives: Collectives) -> None:
+        self._collectives = self.gradients.collectives = collectives
+
+    @property
+    def names(self) -> str:
+        """The first parameter's name, and how many more there are."""
+        return f"{self.params[0].fqn}{f' and {len(self.params) - 1} more' if len(self.params) > 1 else ''}"
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether there is no memory yet."""
+        return self.device.type == "meta"
+
+    @property
+    def is_trainable(self) -> bool:
+        return any(param.sharded.requires_grad for param in self.params)
+
+    @property
+    def writes_gradients(self) -> bool:
+        """Whether matmuls write weight gradients to the gradient buffer themselves."""
+        return any(isinstance(param.unsharded, ComputeParameter) for param in self.params)
+
+    def buffers(self) -> dict[str, list[DBuffer]]:
+        """The buffers of this group, released ones too, by what they hold; ``.grad`` lies in buffers that are let go."""
+        return {"sharded": [self.sharded], "gathered": [self.unsharded], **self.gradients.buffers()}
+
+    # -- gathering -------------------------------------------------------------------------------------------------
+
+    def unshard(self, wait: bool = True) -> None:
+        """Gather the parameters; with ``wait`` make them the modules' parameters. One all-gather, at most.
+
+        Raises:
+            RuntimeError: they are on the meta device.
+        """
+        if not self.is_unsharded and self._gather is None:
+            if self.is_meta:
+                missing = [param.fqn for param in self.params if param.registered is None or param.registered.is_meta]
+                raise RuntimeError(
+                    f"{', '.join(missing)} on the meta device: materialise all parameters before forward, with "
+                    "to_empty(device=...) and reset_parameters(), or load_state_dict(..., assign=True)"
+                )
+            self._gathered_versions = [param.sharded._version for param in self.params]
+            self._gather = self._start_gather()
+        if wait and not self.is_unsharded:
+            assert self._gather is not None
+            gather, self._gather = self._gather, None
+            gather.wait()
+            self._drop_kept()
+            self._finish_gather()
+            self.is_unsharded = True
+            with as_plain_tensors():
+                for param in self.params:
+                    param.register(param.unsharded)
+                    param.version = param.compute_version
+
+    def _start_gather(self) -> Work:
+        if self.resident is not None:
+            return self.resident.gather(self.sharded, self.unsharded, self._gathered_versions, self.collectives)
+        if self.neighbours is not None and self.neighbours.holds:
+            return self.neighbours.gather(self.unsharded, self.collectives)
+        return self.unsharded.all_gather_from(self.sharded, self.collectives)
+
+    def distrust_resident(self) -> None:
+        """An iteration begins: parameters may have been written to unnoticed, as ``.data``, local tensors or ``dcp.load`` do.
+
+        On any rank, so that the others cannot know: what is resident is forgotten, but not while gradients accumulate.
+        """
+        if self.resident is not None and not self.is_gathered and not self.gradients.is_accumulating:
+            self.resident.invalidate()
+
+    def _finish_gather(self) -> None:
+        """What is gathered is there: for types that make something of it."""
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the gathered parameters are there, or under way."""
+        return self.is_unsharded or self._gather is not None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether an operation on a sharded parameter, the same on all ranks, has changed it since it was gathered."""
+        return self.is_gathered and self._gathered_versions != [param.sharded._version for param in self.params]
+
+    def reshard(self, keep: bool = False) -> None:
+        """Give the gathered memory back and make the sharded parameters the modules' parameters.
+
+        Args:
+            keep: keep a part for backward, if there are neighbours to keep the others.
+
+        Raises:
+            RuntimeError: a parameter was written to or replaced while it was gathered, which would be lost.
+        """
+        was_gathered = self.is_gathered
+        if self._gather is not None:
+            gather, self._gather = self._gather, None
+            gather.wait()
+        self._drop_kept()
+        if not was_gathered:
+            return
+        if keep and self.is_unsharded and self.neighbours is not None:
+            self.neighbours.keep(self.unsharded)
+        with as_plain_tensors():
+            changed = self._restore_changed() if self.is_unsharded else []
+        self.is_unsharded = False
+        self._release_unsharded()
+        self.register_sharded()
+        if changed:
+            raise RuntimeError(
+                f"{', '.join(changed)} changed while gathered by fully_shard (written to in place, converted or replaced); "
+                "the change is lost. Change parameters while they are sharded: after backward, or after reshard()"
+            )
+
+    def _release_unsharded(self) -> None:
+        keeps = self.keeps_storage and not isinstance(self._pool, Place)  # A place keeps its address anyway.
+        if not keeps and not (self.resident is not None and self.resident.is_everything):
+            self.unsharded.release()
+
+    def set_memory_pools(self, gathered: MemoryPool | None, gradients: MemoryPool | None) -> None:
+        """Acquire gathered parameters and gradients from these from now on. There are no gradients but in ``.grad``."""
+        self.reshard()
+        if self.resident is not None:
+            self.resident.invalidate()
+        self.unsharded.release()
+        self._pool = gathered
+        self.unsharded = DBuffer(self.layout, Replicate(), self.rank, self.param_dtype, self.device, pool=gathered)
+        self.gradients.set_pool(gradients)
+        self._make_unsharded()
+
+    def finish_gradients(self, used_anywhere: list[bool]) -> None:
+        """Set ``.grad``; an optimizer may change the parameters now."""
+        self.gradients.finish(used_anywhere)
+        if self.resident is not None:
+            self.resident.invalidate()
+
+    @property
+    def has_place(self) -> bool:
+        """Whether an all-gather can start: no other group has the place that persistent buffers give this one by turns."""
+        return self.unsharded.is_free
+
+    @property
+    def gathered_numel(self) -> dict[torch.dtype, int]:
+        """Elements of the buffers that all-gathers fill, by dtype."""
+        return {self.param_dtype: self.layout.numel}
+
+    @property
+    def gathering_nbytes(self) -> int:
+        """Bytes that an all-gather under way holds."""
+        return self.unsharded.nbytes
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes kept of gathered parameters beside the buffers."""
+        return sum(keeper.nbytes for keeper in (self.neighbours, self.resident) if keeper is not None)
+
+    @property
+    def keeps_part(self) -> bool:
+        """Whether this rank keeps a part of the gathered parameters for backward."""
+        return self.neighbours is not None and self.neighbours.holds
+
+    def _drop_kept(self) -> None:
+        if self.neighbours is not None:
+            self.neighbours.drop()
+
+    def _restore_changed(self) -> list[str]:
+        """The names of unsharded parameters that the user changed; they are views of the buffer again."""
+        changed = []
+        for index, param in enumerate(self.params):
+            is_view = param.unsharded.dtype == self.param_dtype and self.holds(local_of(param.unsharded))
+            if not is_view:
+                param.view = self._compute_tensor(index)
+                param.unsharded.data = param.distribution.gathered(param.view)
+            is_written = param.compute_version != param.version and not param.is_renormalised
+            if not is_view or is_written or param.registered is not param.unsharded:
+                changed.append(param.fqn)
+        return changed
+
+    # -- sharded parameters ----------------------------------------------------------------------------------------
+
+    def register_sharded(self) -> None:
+        """Make the sharded DTensors the modules' parameters."""
+        with as_plain_tensors():
+            for param in self.params:
+                param.register(param.sharded)
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Have the modules be without this group's parameters for a while."""
+        places = [place for param in self.params for place in param.places]
+        for module, name in places:
+            module._parameters[name] = None
+        self.is_hidden = True
+        try:
+            yield
+        finally:
+            self.is_hidden = False
+            self.register_sharded()
+
+    def adopt_sharded(self) -> None:
+        """Take over parameters that the user replaced, as ``load_state_dict(assign=True)`` does, into the buffer.
+
+        Of a group on the meta device the new parameters stay the registered ones, and are taken over once all are there; else
+        the old ones do, which an optimizer may have.
+
+        Raises:
+            ValueError: a replacement has another shape, dtype, device or kind than the parameter; none is taken over.
+        """
+        if self.is_unsharded:
+            return
+        replaced = [index for index in range(len(self.params)) if not self._is_in_place(index)]
+        if not replaced:
+            return
+        self.reshard()  # An all-gather under way would bring the old values.
+        with torch.no_grad():
+            if self.is_meta:
+                self._adopt_if_all(replaced)
+                return
+            values = [self._replacement(index, self.orig_dtype) for index in replaced]
+            for index, value, copy in zip(replaced, values, [value.clone() for value in values]):
+                self._adopt(index, copy, value.requires_grad)
+
+    def _is_in_place(self, index: int) -> bool:
+        param = self.params[index]
+        if self.is_meta:
+            return param.registered is None or param.registered.is_meta
+        return param.registered is param.sharded and self._is_in_buffer(param.sharded)
+
+    def _is_in_buffer(self, sharded: torch.Tensor) -> bool:
+        local = local_of(sharded)
+        return self.sharded.holds(local) and local.dtype == self.orig_dtype
+
+    def _replacement(self, index: int, dtype: torch.dtype) -> DTensor:
+        param = self.params[index]
+        current = param.registered
+        wanted = (param.distribution.shape, dtype, None if self.is_meta else self.sharded.flat.device)
+        found = (getattr(current, "shape", None), getattr(current, "dtype", None), getattr(current, "device", None))
+        if current is not None and self._is_another(param, current):
+            raise ValueError(
+                f"{param.fqn} was replaced by another parameter that fully_shard has sharded, which would not tie them: tie "
+                "parameters before fully_shard, in one group, or assign a copy"
+            )
+        if not isinstance(current, DTensor) or found[: 2 if self.is_meta else 3] != wanted[: 2 if self.is_meta else 3]:
+            raise ValueError(
+                f"{param.fqn} was replaced by {type(current).__name__} of {', '.join(map(str, found))}; expected a DTensor of "
+                f"{', '.join(map(str, wanted))}. Load with load_state_dict(...) or assign DTensors like it; cast or move a "
+                "module before fully_shard, or a module with all parameters of the group"
+            )
+        return current
+
+    def _is_another(self, param: FSDPParam, current: torch.Tensor) -> bool:
+        """Whether ``current`` is another parameter of some group, and at its own place too."""
+        others = (other for group in _groups for other in group.params if other is not param and other.sharded is current)
+        return any(other.registered is other.sharded or other.registered is other.unsharded for other in others)
+
+    def _adopt(self, index: int, value: torch.Tensor, requires_grad: bool) -> None:
+        """Copy ``value`` into the buffer; the parameter stays the same object, also for an optimizer."""
+        param = self.params[index]
+        if not self._is_in_buffer(param.sharded):
+            self._put(index, param.sharded)
+        param.sharded.copy_(value)
+        param.sharded.requires_grad_(requires_grad)
+        self._register_at_all_places(param)
+
+    def _adopt_if_all(self, replaced: list[int], dtype: torch.dtype | None = None) -> None:
+        """Make buffers of what the user has put in place of parameters, once it is all there.
+
+        Args:
+            dtype: what parameters have become, where that is another one.
+        """
+        dtype = dtype or self.orig_dtype
+        values = [self._replacement(index, dtype) for index in replaced]
+        if len(values) < len(self.params) or any(value.is_meta for value in values):
+            return
+        placements = [param.sharded.placements for param in self.params]  # type: ignore[attr-defined]
+        locals_ = [local_of(value.redistribute(placements=wanted)) for value, wanted in zip(values, placements)]
+        self._rebuild(self._compute_device(locals_[0].device), dtype, locals_)
+        for index, (param, value) in enumerate(zip(self.params, values)):
+            param.sharded = value  # type: ignore[assignment]
+            self._put(index, param.sharded)
+            self._register_at_all_places(param)
+
+    def _put(self, index: int, parameter: nn.Parameter) -> None:
+        """Have the object ``parameter`` be a view of the sharded buffer."""
+        inside = nn.Parameter(self._sharded_dtensor(self.params[index].distribution, index), parameter.requires_grad)
+        vars(inside).update(vars(parameter))
+        gradient, parameter.grad = parameter.grad, None
+        torch.utils.swap_tensors(parameter, inside)
+        parameter.grad = gradient
+
+    def _register_at_all_places(self, param: FSDPParam) -> None:
+        for owner, attribute in param.places:
+            owner._parameters[attribute] = param.sharded
+
+    # -- conversions -----------------------------------------------------------------------------------------------
+
+    def check_conversion(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Raise if ``function``, which ``Module.to`` and others apply to parameters, moves them where they cannot be.
+
+        Raises:
+            ValueError: to another device than the mesh's (than the CPU, if offloaded), or to shared memory.
+            RuntimeError: to another dtype, while there are gradients that are not in ``.grad`` yet.
+        """
+        device = self.sharded.flat.device
+        probe = function(torch.empty(0, dtype=self.orig_dtype, device=device))
+        offloads = isinstance(self._plan.offload, CPUOffloadPolicy)
+        home = "cpu" if offloads else self.dp.mesh.device_type
+        if probe.device != device and not (self.is_meta and probe.device.type == home):
+            where = (
+                "" if not self.is_meta else f" with a mesh on {self.dp.mesh.device_type}{' and offload' if offloads else ''}"
+            )
+            raise ValueError(
+                f"{self.names} is sharded in a buffer on {device}{where} and cannot be on {probe.device}: expected {home}; "
+                "move the module before fully_shard"
+            )
+        if probe.dtype.is_floating_point != self.orig_dtype.is_floating_point:
+            raise ValueError(f"{self.names} is sharded in a buffer of {self.orig_dtype} and cannot become {probe.dtype}")
+        if device.type == "cpu" and probe.is_shared():
+            raise ValueError(f"{self.names} is sharded in a buffer and cannot be moved to shared memory")
+        if probe.dtype != self.orig_dtype and self.gradients.is_pending:
+            raise RuntimeError(
+                f"{self.names} has gradients that are not in .grad yet and would be lost in {probe.dtype}: convert the module "
+                "after a backward that reduces them, or drop them with reset_iter_state()"
+            )
+
+    def is_whole(self, modules: set[nn.Module]) -> bool:
+        """Whether all parameters are in their buffer, and have no place but in ``modules``."""
+        in_place = all(self._is_in_place(index) for index in range(len(self.params)))
+        return in_place and all(module in modules for param in self.params for module, _ in param.places)
+
+    def convert(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace parameters and their gradients by ``function`` of them, where they are.
+
+        A new dtype, or memory for parameters on the meta device, makes new buffers; the parameters stay the same objects.
+        """
+        probe = function(torch.empty(0, dtype=self.orig_dtype, device=self.sharded.flat.device))
+        with torch.no_grad():
+            if (probe.dtype, probe.device) == (self.orig_dtype, self.sharded.flat.device):
+                tensors = [param.sharded for param in self.params]
+                tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
+                for tensor, value in [(tensor, function(tensor)) for tensor in tensors]:
+                    if value is not tensor:
+                        tensor.copy_(value)
+                return
+            values = None if self.is_meta else [function(local_of(param.sharded)) for param in self.params]
+            self._rebuild(self._compute_device(probe.device), probe.dtype, values)
+            for index, param in enumerate(self.params):
+                gradient, param.sharded.grad = param.sharded.grad, None
+                self._put(index, param.sharded)
+                param.sharded.grad = None if gradient is None else function(gradient)
+
+    def adopt_converted(self) -> None:
+        """:meth:`adopt_sharded`, also if all have become another dtype; if only some have, they wait for the others."""
+        dtypes = {None if param.registered is None else param.registered.dtype for param in self.params}
+        if self.is_unsharded or dtypes == {self.orig_dtype}:
+            self.adopt_sharded()
+        elif len(dtypes) == 1:
+            with torch.no_grad():
+                self._adopt_if_all(list(range(len(self.params))), *dtypes)
+
+    def _rebuild(self, device: torch.device, dtype: torch.dtype, values: list[torch.Tensor] | None) -> None:
+        """New buffers, with ``values`` as this rank's part of each parameter."""
+        self.unsharded.release()
+        self._allocate(device, dtype)
+        if self.resident is not None:
+            self.resident.reset()
+        self.gradients.place(self.device, self.param_dtype, self.reduce_dtype, self.sharded)
+        for index, value in enumerate(values or ()):
+            self.sharded.tensor(index).copy_(value.reshape(-1))
+        self._make_unsharded()
+
+    def _compute_device(self, home: torch.device) -> torch.device:
+        """Where to compute with parameters that are at ``home``."""
+        if not self.is_meta or home.type == "meta":
+            return self.device
+        device_type = self.dp.mesh.device_type
+        if home.type == device_type:
+            return home
+        return torch.device(device_type, torch.accelerator.current_device_index())

@@ -1,0 +1,414 @@
+"""GradientBuffers: the gradients of a group on their way from autograd to ``.grad``."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.distributed.tensor import Partial, Shard
+
+from torch_ragged._kernels.casts import scaled_copy_
+from torch_ragged._register._torch import as_plain_tensors, dynamo_disabled
+from torch_ragged.fsdp.comm._collectives import Collectives, Reduction, Work, wait_all
+from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
+from torch_ragged.fsdp.core._fsdp_param import FSDPParam
+from torch_ragged.fsdp.core._weight_gradient import GradientTarget
+from torch_ragged.fsdp.core._wide_gradients import WideGradients
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+
+__all__ = ["GradientBuffers"]
+
+
+class GradientBuffers:
+    """Where a group's gradients are, and their reduction.
+
+    ::
+
+        unreduced  DBuffer Partial(), dtype            weight gradients of matmuls are computed in their views, others are
+                                                   copied (cast, added) there once
+           | where reduce_dtype is wider than param_dtype, and the collectives do not add up in it themselves, or there is
+           | what earlier backward passes have left: one cast of the whole buffer, or one addition; then it is released
+        widened    DBuffer Partial(), reduce_dtype      gradients that came in a wider dtype are added here
+           | reduce-scatter; of gradients that came in a wider dtype another one, if it reads what is not widened
+        reduced    DBuffer Shard(0), reduce_dtype      then an all-reduce over replicas (HSDP)
+           | a cast, a copy to the CPU, or nothing
+        .grad      views of a DBuffer Shard(0)         DTensors placed as their parameters
+
+    Attributes:
+        collectives: what reduces.
+        reduction: how.
+        dtype: of the gradients as they come.
+        requires_all_reduce: whether backward reduces over replicas.
+        may_hold_sum: whether backward passes may have left gradients since the last reduction, on any rank.
+        reduce_hook: called with each reduced shard.
+        is_accumulating: whether the last backward left gradients for a later one to add to and reduce.
+        on_gradient: called when a parameter has got a gradient.
+        make_room: called before memory for unreduced gradients is acquired.
+        on_acquired: called when it has been acquired.
+        needs_reduction: whether backward came to the group since the last reduction, on any rank.
+        pool: where the memory of unreduced gradients comes from.
+    """
+
+    def __init__(self, params: list[FSDPParam], layout: BufferLayout, rank: int, has_replicas: bool) -> None:
+        self._params, self._layout, self._rank, self._has_replicas = params, layout, rank, has_replicas
+        self.reduction = Reduction()
+        self.requires_all_reduce = True
+        self.may_hold_sum = False
+        self.is_accumulating = False
+        self.reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.on_gradient: Callable[[], None] | None = None
+        self.make_room: Callable[[], None] | None = None
+        self.on_acquired: Callable[[], None] | None = None
+        self.pool: MemoryPool | None = None
+        self.collectives: Collectives
+
+    def place(self, device: torch.device, param_dtype: torch.dtype, reduce_dtype: torch.dtype, sharded: DBuffer) -> None:
+        """Take gradients of parameters in ``param_dtype`` on ``device``, and reduce them in ``reduce_dtype``.
+
+        ``.grad`` is like the ``sharded`` buffer. What there was is dropped.
+        """
+        self._device, self.reduce_dtype, self._sharded = device, reduce_dtype, sharded
+        self.dtype = param_dtype if reduce_dtype.itemsize > param_dtype.itemsize else reduce_dtype
+        self.needs_reduction = False
+        self._unreduced: DBuffer | None = None
+        self._widened: DBuffer | None = None
+        self._wide: dict[int, torch.Tensor] = {}  # Gradients of this backward pass that would be rounded, by parameter.
+        self._wide_gradients: WideGradients | None = None
+        self._views: list[torch.Tensor] = []
+        self._reduction: tuple[Work | None, DBuffer] | None = None  # Without work when that was waited for.
+        self._all_reduce: tuple[Work, DBuffer] | None = None
+        self._reduced: DBuffer | None = None
+        self._kept: DBuffer | None = None  # reduced within each replica only
+
+    def set_pool(self, pool: MemoryPool | None) -> None:
+        """Acquire memory for unreduced gradients from ``pool`` from now on; there are none now."""
+        self.pool, self._unreduced, self._widened, self._views = pool, None, None, []
+
+    def buffers(self) -> dict[str, list[DBuffer]]:
+        """The buffers, by what they hold: ``gradients`` are not reduced yet."""
+        under_way = [pending[1] for pending in (self._reduction, self._all_reduce) if pending is not None]
+        reduced = [buffer for buffer in (self._reduced, self._kept, *under_way) if buffer is not None]
+        unreduced = [buffer for buffer in (self._unreduced, self._widened) if buffer is not None]
+        return {"gradients": unreduced, "reduced": reduced}
+
+    # -- from autograd ---------------------------------------------------------------------------------------------
+
+    def hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        """A post-accumulate hook that moves a gradient into the buffer as soon as autograd has it, and drops it."""
+        return functools.partial(_take, weakref.ref(self), index)  # Autograd's hooks are invisible to the garbage collector.
+
+    def _take(self, index: int, unsharded: torch.Tensor) -> None:
+        param = self._params[index]
+        with as_plain_tensors():
+            gradient, unsharded.grad = unsharded.grad, None
+            if gradient is None:  # Backward came here with no gradient, or it was written in place.
+                return
+            param.sync_requires_grad()
+        if not param.requires_grad:  # frozen since forward
+            return
+        has_graph = gradient.requires_grad
+        if has_graph:  # create_graph=True: as with FSDP2, ``.grad`` itself has no graph.
+            gradient = gradient.detach()
+        gradient = param.distribution.gradient(gradient)
+        if not has_graph and self._adopts(gradient):
+            self.done(index)
+            return
+        if gradient.dtype.itemsize > self.dtype.itemsize and self.dtype != self.reduce_dtype:
+            self._keep_wide(index, gradient)
+            return
+        view = self.views()[index]
+        if param.has_gradient:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+        del gradient
+        self.done(index)
+
+    def target(self, index: int) -> GradientTarget:
+        """Where a matmul may write the gradient of a parameter itself."""
+        return _Target(weakref.ref(self), index)
+
+    def begin(self, index: int) -> tuple[torch.Tensor, bool] | None:
+        """The view to write a gradient to, and whether it holds one already; None where autograd has to have the gradient."""
+        param = self._params[index]
+        with as_plain_tensors():
+            param.sync_requires_grad()
+            hooks = getattr(param.unsharded, "_post_accumulate_grad_hooks", None) or {}
+            if not param.requires_grad or param.unsharded._backward_hooks or len(hooks) > 1:  # One hook is ours.
+                return None
+        return param.distribution.gathered(self.views()[index]), param.has_gradient
+
+    def done(self, index: int) -> None:
+        """The view of a parameter holds its gradient."""
+        self._params[index].has_gradient = self.needs_reduction = True
+        if self.on_gradient is not None:
+            self.on_gradient()
+
+    def views(self) -> list[torch.Tensor]:
+        """The unreduced buffer's view of each parameter; the buffer is (re-)acquired if it is not there."""
+        self.wait_for_reduction()  # It may still be read.
+        was_there = self._is_there
+        self._unreduced = self._acquired(self._unreduced, self.dtype)
+        if not was_there and self.on_acquired is not None:
+            self.on_acquired()
+        if not self._views:
+            self._views = [self._unreduced.tensor(index) for index in range(len(self._params))]
+        return self._views
+
+    @property
+    def _is_there(self) -> bool:
+        """Whether there is memory for unreduced gradients."""
+        return self._unreduced is not None and self._unreduced.is_allocated
+
+    def _adopts(self, gradient: torch.Tensor) -> bool:
+        """Have autograd's gradient as the buffer, in place of a copy of it, if it is all that there is: a large embedding's.
+
+        When it has been reduced it is let go, not given back: it may have other users.
+        """
+        is_all = len(self._params) == 1 and gradient.numel() == self._layout.numel and gradient.dtype == self.dtype
+        if not is_all or type(gradient) is not torch.Tensor or gradient.layout != torch.strided or self.pool is not None:
+            return False
+        self.wait_for_reduction()
+        is_storage = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
+        if not is_storage or self._is_there:
+            return False
+        self._unreduced = DBuffer(self._layout, Partial(), self._rank, self.dtype, self._device, adopted=gradient)
+        self._views = []
+        self.views()
+        if self.on_acquired is not None:
+            self.on_acquired()
+        return True
+
+    def _release(self) -> None:
+        """Give back all memory for unreduced gradients."""
+        self._release_unreduced()
+        if self._widened is not None:
+            self._widened.release()
+
+    def _release_unreduced(self) -> None:
+        if self._unreduced is not None:
+            self._unreduced.release()
+            if self._unreduced.is_adopted:
+                self._unreduced, self._views = None, []
+
+    def _acquired(self, buffer: DBuffer | None, dtype: torch.dtype) -> DBuffer:
+        """``buffer``, or a new one, with its memory there."""
+        if buffer is not None and buffer.is_allocated:
+            return buffer
+        if self.make_room is not None:
+            self.make_room()
+        if buffer is None:
+            buffer = DBuffer(self._layout, Partial(), self._rank, dtype, self._device, pool=self.pool)
+        else:
+            buffer.pool = self.pool
+            buffer.allocate()
+        buffer.zero_padding()
+        return buffer
+
+    def _keep_wide(self, index: int, gradient: torch.Tensor) -> None:
+        """Keep a gradient beside the buffer until this is widened, as it would be rounded there.
+
+        As norms compute them, they are few. Where they may be many, gradients come in ``reduce_dtype`` once they are.
+        """
+        self.views()
+        kept = self._wide.get(index)
+        self._wide[index] = gradient.to(self.reduce_dtype) if kept is None else kept.add_(gradient)
+        self._params[index].was_used = self.needs_reduction = True
+        if not self.wide_gradients.are_few and self.wide_gradients.are_many(self._wide.values()):
+            self.widen()
+            self.dtype, self._unreduced, self._widened, self._views = self.reduce_dtype, self._widened, None, []
+            for param in self._params:
+                param.has_gradient = param.was_used
+        if self.on_gradient is not None:
+            self.on_gradient()
+
+    # -- reduction -------------------------------------------------------------------------------------------------
+
+    def widen(self) -> None:
+        """At the end of a backward pass: what it brought is cast to ``reduce_dtype``, or added to what is there already."""
+        is_under_way = self._reduction is not None and self._reduction[0] is not None  # And nothing has come since.
+        if is_under_way or self.dtype == self.reduce_dtype or self._unreduced is None or not self._is_there:
+            return
+        self._close()
+        holds_sum = self._widened is not None and self._widened.is_allocated
+        self._widened = self._acquired(self._widened, self.reduce_dtype)
+        if not holds_sum and self.on_acquired is not None:
+            self.on_acquired()
+        scaled_copy_(self._widened.flat, self._unreduced.flat, accumulate=holds_sum)
+        self._release_unreduced()
+        for index, gradient in self._wide.items():
+            self._widened.tensor(index).add_(gradient)
+        self._wide.clear()
+
+    def _close(self) -> None:
+        """Nothing more comes to the unreduced buffer: a parameter without a gradient here has zeros."""
+        for param, view in zip(self._params, self._views):
+            if not param.has_gradient:
+                view.zero_()
+            param.was_used, param.has_gradient = param.was_used or param.has_gradient, False
+
+    def start_reduction(self, reduces_narrow: bool = False) -> None:
+        """Start one reduce-scatter. A parameter without a gradient here contributes zeros.
+
+        Args:
+            reduces_narrow: reduce gradients as they came, and what came wide beside them; the same on all ranks.
+        """
+        self.needs_reduction = False
+        self.finish_reduction()
+        if self._widened is None or not self._widened.is_allocated:  # No gradient has come: there may be no buffer.
+            self.views()
+        assert not reduces_narrow or self._widened is None or not self._widened.is_allocated, "gradients left by earlier passes"
+        if reduces_narrow or self.dtype == self.reduce_dtype:
+            self._close()
+            source = self._unreduced
+        else:
+            self.widen()
+            source = self._widened
+        assert source is not None and source.is_allocated
+        output = DBuffer(self._layout, Shard(0), self._rank, self.reduce_dtype, self._device)
+        if reduces_narrow:
+            self._round_unexpected(source)
+        work = source.reduce_scatter_to(output, self.collectives, self.reduction)
+        self._reduction, self.may_hold_sum = (work, output), False
+        if reduces_narrow and self.wide_gradients:
+            wide, self._wide = self._wide, {}
+            beside = self.wide_gradients.reduce(wide, output, self.collectives, self.reduction)
+            self._reduction = (wait_all([work, beside]), output)
+
+    @property
+    def can_reduce_narrow(self) -> bool:
+        """Whether gradients can be reduced as they came, to be added up in ``reduce_dtype``."""
+        is_narrow = self.dtype != self.reduce_dtype and not self.may_hold_sum and self.wide_gradients.are_few
+        return is_narrow and self.collectives.adds_wide(self._device)
+
+    def _round_unexpected(self, unreduced: DBuffer) -> None:
+        """Of parameters that matmuls use, the other ranks know of no gradients but in ``dtype``."""
+        for index in [index for index in self._wide if index not in self.wide_gradients]:
+            unreduced.tensor(index).add_(self._wide.pop(index))
+
+    @property
+    def wide_gradients(self) -> WideGradients:
+        """Of the parameters whose gradients may come wide."""
+        if self._wide_gradients is None:
+            indices = [index for index, param in enumerate(self._params) if param.may_be_wide]
+            self._wide_gradients = WideGradients(self._layout, self._rank, indices)
+        return self._wide_gradients
+
+    def wait_for_reduction(self) -> None:
+        """Wait for the reduce-scatter under way and release the unreduced buffer. No collective, and no hook of the user's."""
+        if self._reduction is not None:
+            (work, output), self._reduction = self._reduction, None  # A failed one is none.
+            if work is not None:
+                work.wait()
+                self._release()
+            self._reduction = (None, output)
+
+    def finish_reduction(self) -> None:
+        """Wait for the reduce-scatter under way, release the unreduced buffer and start the all-reduce of the shard."""
+        if self._reduction is None:
+            return
+        self.wait_for_reduction()
+        (_, output), self._reduction = self._reduction, None
+        self._finish_all_reduce()
+        if self._kept is not None:
+            output.flat.add_(self._kept.flat)
+            self._kept = None
+        if self.keeps_shards:
+            self._kept = output
+        elif self._has_replicas:
+            self._all_reduce = (self.collectives.all_reduce(output.flat, self.reduction), output)
+        else:
+            self._add_reduced(output)
+
+    def _finish_all_reduce(self) -> None:
+        if self._all_reduce is not None:
+            (work, output), self._all_reduce = self._all_reduce, None
+            work.wait()
+            self._add_reduced(output)
+
+    def _add_reduced(self, output: DBuffer) -> None:
+        if self.reduce_hook is not None:
+            self.reduce_hook(output.flat)
+        if self._reduced is None:
+            self._reduced = output
+        else:
+            self._reduced.flat.add_(output.flat)
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether replicas do not reduce (``requires_all_reduce``): shards are kept for a later backward, not in ``.grad``."""
+        return self._has_replicas and not self.requires_all_reduce
+
+    @property
+    def was_reduced(self) -> bool:
+        """Whether this backward pass reduced gradients."""
+        return any(part is not None for part in (self._reduction, self._all_reduce, self._reduced))
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are gradients here that are not in ``.grad`` yet."""
+        holds_sum = self._kept is not None or (self._widened is not None and self._widened.is_allocated)
+        return self.was_reduced or holds_sum or bool(self._wide) or any(param.has_gradient for param in self._params)
+
+    # -- to .grad --------------------------------------------------------------------------------------------------
+
+    def finish(self, used_anywhere: list[bool]) -> None:
+        """At the end of backward: add the reduced shard to ``.grad`` of every parameter that some rank used."""
+        self.finish_reduction()
+        self._finish_all_reduce()
+        reduced, self._reduced = self._reduced, None
+        assert reduced is not None
+        like = self._sharded
+        if (reduced.flat.dtype, reduced.flat.device) != (like.flat.dtype, like.flat.device):
+            moved = DBuffer(self._layout, Shard(0), self._rank, like.flat.dtype, like.flat.device, like.is_pinned)
+            scaled_copy_(moved.flat, reduced.flat)  # There when this returns: an optimizer on the CPU may read it at once.
+            reduced = moved
+        for index, (param, is_used) in enumerate(zip(self._params, used_anywhere)):
+            param.was_used = False
+            sharded = param.sharded
+            if not is_used:
+                continue
+            gradient = param.distribution.sharded_like(reduced.tensor(index), sharded)  # type: ignore[arg-type]
+            sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
+            for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
+                hook(sharded)
+
+    def drop(self) -> bool:
+        """Forget the gradients that are not in ``.grad`` yet; says whether there were any."""
+        had_any = self.is_pending
+        under_way = [pending[0] for pending in (self._reduction, self._all_reduce) if pending is not None]
+        self._reduction = self._all_reduce = self._reduced = self._kept = None
+        self._wide.clear()
+        for work in under_way:
+            if work is not None:
+                work.wait()
+        self.needs_reduction = self.is_accumulating = False
+        for param in self._params:
+            param.has_gradient = param.was_used = False
+        self._release()
+        return had_any
+
+
+@dynamo_disabled
+def _take(reference: weakref.ref[GradientBuffers], index: int, unsharded: torch.Tensor) -> None:
+    buffers = reference()
+    assert buffers is not None
+    buffers._take(index, unsharded)
+
+
+class _Target:
+    """The place of one parameter's gradient. What autograd saves must not keep the buffers alive."""
+
+    def __init__(self, buffers: weakref.ref[GradientBuffers], index: int) -> None:
+        self._buffers, self._index = buffers, index
+
+    def begin(self) -> tuple[torch.Tensor, bool] | None:
+        buffers = self._buffers()
+        return None if buffers is None else buffers.begin(self._index)
+
+    def done(self) -> None:
+        buffers = self._buffers()
+        assert buffers is not None
+        buffers.done(self._index)

@@ -1,0 +1,88 @@
+"""Persistent buffers: what groups gather into and reduce from stays allocated, at addresses that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._fsdp_state import FSDPState
+from torch_ragged.fsdp.core._slots import Place, SlotRing
+
+__all__ = ["PLACES", "allocator", "check_ready", "make_persistent", "make_transient"]
+
+PLACES = 3
+"""In a ring: one group computes, the next is gathered, the one before may not have been given back."""
+
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+
+
+def check_ready(groups: Sequence[FSDPParamGroup]) -> None:
+    """Raise if the buffers of ``groups`` cannot be replaced now.
+
+    Raises:
+        RuntimeError: one is on the meta device, or has gradients that are not in ``.grad`` yet.
+    """
+    for group in groups:
+        if group.is_meta:
+            raise RuntimeError(f"{group.names} on the meta device: materialise parameters before choosing where buffers are")
+        if group.gradients.is_pending:
+            raise RuntimeError(f"{group.names} has gradients that are not in .grad yet: choose where buffers are between steps")
+
+
+def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSDPParamGroup, Allocate]) -> None:
+    """Have groups take turns in rings of ``size`` places that stay allocated: for gathered parameters, and for gradients.
+
+    Who stays gathered while others come and go has a place of its own: modules around others, and those that are not resharded
+    after forward. Memory is allocated here, on all ranks in one order.
+
+    Args:
+        states: all under one module, in the order of forward.
+        allocators: the groups, with what their memory is made by. Those with the same one share rings.
+    """
+    rings: dict[Allocate, tuple[SlotRing, SlotRing]] = {}
+    homes: dict[FSDPParamGroup, tuple[Place, Place]] = {}
+    for state in states:
+        stays = state.reshard_after_forward is False or any(g.resident is not None for g in state.groups)
+        is_apart = stays or _is_around(state, states)
+        members: dict[Allocate, list[FSDPParamGroup]] = {}
+        for group in state.groups:
+            if group in allocators:
+                members.setdefault(allocators[group], []).append(group)
+        for allocate, groups in members.items():
+            names = ("gathered parameters", "gradients")
+            pair = rings.setdefault(allocate, tuple(SlotRing(name, size, allocate) for name in names))  # type: ignore[arg-type]
+            places = (ring.apart(len(groups)) if is_apart else ring.join(len(groups)) for ring in pair)
+            homes.update(zip(groups, zip(*places)))
+    for group, (gathered, gradients) in homes.items():
+        for dtype, numel in group.gathered_numel.items():
+            gathered.reserve(dtype, numel)
+        for dtype in (group.gradients.dtype, group.reduce_dtype):
+            gradients.reserve(dtype, group.layout.numel)
+    for group, (gathered, gradients) in homes.items():
+        group.set_memory_pools(gathered, gradients)
+        if group.is_trainable:  # Now, as allocating may be collective, and gradients come in an order that ranks do not share.
+            for dtype in dict.fromkeys((group.gradients.dtype, group.reduce_dtype)):
+                gradients.slab(dtype, group.layout.numel)
+
+
+def make_transient(groups: Sequence[FSDPParamGroup]) -> None:
+    """Have groups acquire memory from the allocator for each use, and give it back."""
+    for group in groups:
+        group.set_memory_pools(None, None)
+
+
+def allocator(device: torch.device) -> Allocate:
+    """Plain memory on ``device``."""
+
+    def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        with torch.inference_mode(False):  # Later steps write to it in other modes too.
+            return torch.empty(numel, dtype=dtype, device=device)
+
+    return allocate
+
+
+def _is_around(state: FSDPState, states: Sequence[FSDPState]) -> bool:
+    inside = {id(child) for module in state.modules for child in module.modules()}
+    return any(id(module) in inside for other in states if other is not state for module in other.modules)

@@ -1,0 +1,184 @@
+"""What to change where a group's padding exceeds a limit. Nothing is suggested that was not planned first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec, total_numel
+from torch_ragged.fsdp.layout._planner import plan_layout
+
+__all__ = ["PADDING_LIMIT", "Remedy", "advise", "remedies"]
+
+PADDING_LIMIT = 0.05
+"""Above this much padding for the granularity of a group, ``fully_shard`` warns, and :func:`advise` advises."""
+
+_MOST_MERGED_TENSORS = 10_000  # Planning a larger group would take longer than advice is worth.
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change, in words, and the padding that it leaves, relative to the elements concerned."""
+
+    text: str
+    padding_fraction: float
+
+    def __str__(self) -> str:
+        return f"{self.text}: {_percent(self.padding_fraction)}"
+
+
+def advise(layouts: Mapping[str, BufferLayout], limit: float = PADDING_LIMIT) -> list[str]:
+    """Advice for the groups whose padding exceeds ``limit``: what forces it, and what would mend it.
+
+    Groups of equal tensors are reported once. What is offered brings the group's padding within the limit, as planning it
+    showed; if nothing that was tried does, the text says so, and names the best of what was tried.
+
+    Args:
+        layouts: of all groups of a model by name, in the model's order.
+        limit: padding relative to the elements of the group.
+
+    Returns:
+        One text per kind of group that exceeds the limit, of a line per suggestion. It plans only if there is one.
+    """
+    kinds: dict[object, list[str]] = {}
+    for name, layout in layouts.items():
+        cut = tuple((tensor.shape, tensor.dims, tensor.block, tensor.period) for tensor in layout.tensors)
+        kinds.setdefault((cut, layout.ranks, layout.alignment), []).append(name)
+    groups = [(names, layouts[names[0]]) for names in kinds.values()]
+    texts = []
+    for index, (names, layout) in enumerate(groups):
+        if layout.padding_fraction > limit:
+            neighbours = groups[index + 1 : index + 2] + groups[max(0, index - 1) : index]
+            found = remedies(layout, limit, len(names), [(other[0], one) for other, one in neighbours])
+            texts.append(_text(names, layout, limit, found))
+    return texts
+
+
+def remedies(
+    layout: BufferLayout, limit: float, count: int = 1, neighbours: Sequence[tuple[str, BufferLayout]] = ()
+) -> list[Remedy]:
+    """The least invasive change of each sort that brings the padding within ``limit``; of sorts without one, the best.
+
+    Args:
+        layout: the group.
+        limit: padding relative to the elements of the group.
+        count: how many groups like it there are.
+        neighbours: names and layouts of other groups that it might be merged with.
+    """
+    sorts = (_finer(layout), _split(layout), _merged(layout, count, neighbours), _smaller_sizes(layout))
+    found = []
+    for sort in sorts:
+        best: Remedy | None = None
+        for remedy in sort:
+            if best is None or remedy.padding_fraction < best.padding_fraction:
+                best = remedy
+            if best.padding_fraction <= limit:
+                break
+        if best is not None and best.padding_fraction < layout.padding_fraction:
+            found.append(best)
+    return found
+
+
+def _text(names: Sequence[str], layout: BufferLayout, limit: float, found: Sequence[Remedy]) -> str:
+    lines = [
+        f"{_and_more(names)}: padding {_percent(layout.padding_fraction)} on {layout.ranks:,} ranks exceeds {100 * limit:g}%"
+        f" (at least {_percent(layout.bound_fraction)}: {layout.forced_by})"
+    ]
+    mending = [remedy for remedy in found if remedy.padding_fraction <= limit]
+    if mending:
+        return "\n".join([*lines, *(f"  - {remedy}" for remedy in mending)])
+    if not found:
+        return "\n".join([*lines, "  nothing that was tried lessens it"])
+    best = min(found, key=lambda remedy: remedy.padding_fraction)
+    return "\n".join([*lines, "  nothing that was tried brings it within the limit; the best was", f"  - {best}"])
+
+
+# --- what may be changed, from less to more ----------------------------------------------------------------------
+
+
+def _finer(layout: BufferLayout) -> Iterator[Remedy]:
+    """Halve the rows of the largest block, and of blocks of as many rows, down to single elements."""
+    tensors = layout.tensors
+    while any(_rows(tensor) for tensor in tensors):
+        rows = _rows(max(tensors, key=lambda tensor: (_rows(tensor) > 0, tensor.block)))
+        tensors = tuple(_recut(tensor, rows // 2) if _rows(tensor) == rows else tensor for tensor in tensors)
+        changes: dict[tuple[str, str], list[str]] = {}
+        for before, after in zip(layout.tensors, tensors):
+            if before != after:
+                changes.setdefault((_cut(after), _cut(before)), []).append(before.name)
+        text = ", ".join(f"{new} in place of {old} for {_and_more(names)}" for (new, old), names in changes.items())
+        yield Remedy(text, plan_layout(tensors, layout.ranks, layout.alignment).padding_fraction)
+
+
+def _split(layout: BufferLayout) -> Iterator[Remedy]:
+    """A group of its own for the tensors of one block size; then one for those of each block size."""
+    parts: dict[int, list[TensorSpec]] = {}
+    for tensor in layout.tensors:
+        parts.setdefault(tensor.block, []).append(tensor)
+    for block, part in parts.items():
+        others = [tensor for tensor in layout.tensors if tensor.block != block]
+        if others and block > 1:
+            text = f"a group of its own for {_and_more([tensor.name for tensor in part])}"
+            yield Remedy(text, _padding([part, others], layout))
+    if len(parts) > 2:
+        yield Remedy(f"{len(parts)} groups, one per block size", _padding(list(parts.values()), layout))
+
+
+def _merged(layout: BufferLayout, count: int, neighbours: Sequence[tuple[str, BufferLayout]]) -> Iterator[Remedy]:
+    """Several groups like it as one; or this one with a neighbour, whose own padding counts too."""
+    for number in (2, 4, 8):
+        if number <= count and number * len(layout.tensors) <= _MOST_MERGED_TENSORS:
+            yield Remedy(f"one group for every {number} of these {count}", _padding([layout.tensors * number], layout))
+    for name, neighbour in neighbours:
+        if (neighbour.ranks, neighbour.alignment) == (layout.ranks, layout.alignment):
+            if len(layout.tensors) + len(neighbour.tensors) <= _MOST_MERGED_TENSORS:
+                yield Remedy(f"one group with {name}", _padding([layout.tensors + neighbour.tensors], layout))
+
+
+def _smaller_sizes(layout: BufferLayout) -> Iterator[Remedy]:
+    """The FSDP sizes at 7, 6, 5 and 4 eighths, and so on down; multiples of 8 ranks where there are that many."""
+    whole, tried = layout.ranks, {layout.ranks}
+    while whole > 1:
+        for ranks in (whole * eighths // 8 for eighths in (7, 6, 5, 4)):
+            ranks -= ranks % 8 if ranks > 8 else 0
+            if ranks and ranks not in tried:
+                tried.add(ranks)
+                padding = plan_layout(layout.tensors, ranks, layout.alignment).padding_fraction
+                yield Remedy(f"FSDP size {ranks:,}", padding)
+        whole //= 2
+
+
+def _padding(groups: Sequence[Sequence[TensorSpec]], layout: BufferLayout) -> float:
+    """Padding of ``groups`` together, each planned as ``layout`` was."""
+    planned = [plan_layout(tensors, layout.ranks, layout.alignment) for tensors in groups]
+    return sum(one.padding_numel for one in planned) / max(1, sum(map(total_numel, groups)))
+
+
+def _rows(tensor: TensorSpec) -> int:
+    """Rows of a block, one element of a 1-D tensor being a row; 0 if the tensor may be cut anywhere."""
+    row = tensor.shape[-1] if len(tensor.shape) > 1 else 1
+    return tensor.block // row if tensor.block > 1 and row else 0
+
+
+def _recut(tensor: TensorSpec, rows: int) -> TensorSpec:
+    ndim = len(tensor.shape)
+    if not rows:
+        return replace(tensor, block=1, dims=tuple(range(ndim)))
+    row, dims = (tensor.shape[-1], tuple(range(ndim - 1))) if ndim > 1 else (1, tuple(range(ndim)))
+    return replace(tensor, block=rows * row, dims=dims)
+
+
+def _cut(tensor: TensorSpec) -> str:
+    if tensor.block == 1:
+        return "cuts anywhere"
+    if not tensor.dims:
+        return "whole tensors"
+    return f"blocks of {_rows(tensor):,} row{'s' * (_rows(tensor) > 1)}"
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} more"
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:,.2f}%"

@@ -1,0 +1,218 @@
+"""The planner: the smallest equal shards that hold a group of tensors without cutting their blocks.
+
+For a fixed order and shard size S, placing each tensor as early as possible is exact and takes O(n). Feasibility is not
+monotone in S: a tensor that contains whole shards needs S to be a multiple of its block, one that crosses a single boundary
+does not. So for each set of blocks allowed to contain whole shards the search runs over multiples of their least common
+multiple, where feasibility is monotone, and keeps the smallest S of all sets and orders. No cost grows with the number of
+elements, and none with the number of ranks beyond that of tensors. ``docs/planner.md`` has the proofs and the measurements.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch_ragged.fsdp.layout._bound import Bound, lower_bound
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
+from torch_ragged.fsdp.layout._interleave import interleaved_order
+from torch_ragged.fsdp.layout._packing import Kind, fits, place
+
+__all__ = ["plan_layout", "smallest_shard"]
+
+_MAX_SUBSET_BLOCKS = 5  # Above it, only prefixes of the ascending blocks are tried, not all subsets.
+_MAX_PERMUTED, _MAX_PERMUTATIONS = 64, 720  # All orders are tried of up to so many tensors that have up to so many orders.
+_MAX_MIXED = 6  # Shard sizes that interleaved orders are sought for.
+_CLOSE = 1e-4  # Interleaved orders are not sought within this fraction of the bound.
+
+
+def plan_layout(
+    tensors: Sequence[TensorSpec], ranks: int, alignment: int = 1, *, order: str = "auto", threshold: float = 0.0
+) -> BufferLayout:
+    """Lay ``tensors`` out over ``ranks`` equal shards, the same on every rank without communication.
+
+    Args:
+        tensors: what to lay out, in the user's order; of one dtype.
+        ranks: number of shards.
+        alignment: the shard size is a multiple of it, in elements.
+        order: ``"auto"`` takes another order than the given one where that makes shards smaller by more than ``threshold``;
+            ``"default"`` keeps the given one, so that the buffer reads as the module does.
+        threshold: a fraction of the shard size in the given order.
+
+    Returns:
+        A validated layout, with a lower bound on the shard size of any layout and what forces it. Groups of the same sizes and
+        blocks are planned once.
+
+    Raises:
+        ValueError: no tensors, mixed dtypes, a block below 1, or another argument out of range.
+    """
+    tensors = tuple(tensors)
+    _check(tensors, ranks, alignment, order, threshold)
+    plan = _plan(tuple(Kind.of(tensor) for tensor in tensors), ranks, alignment, order, threshold)
+    bound = plan.bound
+    forced_by = bound.explain(tensors)
+    return BufferLayout(tensors, plan.offsets, plan.shard, ranks, alignment, bound.shard, forced_by, plan.order)
+
+
+def _check(tensors: Sequence[TensorSpec], ranks: int, alignment: int, order: str, threshold: float) -> None:
+    for name, value in (("ranks", ranks), ("alignment", alignment)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"plan_layout: {name} must be a positive integer, got {value!r}")
+    if order not in ("auto", "default"):
+        raise ValueError(f"plan_layout: order must be 'auto' or 'default', got {order!r}")
+    if not 0 <= threshold < math.inf:
+        raise ValueError(f"plan_layout: threshold must be a fraction of the shard size, at least 0, got {threshold!r}")
+    if not tensors:
+        raise ValueError("plan_layout: no tensors to lay out, expected at least one")
+    dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
+    if len(dtypes) > 1:
+        examples = ", ".join(f"{dtype} ({next(t.name for t in tensors if t.dtype == dtype)})" for dtype in dtypes)
+        raise ValueError(f"plan_layout: one buffer has one dtype, got {examples}: plan the tensors of each dtype by themselves")
+
+
+class _Plan(NamedTuple):
+    shard: int
+    offsets: tuple[int, ...]
+    order: str
+    bound: Bound
+
+
+@lru_cache(maxsize=4096)
+def _plan(kinds: tuple[Kind, ...], ranks: int, alignment: int, policy: str, threshold: float) -> _Plan:
+    bound = lower_bound(kinds, ranks, alignment)
+    indices = list(range(len(kinds)))
+    given = smallest_shard(kinds, ranks, alignment, bound.shard)
+    assert given is not None, "one shard that holds everything always fits"
+    best, name, order = given, "given", indices
+    if policy == "auto" and given > bound.shard:
+        limit = math.ceil(given - threshold * given)
+        for other, candidate, shard in _improvements(kinds, ranks, alignment, bound.shard, limit):
+            best, name, order = shard, other, candidate
+    placed = place([kinds[i] for i in order], ranks, best)
+    assert placed is not None
+    offsets = dict(zip(order, placed))
+    return _Plan(best, tuple(offsets[i] for i in indices), name, bound)
+
+
+def _improvements(
+    kinds: tuple[Kind, ...], ranks: int, alignment: int, bound: int, below: int
+) -> Iterator[tuple[str, list[int], int]]:
+    """Orders with ever smaller shards than ``below``, with their names and shard sizes; stops at the bound."""
+    for name, order in _sorted_orders(kinds):
+        shard = smallest_shard([kinds[i] for i in order], ranks, alignment, bound, below)
+        if shard is not None:
+            yield name, order, shard
+            below = shard
+        if below == bound:
+            return
+    if len(kinds) <= _MAX_PERMUTED and _permutations(kinds) <= _MAX_PERMUTATIONS:
+        for candidate in _distinct_orders(kinds):
+            shard = smallest_shard([kinds[i] for i in candidate], ranks, alignment, bound, below)
+            if shard is not None:
+                yield "permuted", candidate, shard
+                below = shard
+            if below == bound:
+                return
+        return
+    if below <= bound * (1 + _CLOSE):
+        return
+    for shard in _round_shards(kinds, alignment, bound, below):
+        mixed = interleaved_order(kinds, ranks, shard)
+        if mixed is not None:
+            yield "interleaved", mixed, shard
+            return
+
+
+def _sorted_orders(kinds: Sequence[Kind]) -> Iterator[tuple[str, list[int]]]:
+    indices = range(len(kinds))
+    yield "block ascending", sorted(indices, key=lambda i: kinds[i].block)
+    yield "block descending", sorted(indices, key=lambda i: -kinds[i].block)
+    yield "size descending", sorted(indices, key=lambda i: -kinds[i].numel)
+    yield "size ascending", sorted(indices, key=lambda i: kinds[i].numel)
+    yield "block ascending, size descending", sorted(indices, key=lambda i: (kinds[i].block, -kinds[i].numel))
+
+
+def _permutations(kinds: Sequence[Kind]) -> int:
+    """The number of orders that differ."""
+    return math.factorial(len(kinds)) // math.prod(map(math.factorial, Counter(kinds).values()))
+
+
+def _distinct_orders(kinds: Sequence[Kind]) -> Iterator[list[int]]:
+    """Every order, less those that only swap equal tensors."""
+    if not kinds:
+        yield []
+        return
+
+    def orders(left: dict[Kind, list[int]]) -> Iterator[list[int]]:
+        if not left:
+            yield []
+        for kind, (first, *others) in left.items():
+            rest = {k: others if k == kind else v for k, v in left.items()}
+            for tail in orders({k: v for k, v in rest.items() if v}):
+                yield [first, *tail]
+
+    grouped: dict[Kind, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        grouped.setdefault(kind, []).append(index)
+    yield from orders(grouped)
+
+
+def _round_shards(kinds: Iterable[Kind], alignment: int, bound: int, below: int) -> list[int]:
+    """Shard sizes from ``bound`` up to ``below`` at which cuts repeat: multiples of blocks, or of what two have in common."""
+    units = sorted({kind.block for kind in kinds if kind.block > 1})
+    common = {math.gcd(a, b) for a, b in itertools.combinations(units[-_MAX_SUBSET_BLOCKS:], 2)}
+    steps = [math.lcm(alignment, unit) for unit in {*units, *common}]
+    shards = {(-(-bound // step) + n) * step for step in steps for n in range(_MAX_MIXED)}
+    return sorted(shard for shard in shards if shard < below)[:_MAX_MIXED]
+
+
+# --- the smallest shard of an order --------------------------------------------------------------------------------
+
+
+def smallest_shard(kinds: Sequence[Kind], ranks: int, alignment: int, bound: int, below: int | None = None) -> int | None:
+    """The smallest shard size, at least ``bound``, at which tensors fit in this order; None if none is less than ``below``."""
+    runs = [(kind, len(list(same))) for kind, same in itertools.groupby(kinds)]
+    enough = max(alignment, sum(kind.numel for kind in kinds))  # One shard holds everything.
+    best = below
+    for step in _steps({kind for kind, _ in runs}, alignment, bound):
+        spans = {kind: step % kind.unit == 0 for kind, _ in runs}
+        low = -(-bound // step)
+        high = max(low, -(-enough // step)) if best is None else (best - 1) // step
+        found = _first(lambda multiple: fits(runs, ranks, multiple * step, spans), low, high)
+        if found is not None:
+            best = found * step
+        if best == bound:
+            break
+    return None if best == below else best
+
+
+def _steps(kinds: Iterable[Kind], alignment: int, bound: int) -> list[int]:
+    """What shards are multiples of, for each set of units whose tensors may contain whole shards; smallest first.
+
+    Only tensors of at least ``bound`` elements can; one whose unit divides another's costs nothing.
+    """
+    units = sorted({kind.unit for kind in kinds if kind.numel >= bound})
+    if len(units) <= _MAX_SUBSET_BLOCKS:
+        subsets = [subset for n in range(len(units) + 1) for subset in itertools.combinations(units, n)]
+    else:
+        subsets = [tuple(units[:n]) for n in range(len(units) + 1)]
+    return sorted({math.lcm(alignment, *subset) for subset in subsets})
+
+
+def _first(works: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The first of ``low`` to ``high`` that works, where all after it do too; None if none does. It is sought near ``low``."""
+    if low > high or not works(high):
+        return None
+    failed, reach = low - 1, 1
+    while low < high and not works(low):
+        failed, low, reach = low, min(low + reach, high), 2 * reach
+    while low - failed > 1:
+        middle = (failed + low) // 2
+        if works(middle):
+            low = middle
+        else:
+            failed = middle
+    return low

@@ -1,0 +1,302 @@
+"""monitor: where a training step's time, bytes and memory go."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.profiler import record_function
+
+from torch_ragged.fsdp._fully_shard import module_states, named_groups
+from torch_ragged.fsdp.comm._collectives import Collectives, Work
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.tools._memory_report import optimizers_of, transient_nbytes
+
+__all__ = ["Monitor", "monitor"]
+
+_KINDS = ("all_gather", "reduce_scatter", "other")
+
+
+def monitor(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> Monitor:
+    """Watch the training steps of ``model`` from now on, until the end of the ``with`` block or :meth:`Monitor.close`.
+
+    ::
+
+        with monitor(model, optimizer) as watch:
+            for batch in data:
+                ...                             # forward, backward, optimizer.step()
+                row = watch.step(tokens=n)      # a flat dict of floats, for a logger
+                bar.set_postfix_str(watch.postfix())
+
+    No communication. Under ``torch.profiler`` every collective is a range with its group's name: ``fsdp::all_gather
+    blocks.3`` where it is issued, ``fsdp::all_gather_wait blocks.3`` where it is waited for.
+
+    Args:
+        model: a module that ``fully_shard`` was called on, or that holds such modules.
+        optimizer: one or several, whose steps are to be timed.
+
+    Raises:
+        ValueError: ``fully_shard`` was called on no module of ``model``, or another monitor watches it.
+    """
+    return Monitor(model, optimizer)
+
+
+class Monitor:
+    """What :func:`monitor` returns. A row of :meth:`step` has these keys, values of this rank since the last row:
+
+    ============================  ====================================================================================
+    ``step_s``                    seconds
+    ``tokens_per_s``              the tokens told to ``step`` per second; only if it was told
+    ``optimizer_s``               seconds in ``optimizer.step()``; 0 if ``monitor`` was not given the optimizer
+    ``exposed_s``                 seconds that the step stood still for collectives: the sum of ``<kind>_exposed_s``
+    ``compute_s``                 the rest of ``step_s``: forward, backward, data, collectives that were not watched
+    ``<kind>_s``                  seconds from issuing collectives to the end of waiting for them, added up: what they
+                                  took at most, as one that ends before it is waited for counts until then
+    ``<kind>_exposed_s``          seconds of that in waiting for them
+    ``<kind>_calls``              how many were issued
+    ``<kind>_bytes``              bytes of the buffers gathered or reduced, of all ranks' shards, padding included
+    ``memory_peak_bytes``         most bytes of tensors on the GPU in the step; CPU: largest resident set so far
+    ``memory_reserved_bytes``     most bytes reserved by the allocator in the step; CPU: resident set of the process now
+    ``buffer_bytes``              bytes that the groups' buffers hold now: sharded and gathered parameters, and gradients
+                                  not reduced yet
+    ``buffer_peak_bytes``         the most that they held at once
+    ============================  ====================================================================================
+
+    ``<kind>`` is ``all_gather``, ``reduce_scatter`` or ``other``: all other collectives of the groups, and those marked by
+    :meth:`collective`. What DTensors issue, as in ``clip_grad_norm_``, is not watched.
+
+    On a CPU seconds are the host's. On a GPU they are the current stream's, by events, and waiting is the time that the
+    stream was held; ``step`` then waits for the stream, and :meth:`restart` resets the allocator's peaks.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
+        module_states(model)
+        self._groups = named_groups(model)
+        if any(isinstance(group.collectives, _WatchedCollectives) for group in self._groups.values()):
+            raise ValueError("another monitor watches this model: close() it first")
+        optimizers = optimizers_of(optimizer)
+        devices = {group.device for group in self._groups.values()}
+        self._sharded = sum(group.sharded.nbytes for group in self._groups.values())
+        self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+        self._clock = _CudaClock() if self._device.type == "cuda" else _HostClock()
+        self._undo: list[Callable[[], None]] = []
+        self._is_open = True
+        self._row: dict[str, float] = {}
+        self._optimizer: tuple[Any, list[tuple[Any, Any]]] | None = None  # since when in its step, and waits in there
+        self.restart()
+        for name, group in self._groups.items():
+            self._watch_group(name, group)
+        for each in optimizers:
+            self._undo.append(each.register_step_pre_hook(self._before_optimizer).remove)
+            self._undo.append(each.register_step_post_hook(self._after_optimizer).remove)
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop watching: collectives, hooks and optimizers are as they were."""
+        while self._undo:
+            self._undo.pop()()
+        self._is_open = False
+
+    # -- rows ------------------------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """Drop what was watched since the last row: the next one begins here. For after an evaluation or a checkpoint."""
+        self._optimizer = None
+        self._spans: list[tuple[str, Any, Any]] = []
+        self._counts = Counter[str]()
+        self._held = {name: transient_nbytes(group) for name, group in self._groups.items()}
+        self._peak = sum(self._held.values())
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._start = self._clock.mark()
+
+    def step(self, tokens: float | None = None) -> dict[str, float]:
+        """The row of the step that ends here, of the keys above; the next one begins.
+
+        Args:
+            tokens: tokens of this step, of all ranks for the throughput of all.
+
+        Raises:
+            RuntimeError: the monitor is closed.
+        """
+        if not self._is_open:
+            raise RuntimeError("the monitor is closed: call step() inside its with block")
+        seconds: defaultdict[str, float] = defaultdict(float)
+        seconds["step_s"] = self._clock.seconds(self._start, self._clock.mark())
+        for key, begin, end in self._spans:
+            seconds[key] += self._clock.seconds(begin, end)
+        exposed = sum(seconds[f"{kind}_exposed_s"] for kind in _KINDS)
+        in_optimizer = max(0.0, seconds["optimizer_s"] - seconds["optimizer_exposed_s"])
+        row: dict[str, float] = {"step_s": seconds["step_s"], "optimizer_s": in_optimizer, "exposed_s": exposed}
+        row["compute_s"] = max(0.0, seconds["step_s"] - exposed - in_optimizer)
+        if tokens is not None:
+            row["tokens_per_s"] = tokens / max(seconds["step_s"], 1e-9)
+        for kind in _KINDS:
+            row |= {key: seconds[key] for key in (f"{kind}_s", f"{kind}_exposed_s")}
+            row |= {key: self._counts[key] for key in (f"{kind}_calls", f"{kind}_bytes")}
+        row["memory_peak_bytes"], row["memory_reserved_bytes"] = self._memory()
+        resident = sum(transient_nbytes(group) for group in self._groups.values())
+        row["buffer_bytes"] = self._sharded + resident
+        row["buffer_peak_bytes"] = self._sharded + max(self._peak, resident)
+        self._row = {key: float(value) for key, value in row.items()}
+        self.restart()
+        return dict(self._row)
+
+    def postfix(self) -> str:
+        """The last row in a few words, for a progress bar; empty before the first."""
+        row = self._row
+        if not row:
+            return ""
+        speed = f"{row['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in row else f"{row['step_s']:.3f} s/step"
+        share = row["exposed_s"] / max(row["step_s"], 1e-9)
+        return f"{speed}, {share:.0%} in collectives, peak {row['memory_peak_bytes'] / 2**30:.2f} GiB"
+
+    def _memory(self) -> tuple[float, float]:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+        return _resident_set()
+
+    # -- what is watched -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def collective(self, nbytes: int = 0, name: str = "own") -> Iterator[None]:
+        """Count the block, which communicates ``nbytes``, as one exposed collective of kind ``other``."""
+        self._count("other", nbytes)
+        begin = self._clock.mark()
+        with record_function(f"fsdp::collective {name}"):
+            yield
+        self._add_wait("other", begin, begin, self._clock.mark())
+
+    def _watch_group(self, name: str, group: FSDPParamGroup) -> None:
+        collectives, gradients = group.collectives, group.gradients
+        watched = _WatchedCollectives(collectives, self, name)
+
+        def sample() -> None:
+            self._sample(name)
+
+        group.collectives = cast(Collectives, watched)
+        on_acquired, gradients.on_acquired = gradients.on_acquired, sample
+
+        def undo() -> None:
+            if group.collectives is watched:  # Else somebody has put others in their place.
+                group.collectives = collectives
+            if gradients.on_acquired is sample:
+                gradients.on_acquired = on_acquired
+
+        self._undo.append(undo)
+
+    def _sample(self, name: str) -> None:
+        """Group ``name`` may hold more than before.
+
+        What groups give back goes unnoticed: it is looked up only where the sum without it would be a peak.
+        """
+        self._held[name] = transient_nbytes(self._groups[name])
+        if sum(self._held.values()) > self._peak:
+            held = {name: transient_nbytes(self._groups[name]) for name in self._held}
+            self._held = {name: nbytes for name, nbytes in held.items() if nbytes}
+            self._peak = max(self._peak, sum(self._held.values()))
+
+    def _count(self, kind: str, nbytes: int) -> None:
+        self._counts[f"{kind}_calls"] += 1
+        self._counts[f"{kind}_bytes"] += nbytes
+
+    def _add_wait(self, kind: str, issued: Any, begin: Any, end: Any) -> None:
+        self._spans += [(f"{kind}_s", issued, end), (f"{kind}_exposed_s", begin, end)]
+        if self._optimizer is not None:
+            self._optimizer[1].append((begin, end))
+
+    def _before_optimizer(self, *args: Any) -> None:
+        self._optimizer = (self._clock.mark(), [])
+
+    def _after_optimizer(self, *args: Any) -> None:
+        if self._optimizer is not None:  # Else the row was begun in its step.
+            begin, waits = self._optimizer
+            self._spans.append(("optimizer_s", begin, self._clock.mark()))
+            self._spans += [("optimizer_exposed_s", *wait) for wait in waits]  # A closure's, which are counted as such.
+            self._optimizer = None
+
+
+class _WatchedCollectives:
+    """The collectives of a group, any that it has, watched by a monitor."""
+
+    def __init__(self, collectives: Collectives, watch: Monitor, name: str) -> None:
+        self._collectives, self._watch, self._name = collectives, watch, name
+
+    def holds_second_buffer(self, device: torch.device) -> bool:
+        return self._collectives.holds_second_buffer(device)
+
+    def adds_wide(self, device: torch.device) -> bool:
+        return self._collectives.adds_wide(device)
+
+    def __getattr__(self, collective: str) -> Callable[..., Work]:
+        call = getattr(self._collectives, collective)
+        kind = collective if collective in _KINDS else "other"
+
+        def issue(*args: Any) -> Work:
+            watch, name = self._watch, self._name
+            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            watch._sample(name)
+            watch._count(kind, max((tensor.nbytes for tensor in tensors), default=0))
+            issued = watch._clock.mark()
+            with record_function(f"fsdp::{collective} {name}"):
+                work = call(*args)
+            return _WatchedWork(work, watch, kind, f"fsdp::{collective}_wait {name}", issued)
+
+        return issue
+
+
+class _WatchedWork:
+    def __init__(self, work: Work, watch: Monitor, kind: str, label: str, issued: Any) -> None:
+        self._work, self._watch, self._kind, self._label, self._issued = work, watch, kind, label, issued
+
+    def wait(self) -> None:
+        clock = self._watch._clock
+        begin = clock.mark()
+        with record_function(self._label):
+            self._work.wait()
+        self._watch._add_wait(self._kind, self._issued, begin, clock.mark())
+
+
+class _HostClock:
+    """Moments and the seconds between them, on the host."""
+
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return end - begin
+
+
+class _CudaClock(_HostClock):
+    """The same on the current stream: moments are events in it."""
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        begin.synchronize()  # It may be in another stream than the end.
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+
+def _resident_set() -> tuple[float, float]:
+    """The largest resident set of this process so far, and that of now, in bytes; 0 where there is no ``/proc``."""
+    try:
+        with open("/proc/self/status") as file:
+            sizes = {key: value for key, _, value in (line.partition(":") for line in file)}
+    except OSError:
+        return 0.0, 0.0
+    return tuple(1024.0 * int(sizes[key].split()[0]) if key in sizes else 0.0 for key in ("VmHWM", "VmRSS"))  # type: ignore
