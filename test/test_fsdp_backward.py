@@ -341,13 +341,13 @@ def adopted_gradients(policy):
         (group,) = table._ragged_fsdp_state.groups
         group.unshard()
         group.params[0].unsharded.register_hook(lambda gradient, name=name: kept.update({name: gradient.detach()}))
-        inner = group.gradients.on_gradient
+        inner = group.gradients.done
 
-        def look(group=group, name=name, inner=inner):
+        def look(index, group=group, name=name, inner=inner):
             sources[name] = group.gradients.buffers()["gradients"][0].flat.data_ptr()
-            inner()
+            inner(index)
 
-        group.gradients.on_gradient = look
+        group.gradients.done = look
     for step in range(2):  # They add up.
         model.set_requires_gradient_sync(step == 1)
         model(tokens).backward()

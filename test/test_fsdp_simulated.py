@@ -27,6 +27,7 @@ from torch_ragged.fsdp import (
     rows,
 )
 from torch_ragged.fsdp.comm._collectives import done
+from torch_ragged.fsdp.core._backward_pass import BackwardPass
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 
 RANKS = 256
@@ -108,8 +109,9 @@ def simulate(block, mesh, **knobs):
         with mock.patch.multiple(FSDPParamGroup, _restore_changed=lambda self: [], _is_in_place=lambda self, index: True):
             dim = model.norm1.weight.shape[0]
             held = []
-            group.gradients.on_gradient, inner = (lambda: (held.append(resident(group)), inner())), group.gradients.on_gradient
-            model(torch.randn(2, dim, device="meta", dtype=torch.bfloat16)).sum().backward()
+            start = BackwardPass.start
+            with mock.patch.object(BackwardPass, "start", lambda self: (held.append(resident(group)), start(self))):
+                model(torch.randn(2, dim, device="meta", dtype=torch.bfloat16)).sum().backward()
     return model, group, counted, max(held)
 
 

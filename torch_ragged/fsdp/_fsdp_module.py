@@ -19,13 +19,12 @@ from torch_ragged._register._torch import register_composable
 from torch_ragged.fsdp.comm._agreement import agreement
 from torch_ragged.fsdp.comm._choice import Traffic, check_name, choose
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._fsdp_state import FSDPState, GradientReductionHandle
+from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, GradientReductionHandle
 from torch_ragged.fsdp.core._mesh import device_of
 from torch_ragged.fsdp.core._persistent_buffers import PLACES, allocator, check_ready, make_persistent, make_transient
 
-__all__ = ["STATE", "FSDPModule", "check_reshard_after_forward", "make_fsdp_module", "share_comm_ctx"]
+__all__ = ["FSDPModule", "check_reshard_after_forward", "make_fsdp_module", "share_comm_ctx"]
 
-STATE = "_ragged_fsdp_state"
 _classes: dict[type, type] = {}
 
 
@@ -67,9 +66,9 @@ class FSDPModule(TorchFSDPModule):
         state = self._ragged_states(recurse=False)[0]
         groups = list(state.groups)
         for group in groups:
-            group.adopt_sharded()
-            if state.context is None or not (state.context.in_forward or state.context.in_backward):
-                group.distrust_resident()
+            group.load_replaced()
+            if not (state.context.in_forward or state.context.backward.is_running):
+                group.expire_resident()
             group.unshard(wait=False)
         handle = _UnshardHandle(groups)
         if async_op:
@@ -91,10 +90,8 @@ class FSDPModule(TorchFSDPModule):
             RuntimeError: this is not the root, the outermost ``fully_shard`` module.
         """
         state, *inner = self._ragged_states(recurse=True)
-        if state.context is not None and not state.is_root:
-            raise RuntimeError("reset_iter_state must be called on the root, the outermost fully_shard module")
-        if state.context is not None:
-            state.context.forget_backward()
+        _check_root(state, "reset_iter_state must be called on the root, the outermost fully_shard module")
+        state.context.drop_backward()
         for each in (state, *inner):
             each.reset()
 
@@ -112,9 +109,9 @@ class FSDPModule(TorchFSDPModule):
         states = self._ragged_states(recurse)
         groups = [group for state in states for group in state.groups if not group.is_hidden]
         for state in states:
-            state.give_back()
+            state.reshard()
         for group in groups:
-            group.adopt_converted()
+            group.load_converted()
             group.check_conversion(fn)
         with contextlib.ExitStack() as stack:
             for group in groups:
@@ -123,7 +120,7 @@ class FSDPModule(TorchFSDPModule):
                     stack.enter_context(group.hidden())  # Also from modules inside: fn comes to each parameter once.
             super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # past torch's, whose state is not here
         for group in groups:
-            group.adopt_converted()
+            group.load_converted()
         return self
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -133,10 +130,9 @@ class FSDPModule(TorchFSDPModule):
             RuntimeError: this is not the root, or a backward is under way or not finalized yet.
         """
         state = self._ragged_states(recurse=False)[0]
-        if state.context is not None and not state.is_root:
-            raise RuntimeError("set_manual_backward_finalization must be called on the root FSDP module")
-        if state.context is not None and enabled != state.finalizes_manually:
-            if state.context.in_backward or state.context.is_unfinished:
+        _check_root(state, "set_manual_backward_finalization must be called on the root FSDP module")
+        if enabled != state.finalizes_manually:
+            if state.context.backward.is_running or state.context.backward.is_unfinished:
                 raise RuntimeError("set_manual_backward_finalization cannot change mode after backward starts")
         state.finalizes_manually = enabled
 
@@ -152,8 +148,7 @@ class FSDPModule(TorchFSDPModule):
             RuntimeError: this is not the root, or an earlier handle was not waited for.
         """
         state = self._ragged_states(recurse=False)[0]
-        if state.context is not None and not state.is_root:
-            raise RuntimeError("finalize_backward must be called on the root FSDP module")
+        _check_root(state, "finalize_backward must be called on the root FSDP module")
         handle = GradientReductionHandle(state.context)
         if async_op:
             return handle
@@ -284,6 +279,8 @@ class FSDPModule(TorchFSDPModule):
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for state in self._ragged_states(recurse):
             state.max_reductions = max_input_buffers
+            for group in state.groups:
+                group.gradients.max_reductions = max_input_buffers
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` with each reduced shard of this module's gradients: flat, of the reduce dtype, to change in place.
@@ -463,9 +460,13 @@ def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
     """
     states = _states_of(modules)
     for state in states:
-        inner = state.context.states if state.context is not None else []
-        for each in (state, *inner):
-            each.comm = states[0].comm
+        for each in state.context.states:
+            each.share_comm(states[0].comm)
+
+
+def _check_root(state: FSDPState, text: str) -> None:
+    if state.context.is_initialized and not state.is_root:
+        raise RuntimeError(text)
 
 
 def _states_of(modules: list[TorchFSDPModule]) -> list[FSDPState]:
@@ -533,7 +534,7 @@ def _reshard_before_load(module: Any, *args: Any) -> None:
 
 def _adopt_after_load(module: Any, incompatible_keys: Any) -> None:
     """With ``assign=True`` the values are taken over; the parameters stay the same objects, also for an optimizer."""
-    _group_call(module, FSDPParamGroup.adopt_sharded)
+    _group_call(module, FSDPParamGroup.load_replaced)
 
 
 def _group_call(module: nn.Module, method: Callable[[FSDPParamGroup], None]) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged._register._torch import flatten
-from torch_ragged.fsdp._fsdp_module import STATE, FSDPModule, check_reshard_after_forward, make_fsdp_module
+from torch_ragged.fsdp._fsdp_module import FSDPModule, check_reshard_after_forward, make_fsdp_module
 from torch_ragged.fsdp.comm._agreement import agree, agreement
 from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
 from torch_ragged.fsdp.core._contiguous import ContiguousGroup
@@ -25,7 +25,7 @@ from torch_ragged.fsdp.core._float8 import Float8Group, Float8Policy
 from torch_ragged.fsdp.core._fsdp_api import BufferPlacements
 from torch_ragged.fsdp.core._fsdp_init import Places, ShardPlacementFn, find_params, plan_groups
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
-from torch_ragged.fsdp.core._fsdp_state import FSDPState
+from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._resident import Resident

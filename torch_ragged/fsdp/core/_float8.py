@@ -123,8 +123,8 @@ class Float8Group(FSDPParamGroup):
         return {**buffers, "gathered": [*buffers["gathered"], self.codes]}
 
     @property
-    def has_place(self) -> bool:
-        return super().has_place and self.codes.is_free
+    def has_slot(self) -> bool:
+        return super().has_slot and self.codes.is_free
 
     @property
     def gathered_numel(self) -> dict[torch.dtype, int]:

@@ -12,10 +12,10 @@ class Member(Protocol):
 
     reduces_unused: bool
 
-    def begin_backward(self, order: ForwardOrder | None, position: int) -> None:
+    def pre_backward(self, order: ForwardOrder | None, position: int) -> None:
         """Unshard for the backward of a call."""
 
-    def end_of_call(self, is_last: bool) -> None:
+    def post_backward(self, is_last: bool) -> None:
         """Reshard, and reduce after the last call."""
 
 
@@ -109,7 +109,7 @@ class ForwardOrder:
             state = self.states[position]
             if is_exit and state.reduces_unused:
                 self._skipped.add(position)
-                state.begin_backward(self, position)
+                state.pre_backward(self, position)
             elif position in self._skipped:
-                state.end_of_call(is_last=self.is_first(position))
+                state.post_backward(is_last=self.is_first(position))
         self._at = min(self._at, event)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from torch_ragged._register._torch import as_plain_tensors
+from torch_ragged._register._torch import as_plain_tensors, profiler_range
 from torch_ragged.fsdp.comm._collectives import Collectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
 from torch_ragged.fsdp.core._distribution import Distribution, has_extension, local_of
@@ -77,13 +77,14 @@ class FSDPParamGroup:
            | backward
         gradients  GradientBuffers                      reduced to ``.grad`` of the sharded parameters
 
-    Parameters on the meta device have buffers there until :meth:`convert` or :meth:`adopt_sharded` materialises them.
+    Parameters on the meta device have buffers there until :meth:`convert` or :meth:`load_replaced` materialises them.
     """
 
     def __init__(self, plan: GroupPlan) -> None:
         self.dp, self.layout, self._plan = plan.dp, plan.layout, plan
         self.rank = plan.dp.rank
         self.process_groups = ProcessGroupCollectives(plan.dp.shard_group, plan.dp.replicate_group)
+        self.fqn = ""  # Of its module, once the root has run its first forward.
         self.is_unsharded = False
         self.neighbours: Neighbours | None = None  # who keep gathered parameters between them from forward to backward
         self.resident: Resident | None = None  # what stays gathered between optimizer steps
@@ -224,11 +225,13 @@ class FSDPParamGroup:
                     "to_empty(device=...) and reset_parameters(), or load_state_dict(..., assign=True)"
                 )
             self._gathered_versions = [param.sharded._version for param in self.params]
-            self._gather = self._start_gather()
+            with profiler_range("all_gather", self.fqn):
+                self._gather = self._start_gather()
         if wait and not self.is_unsharded:
             assert self._gather is not None
             gather, self._gather = self._gather, None
-            gather.wait()
+            with profiler_range("all_gather_wait", self.fqn):
+                gather.wait()
             self._drop_kept()
             self._finish_gather()
             self.is_unsharded = True
@@ -244,7 +247,7 @@ class FSDPParamGroup:
             return self.neighbours.gather(self.unsharded, self.collectives)
         return self.unsharded.all_gather_from(self.sharded, self.collectives)
 
-    def distrust_resident(self) -> None:
+    def expire_resident(self) -> None:
         """An iteration begins: parameters may have been written to unnoticed, as ``.data``, local tensors or ``dcp.load`` do.
 
         On any rank, so that the others cannot know: what is resident is forgotten, but not while gradients accumulate.
@@ -310,6 +313,20 @@ class FSDPParamGroup:
         self.gradients.set_pool(gradients)
         self._make_unsharded()
 
+    @property
+    def reduces_narrow(self) -> bool:
+        """Whether gradients are reduced in the dtype in which they come, and summed in ``reduce_dtype``. Equal on all ranks.
+
+        Only if every pass gathers the group: then all ranks have made the same passes since the last reduction. Of a group
+        that stays unsharded, ranks may accumulate the gradients of different numbers of passes.
+        """
+        return self.neighbours is None and self.resident is None and self.gradients.can_reduce_narrow
+
+    def reduce_gradients(self) -> None:
+        """Cast what backward has brought, unless the collectives take it as it is, and issue one reduce-scatter."""
+        with profiler_range("reduce_scatter", self.fqn):
+            self.gradients.start_reduction(self.reduces_narrow)
+
     def finish_gradients(self, used_anywhere: list[bool]) -> None:
         """Set ``.grad``; an optimizer may change the parameters now."""
         self.gradients.finish(used_anywhere)
@@ -317,7 +334,7 @@ class FSDPParamGroup:
             self.resident.invalidate()
 
     @property
-    def has_place(self) -> bool:
+    def has_slot(self) -> bool:
         """Whether an all-gather can start: no other group has the place that persistent buffers give this one by turns."""
         return self.unsharded.is_free
 
@@ -379,7 +396,7 @@ class FSDPParamGroup:
             self.is_hidden = False
             self.register_sharded()
 
-    def adopt_sharded(self) -> None:
+    def load_replaced(self) -> None:
         """Take over parameters that the user replaced, as ``load_state_dict(assign=True)`` does, into the buffer.
 
         Of a group on the meta device the new parameters stay the registered ones, and are taken over once all are there; else
@@ -396,11 +413,11 @@ class FSDPParamGroup:
         self.reshard()  # An all-gather under way would bring the old values.
         with torch.no_grad():
             if self.is_meta:
-                self._adopt_if_all(replaced)
+                self._load_if_all(replaced)
                 return
             values = [self._replacement(index, self.orig_dtype) for index in replaced]
             for index, value, copy in zip(replaced, values, [value.clone() for value in values]):
-                self._adopt(index, copy, value.requires_grad)
+                self._load(index, copy, value.requires_grad)
 
     def _is_in_place(self, index: int) -> bool:
         param = self.params[index]
@@ -435,7 +452,7 @@ class FSDPParamGroup:
         others = (other for group in _groups for other in group.params if other is not param and other.sharded is current)
         return any(other.registered is other.sharded or other.registered is other.unsharded for other in others)
 
-    def _adopt(self, index: int, value: torch.Tensor, requires_grad: bool) -> None:
+    def _load(self, index: int, value: torch.Tensor, requires_grad: bool) -> None:
         """Copy ``value`` into the buffer; the parameter stays the same object, also for an optimizer."""
         param = self.params[index]
         if not self._is_in_buffer(param.sharded):
@@ -444,7 +461,7 @@ class FSDPParamGroup:
         param.sharded.requires_grad_(requires_grad)
         self._register_at_all_places(param)
 
-    def _adopt_if_all(self, replaced: list[int], dtype: torch.dtype | None = None) -> None:
+    def _load_if_all(self, replaced: list[int], dtype: torch.dtype | None = None) -> None:
         """Make buffers of what the user has put in place of parameters, once it is all there.
 
         Args:
@@ -531,14 +548,14 @@ class FSDPParamGroup:
                 self._put(index, param.sharded)
                 param.sharded.grad = None if gradient is None else function(gradient)
 
-    def adopt_converted(self) -> None:
-        """:meth:`adopt_sharded`, also if all have become another dtype; if only some have, they wait for the others."""
+    def load_converted(self) -> None:
+        """:meth:`load_replaced`, also if all have become another dtype; if only some have, they wait for the others."""
         dtypes = {None if param.registered is None else param.registered.dtype for param in self.params}
         if self.is_unsharded or dtypes == {self.orig_dtype}:
-            self.adopt_sharded()
+            self.load_replaced()
         elif len(dtypes) == 1:
             with torch.no_grad():
-                self._adopt_if_all(list(range(len(self.params))), *dtypes)
+                self._load_if_all(list(range(len(self.params))), *dtypes)
 
     def _rebuild(self, device: torch.device, dtype: torch.dtype, values: list[torch.Tensor] | None) -> None:
         """New buffers, with ``values`` as this rank's part of each parameter."""

@@ -12,6 +12,8 @@ from torch.distributed.tensor import Partial, Shard
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import as_plain_tensors, dynamo_disabled
 from torch_ragged.fsdp.comm._collectives import Collectives, Reduction, Work, wait_all
+from torch_ragged.fsdp.core._backward_pass import BackwardPass
+from torch_ragged.fsdp.core._comm_context import FSDPCommContext
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core._weight_gradient import GradientTarget
@@ -41,12 +43,14 @@ class GradientBuffers:
         reduction: how.
         dtype: of the gradients as they come.
         requires_all_reduce: whether backward reduces over replicas.
-        may_hold_sum: whether backward passes may have left gradients since the last reduction, on any rank.
+        may_hold_sum: whether a backward pass may have left gradients unreduced since the last reduction, on any rank. Equal on
+            all ranks: they make the same calls of :meth:`note_accumulation`, also where their own backward raises.
+        comm: what bounds the communication of all groups under the root.
+        backward: the backward pass of the modules under the root.
+        max_reductions: how many modules' reduce-scatters may be in flight.
         reduce_hook: called with each reduced shard.
         is_accumulating: whether the last backward left gradients for a later one to add to and reduce.
-        on_gradient: called when a parameter has got a gradient.
-        make_room: called before memory for unreduced gradients is acquired.
-        on_acquired: called when it has been acquired.
+        on_acquired: called when memory for unreduced gradients has been allocated.
         needs_reduction: whether backward came to the group since the last reduction, on any rank.
         pool: where the memory of unreduced gradients comes from.
     """
@@ -58,8 +62,9 @@ class GradientBuffers:
         self.may_hold_sum = False
         self.is_accumulating = False
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.on_gradient: Callable[[], None] | None = None
-        self.make_room: Callable[[], None] | None = None
+        self.comm = FSDPCommContext()
+        self.backward: BackwardPass
+        self.max_reductions = 1
         self.on_acquired: Callable[[], None] | None = None
         self.pool: MemoryPool | None = None
         self.collectives: Collectives
@@ -143,8 +148,7 @@ class GradientBuffers:
     def done(self, index: int) -> None:
         """The view of a parameter holds its gradient."""
         self._params[index].has_gradient = self.needs_reduction = True
-        if self.on_gradient is not None:
-            self.on_gradient()
+        self.backward.start()  # No hook may have run: a parameter may be used outside of its module.
 
     def views(self) -> list[torch.Tensor]:
         """The unreduced buffer's view of each parameter; the buffer is (re-)acquired if it is not there."""
@@ -197,8 +201,7 @@ class GradientBuffers:
         """``buffer``, or a new one, with its memory there."""
         if buffer is not None and buffer.is_allocated:
             return buffer
-        if self.make_room is not None:
-            self.make_room()
+        self.comm.wait_for_room(self.max_reductions)
         if buffer is None:
             buffer = DBuffer(self._layout, Partial(), self._rank, dtype, self._device, pool=self.pool)
         else:
@@ -221,8 +224,7 @@ class GradientBuffers:
             self.dtype, self._unreduced, self._widened, self._views = self.reduce_dtype, self._widened, None, []
             for param in self._params:
                 param.has_gradient = param.was_used
-        if self.on_gradient is not None:
-            self.on_gradient()
+        self.backward.start()
 
     # -- reduction -------------------------------------------------------------------------------------------------
 
@@ -295,6 +297,15 @@ class GradientBuffers:
             indices = [index for index, param in enumerate(self._params) if param.may_be_wide]
             self._wide_gradients = WideGradients(self._layout, self._rank, indices)
         return self._wide_gradients
+
+    def note_accumulation(self) -> None:
+        """A backward pass leaves its gradients unreduced, on this rank or on another."""
+        self.may_hold_sum = True
+
+    def wait_for_second_buffer(self) -> None:
+        """Wait for the reduce-scatter in flight if it holds a buffer beside its input."""
+        if self.collectives.holds_second_buffer(self._device):
+            self.wait_for_reduction()
 
     def wait_for_reduction(self) -> None:
         """Wait for the reduce-scatter under way and release the unreduced buffer. No collective, and no hook of the user's."""

@@ -267,7 +267,7 @@ class _Step:
             for group in self._reducing.pop(0).groups:
                 self._gradients.pop(group, None)
         self._reducing.append(state)
-        self._widen([group for group in trainable if not state.reduces_narrow(group)], position)
+        self._widen([group for group in trainable if not group.reduces_narrow], position)
         for group in trainable:
             self._reduced[group] = group.layout.shard_numel * group.reduce_dtype.itemsize
 
@@ -292,7 +292,7 @@ class _Step:
 
 def _forward_order(states: list[FSDPState]) -> list[FSDPState]:
     """The calls of the last forward that is known whole; before the first, every module once."""
-    contexts = [state.context for state in states if state.context is not None]
+    contexts = {id(state.context): state.context for state in states}.values()
     calls = max((order for c in contexts for order in (c.order.states, c.last_order.states)), key=len, default=[])
     mine = set(map(id, states))
     return [state for state in calls if id(state) in mine] or states

@@ -1,0 +1,117 @@
+"""BackwardPass: what a backward pass over the modules of a root knows: whether it runs, how far it is, what ends it.
+
+It moves no data: states and groups ask it, and tell it which call's backward has begun.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+from torch.autograd import Variable
+
+from torch_ragged._register._torch import backward_id, dynamo_disabled
+from torch_ragged.fsdp.core._forward_order import ForwardOrder
+
+__all__ = ["BackwardPass"]
+
+
+class Root(Protocol):
+    """What a pass needs of its root."""
+
+    def drop_raised_backward(self) -> None:
+        """Drop the gradients of a pass that raised."""
+
+    def root_post_backward(self) -> None:
+        """Autograd has reached the end of the pass."""
+
+
+class BackwardPass:
+    """The backward pass of the modules under one root; one object for all passes, one after the other.
+
+    ::
+
+        start()          a hook of autograd runs; the first one in a pass has autograd call the root at its end
+        reach(order)     its events are those of one forward of the root
+        root_post_backward() of the root
+        finish()         gradients are in ``.grad``; or pause(), if ``finalize_backward`` ends it
+
+    Args:
+        root: the context of the modules, which has the root post-backward callback. By a weak reference: groups hold the pass,
+            and a module that outlives its model must not keep the others alive.
+
+    Attributes:
+        is_unfinished: whether a pass has ended that awaits ``finalize_backward``.
+        handle: of the ``finalize_backward`` that was begun and not waited for.
+    """
+
+    def __init__(self, root: Root) -> None:
+        self._root = weakref.ref(root)
+        self._orders: list[ForwardOrder] = []
+        # Autograd alone holds the callback, and drops it if the backward raises: so this tells a pass that raised.
+        self._callback: weakref.ref[Callable[[], None]] | None = None
+        self.is_unfinished = False
+        self.handle: object | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this code runs in a backward pass of these modules that has not raised."""
+        return self._callback is not None and self._callback() is not None and backward_id() != -1
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether a pass was started that did not reach its end."""
+        return self._callback is not None and not self.is_running
+
+    def start(self) -> None:
+        """Have autograd call the root when the pass that runs now is over. Does nothing if the pass has been started.
+
+        Raises:
+            RuntimeError: the root module was deleted.
+        """
+        if self.is_running:
+            return
+        root = self._root()
+        if root is None:
+            raise RuntimeError("the root of this fully_shard module was deleted: run the module's forward before backward")
+        root.drop_raised_backward()
+        callback = functools.partial(_end, root)
+        self._orders = []
+        self._callback = weakref.ref(callback)
+        Variable._execution_engine.queue_callback(callback)
+
+    def reach(self, order: ForwardOrder) -> None:
+        """Backward has reached a call in ``order``: all of a forward that ran later has been passed."""
+        if order not in self._orders:
+            self.finish_orders()
+            order.restart()
+            self._orders.append(order)
+
+    def is_in(self, order: ForwardOrder) -> bool:
+        """Whether backward has reached a call in ``order``."""
+        return order in self._orders
+
+    def finish_orders(self) -> None:
+        """Backward reaches no further call of the orders it is in."""
+        for order in self._orders:
+            order.finish()
+
+    def pause(self) -> None:
+        """The pass is over; others may follow before ``finalize_backward``."""
+        self.is_unfinished, self._callback, self._orders = True, None, []
+
+    def finish(self) -> None:
+        """The pass is over, and gradients are set."""
+        self.is_unfinished, self._callback, self._orders = False, None, []  # They hold the states of all modules.
+
+    def forget(self) -> None:
+        """As if no pass had begun."""
+        self._callback = self.handle = None
+        self.is_unfinished, self._orders = False, []
+
+
+@dynamo_disabled
+def _end(root: Root) -> None:
+    root.root_post_backward()

@@ -1,0 +1,61 @@
+"""FSDPCommContext: what bounds the communication of the groups that share it.
+
+It issues no collective: groups ask it before they all-gather ahead of use, allocate gradients, or reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+__all__ = ["FSDPCommContext", "InFlight"]
+
+
+class InFlight(Protocol):
+    """A reduce-scatter that was issued: the gradients of a group."""
+
+    def wait_for_second_buffer(self) -> None:
+        """Wait for it if it holds a buffer beside its input."""
+
+    def finish_reduction(self) -> None:
+        """Wait for it, and free its input."""
+
+
+class FSDPCommContext:
+    """Bounds for all groups under a root, or under several roots (``share_comm_ctx``).
+
+    Attributes:
+        gathering: the states whose all-gather was issued ahead of use.
+        max_gathers: how many of them there may be.
+        reducing: the reduce-scatters in flight, oldest first; one entry has the groups of one module.
+    """
+
+    def __init__(self) -> None:
+        self.gathering: list[object] = []
+        self.max_gathers = 2
+        self.reducing: list[Sequence[InFlight]] = []
+
+    def wait_for_room(self, max_reductions: int) -> None:
+        """Before gradients are allocated: wait for the oldest reductions, so that fewer than ``max_reductions`` are in flight.
+
+        Only for those that hold a second buffer, as over gloo. On a GPU this would block the stream without saving memory.
+        """
+        excess = len(self.reducing) - max_reductions + 1
+        for entry in self.reducing[: max(0, excess)]:
+            for gradients in entry:
+                gradients.wait_for_second_buffer()
+
+    def add_reduction(self, entry: Sequence[InFlight]) -> None:
+        """The groups of a module have issued their reduce-scatters."""
+        self.reducing.append(entry)
+
+    def finish_reductions(self, max_reductions: int) -> None:
+        """Before a reduce-scatter is issued: finish the oldest ones, so that fewer than ``max_reductions`` are in flight."""
+        while len(self.reducing) >= max_reductions:
+            for gradients in self.reducing.pop(0):
+                gradients.finish_reduction()
+
+    def forget(self, gradients: Sequence[InFlight]) -> None:
+        """These groups have finished or dropped their reductions."""
+        mine = {id(each) for each in gradients}
+        self.reducing = [entry for entry in self.reducing if not mine.intersection(map(id, entry))]
