@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_ragged.fsdp import HIERARCHICAL, _gloo, _peer_memory, fully_shard
+from torch_ragged.fsdp import HIERARCHICAL, fully_shard
+from torch_ragged.fsdp.comm import _gloo, _peer_memory
 from torch_ragged.fsdp.comm._capabilities import Facts, why_not
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction, wait_all
 from torch_ragged.fsdp.comm._copy_engine import CopyEngineCollectives
@@ -514,7 +515,7 @@ class SetCollectivesTest(unittest.TestCase):
         run_ranks(2, gathered_by_broadcasts)
 
     def test_own_part_of_a_large_buffer_stays(self):
-        for ranks in (1, 2, 4):
+        for ranks in (2, 4):
             with self.subTest(ranks=ranks):
                 run_ranks(ranks, own_part_stays)
 

@@ -370,7 +370,7 @@ def gradient_buffers_at_once():
         gradients = [layer._ragged_groups(False)[0].gradients for layer in model]
         held = []
         for each in gradients:
-            each.on_acquired = lambda: held.append(sum(g._is_there for g in gradients))  # noqa: B023
+            each.on_allocated = lambda: held.append(sum(g._is_there for g in gradients))  # noqa: B023
         model(torch.ones(2, 64)).sum().backward()
         assert held == [1, *[reductions] * 3], held
 

@@ -168,7 +168,7 @@ def check_prefetch():
 
     def look(name):
         groups = [module._ragged_states(False)[0].groups[0] for module in (first, second, third)]
-        seen.append((name, [group.is_unsharded or group._gather is not None for group in groups]))
+        seen.append((name, [group.is_gathered for group in groups]))
 
     first.up.register_forward_pre_hook(lambda *_: look("first"))
     model(batch(0))

@@ -98,7 +98,7 @@ def check_closed():
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
     step_of(model)
     model.zero_grad()
-    before = [(group.collectives, group.gradients.on_acquired) for group in groups_of(model).values()]
+    before = [(group.collectives, group.gradients.on_allocated) for group in groups_of(model).values()]
 
     def closure():
         model.zero_grad()
@@ -157,8 +157,8 @@ def fail_watched(model, optimizer, part):
 
 
 def assert_as_before(model, optimizer, before):
-    for group, (collectives, on_acquired) in zip(groups_of(model).values(), before, strict=True):
-        assert group.collectives is collectives and group.gradients.on_acquired is on_acquired
+    for group, (collectives, on_allocated) in zip(groups_of(model).values(), before, strict=True):
+        assert group.collectives is collectives and group.gradients.on_allocated is on_allocated
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
 
 

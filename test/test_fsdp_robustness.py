@@ -508,7 +508,7 @@ class RobustnessTest(unittest.TestCase):
         words = (
             "is sharded in a buffer on cpu and cannot be on meta: expected cpu",
             "cannot be moved to shared memory",
-            "RuntimeError: attention.qkv.weight, attention.out.weight changed while gathered",
+            "RuntimeError: attention.qkv.weight, attention.out.weight changed while unsharded",
             "attention.qkv.weight was replaced by DTensor of torch.Size([72, 24]), torch.float64",
         )
         for errors in run_ranks(3, check_conversions):
@@ -525,7 +525,7 @@ class RobustnessTest(unittest.TestCase):
     def test_changes_of_gathered_parameters_raise(self):
         for errors in run_ranks(2, check_changes_while_gathered):
             for error in errors:
-                self.assertIn("RuntimeError: norm.weight changed while gathered by fully_shard", error)
+                self.assertIn("RuntimeError: norm.weight changed while unsharded by fully_shard", error)
 
     def test_post_accumulate_hooks_of_parameters_run(self):
         run_ranks(2, check_optimizer_in_backward)

@@ -45,15 +45,15 @@ class RingTest(unittest.TestCase):
     def test_one_holder_at_a_time(self):
         slab = Slab(torch.empty(4), "place 0 of 2 for things")
         one, other = nn.Module(), nn.Module()
-        slab.acquire(one)
-        slab.acquire(one)
-        self.assertRegex(error_of(slab.acquire, other), "RuntimeError: place 0 of 2 for things: .*set_persistent_buffers")
-        slab.release(other)
+        slab.claim(one)
+        slab.claim(one)
+        self.assertRegex(error_of(slab.claim, other), "RuntimeError: place 0 of 2 for things: .*set_persistent_buffers")
+        slab.free(other)
         self.assertTrue(slab.is_held_by(one))
-        slab.release(one)
-        slab.acquire(other)
+        slab.free(one)
+        slab.claim(other)
         del other
-        slab.acquire(one)  # Who is gone holds nothing.
+        slab.claim(one)  # A holder that was deleted holds nothing.
 
 
 class Blocks(nn.Module):
@@ -196,7 +196,7 @@ class Interleaved(nn.Module):
 
 
 def other_orders() -> None:
-    """Places are dealt in the order of modules; in another order of use nothing is gathered ahead into a taken place."""
+    """Slots are assigned in the order of modules; in another order of use, no all-gather is issued ahead into a slot in use."""
     for policy in (MIXED, Float8Policy(torch.bfloat16, torch.float32)):
         found = [gradients_of_interleaved(policy, persistent) for persistent in (False, True)]
         assert all(torch.equal(one, other) for one, other in zip(*found)), policy

@@ -209,10 +209,10 @@ class SavedTensorTest(unittest.TestCase):
         for _ in range(2):
             fill()
             output = function(x, *weights)
-            buffers[0].release()
+            buffers[0].free()
             fill()
             output.square().sum().backward()
-            buffers[0].release()
+            buffers[0].free()
             function(x, *plain).square().sum().backward()
             for weight, reference in zip(weights, plain):
                 torch.testing.assert_close(weight.gradient_target.view, reference.grad, rtol=1e-4, atol=1e-1)

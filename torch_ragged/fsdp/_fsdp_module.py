@@ -21,7 +21,7 @@ from torch_ragged.fsdp.comm._choice import Traffic, check_name, choose
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, GradientReductionHandle
 from torch_ragged.fsdp.core._mesh import device_of
-from torch_ragged.fsdp.core._persistent_buffers import PLACES, allocator, check_ready, make_persistent, make_transient
+from torch_ragged.fsdp.core._persistent_buffers import SLOTS, allocator, check_ready, make_persistent, make_transient
 
 __all__ = ["FSDPModule", "check_reshard_after_forward", "make_fsdp_module", "share_comm_ctx"]
 
@@ -309,7 +309,7 @@ class FSDPModule(TorchFSDPModule):
         for group in self._ragged_groups(recurse):
             group.keeps_storage = keep
 
-    def set_persistent_buffers(self, enable: bool = True, *, places: int = PLACES, recurse: bool = True) -> None:
+    def set_persistent_buffers(self, enable: bool = True, *, places: int = SLOTS, recurse: bool = True) -> None:
         """Keep the memory that is gathered into and reduced from, at addresses that stay: groups use ``places`` of it by turns.
 
         For CUDA graphs and registered memory, and against the cost of giving memory back (on the CPU, of having it faulted in
@@ -378,7 +378,7 @@ class FSDPModule(TorchFSDPModule):
                 if implementation.allocate is not None:
                     allocators[group] = implementation.allocate
         make_transient([group for group in groups if group.has_registered_memory and group not in allocators])
-        make_persistent(self._ragged_states(recurse=True), PLACES, allocators)
+        make_persistent(self._ragged_states(recurse=True), SLOTS, allocators)
         for group in groups:
             group.has_registered_memory = group in allocators
         return tuple(implementation.name for implementation in chosen.values())

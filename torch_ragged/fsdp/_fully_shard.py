@@ -23,7 +23,7 @@ from torch_ragged.fsdp.core._errors import InvalidArgument
 from torch_ragged.fsdp.core._extension import ExtensionGroup
 from torch_ragged.fsdp.core._float8 import Float8Group, Float8Policy
 from torch_ragged.fsdp.core._fsdp_api import BufferPlacements
-from torch_ragged.fsdp.core._fsdp_init import Places, ShardPlacementFn, find_params, plan_groups
+from torch_ragged.fsdp.core._fsdp_init import RegisteredNames, ShardPlacementFn, find_params, plan_groups
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
@@ -214,7 +214,7 @@ def _check_modules(
     reshard_after_forward: Any,
     dp: DataParallelMesh,
     ignored: set[nn.Parameter],
-) -> dict[str, tuple[nn.Parameter, Places]]:
+) -> dict[str, tuple[nn.Parameter, RegisteredNames]]:
     """The parameters to shard, once everything about them is as it should be."""
     for module in modules:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
@@ -234,7 +234,7 @@ def _check_modules(
     return found
 
 
-def _move(modules: Sequence[nn.Module], found: dict[str, tuple[nn.Parameter, Places]], device: torch.device) -> None:
+def _move(modules: Sequence[nn.Module], found: dict[str, tuple[nn.Parameter, RegisteredNames]], device: torch.device) -> None:
     """Move the parameters to shard, and the buffers beside them, to where they are computed with; none from the meta device."""
     tensors = [param for param, _ in found.values() if not isinstance(param, DTensor)]
     inside = {child for module in modules for child in module.modules() if child not in modules and hasattr(child, STATE)}

@@ -26,7 +26,7 @@ _CHANNEL = 0
 
 
 class SymmetricSlabs:
-    """Symmetric memory of the ranks of ``group``, by its address: what :class:`Place` allocates from."""
+    """Symmetric memory of the ranks of ``group``, by its address: what :class:`Slot` allocates from."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self.device = group, device

@@ -32,17 +32,17 @@ class ContiguousGroup(FSDPParamGroup):
     def _is_written_in_place(self, value: torch.Tensor) -> bool:
         return False  # The gradient buffer holds pieces, not the matrix.
 
-    def _finish_gather(self) -> None:
+    def _decode(self) -> None:
         _allocate(self._whole)
         (param,) = self.params
         pieces = param.distribution.pieces(self.unsharded.flat[: self._whole.numel()])
         with torch.no_grad():
             torch.cat(pieces, dim=param.distribution.shard_dim or 0, out=self._whole)
         if self.resident is None and not self.keeps_storage:
-            self.unsharded.release()
+            self.unsharded.free()
 
-    def _release_unsharded(self) -> None:
-        super()._release_unsharded()
+    def _free_unsharded(self) -> None:
+        super()._free_unsharded()
         if not self.keeps_storage:
             self._whole.untyped_storage().resize_(0)
 

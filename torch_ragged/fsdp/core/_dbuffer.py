@@ -12,12 +12,12 @@ from torch.distributed.tensor.placement_types import Placement
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import storage_ids
 from torch_ragged.fsdp.comm._collectives import Collectives, Reduction, Work
-from torch_ragged.fsdp.core._slots import Place
+from torch_ragged.fsdp.core._slots import Slot
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
 __all__ = ["DBuffer", "MemoryPool"]
 
-MemoryPool = Union[torch.cuda.MemPool, Place]
+MemoryPool = Union[torch.cuda.MemPool, Slot]
 """Where memory may come from, if not from the allocator: a pool of it, or a place at a fixed address."""
 
 
@@ -42,7 +42,7 @@ class DBuffer:
         rank: this rank in the mesh dimension.
         is_pinned: in page-locked memory of the CPU, for copies to a GPU.
         pool: where its memory comes from, if not from the allocator.
-        adopted: memory of somebody else, all of a storage, to have until :meth:`release`, which leaves it to its owner; the
+        borrowed: memory of somebody else, all of a storage, to have until :meth:`free`, which leaves it to its owner; the
             buffer is of no use then.
     """
 
@@ -55,7 +55,7 @@ class DBuffer:
         device: torch.device,
         is_pinned: bool = False,
         pool: MemoryPool | None = None,
-        adopted: torch.Tensor | None = None,
+        borrowed: torch.Tensor | None = None,
     ) -> None:
         if not isinstance(placement, (Shard, Replicate, Partial)):
             raise ValueError(f"DBuffer placement must be Shard(0), Replicate() or Partial(), got {placement}")
@@ -64,14 +64,14 @@ class DBuffer:
         numel = layout.shard_numel if self.is_sharded else layout.numel
         self.pool = pool
         self._nbytes = numel * dtype.itemsize
-        self.is_adopted = adopted is not None
-        self._slab = pool.slab(dtype, numel) if isinstance(pool, Place) else None
+        self.is_borrowed = borrowed is not None
+        self._slab = pool.slab(dtype, numel) if isinstance(pool, Slot) else None
         if self._slab is not None:
-            self._slab.acquire(self)
+            self._slab.claim(self)
             self.flat = self._slab.flat[:numel]
             return
-        if adopted is not None:
-            self.flat = adopted.view(-1)
+        if borrowed is not None:
+            self.flat = borrowed.view(-1)
             return
         with self._from_pool():
             self.flat = torch.empty(numel, dtype=dtype, device=device, pin_memory=is_pinned)
@@ -107,16 +107,16 @@ class DBuffer:
             RuntimeError: another buffer has the place at which this one's is.
         """
         if self._slab is not None:
-            self._slab.acquire(self)
+            self._slab.claim(self)
         elif not self.is_allocated:
             with self._from_pool():
                 self.flat.untyped_storage().resize_(self._nbytes)
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Give the storage back; views remain and are good again after :meth:`allocate`."""
         if self._slab is not None:
-            self._slab.release(self)
-        elif self.is_adopted:
+            self._slab.free(self)
+        elif self.is_borrowed:
             self.flat = torch.empty_like(self.flat[:0])
         else:
             self.flat.untyped_storage().resize_(0)

@@ -43,14 +43,14 @@ class ExtensionGroup(FSDPParamGroup):
         self._is_made = False  # the unsharded parameter, by fsdp_post_all_gather
         self._local: torch.Tensor  # this rank's rows
         super().__init__(plan)
-        self.sharded.release()
+        self.sharded.free()
 
-    def _manage(self, index: int, found: FoundParam) -> FSDPParam:
+    def _init_param(self, index: int, found: FoundParam) -> FSDPParam:
         local = local_of(found.value)
         first = min(self.rank * self._rows(local.size(0)), local.size(0))
         self._local = local.narrow(0, first, min(self._rows(local.size(0)), local.size(0) - first)).clone()
         sharded = nn.Parameter(self._sharded_dtensor(found.distribution, index), requires_grad=found.value.requires_grad)
-        return FSDPParam(found.fqn, found.places, found.distribution, sharded, requires_grad=sharded.requires_grad)
+        return FSDPParam(found.fqn, found.registered_names, found.distribution, sharded, requires_grad=sharded.requires_grad)
 
     def _sharded_dtensor(self, distribution: Distribution, index: int) -> DTensor:
         return distribution.shaped(self._local)
@@ -59,15 +59,15 @@ class ExtensionGroup(FSDPParamGroup):
         """Of a parameter of ``rows``, those of the first shard, the largest."""
         return -(-rows // self.dp.ranks)
 
-    def _make_unsharded(self) -> None:
+    def _init_unsharded_params(self) -> None:
         for param in self.params:  # Until the type has made one.
             param.view = torch.empty(0)
             param.unsharded = nn.Parameter(torch.empty(0), requires_grad=param.requires_grad)
-        self.unsharded.release()
+        self.unsharded.free()
 
     # -- gathering -------------------------------------------------------------------------------------------------
 
-    def _start_gather(self) -> Work:
+    def _issue_all_gather(self) -> Work:
         shard = self._padded_shard()
         inputs, self._metadata = self._pre_all_gather(shard)
         inputs = tuple(tensor.to(self.device).contiguous() for tensor in inputs)
@@ -77,7 +77,7 @@ class ExtensionGroup(FSDPParamGroup):
                 self._outputs = [tensor.new_empty(ranks * tensor.size(0), *tensor.shape[1:]) for tensor in inputs]
             self._has_rows = [tensor.ndim == shard.ndim and tensor.size(0) == shard.size(0) for tensor in inputs]
         for output in self._outputs:
-            _acquire(output)
+            _allocate(output)
         pairs = zip(self._outputs, inputs)
         return wait_all([self.collectives.all_gather(output.view(-1), tensor.view(-1)) for output, tensor in pairs])
 
@@ -97,15 +97,15 @@ class ExtensionGroup(FSDPParamGroup):
             return shard.fsdp_pre_all_gather(self.dp.shard_mesh)
         shape = torch.Size(param.distribution.local_shape)
         strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        return shard.fsdp_pre_all_gather(self.dp.shard_mesh, shape, strides, param.places[0][0], self._plan.mp_policy)
+        return shard.fsdp_pre_all_gather(self.dp.shard_mesh, shape, strides, param.registered_names[0][0], self._plan.mp_policy)
 
-    def _finish_gather(self) -> None:
+    def _decode(self) -> None:
         param, shard = self.params[0], local_of(self.params[0].sharded)
         rows = self.layout.tensors[0].shape[0]
         outputs = tuple(output[:rows] if cut else output for output, cut in zip(self._outputs, self._has_rows))
         if self._is_made:
             for tensor in self._inner:
-                _acquire(tensor)
+                _allocate(tensor)
             made: Any = local_of(param.unsharded).data  # With a version counter of its own: autograd may have saved it.
             shard.fsdp_post_all_gather(outputs, self._metadata, self.param_dtype, out=made)  # type: ignore[attr-defined]
             return
@@ -123,7 +123,7 @@ class ExtensionGroup(FSDPParamGroup):
         self.reshard()
         self.gradients.set_pool(gradients)
 
-    def _release_unsharded(self) -> None:
+    def _free_unsharded(self) -> None:
         for tensor in (*self._outputs, *self._inner):
             tensor.untyped_storage().resize_(0)
 
@@ -155,7 +155,7 @@ class ExtensionGroup(FSDPParamGroup):
             (self._local,) = values
         self._outputs, self._inner, self._is_made = [], [], False
         super()._rebuild(device, dtype, None)
-        self.sharded.release()
+        self.sharded.free()
 
     def check_late_extensions(self) -> None:
         """The methods are those of the type."""
@@ -166,7 +166,7 @@ class ExtensionGroup(FSDPParamGroup):
             raise ValueError(f"{self.names} is of a type with its own all-gather: convert it before fully_shard")
 
 
-def _acquire(tensor: torch.Tensor) -> None:
+def _allocate(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
         storage.resize_(tensor.numel() * tensor.element_size())

@@ -112,7 +112,7 @@ class Float8Group(FSDPParamGroup):
 
     def _make_codes(self) -> None:
         self.codes = DBuffer(self._slots.layout, Replicate(), self.rank, torch.uint8, self.device, pool=self._pool)
-        self.codes.release()
+        self.codes.free()
 
     @property
     def gathering_nbytes(self) -> int:
@@ -134,23 +134,23 @@ class Float8Group(FSDPParamGroup):
         super().set_memory_pools(gathered, gradients)
         self._make_codes()
 
-    def _start_gather(self) -> Work:
+    def _issue_all_gather(self) -> Work:
         if self.keeps_part:
-            return super()._start_gather()
+            return super()._issue_all_gather()
         self.codes.allocate()
         slot = self.codes.shard()
         float8.quantize(self.sharded.flat.to(self.device, non_blocking=True), slot, self._mine)
         return self.collectives.all_gather(self.codes.flat, slot)
 
-    def _finish_gather(self) -> None:
+    def _decode(self) -> None:
         if self.codes.is_allocated:
             self.unsharded.allocate()
             float8.dequantize(self.unsharded.flat, self.codes.flat, self._everything)
-            self.codes.release()
+            self.codes.free()
 
-    def _release_unsharded(self) -> None:
-        super()._release_unsharded()
-        self.codes.release()
+    def _free_unsharded(self) -> None:
+        super()._free_unsharded()
+        self.codes.free()
 
 
 class _Slots:

@@ -21,9 +21,9 @@ from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.fsdp.layout._planner import plan_layout
 from torch_ragged.granularity import Granularity, OrigParamPolicy, elements
 
-__all__ = ["Places", "ShardPlacementFn", "find_params", "plan_groups"]
+__all__ = ["RegisteredNames", "ShardPlacementFn", "find_params", "plan_groups"]
 
-Places = list[tuple[nn.Module, str]]
+RegisteredNames = list[tuple[nn.Module, str]]
 ShardPlacementFn = Callable[[nn.Parameter], Optional[Union[Shard, Granularity, Any]]]
 """FSDP2's: parameter -> ``Shard``, a result with ``placement`` and ``mesh_info``, or None; a granularity here too."""
 
@@ -33,10 +33,10 @@ _logger = logging.getLogger("torch_ragged.fsdp")
 
 def find_params(
     modules: Sequence[nn.Module], ignored: set[nn.Parameter], is_managed: Callable[[nn.Module], bool]
-) -> dict[str, tuple[nn.Parameter, Places]]:
+) -> dict[str, tuple[nn.Parameter, RegisteredNames]]:
     """Parameters under ``modules`` by name, each once, with all its places; none of inner ``is_managed`` modules."""
     names: dict[nn.Parameter, str] = {}
-    found: dict[str, tuple[nn.Parameter, Places]] = {}
+    found: dict[str, tuple[nn.Parameter, RegisteredNames]] = {}
 
     def visit(prefix: str, module: nn.Module) -> None:
         for name, param in module._parameters.items():
@@ -56,7 +56,7 @@ def find_params(
 
 
 def plan_groups(
-    found: dict[str, tuple[nn.Parameter, Places]],
+    found: dict[str, tuple[nn.Parameter, RegisteredNames]],
     dp: DataParallelMesh,
     mp_policy: MixedPrecisionPolicy,
     offload: OffloadPolicy,

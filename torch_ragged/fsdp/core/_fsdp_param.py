@@ -28,7 +28,7 @@ class FSDPParam:
     """
 
     fqn: str
-    places: list[tuple[nn.Module, str]]
+    registered_names: list[tuple[nn.Module, str]]
     distribution: Distribution
     sharded: nn.Parameter
     unsharded: nn.Parameter = field(init=False)
@@ -42,13 +42,13 @@ class FSDPParam:
     @property
     def registered(self) -> torch.Tensor | None:
         """What the modules have for this parameter now."""
-        module, name = self.places[0]
+        module, name = self.registered_names[0]
         return module._parameters.get(name)
 
     @property
     def is_renormalised(self) -> bool:
         """Whether its module writes to it in forward, the same each time: an embedding with ``max_norm``."""
-        return any(getattr(module, "max_norm", None) is not None for module, _ in self.places)
+        return any(getattr(module, "max_norm", None) is not None for module, _ in self.registered_names)
 
     @property
     def compute_version(self) -> int:
@@ -58,7 +58,7 @@ class FSDPParam:
     def register(self, value: nn.Parameter) -> None:
         """Make ``value`` the modules' parameter."""
         self.sync_requires_grad()
-        for module, name in self.places:
+        for module, name in self.registered_names:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = value
             else:  # It may keep references of its own.

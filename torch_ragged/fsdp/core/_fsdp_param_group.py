@@ -1,4 +1,7 @@
-"""A parameter group: parameters that are gathered together, their buffers and their collectives."""
+"""FSDPParamGroup: parameters that are all-gathered together, with their buffers and collectives.
+
+It knows no modules but as owners of registered parameters; module hooks are in ``_fsdp_state``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import torch
 from torch import nn
@@ -21,7 +25,7 @@ from torch_ragged.fsdp.core._gradients import GradientBuffers
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._resident import Resident
-from torch_ragged.fsdp.core._slots import Place
+from torch_ragged.fsdp.core._slots import Slot
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
@@ -40,10 +44,10 @@ _groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
 
 @dataclass(frozen=True, eq=False)
 class FoundParam:
-    """A parameter as the user made it, with every place in the module tree where it is registered (several if tied)."""
+    """A parameter as the user made it, with the modules and names it is registered under (several if tied)."""
 
     fqn: str
-    places: list[tuple[nn.Module, str]]
+    registered_names: list[tuple[nn.Module, str]]
     value: nn.Parameter
     distribution: Distribution
 
@@ -66,6 +70,30 @@ class GroupPlan:
     tile: tuple[int, int] | None = None
 
 
+class ShardedState(Enum):
+    """What a group's modules have registered, and whether the unsharded parameters are there.
+
+    ::
+
+        SHARDED  --unshard(wait=False)-->  GATHERING  --unshard()-->  UNSHARDED  --reshard()-->  SHARDED
+                                               `----------------reshard()---------------------------^
+    """
+
+    SHARDED = auto()
+    """The sharded DTensors are registered; the unsharded buffer is free."""
+    GATHERING = auto()
+    """The same, with an all-gather in flight."""
+    UNSHARDED = auto()
+    """The unsharded parameters are registered."""
+
+
+_TRANSITIONS = {
+    ShardedState.SHARDED: {ShardedState.GATHERING},
+    ShardedState.GATHERING: {ShardedState.UNSHARDED, ShardedState.SHARDED},
+    ShardedState.UNSHARDED: {ShardedState.SHARDED},
+}
+
+
 class FSDPParamGroup:
     """Buffers and collectives of one group; the modules' parameters are switched between two sets.
 
@@ -85,22 +113,22 @@ class FSDPParamGroup:
         self.rank = plan.dp.rank
         self.process_groups = ProcessGroupCollectives(plan.dp.shard_group, plan.dp.replicate_group)
         self.fqn = ""  # Of its module, once the root has run its first forward.
-        self.is_unsharded = False
-        self.neighbours: Neighbours | None = None  # who keep gathered parameters between them from forward to backward
-        self.resident: Resident | None = None  # what stays gathered between optimizer steps
-        self.is_hidden = False  # from its modules, for a while
-        self.keeps_storage = False  # of the gathered parameters, at its address
-        self.has_registered_memory = False  # gathered parameters and gradients lie where its collectives want them
-        self._pool: MemoryPool | None = None  # where gathered parameters do
-        self._gather: Work | None = None
+        self._sharded_state = ShardedState.SHARDED
+        self.neighbours: Neighbours | None = None  # The ranks that keep gathered parameters from forward to backward.
+        self.resident: Resident | None = None  # What stays gathered between optimizer steps.
+        self.is_hidden = False  # Deregistered from its modules for a while.
+        self.keeps_storage = False  # Unsharded parameters stay allocated, at their addresses.
+        self.has_registered_memory = False  # Buffers lie in memory that the collectives have registered.
+        self._pool: MemoryPool | None = None  # Where unsharded parameters are allocated.
+        self._all_gather: Work | None = None  # In flight, in the state GATHERING.
         self._gathered_versions: list[int] = []
         first = plan.params[0].value
         self._allocate(local_of(first).device, first.dtype)
-        self.params = [self._manage(index, found) for index, found in enumerate(plan.params)]
+        self.params = [self._init_param(index, found) for index, found in enumerate(plan.params)]
         self.gradients = GradientBuffers(self.params, self.layout, self.rank, plan.dp.has_replicas)
         self.gradients.place(self.device, self.param_dtype, self.reduce_dtype, self.sharded)
         self.collectives = self.process_groups
-        self._make_unsharded()
+        self._init_unsharded_params()
         self.register_sharded()
         _groups.add(self)
 
@@ -119,20 +147,20 @@ class FSDPParamGroup:
         self.unsharded = DBuffer(self.layout, Replicate(), self.rank, self.param_dtype, device, pool=self._pool)
         self.sharded.zero_padding()
 
-    def _manage(self, index: int, found: FoundParam) -> FSDPParam:
-        """Take a parameter over into the sharded buffer."""
+    def _init_param(self, index: int, found: FoundParam) -> FSDPParam:
+        """Copy this rank's shard of a parameter into the sharded buffer."""
         start, stop = self.layout.local_range(index, self.rank)
         flat = self.sharded.tensor(index)
         flat.copy_(found.distribution.flat(found.value)[start:stop])
         sharded = nn.Parameter(self._sharded_dtensor(found.distribution, index), requires_grad=found.value.requires_grad)
         vars(sharded).update(vars(found.value))
-        return FSDPParam(found.fqn, found.places, found.distribution, sharded, requires_grad=sharded.requires_grad)
+        return FSDPParam(found.fqn, found.registered_names, found.distribution, sharded, requires_grad=sharded.requires_grad)
 
     def _sharded_dtensor(self, distribution: Distribution, index: int) -> DTensor:
         return distribution.sharded(self.sharded.tensor(index), self.layout, index)
 
-    def _make_unsharded(self) -> None:
-        """New unsharded parameters, as views of the unsharded buffer, whose storage is given back."""
+    def _init_unsharded_params(self) -> None:
+        """New unsharded parameters, as views of the unsharded buffer, whose storage is freed."""
         has_gradients = self.param_dtype.is_floating_point or self.param_dtype.is_complex
         for index, param in enumerate(self.params):
             param.view = self._compute_tensor(index)
@@ -149,7 +177,7 @@ class FSDPParamGroup:
                 param.may_be_wide = keeps_wide and not isinstance(param.unsharded, ComputeParameter)
                 param.unsharded.register_post_accumulate_grad_hook(self.gradients.hook(index))
             param.unsharded.requires_grad_(param.requires_grad)
-        self._release_unsharded()
+        self._free_unsharded()
 
     def _compute_tensor(self, index: int) -> torch.Tensor:
         """The memory that the model computes with: a view of the gathered buffer."""
@@ -206,18 +234,33 @@ class FSDPParamGroup:
         return any(isinstance(param.unsharded, ComputeParameter) for param in self.params)
 
     def buffers(self) -> dict[str, list[DBuffer]]:
-        """The buffers of this group, released ones too, by what they hold; ``.grad`` lies in buffers that are let go."""
+        """The buffers of this group, freed ones too, by what they hold. ``.grad`` lies in others."""
         return {"sharded": [self.sharded], "gathered": [self.unsharded], **self.gradients.buffers()}
 
-    # -- gathering -------------------------------------------------------------------------------------------------
+    # -- unshard and reshard ---------------------------------------------------------------------------------------
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the unsharded parameters are registered."""
+        return self._sharded_state is ShardedState.UNSHARDED
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the parameters are unsharded, or their all-gather is in flight."""
+        return self._sharded_state is not ShardedState.SHARDED
+
+    def _move_to(self, state: ShardedState) -> None:
+        if state not in _TRANSITIONS[self._sharded_state]:
+            raise RuntimeError(f"{self.names} cannot go from {self._sharded_state.name} to {state.name}")
+        self._sharded_state = state
 
     def unshard(self, wait: bool = True) -> None:
-        """Gather the parameters; with ``wait`` make them the modules' parameters. One all-gather, at most.
+        """Issue the all-gather, unless it was issued; with ``wait``, wait for it and register the unsharded parameters.
 
         Raises:
-            RuntimeError: they are on the meta device.
+            RuntimeError: the parameters are on the meta device.
         """
-        if not self.is_unsharded and self._gather is None:
+        if not self.is_gathered:
             if self.is_meta:
                 missing = [param.fqn for param in self.params if param.registered is None or param.registered.is_meta]
                 raise RuntimeError(
@@ -226,21 +269,29 @@ class FSDPParamGroup:
                 )
             self._gathered_versions = [param.sharded._version for param in self.params]
             with profiler_range("all_gather", self.fqn):
-                self._gather = self._start_gather()
+                self._all_gather = self._issue_all_gather()
+            self._move_to(ShardedState.GATHERING)
         if wait and not self.is_unsharded:
-            assert self._gather is not None
-            gather, self._gather = self._gather, None
-            with profiler_range("all_gather_wait", self.fqn):
-                gather.wait()
-            self._drop_kept()
-            self._finish_gather()
-            self.is_unsharded = True
+            try:
+                self._wait_for_all_gather()
+            except BaseException:
+                self._move_to(ShardedState.SHARDED)  # A failed all-gather has brought nothing.
+                raise
+            self._drop_kept()  # The all-gather may have read it.
+            self._decode()
+            self._move_to(ShardedState.UNSHARDED)
             with as_plain_tensors():
                 for param in self.params:
                     param.register(param.unsharded)
                     param.version = param.compute_version
 
-    def _start_gather(self) -> Work:
+    def _wait_for_all_gather(self) -> None:
+        assert self._all_gather is not None
+        work, self._all_gather = self._all_gather, None
+        with profiler_range("all_gather_wait", self.fqn):
+            work.wait()
+
+    def _issue_all_gather(self) -> Work:
         if self.resident is not None:
             return self.resident.gather(self.sharded, self.unsharded, self._gathered_versions, self.collectives)
         if self.neighbours is not None and self.neighbours.holds:
@@ -248,20 +299,15 @@ class FSDPParamGroup:
         return self.unsharded.all_gather_from(self.sharded, self.collectives)
 
     def expire_resident(self) -> None:
-        """An iteration begins: parameters may have been written to unnoticed, as ``.data``, local tensors or ``dcp.load`` do.
+        """An iteration starts: all-gather what is resident anew, unless gradients accumulate.
 
-        On any rank, so that the others cannot know: what is resident is forgotten, but not while gradients accumulate.
+        ``.data``, local tensors and ``dcp.load`` write to parameters without a trace, and on one rank the others cannot know.
         """
         if self.resident is not None and not self.is_gathered and not self.gradients.is_accumulating:
             self.resident.invalidate()
 
-    def _finish_gather(self) -> None:
-        """What is gathered is there: for types that make something of it."""
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether the gathered parameters are there, or under way."""
-        return self.is_unsharded or self._gather is not None
+    def _decode(self) -> None:
+        """The all-gather is done: make parameters of what it brought, if that is encoded."""
 
     @property
     def is_outdated(self) -> bool:
@@ -269,49 +315,49 @@ class FSDPParamGroup:
         return self.is_gathered and self._gathered_versions != [param.sharded._version for param in self.params]
 
     def reshard(self, keep: bool = False) -> None:
-        """Give the gathered memory back and make the sharded parameters the modules' parameters.
+        """Free the unsharded parameters and register the sharded ones.
 
         Args:
-            keep: keep a part for backward, if there are neighbours to keep the others.
+            keep: keep this rank's part of the gathered buffer for backward, if neighbours keep the other parts.
 
         Raises:
-            RuntimeError: a parameter was written to or replaced while it was gathered, which would be lost.
+            RuntimeError: a parameter was written to or replaced while it was unsharded, which would be lost.
         """
-        was_gathered = self.is_gathered
-        if self._gather is not None:
-            gather, self._gather = self._gather, None
-            gather.wait()
+        was_gathered, was_unsharded = self.is_gathered, self.is_unsharded
+        if was_gathered:
+            self._move_to(ShardedState.SHARDED)
+        if self._all_gather is not None:
+            self._wait_for_all_gather()
         self._drop_kept()
         if not was_gathered:
             return
-        if keep and self.is_unsharded and self.neighbours is not None:
+        if keep and was_unsharded and self.neighbours is not None:
             self.neighbours.keep(self.unsharded)
         with as_plain_tensors():
-            changed = self._restore_changed() if self.is_unsharded else []
-        self.is_unsharded = False
-        self._release_unsharded()
+            changed = self._restore_changed() if was_unsharded else []
+        self._free_unsharded()
         self.register_sharded()
         if changed:
             raise RuntimeError(
-                f"{', '.join(changed)} changed while gathered by fully_shard (written to in place, converted or replaced); "
+                f"{', '.join(changed)} changed while unsharded by fully_shard (written to in place, converted or replaced); "
                 "the change is lost. Change parameters while they are sharded: after backward, or after reshard()"
             )
 
-    def _release_unsharded(self) -> None:
-        keeps = self.keeps_storage and not isinstance(self._pool, Place)  # A place keeps its address anyway.
+    def _free_unsharded(self) -> None:
+        keeps = self.keeps_storage and not isinstance(self._pool, Slot)  # A slot keeps its address anyway.
         if not keeps and not (self.resident is not None and self.resident.is_everything):
-            self.unsharded.release()
+            self.unsharded.free()
 
     def set_memory_pools(self, gathered: MemoryPool | None, gradients: MemoryPool | None) -> None:
-        """Acquire gathered parameters and gradients from these from now on. There are no gradients but in ``.grad``."""
+        """Allocate unsharded parameters and gradients from these pools from now on. All gradients are in ``.grad``."""
         self.reshard()
         if self.resident is not None:
             self.resident.invalidate()
-        self.unsharded.release()
+        self.unsharded.free()
         self._pool = gathered
         self.unsharded = DBuffer(self.layout, Replicate(), self.rank, self.param_dtype, self.device, pool=gathered)
         self.gradients.set_pool(gradients)
-        self._make_unsharded()
+        self._init_unsharded_params()
 
     @property
     def reduces_narrow(self) -> bool:
@@ -335,7 +381,7 @@ class FSDPParamGroup:
 
     @property
     def has_slot(self) -> bool:
-        """Whether an all-gather can start: no other group has the place that persistent buffers give this one by turns."""
+        """Whether an all-gather can be issued: no other group uses the slot of this one's persistent buffer."""
         return self.unsharded.is_free
 
     @property
@@ -345,7 +391,7 @@ class FSDPParamGroup:
 
     @property
     def gathering_nbytes(self) -> int:
-        """Bytes that an all-gather under way holds."""
+        """Bytes that an all-gather in flight holds."""
         return self.unsharded.nbytes
 
     @property
@@ -385,9 +431,8 @@ class FSDPParamGroup:
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Have the modules be without this group's parameters for a while."""
-        places = [place for param in self.params for place in param.places]
-        for module, name in places:
+        """Deregister this group's parameters from the modules for a while."""
+        for module, name in [pair for param in self.params for pair in param.registered_names]:
             module._parameters[name] = None
         self.is_hidden = True
         try:
@@ -397,20 +442,20 @@ class FSDPParamGroup:
             self.register_sharded()
 
     def load_replaced(self) -> None:
-        """Take over parameters that the user replaced, as ``load_state_dict(assign=True)`` does, into the buffer.
+        """Load parameters that the user has replaced, as ``load_state_dict(assign=True)`` does, into the buffer.
 
-        Of a group on the meta device the new parameters stay the registered ones, and are taken over once all are there; else
-        the old ones do, which an optimizer may have.
+        The old parameters stay registered, since an optimizer may have them. On the meta device the new ones do, and are loaded
+        once all of the group are there.
 
         Raises:
-            ValueError: a replacement has another shape, dtype, device or kind than the parameter; none is taken over.
+            ValueError: a replacement has another shape, dtype, device or kind than the parameter; nothing is loaded.
         """
         if self.is_unsharded:
             return
         replaced = [index for index in range(len(self.params)) if not self._is_in_place(index)]
         if not replaced:
             return
-        self.reshard()  # An all-gather under way would bring the old values.
+        self.reshard()  # An all-gather in flight would bring the old values.
         with torch.no_grad():
             if self.is_meta:
                 self._load_if_all(replaced)
@@ -448,7 +493,7 @@ class FSDPParamGroup:
         return current
 
     def _is_another(self, param: FSDPParam, current: torch.Tensor) -> bool:
-        """Whether ``current`` is another parameter of some group, and at its own place too."""
+        """Whether ``current`` is another parameter of some group, and registered under its own name too."""
         others = (other for group in _groups for other in group.params if other is not param and other.sharded is current)
         return any(other.registered is other.sharded or other.registered is other.unsharded for other in others)
 
@@ -459,13 +504,13 @@ class FSDPParamGroup:
             self._put(index, param.sharded)
         param.sharded.copy_(value)
         param.sharded.requires_grad_(requires_grad)
-        self._register_at_all_places(param)
+        self._register_everywhere(param)
 
     def _load_if_all(self, replaced: list[int], dtype: torch.dtype | None = None) -> None:
-        """Make buffers of what the user has put in place of parameters, once it is all there.
+        """Make new buffers of the parameters that the user has registered, once all of them are there.
 
         Args:
-            dtype: what parameters have become, where that is another one.
+            dtype: of the new parameters, if it is another one.
         """
         dtype = dtype or self.orig_dtype
         values = [self._replacement(index, dtype) for index in replaced]
@@ -477,18 +522,18 @@ class FSDPParamGroup:
         for index, (param, value) in enumerate(zip(self.params, values)):
             param.sharded = value  # type: ignore[assignment]
             self._put(index, param.sharded)
-            self._register_at_all_places(param)
+            self._register_everywhere(param)
 
     def _put(self, index: int, parameter: nn.Parameter) -> None:
-        """Have the object ``parameter`` be a view of the sharded buffer."""
+        """Make the object ``parameter`` a view of the sharded buffer."""
         inside = nn.Parameter(self._sharded_dtensor(self.params[index].distribution, index), parameter.requires_grad)
         vars(inside).update(vars(parameter))
         gradient, parameter.grad = parameter.grad, None
         torch.utils.swap_tensors(parameter, inside)
         parameter.grad = gradient
 
-    def _register_at_all_places(self, param: FSDPParam) -> None:
-        for owner, attribute in param.places:
+    def _register_everywhere(self, param: FSDPParam) -> None:
+        for owner, attribute in param.registered_names:
             owner._parameters[attribute] = param.sharded
 
     # -- conversions -----------------------------------------------------------------------------------------------
@@ -523,9 +568,9 @@ class FSDPParamGroup:
             )
 
     def is_whole(self, modules: set[nn.Module]) -> bool:
-        """Whether all parameters are in their buffer, and have no place but in ``modules``."""
+        """Whether all parameters are in their buffer, and registered in ``modules`` only."""
         in_place = all(self._is_in_place(index) for index in range(len(self.params)))
-        return in_place and all(module in modules for param in self.params for module, _ in param.places)
+        return in_place and all(module in modules for param in self.params for module, _ in param.registered_names)
 
     def convert(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace parameters and their gradients by ``function`` of them, where they are.
@@ -549,7 +594,7 @@ class FSDPParamGroup:
                 param.sharded.grad = None if gradient is None else function(gradient)
 
     def load_converted(self) -> None:
-        """:meth:`load_replaced`, also if all have become another dtype; if only some have, they wait for the others."""
+        """:meth:`load_replaced`, also if all parameters have another dtype. If only some have it, they wait for the others."""
         dtypes = {None if param.registered is None else param.registered.dtype for param in self.params}
         if self.is_unsharded or dtypes == {self.orig_dtype}:
             self.load_replaced()
@@ -559,14 +604,14 @@ class FSDPParamGroup:
 
     def _rebuild(self, device: torch.device, dtype: torch.dtype, values: list[torch.Tensor] | None) -> None:
         """New buffers, with ``values`` as this rank's part of each parameter."""
-        self.unsharded.release()
+        self.unsharded.free()
         self._allocate(device, dtype)
         if self.resident is not None:
             self.resident.reset()
         self.gradients.place(self.device, self.param_dtype, self.reduce_dtype, self.sharded)
         for index, value in enumerate(values or ()):
             self.sharded.tensor(index).copy_(value.reshape(-1))
-        self._make_unsharded()
+        self._init_unsharded_params()
 
     def _compute_device(self, home: torch.device) -> torch.device:
         """Where to compute with parameters that are at ``home``."""

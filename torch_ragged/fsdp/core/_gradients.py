@@ -50,7 +50,7 @@ class GradientBuffers:
         max_reductions: how many modules' reduce-scatters may be in flight.
         reduce_hook: called with each reduced shard.
         is_accumulating: whether the last backward left gradients for a later one to add to and reduce.
-        on_acquired: called when memory for unreduced gradients has been allocated.
+        on_allocated: called when memory for unreduced gradients has been allocated.
         needs_reduction: whether backward came to the group since the last reduction, on any rank.
         pool: where the memory of unreduced gradients comes from.
     """
@@ -65,7 +65,7 @@ class GradientBuffers:
         self.comm = FSDPCommContext()
         self.backward: BackwardPass
         self.max_reductions = 1
-        self.on_acquired: Callable[[], None] | None = None
+        self.on_allocated: Callable[[], None] | None = None
         self.pool: MemoryPool | None = None
         self.collectives: Collectives
 
@@ -117,7 +117,7 @@ class GradientBuffers:
         if has_graph:  # create_graph=True: as with FSDP2, ``.grad`` itself has no graph.
             gradient = gradient.detach()
         gradient = param.distribution.gradient(gradient)
-        if not has_graph and self._adopts(gradient):
+        if not has_graph and self._borrows(gradient):
             self.done(index)
             return
         if gradient.dtype.itemsize > self.dtype.itemsize and self.dtype != self.reduce_dtype:
@@ -154,9 +154,9 @@ class GradientBuffers:
         """The unreduced buffer's view of each parameter; the buffer is (re-)acquired if it is not there."""
         self.wait_for_reduction()  # It may still be read.
         was_there = self._is_there
-        self._unreduced = self._acquired(self._unreduced, self.dtype)
-        if not was_there and self.on_acquired is not None:
-            self.on_acquired()
+        self._unreduced = self._allocated(self._unreduced, self.dtype)
+        if not was_there and self.on_allocated is not None:
+            self.on_allocated()
         if not self._views:
             self._views = [self._unreduced.tensor(index) for index in range(len(self._params))]
         return self._views
@@ -166,7 +166,7 @@ class GradientBuffers:
         """Whether there is memory for unreduced gradients."""
         return self._unreduced is not None and self._unreduced.is_allocated
 
-    def _adopts(self, gradient: torch.Tensor) -> bool:
+    def _borrows(self, gradient: torch.Tensor) -> bool:
         """Have autograd's gradient as the buffer, in place of a copy of it, if it is all that there is: a large embedding's.
 
         When it has been reduced it is let go, not given back: it may have other users.
@@ -178,26 +178,26 @@ class GradientBuffers:
         is_storage = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
         if not is_storage or self._is_there:
             return False
-        self._unreduced = DBuffer(self._layout, Partial(), self._rank, self.dtype, self._device, adopted=gradient)
+        self._unreduced = DBuffer(self._layout, Partial(), self._rank, self.dtype, self._device, borrowed=gradient)
         self._views = []
         self.views()
-        if self.on_acquired is not None:
-            self.on_acquired()
+        if self.on_allocated is not None:
+            self.on_allocated()
         return True
 
-    def _release(self) -> None:
+    def _free(self) -> None:
         """Give back all memory for unreduced gradients."""
-        self._release_unreduced()
+        self._free_unreduced()
         if self._widened is not None:
-            self._widened.release()
+            self._widened.free()
 
-    def _release_unreduced(self) -> None:
+    def _free_unreduced(self) -> None:
         if self._unreduced is not None:
-            self._unreduced.release()
-            if self._unreduced.is_adopted:
+            self._unreduced.free()
+            if self._unreduced.is_borrowed:
                 self._unreduced, self._views = None, []
 
-    def _acquired(self, buffer: DBuffer | None, dtype: torch.dtype) -> DBuffer:
+    def _allocated(self, buffer: DBuffer | None, dtype: torch.dtype) -> DBuffer:
         """``buffer``, or a new one, with its memory there."""
         if buffer is not None and buffer.is_allocated:
             return buffer
@@ -235,11 +235,11 @@ class GradientBuffers:
             return
         self._close()
         holds_sum = self._widened is not None and self._widened.is_allocated
-        self._widened = self._acquired(self._widened, self.reduce_dtype)
-        if not holds_sum and self.on_acquired is not None:
-            self.on_acquired()
+        self._widened = self._allocated(self._widened, self.reduce_dtype)
+        if not holds_sum and self.on_allocated is not None:
+            self.on_allocated()
         scaled_copy_(self._widened.flat, self._unreduced.flat, accumulate=holds_sum)
-        self._release_unreduced()
+        self._free_unreduced()
         for index, gradient in self._wide.items():
             self._widened.tensor(index).add_(gradient)
         self._wide.clear()
@@ -313,7 +313,7 @@ class GradientBuffers:
             (work, output), self._reduction = self._reduction, None  # A failed one is none.
             if work is not None:
                 work.wait()
-                self._release()
+                self._free()
             self._reduction = (None, output)
 
     def finish_reduction(self) -> None:
@@ -398,7 +398,7 @@ class GradientBuffers:
         self.needs_reduction = self.is_accumulating = False
         for param in self._params:
             param.has_gradient = param.was_used = False
-        self._release()
+        self._free()
         return had_any
 
 

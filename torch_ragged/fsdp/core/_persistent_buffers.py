@@ -8,11 +8,11 @@ import torch
 
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
-from torch_ragged.fsdp.core._slots import Place, SlotRing
+from torch_ragged.fsdp.core._slots import Slot, SlotRing
 
-__all__ = ["PLACES", "allocator", "check_ready", "make_persistent", "make_transient"]
+__all__ = ["SLOTS", "allocator", "check_ready", "make_persistent", "make_transient"]
 
-PLACES = 3
+SLOTS = 3
 """In a ring: one group computes, the next is gathered, the one before may not have been given back."""
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
@@ -42,7 +42,7 @@ def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSD
         allocators: the groups, with what their memory is made by. Those with the same one share rings.
     """
     rings: dict[Allocate, tuple[SlotRing, SlotRing]] = {}
-    homes: dict[FSDPParamGroup, tuple[Place, Place]] = {}
+    homes: dict[FSDPParamGroup, tuple[Slot, Slot]] = {}
     for state in states:
         stays = state.reshard_after_forward is False or any(g.resident is not None for g in state.groups)
         is_apart = stays or _is_around(state, states)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["SlotRing", "Place", "Slab"]
+__all__ = ["SlotRing", "Slot", "Slab"]
 
 
 class Slab:
@@ -29,7 +29,7 @@ class Slab:
         """Whether ``holder`` can acquire it."""
         return self._holder is None or self._holder() in (None, holder)
 
-    def acquire(self, holder: object) -> None:
+    def claim(self, holder: object) -> None:
         """Have ``holder`` have the memory; its contents are undefined.
 
         Raises:
@@ -43,13 +43,13 @@ class Slab:
             )
         self._holder = weakref.ref(holder)
 
-    def release(self, holder: object) -> None:
+    def free(self, holder: object) -> None:
         """Give the memory back; nothing happens if ``holder`` does not have it."""
         if self.is_held_by(holder):
             self._holder = None
 
 
-class Place:
+class Slot:
     """Where groups that take turns have buffers: a slab for each dtype, as large as the largest of them.
 
     Args:
@@ -82,7 +82,7 @@ class Place:
 
 
 class SlotRing:
-    """Places that members take by turns: member i has place ``i % size``.
+    """RegisteredNames that members take by turns: member i has place ``i % size``.
 
     ::
 
@@ -92,26 +92,26 @@ class SlotRing:
     Args:
         name: of what lies in it, for errors.
         size: how many places there are.
-        allocate: as of :class:`Place`.
+        allocate: as of :class:`Slot`.
     """
 
     def __init__(self, name: str, size: int, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
         self._name, self._size, self._allocate = name, size, allocate
-        self._turns: list[list[Place]] = [[] for _ in range(size)]
-        self._alone: list[Place] = []
+        self._turns: list[list[Slot]] = [[] for _ in range(size)]
+        self._alone: list[Slot] = []
         self._members = 0
 
-    def join(self, groups: int) -> list[Place]:
+    def join(self, groups: int) -> list[Slot]:
         """The next member's places: one for each of its ``groups``, which are used at the same time."""
         turn = self._members % self._size
         self._members += 1
         places = self._turns[turn]
-        places += [Place(f"place {turn} of {self._size} for {self._name}", self._allocate) for _ in range(len(places), groups)]
+        places += [Slot(f"place {turn} of {self._size} for {self._name}", self._allocate) for _ in range(len(places), groups)]
         return places[:groups]
 
-    def apart(self, groups: int) -> list[Place]:
-        """Places that nobody else uses, for one whose groups stay there while others come and go."""
-        self._alone += [Place(f"a place of its own for {self._name}", self._allocate) for _ in range(groups)]
+    def apart(self, groups: int) -> list[Slot]:
+        """RegisteredNames that nobody else uses, for one whose groups stay there while others come and go."""
+        self._alone += [Slot(f"a place of its own for {self._name}", self._allocate) for _ in range(groups)]
         return self._alone[-groups:]
 
     @property

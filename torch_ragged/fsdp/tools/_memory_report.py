@@ -201,19 +201,19 @@ class _Step:
             chosen = [self._order[ahead]] if 0 <= ahead < len(self._order) else []
         if state.groups and (step > 0 or state.unshard_in_backward):
             for group in state.groups:
-                self._start_gather(group)
+                self._issue_all_gather(group)
             for group in state.groups:
-                self._finish_gather(group, "forward" if step > 0 else "backward", position)
+                self._decode(group, "forward" if step > 0 else "backward", position)
             for group in (group for each in chosen for group in each.groups):
-                self._start_gather(group)
+                self._issue_all_gather(group)
 
-    def _start_gather(self, group: FSDPParamGroup) -> None:
+    def _issue_all_gather(self, group: FSDPParamGroup) -> None:
         held, whole = self._gathered.get(group, 0), group.unsharded.nbytes
         if held < whole and held != group.gathering_nbytes:
             # What a rank keeps of a group is there until the others' parts are.
             self._gathered[group] = whole + held if held else group.gathering_nbytes
 
-    def _finish_gather(self, group: FSDPParamGroup, moment: str, position: int) -> None:
+    def _decode(self, group: FSDPParamGroup, moment: str, position: int) -> None:
         """What is gathered in another form is there in both for a moment."""
         if self._gathered[group] == group.gathering_nbytes != group.unsharded.nbytes:
             self._gathered[group] += group.unsharded.nbytes

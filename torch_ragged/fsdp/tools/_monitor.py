@@ -186,13 +186,13 @@ class Monitor:
             self._sample(name)
 
         group.collectives = cast(Collectives, watched)
-        on_acquired, gradients.on_acquired = gradients.on_acquired, sample
+        on_allocated, gradients.on_allocated = gradients.on_allocated, sample
 
         def undo() -> None:
             if group.collectives is watched:  # Else somebody has put others in their place.
                 group.collectives = collectives
-            if gradients.on_acquired is sample:
-                gradients.on_acquired = on_acquired
+            if gradients.on_allocated is sample:
+                gradients.on_allocated = on_allocated
 
         self._undo.append(undo)
 
