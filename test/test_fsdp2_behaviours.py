@@ -201,6 +201,7 @@ def check_microbatches_with_all_unsharded_ahead():
         model = copy.deepcopy(alone)
         for module in (*model, model):
             fully_shard(module, reshard_after_forward=False)
+        sharded = model[0].up.weight
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.unshard(async_op=True)
@@ -212,7 +213,7 @@ def check_microbatches_with_all_unsharded_ahead():
                 model.set_reshard_after_backward(last)
             for each in (model, alone):
                 each(data(step)).pow(2).sum().backward()
-            assert (model[0].up.weight.grad is not None) == last
+            assert (sharded.grad is not None) == last
         reduce(alone)
         assert_same(model, alone)
 
