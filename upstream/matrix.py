@@ -94,7 +94,7 @@ def document(results: dict[str, dict[str, Any]]) -> str:
     parts = [
         "# Versions of torch",
         "Written by `make matrix` (`upstream/matrix.py`): this package's everyday tests on each version, on CPU, where it "
-        "extends a stock torch. Minutes are of a shared machine.",
+        "extends a stock torch. Minutes are of a shared machine. Torch's own tests of FSDP2: [fsdp2_tests.md](fsdp2_tests.md).",
         table(results),
     ]
     absent = [version for version in VERSIONS if version not in results]

@@ -1,0 +1,306 @@
+"""Behaviours that torch's own tests of FSDP2 check, against one process; ``docs/fsdp2_tests.md`` is about those tests."""
+
+import copy
+import gc
+import unittest
+
+import torch
+import torch.distributed as dist
+from common import error_of, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from torch_ragged.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
+
+WIDTH, WORDS = 8, 11
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Recomputed(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Language(nn.Module):
+    """A head that a caller may run by itself, on parts of the hidden states."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embed, self.body, self.norm = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, words, without_head=False):
+        hidden = self.norm(self.body(self.embed(words)))
+        return hidden if without_head else self.head(hidden)
+
+
+def seeded(build):
+    torch.manual_seed(0)
+    return build()
+
+
+def data(step, rank=None):
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def words(step):
+    return torch.randint(0, WORDS, (2, 8), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def reduce(alone):
+    """What DDP does with the gradients of the model of one process."""
+    for param in alone.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same(model, alone):
+    for (name, param), (_, expected) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
+        torch.testing.assert_close(whole(param), expected, rtol=1e-4, atol=1e-6, msg=name)
+        assert (param.grad is None) == (expected.grad is None), name
+        if param.grad is not None:
+            torch.testing.assert_close(whole(param.grad), expected.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def check_two_forwards_of_nested_groups_with_recomputation():
+    """Preference training: one loss of two forwards, on groups within groups, each with activation checkpointing."""
+    for reshard in (True, False):
+        alone = seeded(lambda: nn.Sequential(Recomputed(), Recomputed()))
+        model = copy.deepcopy(alone)
+        for block in model:
+            for module in (block.up, block.down, block):
+                fully_shard(module, reshard_after_forward=reshard)
+        fully_shard(model, reshard_after_forward=reshard)
+        for each in (model, alone):
+            chosen, rejected = each(data(0)), each(data(1))
+            (chosen.sum() - rejected.sum()).pow(2).backward()
+        reduce(alone)
+        assert_same(model, alone)
+
+
+def chunked_step(model, step, between=lambda: None):
+    """A loss by chunks: backward of the head for each of them, then that of the rest."""
+    hidden, grads = model(words(step), without_head=True), []
+    for chunk in hidden.detach().chunk(4, dim=1):
+        chunk = chunk.contiguous().requires_grad_()
+        model.head(chunk).pow(2).sum().backward()
+        grads.append(chunk.grad)
+        between()
+    return hidden, torch.cat(grads, dim=1)
+
+
+def check_head_in_chunks():
+    """A group of which forward runs a part; the other module runs alone, several times, with a backward each."""
+    for tied, reshard in ((False, True), (False, False), (True, True)):
+        alone = seeded(lambda: Language(tied))
+        model = copy.deepcopy(alone)
+        fully_shard(model.body, reshard_after_forward=reshard)
+        fully_shard([model.norm, model.head] + [model.embed] * tied, reshard_after_forward=reshard)
+        fully_shard(model, reshard_after_forward=reshard)
+        for step in range(3):
+            for each in (model, alone):
+                each.zero_grad(set_to_none=step != 1)
+                hidden, grad = chunked_step(each, step)
+                hidden.backward(grad)
+            reduce(alone)
+            assert_same(model, alone)
+
+
+def check_head_stays_unsharded_over_its_chunks():
+    model = seeded(Language)
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+    for step in range(2):
+        model.head.set_reshard_after_forward(False)
+        model.head.set_reshard_after_backward(False)
+        seen = []
+        hidden, grad = chunked_step(model, step, lambda: seen.append(isinstance(model.head.weight, DTensor)))
+        assert seen == [False] * 4, seen
+        model.head.set_reshard_after_forward(True)
+        model.head.set_reshard_after_backward(True)
+        model.head.reshard()
+        assert isinstance(model.head.weight, DTensor)
+        hidden.backward(grad)
+        assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+
+
+def check_modules_sharded_as_they_are_made():
+    """Parameters of earlier layers are freed meanwhile, and new ones get their ids: none is taken for tied."""
+    model = nn.Sequential()
+    for _ in range(8):
+        model.append(fully_shard(Block()))
+        gc.collect()
+    fully_shard(model)
+    model(data(0)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def check_ddp_around_a_sharded_module():
+    """DDP reduces what ``fully_shard`` was told to ignore, inside the sharded module and outside of it."""
+    alone = seeded(lambda: nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH)))
+    inner = copy.deepcopy(alone)
+    fully_shard(inner[0], ignored_params=set(inner[0].norm.parameters()))
+    sharded = [name for name, param in inner.named_parameters() if isinstance(param, DTensor)]
+    assert sharded == ["0.up.weight", "0.up.bias", "0.down.weight", "0.down.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, sharded)
+    model = DistributedDataParallel(inner)
+    for each in (model, alone):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False)
+        for step in range(3):
+            optimizer.zero_grad()
+            each(data(step)).pow(2).sum().backward()
+            if each is alone:
+                reduce(alone)
+            optimizer.step()
+    assert_same(inner, alone)
+
+
+def check_meshes_of_process_groups():
+    """``DeviceMesh.from_group`` gives the same mesh as ``init_device_mesh`` does, for shards and for replicas of shards."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    replicas = [dist.new_group([r]) for r in range(world)][rank]
+    names = ("replicate", "shard")
+    shards = dist.distributed_c10d._get_default_group()
+    meshes = [
+        DeviceMesh.from_group(shards, "cpu", mesh_dim_names=("shard",)),
+        DeviceMesh.from_group([replicas, shards], "cpu", mesh=torch.arange(world).view(1, world), mesh_dim_names=names),
+    ]
+    plain = [init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (1, world), mesh_dim_names=names)]
+    for mesh, expected in zip(meshes, plain):
+        grads = []
+        for each in (mesh, expected):
+            model = fully_shard(seeded(Block), mesh=each)
+            model(data(0)).pow(2).sum().backward()
+            grads.append([param.grad.full_tensor() for param in model.parameters()])
+        torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
+def check_microbatches_with_all_unsharded_ahead():
+    """One forward, one backward per microbatch, as a pipeline's stage does; gradients are reduced in the last backward."""
+    for reshard_after_backward in (False, True):
+        alone = seeded(lambda: nn.Sequential(Block(), Block()))
+        model = copy.deepcopy(alone)
+        for module in (*model, model):
+            fully_shard(module, reshard_after_forward=False)
+        sharded = model[0].up.weight
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard(async_op=True)
+        for step in range(3):
+            last = step == 2
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+            if not reshard_after_backward:
+                model.set_reshard_after_backward(last)
+            for each in (model, alone):
+                each(data(step)).pow(2).sum().backward()
+            assert (sharded.grad is not None) == last
+        reduce(alone)
+        assert_same(model, alone)
+
+
+def check_unshard_before_the_first_forward():
+    alone = seeded(lambda: nn.Sequential(Block(), Block()))
+    model = copy.deepcopy(alone)
+    for module in (*model, model):
+        fully_shard(module)
+    model.unshard(async_op=True).wait()  # The root has no parameters of its own.
+    model[0].unshard()
+    for param, expected in zip(model[0].parameters(), alone[0].parameters(), strict=True):
+        assert not isinstance(param, DTensor)
+        torch.testing.assert_close(param, expected, rtol=0, atol=0)
+    assert isinstance(model[1].up.weight, DTensor)
+
+
+def check_inputs_are_cast_for_each_module_of_a_list():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+    class Widening(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.second(self.first(x).float())
+
+    model = seeded(Widening)
+    fully_shard([model.first, model.second], mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    out = model(data(0))
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert all(param.grad is not None and param.grad.dtype == torch.float32 for param in model.parameters())
+
+
+def check_roots_that_share_streams():
+    alone = seeded(lambda: nn.Sequential(Block(), Block(), Block()))
+    model = copy.deepcopy(alone)
+    share_comm_ctx([fully_shard(block) for block in model])
+    for each in (model, alone):
+        each(data(0)).pow(2).sum().backward()
+    reduce(alone)
+    assert_same(model, alone)
+
+
+def check_tied_parameters_in_two_groups():
+    """FSDP2 raises in the first forward; here ``fully_shard`` does."""
+    model = seeded(lambda: Language(tied=True))
+    fully_shard(model.embed)
+    return error_of(fully_shard, model.head)
+
+
+class BehavioursTest(unittest.TestCase):
+    def test_two_forwards_of_nested_groups_with_recomputation(self):
+        run_ranks(2, check_two_forwards_of_nested_groups_with_recomputation)
+
+    def test_head_that_runs_in_chunks_outside_of_forward(self):
+        run_ranks(2, check_head_in_chunks)
+        run_ranks(2, check_head_stays_unsharded_over_its_chunks)
+
+    def test_modules_sharded_as_they_are_made(self):
+        run_ranks(2, check_modules_sharded_as_they_are_made)
+
+    def test_ddp_around_a_sharded_module_with_ignored_parameters(self):
+        run_ranks(2, check_ddp_around_a_sharded_module)
+
+    def test_meshes_of_process_groups(self):
+        run_ranks(2, check_meshes_of_process_groups)
+
+    def test_microbatches_with_all_groups_unsharded_ahead(self):
+        run_ranks(2, check_microbatches_with_all_unsharded_ahead)
+
+    def test_unshard_before_the_first_forward(self):
+        run_ranks(2, check_unshard_before_the_first_forward)
+
+    def test_inputs_are_cast_for_each_module_of_a_list(self):
+        run_ranks(2, check_inputs_are_cast_for_each_module_of_a_list)
+
+    def test_roots_that_share_streams(self):
+        run_ranks(2, check_roots_that_share_streams)
+
+    def test_tied_parameters_in_two_groups_are_an_error(self):
+        for error in run_ranks(2, check_tied_parameters_in_two_groups):
+            self.assertIn("ValueError: weight is tied to weight, which another fully_shard has sharded", error)
+
+
+if __name__ == "__main__":
+    unittest.main()
