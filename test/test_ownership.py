@@ -11,7 +11,12 @@ from oracle import local_of, random_placement
 
 from torch_ragged import StridedRaggedShard
 from torch_ragged._ownership import Chunk, Run, Whole, boxes_of_interval, is_nested, owned, owned_near
+from torch_ragged._units import Units
 from torch_ragged.placement_types import cuts_of, normalize_placements
+
+
+def run(ndims, units, split_factor=1):
+    return Run(ndims, Units.of(units), split_factor)
 
 
 @st.composite
@@ -64,9 +69,9 @@ class OwnershipTest(unittest.TestCase):
                 self.assertFalse(set(_numbers(numbers, mine)) & set(_numbers(numbers, other)))
 
     def test_few_of_many_ranks_are_near(self):
-        strided = (Run(1, (1,) * 128, 8), Chunk(0))
-        for cuts, most in ((strided, 16), ((Run(1, (1,) * 128), Whole()), 8), ((Chunk(0), Chunk(1)), 8)):
-            other = owned((8192, 8), (128, 8), (Run(1, (1,) * 128), Whole()), (77, 3))
+        strided = (run(1, (1,) * 128, 8), Chunk(0))
+        for cuts, most in ((strided, 16), ((run(1, (1,) * 128), Whole()), 8), ((Chunk(0), Chunk(1)), 8)):
+            other = owned((8192, 8), (128, 8), (run(1, (1,) * 128), Whole()), (77, 3))
             self.assertLessEqual(len(owned_near((8192, 8), (128, 8), cuts, (77, 3), (0, 1), other)), most)
 
     @settings(max_examples=300, deadline=None)
@@ -83,29 +88,29 @@ class OwnershipTest(unittest.TestCase):
         for first in range(2):
             for second in range(3):
                 rows = numbers.chunk(2, 0)[first].flatten().tolist()
-                mine = owned((4, 6), (2, 3), (Chunk(0), Run(1, (1, 0, 1))), (first, second))
+                mine = owned((4, 6), (2, 3), (Chunk(0), run(1, (1, 0, 1))), (first, second))
                 self.assertEqual(_numbers(numbers, mine), rows[:6] if second == 0 else rows[6:] if second == 2 else [])
-                mine = owned((4, 6), (3, 2), (Run(1, (1, 0, 3)), Chunk(1)), (second, first))
+                mine = owned((4, 6), (3, 2), (run(1, (1, 0, 3)), Chunk(1)), (second, first))
                 part = numbers[:1] if second == 0 else numbers[1:] if second == 2 else numbers[:0]
                 self.assertEqual(_numbers(numbers, mine), part.chunk(2, 1)[first].flatten().tolist())
 
     def test_combinations_without_meaning(self):
         for cuts, words in (
-            ((Run(1, (1, 1)), Chunk(0)), "StridedRaggedShard"),
-            ((Run(1, (1, 1)), Run(1, (1, 1))), "two ragged placements"),
-            ((Run(1, (1, 4)), Whole()), "do not divide into 5 units"),
-            ((Run(1, (1, 1), 3), Chunk(0)), "uneven Shard"),
-            ((Run(2, (1, 1), 4), Chunk(1)), "would cut its units"),
+            ((run(1, (1, 1)), Chunk(0)), "StridedRaggedShard"),
+            ((run(1, (1, 1)), run(1, (1, 1))), "two ragged placements"),
+            ((run(1, (1, 4)), Whole()), "do not divide into 5 units"),
+            ((run(1, (1, 1), 3), Chunk(0)), "uneven Shard"),
+            ((run(2, (1, 1), 4), Chunk(1)), "would cut its units"),
         ):
             with self.assertRaisesRegex(ValueError, words):
                 owned((4, 6), (2, 2), cuts, (0, 0))
 
     def test_which_cuts_depend_on_which(self):
         self.assertTrue(is_nested(Chunk(0), Chunk(0)))
-        self.assertTrue(is_nested(Run(2, (1, 1)), Chunk(1)))
-        self.assertFalse(is_nested(Run(1, (1, 1)), Chunk(1)))
+        self.assertTrue(is_nested(run(2, (1, 1)), Chunk(1)))
+        self.assertFalse(is_nested(run(1, (1, 1)), Chunk(1)))
         self.assertFalse(is_nested(Chunk(1), Chunk(0)))
-        self.assertFalse(is_nested(Chunk(0), Run(1, (1, 1), 2)))
+        self.assertFalse(is_nested(Chunk(0), run(1, (1, 1), 2)))
 
 
 def _numbers(numbers, mine):
