@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oracle import local_of, random_placement
 
 from torch_ragged import StridedRaggedShard
-from torch_ragged._ownership import Chunk, Run, Whole, boxes_of_interval, is_nested, owned, owned_near
+from torch_ragged._ownership import Chunk, Run, Whole, boxes_of_interval, check_cuts, is_nested, owned, owned_near
 from torch_ragged._units import Units
 from torch_ragged.placement_types import cuts_of, normalize_placements
 
@@ -104,6 +104,29 @@ class OwnershipTest(unittest.TestCase):
         ):
             with self.assertRaisesRegex(ValueError, words):
                 owned((4, 6), (2, 2), cuts, (0, 0))
+
+    def test_costs_nothing_per_rank(self):
+        """A step for each of so many ranks would never end."""
+        many = 10**12
+        units = Units([(0, many // 2), (1, 1), (2, 1), (0, many // 2 - 2)])
+        cuts, mesh_shape, owner = (Run(1, units), Chunk(1)), (many, many), many // 2 + 1
+        check_cuts((6, 8), mesh_shape, cuts)
+        self.assertEqual(owned((6, 8), mesh_shape, cuts, (owner, 3)).local_shape, (4,))
+        self.assertEqual(owned((6, 8), mesh_shape, cuts, (owner + 1, 3)).local_shape, (0,))
+        rows = owned((6, 8), mesh_shape, (Run(1, units), Whole()), (owner, 0))
+        near = [position for position, _ in owned_near((6, 8), mesh_shape, (Run(1, units), Whole()), (0, 0), (0,), rows)]
+        self.assertEqual(near, [owner])
+
+    def test_every_uneven_chunk_is_checked(self):
+        for size, ranks in ((7, 3), (6, 3), (2, 4), (9, 4), (0, 2)):
+            shapes = {owned((size,), (ranks,), (Chunk(0),), (rank,)).local_shape for rank in range(ranks)}
+            refused = {shape for shape in shapes if shape[0] % 2}
+            cuts = (Chunk(0), run(1, (1, 1)))
+            if refused:
+                with self.assertRaisesRegex(ValueError, "do not divide into 2 units"):
+                    check_cuts((size,), (ranks, 2), cuts)
+            else:
+                check_cuts((size,), (ranks, 2), cuts)
 
     def test_which_cuts_depend_on_which(self):
         self.assertTrue(is_nested(Chunk(0), Chunk(0)))

@@ -18,9 +18,7 @@ from torch_ragged.placement_types import normalize_placements
 PLACEMENT = RaggedShard((0,), (1, 2, 0, 1))
 
 # ``pickle.dumps(PLACEMENT, protocol=2)`` from when placements kept their units as a tuple.
-PICKLED_BEFORE = b"""\x80\x02ctorch_ragged.placement_types
-RaggedShard
-K\x00\x85(K\x01K\x02K\x00K\x01t\x86R."""
+PICKLED_BEFORE = b"\x80\x02c" + b"torch_ragged.placement_types" + b"\nRaggedShard\nK\x00\x85(K\x01K\x02K\x00K\x01t\x86R."
 
 
 def of_many(ranks):

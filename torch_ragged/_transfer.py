@@ -403,8 +403,8 @@ class _Columns:
 
 @lru_cache(maxsize=4096)
 def _columns(shape: tuple[int, ...], cut: Cut, size: int) -> _Columns | None:
-    """The columns into which ``cut`` cuts the storage of ``shape``, if it cuts columns and the storage is not empty."""
-    if not isinstance(cut, Chunk) or cut.split_factor > 1 or not math.prod(shape):
+    """The columns into which ``cut`` cuts the storage of ``shape``; None if it cuts stretches, or the storage is empty."""
+    if not isinstance(cut, Chunk) or cut.split_factor > 1 or not math.prod(shape) or math.prod(shape[: cut.dim]) == 1:
         return None
     width, inner = shape[cut.dim], math.prod(shape[cut.dim + 1 :])
     step = -(-width // size)
