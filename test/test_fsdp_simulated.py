@@ -3,6 +3,8 @@
 Everything is on the meta device and in one process of a fake process group; collectives are counted in place of run.
 """
 
+import os
+import sys
 import unittest
 from collections import Counter
 from unittest import mock
@@ -13,8 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import torch_ragged
+from torch_ragged import _dispatch
 from torch_ragged.fsdp import (
     HIERARCHICAL,
     ZERO2,
@@ -179,6 +184,56 @@ class SimulatedTest(unittest.TestCase):
                 self.assertEqual(group.layout.ranks, shards)
                 self.assertEqual(counted.calls, calls)
                 self.assertEqual(counted.bytes["reduce_scatter"], group.layout.numel * 2)
+
+
+class Block(nn.Module):
+    """A parameter that lies on every rank, and eight of one shape that lie on one or two."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(ranks * 64 + 21, 4, device="meta"))
+        self.layers = nn.ModuleList(nn.Linear(256, 255, bias=False, device="meta") for _ in range(8))
+
+
+def lines_run(function):
+    """How many lines of the package's Python ``function`` runs; those of a loop count each time."""
+    folder, count = os.path.dirname(torch_ragged.__file__), 0
+
+    def in_package(frame, event, _):
+        nonlocal count
+        count += event == "line"
+        return in_package
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, *_: in_package if frame.f_code.co_filename.startswith(folder) else None)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+class ConstructionTest(unittest.TestCase):
+    def construct(self, ranks):
+        """``fully_shard`` of a block: the lines that it runs, and how often torch runs an operator on fake tensors."""
+        dist.init_process_group("fake", rank=1, world_size=ranks, store=FakeStore())
+        self.addCleanup(dist.destroy_process_group)
+        mesh, block = init_device_mesh("cpu", (ranks,)), Block(ranks)
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        asked = mock.Mock(wraps=propagator._propagate_tensor_meta_non_cached)
+        with mock.patch.object(propagator, "_propagate_tensor_meta_non_cached", asked):
+            lines = lines_run(lambda: fully_shard(block, mesh=mesh))
+        self.doCleanups()
+        self.assertEqual(len({parameter.placements for parameter in block.parameters()}), 9)
+        return lines, asked.call_count
+
+    def test_runs_no_line_per_rank(self):
+        few, many = self.construct(64)[0], self.construct(8192)[0]
+        self.assertLess(many, few + 1000)
+
+    def test_placements_do_not_make_torch_think_again(self):
+        _dispatch._metas.clear()
+        self.assertLessEqual(self.construct(1000)[1], 2)  # One for each shape.
 
 
 if __name__ == "__main__":

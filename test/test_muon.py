@@ -19,6 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard
 from torch_ragged._ownership import Run, Whole
+from torch_ragged._units import Units
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.plan._models import BUILT_IN
 from torch_ragged.optim import Muon, _gather, matrix_groups
@@ -286,7 +287,7 @@ def test_owners_along_a_run_are_those_of_any_cut(monkeypatch):
             prefix = math.prod(shape[:dims])
             edges = sorted(rng.randrange(prefix + 1) for _ in range(ranks - 1))
             units = [b - a for a, b in zip([0, *edges], [*edges, prefix])]
-        run = Run(dims, tuple(units))
+        run = Run(dims, Units.of(units))
         if math.prod(shape[:dims]) % sum(units):
             continue
         for mesh_shape, cuts in (((ranks,), (run,)), ((2, ranks), (Whole(), run)), ((ranks, 2), (run, Whole()))):

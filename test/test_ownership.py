@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 from oracle import local_of, random_placement
 
 from torch_ragged import StridedRaggedShard
-from torch_ragged._ownership import Chunk, Run, Whole, boxes_of_interval, is_nested, owned, owned_near
+from torch_ragged._ownership import Chunk, Run, Whole, boxes_of_interval, check_cuts, is_nested, owned, owned_near
+from torch_ragged._units import Units
 from torch_ragged.placement_types import cuts_of, normalize_placements
+
+
+def run(ndims, units, split_factor=1):
+    return Run(ndims, Units.of(units), split_factor)
 
 
 @st.composite
@@ -64,9 +69,9 @@ class OwnershipTest(unittest.TestCase):
                 self.assertFalse(set(_numbers(numbers, mine)) & set(_numbers(numbers, other)))
 
     def test_few_of_many_ranks_are_near(self):
-        strided = (Run(1, (1,) * 128, 8), Chunk(0))
-        for cuts, most in ((strided, 16), ((Run(1, (1,) * 128), Whole()), 8), ((Chunk(0), Chunk(1)), 8)):
-            other = owned((8192, 8), (128, 8), (Run(1, (1,) * 128), Whole()), (77, 3))
+        strided = (run(1, (1,) * 128, 8), Chunk(0))
+        for cuts, most in ((strided, 16), ((run(1, (1,) * 128), Whole()), 8), ((Chunk(0), Chunk(1)), 8)):
+            other = owned((8192, 8), (128, 8), (run(1, (1,) * 128), Whole()), (77, 3))
             self.assertLessEqual(len(owned_near((8192, 8), (128, 8), cuts, (77, 3), (0, 1), other)), most)
 
     @settings(max_examples=300, deadline=None)
@@ -83,29 +88,52 @@ class OwnershipTest(unittest.TestCase):
         for first in range(2):
             for second in range(3):
                 rows = numbers.chunk(2, 0)[first].flatten().tolist()
-                mine = owned((4, 6), (2, 3), (Chunk(0), Run(1, (1, 0, 1))), (first, second))
+                mine = owned((4, 6), (2, 3), (Chunk(0), run(1, (1, 0, 1))), (first, second))
                 self.assertEqual(_numbers(numbers, mine), rows[:6] if second == 0 else rows[6:] if second == 2 else [])
-                mine = owned((4, 6), (3, 2), (Run(1, (1, 0, 3)), Chunk(1)), (second, first))
+                mine = owned((4, 6), (3, 2), (run(1, (1, 0, 3)), Chunk(1)), (second, first))
                 part = numbers[:1] if second == 0 else numbers[1:] if second == 2 else numbers[:0]
                 self.assertEqual(_numbers(numbers, mine), part.chunk(2, 1)[first].flatten().tolist())
 
     def test_combinations_without_meaning(self):
         for cuts, words in (
-            ((Run(1, (1, 1)), Chunk(0)), "StridedRaggedShard"),
-            ((Run(1, (1, 1)), Run(1, (1, 1))), "two ragged placements"),
-            ((Run(1, (1, 4)), Whole()), "do not divide into 5 units"),
-            ((Run(1, (1, 1), 3), Chunk(0)), "uneven Shard"),
-            ((Run(2, (1, 1), 4), Chunk(1)), "would cut its units"),
+            ((run(1, (1, 1)), Chunk(0)), "StridedRaggedShard"),
+            ((run(1, (1, 1)), run(1, (1, 1))), "two ragged placements"),
+            ((run(1, (1, 4)), Whole()), "do not divide into 5 units"),
+            ((run(1, (1, 1), 3), Chunk(0)), "uneven Shard"),
+            ((run(2, (1, 1), 4), Chunk(1)), "would cut its units"),
         ):
             with self.assertRaisesRegex(ValueError, words):
                 owned((4, 6), (2, 2), cuts, (0, 0))
 
+    def test_costs_nothing_per_rank(self):
+        """A step for each of so many ranks would never end."""
+        many = 10**12
+        units = Units([(0, many // 2), (1, 1), (2, 1), (0, many // 2 - 2)])
+        cuts, mesh_shape, owner = (Run(1, units), Chunk(1)), (many, many), many // 2 + 1
+        check_cuts((6, 8), mesh_shape, cuts)
+        self.assertEqual(owned((6, 8), mesh_shape, cuts, (owner, 3)).local_shape, (4,))
+        self.assertEqual(owned((6, 8), mesh_shape, cuts, (owner + 1, 3)).local_shape, (0,))
+        rows = owned((6, 8), mesh_shape, (Run(1, units), Whole()), (owner, 0))
+        near = [position for position, _ in owned_near((6, 8), mesh_shape, (Run(1, units), Whole()), (0, 0), (0,), rows)]
+        self.assertEqual(near, [owner])
+
+    def test_every_uneven_chunk_is_checked(self):
+        for size, ranks in ((7, 3), (6, 3), (2, 4), (9, 4), (0, 2)):
+            shapes = {owned((size,), (ranks,), (Chunk(0),), (rank,)).local_shape for rank in range(ranks)}
+            refused = {shape for shape in shapes if shape[0] % 2}
+            cuts = (Chunk(0), run(1, (1, 1)))
+            if refused:
+                with self.assertRaisesRegex(ValueError, "do not divide into 2 units"):
+                    check_cuts((size,), (ranks, 2), cuts)
+            else:
+                check_cuts((size,), (ranks, 2), cuts)
+
     def test_which_cuts_depend_on_which(self):
         self.assertTrue(is_nested(Chunk(0), Chunk(0)))
-        self.assertTrue(is_nested(Run(2, (1, 1)), Chunk(1)))
-        self.assertFalse(is_nested(Run(1, (1, 1)), Chunk(1)))
+        self.assertTrue(is_nested(run(2, (1, 1)), Chunk(1)))
+        self.assertFalse(is_nested(run(1, (1, 1)), Chunk(1)))
         self.assertFalse(is_nested(Chunk(1), Chunk(0)))
-        self.assertFalse(is_nested(Chunk(0), Run(1, (1, 1), 2)))
+        self.assertFalse(is_nested(Chunk(0), run(1, (1, 1), 2)))
 
 
 def _numbers(numbers, mine):

@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import tracemalloc
+from unittest import mock
 
 import torch
 from common import error_of
@@ -14,6 +16,14 @@ from torch_ragged import RaggedShard
 from torch_ragged.placement_types import normalize_placements
 
 PLACEMENT = RaggedShard((0,), (1, 2, 0, 1))
+
+# ``pickle.dumps(PLACEMENT, protocol=2)`` from when placements kept their units as a tuple.
+PICKLED_BEFORE = b"\x80\x02c" + b"torch_ragged.placement_types" + b"\nRaggedShard\nK\x00\x85(K\x01K\x02K\x00K\x01t\x86R."
+
+
+def of_many(ranks):
+    """What fully_shard makes: a few ranks own something, in the middle."""
+    return RaggedShard((0,), (0,) * (ranks // 2) + (3, 4, 4, 1) + (0,) * (ranks - ranks // 2 - 4))
 
 
 def check_is_a_frozen_value(test, placement):
@@ -47,6 +57,40 @@ class RaggedShardTest(TestCase):
 
     def test_is_a_frozen_value(self):
         check_is_a_frozen_value(self, PLACEMENT)
+
+    def test_what_was_pickled_with_a_tuple_of_units_loads(self):
+        self.assertEqual(pickle.loads(PICKLED_BEFORE), PLACEMENT)
+        self.assertEqual(pickle.loads(PICKLED_BEFORE).local_units, (1, 2, 0, 1))
+        buffer = io.BytesIO()
+        with mock.patch.object(RaggedShard, "__reduce__", lambda self: (RaggedShard, (self.dims, self.local_units))):
+            torch.save(PLACEMENT, buffer)
+        buffer.seek(0)
+        self.assertEqual(torch.load(buffer, weights_only=True), PLACEMENT)
+
+    def test_many_ranks_take_the_memory_of_few(self):
+        nbytes = {}
+        for ranks in (1_000, 100_000):
+            tracemalloc.start()
+            (placement,) = normalize_placements((of_many(ranks),), (12, 5), (ranks,))
+            nbytes[ranks], _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            self.assertLess(len(pickle.dumps(placement)), 200)
+        self.assertLess(nbytes[1_000], 5_000)
+        self.assertLess(nbytes[100_000], nbytes[1_000] + 500)
+
+    def test_units_of_many_ranks_read_as_a_tuple(self):
+        placement, units = of_many(1_000), (0,) * 500 + (3, 4, 4, 1) + (0,) * 496
+        self.assertEqual(placement.local_units, units)
+        self.assertIs(type(placement.local_units), tuple)
+        self.assertEqual((placement, hash(placement)), (RaggedShard((0,), units), hash(RaggedShard((0,), units))))
+        self.assertEqual(placement, RaggedShard((0,), tuple(7 * count for count in units)))
+        self.assertNotEqual(placement, RaggedShard((0,), units[::-1]))
+        self.assertExpectedInline(
+            repr(placement),
+            """RaggedShard(dims=(0,), local_units=(0,) * 500 + (3,) + (4,) * 2 + (1,) + (0,) * 496)""",
+        )
+        self.assertExpectedInline(str(placement), """RS(0)[0*500,3,4*2,1,0*496]""")
+        self.assertEqual(eval(repr(placement)).local_units, units)
 
     def test_is_never_taken_for_another_placement(self):
         check_is_no_other_placement(self, PLACEMENT)

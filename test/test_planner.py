@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from torch_ragged._ownership import Run, owned
+from torch_ragged._ownership import owned
 from torch_ragged.fsdp import BufferLayout, TensorSpec, blocks, elements, plan_layout, rows, tensor
 from torch_ragged.fsdp.layout import _planner as planner
 from torch_ragged.fsdp.layout._packing import Kind, place
@@ -190,8 +190,7 @@ class PlannerTest(unittest.TestCase):
                 placement = layout.placement(index)
                 for rank in range(ranks):
                     start, stop = layout.local_range(index, rank)
-                    cut = Run(len(placement.dims), placement.local_units)
-                    self.assertEqual(owned(one.shape, (ranks,), (cut,), (rank,)).local_shape, (stop - start,))
+                    self.assertEqual(owned(one.shape, (ranks,), (placement.cut,), (rank,)).local_shape, (stop - start,))
             used = sum(t.numel for t in tensors) + sum(stop - start for start, stop in layout.gaps())
             self.assertEqual(used, layout.numel)
 

@@ -16,6 +16,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_ragged import RaggedShard
+from torch_ragged._redistribute import plan
+from torch_ragged._transfer import Exchange
+from torch_ragged._units import Units
 from torch_ragged.placement_types import has_ragged, normalize_placements
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -228,6 +231,17 @@ class RedistributeTest(expecttest.TestCase):
 
     def test_nested_cuts_that_become_pending(self):
         run_ranks(8, check_nested_cuts_that_become_pending)
+
+    def test_plans_cost_nothing_per_rank(self):
+        """A step for each of so many ranks would never end."""
+        many = 10**12
+        one, other = (RaggedShard((0,), Units([(0, many - 3 - n), (1, 1), (2, 1), (0, 1 + n)])) for n in (0, 1))
+        for source, target in ((one, other), (one, Replicate()), (Replicate(), one), (Shard(0), one), (Partial(), one)):
+            (step,) = plan((6, 4), (many,), (source,), (target,), (many - 2,))
+            if isinstance(step, Exchange):
+                self.assertEqual((len(step.send_splits), len(step.receive_splits)), (many, many))
+        (step,) = plan((6, 4), (many,), (one,), (other,), (many - 2,))
+        self.assertEqual((step.send_splits[many - 3], step.receive_splits.total), (16, 0))
 
     def test_groups_of_some_ranks(self):
         run_ranks(8, check_groups_of_some_ranks, timeout=30)

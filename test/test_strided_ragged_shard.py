@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import pickle
 import unittest
 
 import pytest
@@ -18,6 +19,11 @@ from torch_ragged import RaggedShard, StridedRaggedShard, fsdp_placement
 from torch_ragged.placement_types import normalize_placements
 
 PLACEMENT = StridedRaggedShard((0,), (1, 2, 0, 1), split_factor=2)
+
+# ``pickle.dumps(PLACEMENT, protocol=2)`` from when placements kept their units as a tuple.
+PICKLED_BEFORE = (
+    b"\x80\x02c" + b"torch_ragged.strided_placement_types" + b"\nStridedRaggedShard\nK\x00\x85(K\x01K\x02K\x00K\x01tK\x02\x87R."
+)
 
 
 def check_beside_shard():
@@ -50,6 +56,9 @@ class StridedRaggedShardTest(TestCase):
     def test_is_a_frozen_value_and_no_other_placement(self):
         check_is_a_frozen_value(self, PLACEMENT)
         check_is_no_other_placement(self, PLACEMENT)
+
+    def test_what_was_pickled_with_a_tuple_of_units_loads(self):
+        self.assertEqual(pickle.loads(PICKLED_BEFORE), PLACEMENT)
 
     def test_errors(self):
         self.assertExpectedInline(

@@ -18,9 +18,9 @@ from checkpoint_model import Model, make_state, train, values
 from common import error_of, run_ranks
 from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_ragged import checkpoint
+from torch_ragged import RaggedShard, StridedRaggedShard, checkpoint
 from torch_ragged.checkpoint import _cli, _files
-from torch_ragged.checkpoint._manifest import _checksum
+from torch_ragged.checkpoint._manifest import TensorRecord, _checksum, _placement_text
 
 
 def assert_same(got, want):
@@ -367,6 +367,29 @@ class DamageTest(unittest.TestCase):
             (Path(path) / "x").write_bytes(changed)
             self.assertEqual(_files.check_blocks(Path(path) / "x", record), [0, 7])
             self.assertEqual(_files.check_blocks(Path(path) / "x", record, [3, 7]), [7])
+
+
+class ManifestTest(unittest.TestCase):
+    def record(self, *texts):
+        return TensorRecord((12, 4), "float32", texts, (1000,))
+
+    def test_placements_over_many_ranks_are_short_texts_that_are_read_back(self):
+        units = (0,) * 990 + (1, 2) + (3,) * 3 + (0,) * 5
+        for placement in (RaggedShard((0,), units), StridedRaggedShard((0, 1), units, 2)):
+            record = self.record(_placement_text(placement))
+            self.assertLess(len(record.placements[0]), 120)
+            self.assertEqual(record.parsed_placements()[0].local_units, units)
+            self.assertEqual(record.parsed_placements(), (placement,))
+
+    def test_texts_that_name_the_units_of_every_rank_are_read(self):
+        units = (0,) * 60 + (1, 2) + (0,) * 40
+        record = self.record(f"RaggedShard(dims=(0,), local_units={units})")  # As all were written once.
+        self.assertEqual(record.parsed_placements(), (RaggedShard((0,), units),))
+
+    def test_other_texts_are_refused(self):
+        for units in ("(1,) ** 2", "f() * 2", "(1,) * f()"):
+            with self.assertRaises(ValueError):
+                self.record(f"RaggedShard(dims=(0,), local_units={units})").parsed_placements()
 
 
 class CommandLineTest(unittest.TestCase):

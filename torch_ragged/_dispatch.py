@@ -110,7 +110,6 @@ class _Propagation:
 
     def __init__(self, schema: OpSchema) -> None:
         self._schema = schema
-        self._propagator = DTensor._op_dispatcher.sharding_propagator
 
     @functools.cached_property
     def metas(self) -> Any:
@@ -118,7 +117,7 @@ class _Propagation:
         if isinstance(kwargs.get("generator"), torch.Generator):  # Some ops refuse it for meta tensors, which need none.
             kwargs["generator"] = None
             schema = OpSchema(schema.op, schema.args_schema, kwargs, schema_info=schema.schema_info)
-        return self._propagator._propagate_tensor_meta_non_cached(schema)
+        return _output_metas(schema)
 
     @functools.cached_property
     def _from_the_left(self) -> OpSchema:
@@ -156,6 +155,36 @@ class _Propagation:
         except TypeError:  # An argument has no hash.
             return question.__wrapped__(schema)
         return question(schema)
+
+
+def _output_metas(schema: OpSchema) -> Any:
+    """The metadata of what one device would return: torch is asked once for all placements, of which there may be thousands."""
+    propagate = DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_non_cached
+    arguments = (schema.args_schema, tuple(schema.kwargs_schema.items()))
+    key = None if _are_we_tracing() else _without_placements(arguments)  # Sizes may be symbols while torch traces.
+    if key is None:
+        return propagate(schema)
+    key = (schema.op, torch.get_default_dtype(), key)
+    if key not in _metas:
+        metas = propagate(schema)
+        if len(_metas) >= 4096:
+            _metas.clear()
+        _metas[key] = metas
+    return _metas[key]
+
+
+def _without_placements(argument: Any) -> Any:
+    """What an argument says of outputs' metadata: all but how its tensors are placed. None where it is of an unknown kind."""
+    if isinstance(argument, DTensorSpec):
+        return argument.tensor_meta, argument.mesh.device_type
+    if isinstance(argument, (list, tuple)):
+        parts = [_without_placements(part) for part in argument]
+        return None if None in parts else (type(argument), *parts)
+    return (type(argument), argument) if argument is None or isinstance(argument, _PLAIN) else None
+
+
+_metas: dict[Any, Any] = {}
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 @contextlib.contextmanager

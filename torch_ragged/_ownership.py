@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Union
+
+from torch_ragged._units import Units
 
 __all__ = [
     "Box",
@@ -61,7 +62,7 @@ class Run:
     """
 
     ndims: int
-    units: tuple[int, ...]
+    units: Units
     split_factor: int = 1
 
 
@@ -117,11 +118,10 @@ def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
     return min(index * step, size), min((index + 1) * step, size)
 
 
-def run_range(numel: int, units: Sequence[int], index: int) -> tuple[int, int]:
+def run_range(numel: int, units: Units, index: int) -> tuple[int, int]:
     """Start and stop of rank ``index`` in a flat range of ``numel`` elements cut by ``units`` (section 2 of the design)."""
-    unit = numel // sum(units)
-    start = unit * sum(units[:index])
-    return start, start + unit * units[index]
+    unit = numel // units.total
+    return unit * units.before(index), unit * units.before(index + 1)
 
 
 def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -260,14 +260,25 @@ class _Piece:
             return range(parts) if cut.split_factor > 1 else range(low // step, min(-(-high // step), parts))
         rows = (stop - start) // cut.split_factor  # Of each piece, if the run is strided.
         inner = math.prod(self.shape[1 : cut.ndims])
-        unit, edges = rows * inner // sum(cut.units), _edges(cut.units)
+        unit = rows * inner // cut.units.total
         if not (cut.ndims and unit) or high - low > rows:
             return range(parts)
         near: set[int] = set()
         for piece in range(low // rows, -(-high // rows)):
             first, last = max(low - piece * rows, 0) * inner, min(high - piece * rows, rows) * inner
-            near.update(range(bisect_right(edges, first // unit), min(bisect_left(edges, -(-last // unit)) + 1, parts)))
+            if first < last:
+                near.update(range(cut.units.owner(first // unit), cut.units.owner((last - 1) // unit) + 1))
         return sorted(near)
+
+    def indices_of_all_shapes(self, cut: Cut, parts: int) -> Iterable[int]:
+        """Ranks, of ``parts`` under ``cut``, whose pieces have all the shapes that there are."""
+        if not isinstance(cut, Chunk):
+            return (0,)
+        if cut.split_factor > 1 or cut.dim >= len(self.segments):
+            return range(parts)
+        size = self.shape[cut.dim]
+        after_full_ones = size // (-(-size // parts) or 1)
+        return {0, min(after_full_ones, parts - 1), parts - 1}
 
     def apply(self, cut: Cut, parts: int, index: int) -> None:
         """Keep what the rank at ``index`` of ``parts`` gets of this piece under ``cut``."""
@@ -374,12 +385,6 @@ class _Piece:
         return self.segments[dim][0][0] if self.segments[dim] else 0
 
 
-@lru_cache(maxsize=1024)
-def _edges(units: tuple[int, ...]) -> list[int]:
-    """The number of units of the first rank, of the first two, and so on."""
-    return list(itertools.accumulate(units))
-
-
 def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Index ranges with empty ones left out and neighbours joined."""
     result: list[tuple[int, int]] = []
@@ -426,10 +431,11 @@ def check_cuts(shape: tuple[int, ...], mesh_shape: tuple[int, ...], cuts: tuple[
     pieces = [_Piece(shape)]  # Uneven chunks leave pieces of different shapes: one of each is checked further.
     for cut, parts in zip(cuts, mesh_shape):
         by_shape: dict[tuple[int, ...], _Piece] = {}
-        for piece, index in itertools.product(pieces, range(parts if isinstance(cut, Chunk) else 1)):
-            smaller = piece.copy()
-            smaller.apply(cut, parts, index)
-            by_shape.setdefault(smaller.shape, smaller)
+        for piece in pieces:
+            for index in piece.indices_of_all_shapes(cut, parts):
+                smaller = piece.copy()
+                smaller.apply(cut, parts, index)
+                by_shape.setdefault(smaller.shape, smaller)
         pieces = list(by_shape.values())
 
 
@@ -439,10 +445,10 @@ def check_units(shape: tuple[int, ...], cut: Run) -> None:
     dims = tuple(range(cut.ndims))
     if cut.ndims > len(shape):
         raise ValueError(f"{name} over dims {dims} on a tensor of shape {shape}: it has only {len(shape)} dimensions")
-    prefix, total = math.prod(shape[: cut.ndims]), sum(cut.units)
+    prefix, total = math.prod(shape[: cut.ndims]), cut.units.total
     if prefix % total:
         piece = "" if cut.split_factor == 1 else f"each of the {cut.split_factor} pieces of "
         raise ValueError(
-            f"{name}(dims={dims}, local_units={cut.units}) cannot cut {piece}shape {shape}: its {prefix} "
+            f"{name}(dims={dims}, local_units={cut.units!r}) cannot cut {piece}shape {shape}: its {prefix} "
             f"slices along these dims do not divide into {total} units. Choose units whose sum divides {prefix}"
         )

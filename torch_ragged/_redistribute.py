@@ -215,7 +215,7 @@ def _run_exchange(step: Exchange, flat: torch.Tensor, mesh: DeviceMesh) -> Pendi
 
 def _run_gather(step: Gather, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
     group, rank = mesh_group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
-    splits, size, flat = step.splits, len(step.splits), _pack(flat, step.sends)
+    splits, size, flat = tuple(step.splits), len(step.splits), _pack(flat, step.sends)
     unpack = _unpacking(step.receives, step.local_shape)
     if len(set(splits)) == 1:
         received = _c10d().all_gather_into_tensor(flat, size, group.group_name)
@@ -237,7 +237,7 @@ def _run_gather(step: Gather, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
 def _run_reduce(step: Reduce, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
     """A sum's order of additions over uneven owners is the rank order; backends choose it for even ones."""
     group, rank = mesh_group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
-    size, splits = mesh.size(step.mesh_dim), step.splits
+    size, splits = mesh.size(step.mesh_dim), None if step.splits is None else tuple(step.splits)
     average = step.operation == "avg"
     kernel = "sum" if average else step.operation
 

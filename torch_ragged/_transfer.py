@@ -18,7 +18,6 @@ import functools
 import itertools
 import math
 import operator
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,6 +35,7 @@ from torch_ragged._ownership import (
     owned_near,
     piece_shape,
 )
+from torch_ragged._units import Units
 
 __all__ = ["Exchange", "Fill", "Gather", "Move", "Part", "Reduce", "Route", "Step", "common_parts"]
 
@@ -57,6 +57,7 @@ class Part(NamedTuple):
 
 
 _Pair = tuple[Part, Part]
+_FEW = 64  # ranks
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ class Exchange:
     """
 
     mesh_dims: tuple[int, ...]
-    send_splits: tuple[int, ...]
-    receive_splits: tuple[int, ...]
+    send_splits: Sequence[int]
+    receive_splits: Sequence[int]
     sends: tuple[Part, ...]
     receives: tuple[Part, ...]
     local_shape: tuple[int, ...]
@@ -90,7 +91,7 @@ class Gather:
     """Every rank of ``mesh_dim`` gets everyone's ``sends``: ``splits[p]`` elements of peer ``p`` fill ``receives``."""
 
     mesh_dim: int
-    splits: tuple[int, ...]
+    splits: Sequence[int]
     sends: tuple[Part, ...]
     receives: tuple[Part, ...]
     local_shape: tuple[int, ...]
@@ -105,7 +106,7 @@ class Reduce:
 
     mesh_dim: int
     operation: str
-    splits: tuple[int, ...] | None
+    splits: Sequence[int] | None
     sends: tuple[Part, ...]
     receives: tuple[Part, ...]
     local_shape: tuple[int, ...]
@@ -193,9 +194,10 @@ class Route:
         size, rank = self.mesh_shape[mesh_dim], self.coordinate[mesh_dim]
         shape, cut_of_piece = self._piece(mesh_dim, cut)
         numel = math.prod(shape)
-        bounds, columns = _boundaries(shape, cut_of_piece, size), _columns(shape, cut_of_piece, size)
-        if bounds is not None:
-            splits, sends, receives = _differences(bounds), _everything(numel), _everything(math.prod(local_shape))
+        stretches, columns = _stretches(shape, cut_of_piece, size), _columns(shape, cut_of_piece, size)
+        splits: Sequence[int]
+        if stretches is not None:
+            splits, sends, receives = _splits(stretches), _everything(numel), _everything(math.prod(local_shape))
         elif columns is not None:
             splits, sends = columns.splits(0, numel), columns.spread(0, numel)
             receives = _everything(math.prod(local_shape))
@@ -231,9 +233,10 @@ class Route:
         target = self.replace(mesh_dim, Whole())
         local_shape = self._owned(target).local_shape
         numel = math.prod(shape)
-        bounds, columns = _boundaries(shape, cut, size), _columns(shape, cut, size)
-        if bounds is not None:
-            splits, receives = _differences(bounds), _everything(numel)
+        stretches, columns = _stretches(shape, cut, size), _columns(shape, cut, size)
+        splits: Sequence[int]
+        if stretches is not None:
+            splits, receives = _splits(stretches), _everything(numel)
             sends = _everything(splits[rank])
         elif columns is not None:
             splits, receives = columns.splits(0, numel), columns.spread(0, numel)
@@ -253,7 +256,7 @@ class Route:
         shape, before = self._piece(mesh_dim, self.cuts[mesh_dim])
         same_shape, after = self._piece(mesh_dim, target[mesh_dim])
         assert shape == same_shape
-        old, new = (_boundaries(shape, cut, size) for cut in (before, after))
+        old, new = (_stretches(shape, cut, size) for cut in (before, after))
         old_columns, new_columns = (_columns(shape, cut, size) for cut in (before, after))
         step: Step
         if old is not None and new is not None:
@@ -310,15 +313,14 @@ class Route:
 
 
 @lru_cache(maxsize=4096)
-def _boundaries(shape: tuple[int, ...], cut: Cut, size: int) -> list[int] | None:
-    """Where the storage of ``shape`` is cut among ``size`` ranks, if each rank gets one stretch in rank order."""
+def _stretches(shape: tuple[int, ...], cut: Cut, size: int) -> Units | None:
+    """The elements of each of ``size`` ranks, if the storage of ``shape`` is cut into one stretch a rank, in rank order."""
     if isinstance(cut, Run) and cut.split_factor == 1:
-        unit = math.prod(shape) // sum(cut.units)
-        return [0, *(unit * total for total in itertools.accumulate(cut.units))]
+        return cut.units.scaled(math.prod(shape) // cut.units.total)
     if isinstance(cut, Chunk) and cut.split_factor == 1 and math.prod(shape[: cut.dim]) == 1:
         rows, inner = shape[cut.dim], math.prod(shape[cut.dim + 1 :])
         step = -(-rows // size)
-        return [min(p * step, rows) * inner for p in range(size + 1)]
+        return Units([(step, size)]).within(0, rows).scaled(inner)
     return None
 
 
@@ -326,26 +328,20 @@ def _differences(bounds: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(operator.sub, bounds[1:], bounds))
 
 
-def _overlaps(start: int, stop: int, bounds: Sequence[int]) -> tuple[int, ...]:
-    """How many elements of ``[start, stop)`` lie in each stretch."""
-    size = len(bounds) - 1
-    if start >= stop:
-        return (0,) * size
-    first, last = bisect_right(bounds, start) - 1, bisect_left(bounds, stop)
-    inside = [min(stop, b) - max(start, a) for a, b in zip(bounds[first:last], bounds[first + 1 : last + 1])]
-    return (0,) * first + tuple(inside) + (0,) * (size - last)
+def _splits(counts: Units) -> Sequence[int]:
+    """What a step keeps of the elements of each rank: of few ranks a tuple, which is read faster; of many their runs."""
+    return counts if len(counts) > _FEW else tuple(counts)
 
 
 def _everything(numel: int) -> tuple[Part, ...]:
     return (Part(0, (numel,), (1,)),) if numel else ()
 
 
-def _exchange_stretches(mesh_dim: int, old: Sequence[int], new: Sequence[int], rank: int, local_shape: tuple[int, ...]) -> Step:
+def _exchange_stretches(mesh_dim: int, old: Units, new: Units, rank: int, local_shape: tuple[int, ...]) -> Step:
     if old == new:
         return Move((), (), local_shape, stays=True)
-    sends, receives = _overlaps(old[rank], old[rank + 1], new), _overlaps(new[rank], new[rank + 1], old)
-    parts = (_everything(old[rank + 1] - old[rank]), _everything(new[rank + 1] - new[rank]))
-    return Exchange((mesh_dim,), sends, receives, *parts, local_shape)
+    sends, receives = (_splits(b.within(a.before(rank), a.before(rank + 1))) for a, b in ((old, new), (new, old)))
+    return Exchange((mesh_dim,), sends, receives, _everything(old[rank]), _everything(new[rank]), local_shape)
 
 
 # --- columns -------------------------------------------------------------------------------------------------------
@@ -407,8 +403,8 @@ class _Columns:
 
 @lru_cache(maxsize=4096)
 def _columns(shape: tuple[int, ...], cut: Cut, size: int) -> _Columns | None:
-    """The columns into which ``cut`` cuts the storage of ``shape``, if it cuts columns and the storage is not empty."""
-    if not isinstance(cut, Chunk) or cut.split_factor > 1 or not math.prod(shape):
+    """The columns into which ``cut`` cuts the storage of ``shape``; None if it cuts stretches, or the storage is empty."""
+    if not isinstance(cut, Chunk) or cut.split_factor > 1 or not math.prod(shape) or math.prod(shape[: cut.dim]) == 1:
         return None
     width, inner = shape[cut.dim], math.prod(shape[cut.dim + 1 :])
     step = -(-width // size)
@@ -418,14 +414,14 @@ def _columns(shape: tuple[int, ...], cut: Cut, size: int) -> _Columns | None:
 
 
 def _exchange_columns(
-    mesh_dim: int, bounds: Sequence[int], columns: _Columns, rank: int, local_shape: tuple[int, ...], to_columns: bool
+    mesh_dim: int, stretches: Units, columns: _Columns, rank: int, local_shape: tuple[int, ...], to_columns: bool
 ) -> Step:
-    """Between stretches of storage, cut at ``bounds``, and columns."""
-    rows, widths = bounds[-1] // columns.row, _differences(columns.bounds)
-    lengths = _differences(bounds)
+    """Between stretches of storage and columns."""
+    rows, widths = stretches.total // columns.row, _differences(columns.bounds)
+    bounds = [0, *itertools.accumulate(stretches)]
     if all(
         length == rows * width and columns.counts(p, bounds[p : p + 2]) == (length,)
-        for p, (length, width) in enumerate(zip(lengths, widths))
+        for p, (length, width) in enumerate(zip(stretches, widths))
     ):
         return Move((), (), local_shape, stays=True)
     start, stop = bounds[rank], bounds[rank + 1]

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged._ownership import Chunk, Cut, Run, Whole, check_cuts
+from torch_ragged._units import Units
 
 __all__ = ["RaggedShard", "cuts_of", "has_ragged", "normalize_placements"]
 
@@ -24,10 +25,10 @@ _ragged_types: set[type] = set()
 class _Ragged(Placement):
     """What ragged placements share: an immutable value of dims and units, compared by relative units."""
 
-    __slots__ = ("_dims", "_hash", "_key", "_local_units")
+    __slots__ = ("_dims", "_hash", "_key", "_units")
 
     _dims: tuple[int, ...]
-    _local_units: tuple[int, ...]
+    _units: Units
     _key: tuple[Any, ...]
     _hash: int
     redistribute_view: Callable[..., torch.Tensor] | None = None
@@ -39,15 +40,17 @@ class _Ragged(Placement):
     def __init__(self, dims: Sequence[int], local_units: Sequence[int], *more: int) -> None:
         super().__init__()
         name = type(self).__name__
-        dims, units = _int_tuple(name, "dims", dims), _int_tuple(name, "local_units", local_units)
+        dims, units = _int_tuple(name, "dims", dims), local_units
+        if not isinstance(units, Units):
+            units = Units.of(_int_tuple(name, "local_units", units))
         if all(d >= 0 for d in dims) and dims != tuple(range(len(dims))):
             raise ValueError(f"{name} dims must be a prefix (0, ..., k-1) of the tensor's dimensions, got {dims}")
-        if any(u < 0 for u in units) or not any(units):
-            raise ValueError(f"{name} local_units must be integers >= 0, one per rank and not all zero, got {units}")
-        divisor = math.gcd(*units)
-        key = (dims, tuple(u // divisor for u in units), *more)
-        # The hash is asked for at every operator call: computed once, since there may be a thousand units.
-        for attribute, value in (("_dims", dims), ("_local_units", units), ("_key", key), ("_hash", hash((name, key)))):
+        if min(units.values, default=0) < 0 or not any(units.values):
+            raise ValueError(f"{name} local_units must be integers >= 0, one per rank and not all zero, got {units!r}")
+        (values, ends), divisor = units.key, math.gcd(*units.values)
+        key = (dims, values if divisor == 1 else tuple([u // divisor for u in values]), ends, *more)
+        # Every operator call asks for the hash: it is computed once.
+        for attribute, value in (("_dims", dims), ("_units", units), ("_key", key), ("_hash", hash((name, key)))):
             object.__setattr__(self, attribute, value)
 
     @property
@@ -57,8 +60,13 @@ class _Ragged(Placement):
 
     @property
     def local_units(self) -> tuple[int, ...]:
-        """The units of each rank, as given."""
-        return self._local_units
+        """The units of each rank, as given: a new tuple at each call. :attr:`units` is the same without its cost."""
+        return tuple(self._units)
+
+    @property
+    def units(self) -> Units:
+        """The units of each rank as runs of ranks that have equally many: their memory does not grow with the ranks."""
+        return self._units
 
     @property
     def cut(self) -> Run:
@@ -140,26 +148,26 @@ class RaggedShard(_Ragged):
 
     @property
     def cut(self) -> Run:
-        return Run(len(self._dims), self._local_units)
+        return Run(len(self._dims), self._units)
 
     def replace_dims(self, dims: tuple[int, ...]) -> RaggedShard:
-        return RaggedShard(dims, self._local_units)
+        return RaggedShard(dims, self._units)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RaggedShard, (self._dims, self._local_units)
+        return RaggedShard, (self._dims, self._units)
 
     def __repr__(self) -> str:
-        return f"RaggedShard(dims={self._dims}, local_units={self._local_units})"
+        return f"RaggedShard(dims={self._dims}, local_units={self._units!r})"
 
     def __str__(self) -> str:
-        return f"RS({','.join(map(str, self._dims))})[{','.join(map(str, self._local_units))}]"
+        return f"RS({','.join(map(str, self._dims))})[{self._units}]"
 
 
-torch.serialization.add_safe_globals([RaggedShard])
+torch.serialization.add_safe_globals([RaggedShard, Units])
 
 
 def _int_tuple(placement: str, name: str, values: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(values, int) or not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+    if isinstance(values, int) or not all([issubclass(kind, int) and kind is not bool for kind in set(map(type, values))]):
         expected = "an integer" if name == "split_factor" else "a sequence of integers"
         raise TypeError(f"{placement} {name} must be {expected}, got {values[0] if name == 'split_factor' else values!r}")
     return tuple(values)
@@ -182,13 +190,13 @@ def normalize_placements(
         ValueError: there is not one placement per mesh dimension, a ragged placement has not one unit count per
             rank, its units do not divide the tensor, or the placements have no meaning together.
     """
-    units = tuple(placement.local_units for placement in placements if isinstance(placement, _Ragged))
+    units = tuple([placement.units.key for placement in placements if isinstance(placement, _Ragged)])
     return _normalized(placements, units, shape, mesh_shape)
 
 
 @lru_cache(maxsize=65536)
 def _normalized(
-    placements: tuple[Placement, ...], units: tuple[tuple[int, ...], ...], shape: tuple[int, ...], mesh_shape: tuple[int, ...]
+    placements: tuple[Placement, ...], units: tuple[Any, ...], shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[Placement, ...]:
     """As above; ``units`` are the placements', by which equal ones may differ in what they divide."""
     if len(placements) != len(mesh_shape):
@@ -205,9 +213,9 @@ def _normalized(
 
 def _normalize(placement: Placement, mesh_dim: int, ndim: int, size: int) -> Placement:
     if isinstance(placement, _Ragged):
-        if len(placement.local_units) != size:
+        if len(placement.units) != size:
             raise ValueError(
-                f"{placement!r} has {len(placement.local_units)} local_units, but mesh dimension {mesh_dim} has "
+                f"{placement!r} has {len(placement.units)} local_units, but mesh dimension {mesh_dim} has "
                 f"{size} ranks: give one unit count per rank"
             )
         return placement.normalize(ndim)

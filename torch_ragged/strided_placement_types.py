@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -61,20 +62,19 @@ class StridedRaggedShard(_Ragged):
 
     @property
     def cut(self) -> Run:
-        return Run(len(self._dims), self._local_units, self._split_factor)
+        return Run(len(self._dims), self._units, self._split_factor)
 
     def replace_dims(self, dims: tuple[int, ...]) -> StridedRaggedShard:
-        return StridedRaggedShard(dims, self._local_units, self._split_factor)
+        return StridedRaggedShard(dims, self._units, self._split_factor)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StridedRaggedShard, (self._dims, self._local_units, self._split_factor)
+        return StridedRaggedShard, (self._dims, self._units, self._split_factor)
 
     def __repr__(self) -> str:
-        return f"StridedRaggedShard(dims={self._dims}, local_units={self._local_units}, split_factor={self._split_factor})"
+        return f"StridedRaggedShard(dims={self._dims}, local_units={self._units!r}, split_factor={self._split_factor})"
 
     def __str__(self) -> str:
-        units = ",".join(map(str, self._local_units))
-        return f"SRS({','.join(map(str, self._dims))})[{units}]/{self._split_factor}"
+        return f"SRS({','.join(map(str, self._dims))})[{self._units}]/{self._split_factor}"
 
 
 torch.serialization.add_safe_globals([StridedRaggedShard])
@@ -120,7 +120,7 @@ def fsdp_placement(
     if local_numels is None:
         blocks = [-(-numel // block) * rank // ranks for rank in range(ranks + 1)]
         local_numels = [min(b * block, numel) - min(a * block, numel) for a, b in zip(blocks, blocks[1:])]
-    edges = [sum(local_numels[:rank]) for rank in range(ranks + 1)]
+    edges = [0, *itertools.accumulate(local_numels)]
     if len(local_numels) != ranks or edges[-1] != numel or any(edge % block and edge != numel for edge in edges):
         raise ValueError(
             f"local_numels {tuple(local_numels)} cannot cut a local piece of shape {tuple(local)} over {ranks} ranks: give one "

@@ -56,6 +56,7 @@ SERIES = (
         "0002-ragged-shard",
         (
             "_groups.py",
+            "_units.py",
             "_ownership.py",
             "placement_types.py",
             "_transfer.py",
@@ -63,7 +64,7 @@ SERIES = (
             "_async_tensor.py",
             "_api.py",
         ),
-        ("oracle.py", "test_placement_types.py", "test_redistribute.py"),
+        ("oracle.py", "test_units.py", "test_placement_types.py", "test_redistribute.py"),
     ),
     Step(
         "0003-ragged-shard-operators",

@@ -217,7 +217,7 @@ def _output(
     if not all(type(p) is Shard for p in here) or any(not p.is_replicate() and not isinstance(p, Partial) for p in others):
         return None
     dims = tuple(p.dim for p in here)[::2]  # type: ignore[attr-defined]
-    if any(dim >= len(meta.shape) for dim in dims) or math.prod(meta.shape[dim] for dim in dims) != sum(rows.counts):
+    if any(dim >= len(meta.shape) for dim in dims) or math.prod(meta.shape[dim] for dim in dims) != rows.counts.total:
         return None
     for placement, ratio, shape in zip(here, ratios, shapes):
         if shape != [size * ratio if d == placement.dim else size for d, size in enumerate(meta.shape)]:  # type: ignore

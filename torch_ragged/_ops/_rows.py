@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch_ragged._ops._rules import Spec
 from torch_ragged._ownership import Run
 from torch_ragged._redistribute import redistribute_local
+from torch_ragged._units import Units
 from torch_ragged.placement_types import RaggedShard, _Ragged
 
 __all__ = ["RaggedRows", "Rows", "flat_cut", "flat_placement", "has_ragged_rows", "redistribute_rows", "rows_of"]
@@ -54,13 +54,13 @@ class RaggedRows(_Ragged):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RaggedRows, (self._dims, self._local_units)
+        return RaggedRows, (self._dims, self._units)
 
     def __repr__(self) -> str:
-        return f"RaggedRows(dims={self._dims}, local_units={self._local_units})"
+        return f"RaggedRows(dims={self._dims}, local_units={self._units!r})"
 
     def __str__(self) -> str:
-        return f"RR({','.join(map(str, self._dims))})[{','.join(map(str, self._local_units))}]"
+        return f"RR({','.join(map(str, self._dims))})[{self._units}]"
 
 
 torch.serialization.add_safe_globals([RaggedRows])
@@ -80,7 +80,7 @@ class Rows:
 
     mesh_dim: int
     dims: tuple[int, ...]
-    counts: tuple[int, ...]
+    counts: Units
     flat: bool
 
     def count(self, spec: Spec) -> int:
@@ -113,36 +113,36 @@ def rows_of(spec: Spec) -> Rows | None:
     if only is None or not spec.shape:
         return None
     mesh_dim, placement = only
-    units, total = placement.local_units, sum(placement.local_units)
+    units, total = placement.units, placement.units.total
     if isinstance(placement, RaggedRows):
         size = math.prod(spec.shape[d] for d in placement.dims)
-        return Rows(mesh_dim, placement.dims, tuple(u * size // total for u in units), flat=False)
+        return Rows(mesh_dim, placement.dims, units.scaled(size, total), flat=False)
     if 0 in spec.shape[: max(len(placement.dims), 1)]:
         return None
     for length in range(1, len(spec.shape) + 1):
         prefix = math.prod(spec.shape[:length])
-        if all(bound * prefix % total == 0 for bound in itertools.accumulate(units)):
-            return Rows(mesh_dim, tuple(range(length)), tuple(u * prefix // total for u in units), flat=True)
+        if all([u * prefix % total == 0 for u in units.values]):
+            return Rows(mesh_dim, tuple(range(length)), units.scaled(prefix, total), flat=True)
     return None
 
 
-def flat_cut(spec: Spec) -> tuple[int, tuple[int, ...]] | None:
+def flat_cut(spec: Spec) -> tuple[int, Units] | None:
     """The mesh dimension that cuts the row-major storage, and the number of elements of each rank; None if views or others."""
     only = _only_ragged(spec)
     if only is None or isinstance(only[1], RaggedRows):
         return None
-    units = only[1].local_units
-    return only[0], tuple(u * math.prod(spec.shape) // sum(units) for u in units)
+    units = only[1].units
+    return only[0], units.scaled(math.prod(spec.shape), units.total)
 
 
-def flat_placement(shape: Sequence[int], counts: Sequence[int]) -> RaggedShard:
+def flat_placement(shape: Sequence[int], counts: Units) -> RaggedShard:
     """The placement over as few dimensions as possible under which ranks hold ``counts`` elements of the storage."""
-    if not any(counts):
-        return RaggedShard(tuple(range(len(shape))), (1,) * len(counts))
+    if not counts.total:
+        return RaggedShard(tuple(range(len(shape))), Units([(1, len(counts))]))
     for length in range(min(len(shape), 1), len(shape) + 1):
         inner = math.prod(shape[length:])
-        if all(count % inner == 0 for count in counts):
-            return RaggedShard(tuple(range(length)), [count // inner for count in counts])
+        if all([count % inner == 0 for count in counts.values]):
+            return RaggedShard(tuple(range(length)), counts.scaled(1, inner))
     raise AssertionError(f"a cut of {shape} into {counts} elements")
 
 
@@ -167,7 +167,7 @@ def redistribute_rows(
         raise ValueError(f"redistribution from {source} to {target}: redistribute the strided view to Replicate or Shard first")
     order = [*view.dims, *(d for d in range(len(shape)) if d not in view.dims)]
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    front = RaggedShard(tuple(range(len(view.dims))), view.local_units)
+    front = RaggedShard(tuple(range(len(view.dims))), view.units)
 
     def in_front(placement: Placement) -> Placement:
         if type(placement) is Shard:
@@ -180,8 +180,8 @@ def redistribute_rows(
     flat = flat.view(-1) if view in source else flat
     out = redistribute_local(flat, mesh, moved, source_front, target_front).wait()
     if view in target:
-        units, mine = view.local_units, mesh.get_local_rank(target.index(view))
-        count = math.prod(moved[: len(view.dims)]) * units[mine] // sum(units)
+        units, mine = view.units, mesh.get_local_rank(target.index(view))
+        count = math.prod(moved[: len(view.dims)]) * units[mine] // units.total
         out = out.view([1] * (len(view.dims) - 1) + [count] + moved[len(view.dims) :])
     return out.permute(inverse).contiguous()
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch_ragged._ops._row_ops import row_rule
 from torch_ragged._ops._rows import RaggedRows, Rows, flat_cut, flat_placement, rows_of
 from torch_ragged._ops._rules import NoLocalWay, OpCall, Sharding, Spec, is_row_major, rule, tensor_leaves
+from torch_ragged._units import Units
 from torch_ragged.placement_types import RaggedShard
 
 __all__ = ["view_rule"]
@@ -85,18 +86,17 @@ def _meta(tensor: torch.Tensor) -> Any:
 # --- intervals of the flat storage ---------------------------------------------------------------------------------
 
 
-def _intervals(spec: Spec, cut: tuple[int, tuple[int, ...]], outputs: list[torch.Tensor], single: bool) -> Sharding:
+def _intervals(spec: Spec, cut: tuple[int, Units], outputs: list[torch.Tensor], single: bool) -> Sharding:
     mesh_dim, counts = cut
     coordinate = spec.mesh.get_coordinate()
-    bounds = [0, *itertools.accumulate(counts)]
+    mine = coordinate[mesh_dim] if coordinate is not None else 0
+    begin = counts.before(mine)
     placements, pieces = [], []
     for out in outputs:
-        start, stop = out.storage_offset(), out.storage_offset() + out.numel()
-        parts = [(min(max(start, a), b), min(max(stop, a), b)) for a, b in zip(bounds, bounds[1:])]
-        placement = _interval_placement(spec, mesh_dim, out, [b - a for a, b in parts])
+        start, stop = int(out.storage_offset()), int(out.storage_offset()) + out.numel()
+        placement = _interval_placement(spec, mesh_dim, out, counts.within(start, stop))
         placements.append(_replace(spec, mesh_dim, placement))
-        mine = coordinate[mesh_dim] if coordinate is not None else 0
-        pieces.append((parts[mine][0] - bounds[mine], parts[mine][1] - bounds[mine]))
+        pieces.append([min(max(bound - begin, 0), counts[mine]) for bound in (start, stop)])
 
     def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         results = [local[start:stop] for start, stop in pieces]
@@ -105,7 +105,7 @@ def _intervals(spec: Spec, cut: tuple[int, tuple[int, ...]], outputs: list[torch
     return Sharding([(spec.placements, None)], placements[0] if single else list(placements), run)
 
 
-def _interval_placement(spec: Spec, mesh_dim: int, out: torch.Tensor, counts: list[int]) -> RaggedShard:
+def _interval_placement(spec: Spec, mesh_dim: int, out: torch.Tensor, counts: Units) -> RaggedShard:
     """The placement of a view: the argument's own where it still means the same cut.
 
     Raises:
@@ -121,9 +121,9 @@ def _interval_placement(spec: Spec, mesh_dim: int, out: torch.Tensor, counts: li
             "that one rank holds as a whole"
         )
     prefix = math.prod(out.shape[: len(placement.dims)])
-    total = sum(placement.local_units)
-    if len(placement.dims) <= out.dim() and prefix % total == 0:
-        if [u * out.numel() // total for u in placement.local_units] == counts:
+    units = placement.units
+    if len(placement.dims) <= out.dim() and prefix % units.total == 0:
+        if units.scaled(out.numel(), units.total) == counts:
             return placement
     return smallest
 
@@ -152,7 +152,7 @@ def _reshaped_rows(spec: Spec, rows: Rows, out: torch.Tensor, expands: bool) -> 
     return Sharding([(spec.placements, None)], _replace(spec, rows.mesh_dim, RaggedRows(dims, counts)), run)
 
 
-def _regroup(before: Sequence[int], rows: Rows, after: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _regroup(before: Sequence[int], rows: Rows, after: Sequence[int]) -> tuple[tuple[int, ...], Units]:
     """The dimensions that are cut after a reshape, and each rank's number of slices over them."""
     first, last = rows.dims[0], rows.dims[-1]
     if rows.dims == tuple(range(first, last + 1)):
@@ -160,9 +160,9 @@ def _regroup(before: Sequence[int], rows: Rows, after: Sequence[int]) -> tuple[t
         starts = [d for d in range(len(after)) if math.prod(after[:d]) == math.prod(before[:first])]
         for start, stop in itertools.product(starts, range(len(after))):
             step = math.prod(after[stop + 1 :])
-            if start <= stop and step and all(count * inner % step == 0 for count in rows.counts):
+            if start <= stop and step and all([count * inner % step == 0 for count in rows.counts.values]):
                 if math.prod(after[start : stop + 1]) * step == math.prod(before[first : last + 1]) * inner:
-                    return tuple(range(start, stop + 1)), tuple(count * inner // step for count in rows.counts)
+                    return tuple(range(start, stop + 1)), rows.counts.scaled(inner, step)
     raise NoLocalWay(f"a view as {tuple(after)} would mix owners: it does not keep slices over dimensions {rows.dims} whole")
 
 
@@ -194,19 +194,19 @@ def view_backward_rule(call: OpCall) -> Sharding:
     return _zeros_around(spec, cut, sizes, taken.storage_offset())
 
 
-def _zeros_around(spec: Spec, cut: tuple[int, tuple[int, ...]], sizes: tuple[int, ...], start: int) -> Sharding:
+def _zeros_around(spec: Spec, cut: tuple[int, Units], sizes: tuple[int, ...], start: int) -> Sharding:
     """The gradient at ``start`` of a flat storage of ``sizes``; the first and last owners own the zeros beside it too."""
     mesh_dim, counts = cut
     coordinate = spec.mesh.get_coordinate()
     mine = coordinate[mesh_dim] if coordinate is not None else -1
-    owners = [rank for rank, count in enumerate(counts) if count]
-    before, after = start, math.prod(sizes) - start - sum(counts)
-    grown = [n + before * (r == owners[0]) + after * (r == owners[-1]) for r, n in enumerate(counts)]
+    first, last = counts.owner(0), counts.owner(counts.total - 1)
+    before, after = start, math.prod(sizes) - start - counts.total
+    grown = [n + before * (r == first) + after * (r == last) for r, n in enumerate(counts)]
 
     def run(local: torch.Tensor, *args: Any) -> torch.Tensor:
-        return torch.nn.functional.pad(local, (before * (mine == owners[0]), after * (mine == owners[-1])))
+        return torch.nn.functional.pad(local, (before * (mine == first), after * (mine == last)))
 
-    return Sharding([(spec.placements, None)], _replace(spec, mesh_dim, flat_placement(sizes, grown)), run)
+    return Sharding([(spec.placements, None)], _replace(spec, mesh_dim, flat_placement(sizes, Units.of(grown))), run)
 
 
 def _replace(spec: Spec, mesh_dim: int, placement: Any) -> tuple[Any, ...]:

@@ -45,7 +45,11 @@ def adopt() -> None:
         name = ".".join([root.name, *path.relative_to(root).with_suffix("").parts])
         if not path.stem.startswith(("__", "_triton")) and _has(torch_name(name)):  # Those need Triton, and hold no classes.
             sys.modules[name] = importlib.import_module(torch_name(name))
-    _let_load("torch_ragged.placement_types.RaggedShard", "torch_ragged.strided_placement_types.StridedRaggedShard")
+    _let_load(
+        "torch_ragged.placement_types.RaggedShard",
+        "torch_ragged.strided_placement_types.StridedRaggedShard",
+        "torch_ragged._units.Units",
+    )
 
 
 def _let_load(*names: str) -> None:

@@ -208,7 +208,16 @@ def _parse_placement(text: str) -> Placement:
     try:
         call = ast.parse(text, mode="eval").body
         assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args
-        arguments = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
+        arguments = {keyword.arg or "": _parse_value(keyword.value) for keyword in call.keywords}
         return kinds[call.func.id](**arguments)
     except (SyntaxError, AssertionError, KeyError, TypeError) as error:
         raise ValueError(f"unknown placement {text!r}") from error
+
+
+def _parse_value(node: ast.expr) -> Any:
+    """A literal, or a sum of multiples of literals: the units of many ranks are ``(0,) * 60 + (5, 7) + (0,) * 2``."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _parse_value(node.left) + _parse_value(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _parse_value(node.left) * ast.literal_eval(node.right)
+    return ast.literal_eval(node)

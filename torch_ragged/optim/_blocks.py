@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged._ownership import row_major
+from torch_ragged._units import Units
 from torch_ragged.granularity import Granularity, blocks
 from torch_ragged.optim._gather import Placed
 from torch_ragged.placement_types import RaggedShard, normalize_placements
@@ -118,19 +119,22 @@ def _grid_run(
         return None  # Pieces of a strided run would share a band.
     rows, columns = piece[-2:]
     bands, edge = -(-rows // height), 0
-    unit = math.prod(piece) // sum(placement.local_units)
-    edges = [0]
-    for units in placement.local_units:
-        edge += unit * units
-        row, within = divmod(edge, columns)
-        matrix, row = divmod(row, rows)
-        if within or row % height:
-            return None
-        edges.append(matrix * bands + row // height)
+    unit, done = math.prod(piece) // placement.units.total, 0
+    runs: list[tuple[int, int]] = []
+    for units, ranks in placement.units.runs:
+        for _ in range(ranks if units else 0):
+            edge += unit * units
+            row, within = divmod(edge, columns)
+            matrix, row = divmod(row, rows)
+            if within or row % height:
+                return None
+            before, done = done, matrix * bands + row // height
+            runs.append((done - before, 1))
+        runs += [] if units else [(0, ranks)]
     if ndims <= len(piece) - 2:
         return placement
-    dims, units_of = tuple(range(len(piece) - 1)), tuple(b - a for a, b in zip(edges, edges[1:]))
-    return RaggedShard(dims, units_of) if factor == 1 else StridedRaggedShard(dims, units_of, factor)
+    dims, grid_units = tuple(range(len(piece) - 1)), Units(runs)
+    return RaggedShard(dims, grid_units) if factor == 1 else StridedRaggedShard(dims, grid_units, factor)
 
 
 def aligned_placements(

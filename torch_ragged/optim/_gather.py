@@ -13,9 +13,7 @@ the root's RaggedShard, compute, redistribute back) with the transfers of many p
 
 from __future__ import annotations
 
-import itertools
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -127,12 +125,11 @@ def _owners_along(placed: Placed, mesh_dim: int) -> list[int | None] | None:
     cut = placed.cuts[mesh_dim]
     if not isinstance(cut, Run) or cut.split_factor > 1:
         return None
-    unit, size = math.prod(placed.shape) // sum(cut.units), math.prod(placed.shape[-2:])
-    edges = [0, *(unit * total for total in itertools.accumulate(cut.units))]
+    unit, size = math.prod(placed.shape) // cut.units.total, math.prod(placed.shape[-2:])
     owners: list[int | None] = []
     for start in range(0, size * math.prod(placed.shape[:-2]), max(size, 1)):
-        rank = bisect_right(edges, start) - 1
-        owners.append(rank if start + size <= edges[rank + 1] else None)
+        rank = cut.units.owner(start // unit)
+        owners.append(rank if start + size <= unit * cut.units.before(rank + 1) else None)
     return owners
 
 

@@ -167,7 +167,7 @@ class Distribution:
         ragged = layout.placement(index)
         if 0 not in cuts:
             return ragged
-        return StridedRaggedShard(ragged.dims, ragged.local_units, split_factor=math.prod(cuts[0]))
+        return StridedRaggedShard(ragged.dims, ragged.units, split_factor=math.prod(cuts[0]))
 
     def _cuts(self) -> dict[int, list[int]]:
         """Dimensions that the model cuts on mesh dimensions behind the shards', with the sizes of these."""

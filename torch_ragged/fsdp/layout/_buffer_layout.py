@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch_ragged._units import Units
 from torch_ragged.granularity import TensorSpec
 from torch_ragged.placement_types import RaggedShard
 
@@ -117,15 +118,11 @@ class BufferLayout:
     def placement(self, index: int) -> RaggedShard:
         """The RaggedShard of tensor ``index``: each rank's share in slices of the prefix that it is cut along."""
         tensor = self.tensors[index]
-        unit = max(1, math.prod(tensor.shape[len(tensor.dims) :]))
-        first = self.offsets[index] // self.shard_numel
-        last = (self.offsets[index] + max(tensor.numel, 1) - 1) // self.shard_numel
-        ranges = [self.local_range(index, rank) for rank in range(first, last + 1)]
-        mine = tuple((stop - start) // unit for start, stop in ranges)
-        units = (0,) * first + mine + (0,) * (self.ranks - last - 1)
         if not tensor.numel:  # Without elements any units do; a single one divides every prefix.
-            units = (1,) + (0,) * (self.ranks - 1)
-        return RaggedShard(tensor.dims, units)
+            return RaggedShard(tensor.dims, Units([(1, 1), (0, self.ranks - 1)]))
+        shards = Units([(self.shard_numel, self.ranks)])
+        unit, offset = math.prod(tensor.shape[len(tensor.dims) :]), self.offsets[index]
+        return RaggedShard(tensor.dims, shards.within(offset, offset + tensor.numel).scaled(1, unit))
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The padding: (start, stop) of each stretch of the buffer that belongs to no tensor."""
