@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.common_distributed import MultiThreadedTestCase
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -410,6 +411,29 @@ def check_error_types():
             except kind:
                 continue
             raise RuntimeError("no error")
+
+
+class ThreadsTest(MultiThreadedTestCase):
+    """Ranks that are threads, as in torch's own tests: their process groups have no backend per device."""
+
+    @property
+    def world_size(self):
+        return 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+    def test_a_step_on_ranks_that_are_threads(self):
+        single = nn.Linear(4, 4)
+        with torch.no_grad():
+            single.weight.copy_(torch.arange(16.0).view(4, 4))
+        model = fully_shard(copy.deepcopy(single), mesh=init_device_mesh("cpu", (2,)))
+        model._set_unshard_async_op(True)
+        batch = torch.arange(16.0).view(2, 2, 4)
+        model(batch[dist.get_rank()]).pow(2).mean().backward()
+        (sum(single(part).pow(2).mean() for part in batch) / 2).backward()
+        torch.testing.assert_close(model.weight.grad.full_tensor(), single.weight.grad)
 
 
 class ClientsTest(unittest.TestCase):

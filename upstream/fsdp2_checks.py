@@ -40,7 +40,7 @@ DEVICES, MOST = 2, 8  # What a case sees: as many as it asks for, in these bound
 def swap(shard_dim0: bool) -> None:
     """What programs import from ``torch.distributed.fsdp`` becomes what ``torch_ragged.fsdp`` has by that name."""
     import torch_ragged.fsdp as ours
-    from torch_ragged.fsdp import _collectives
+    from torch_ragged.fsdp.comm import _collectives
 
     # The collectives of GPUs, which the tests count: gloo has another reduce-scatter here.
     _collectives._is_gloo = lambda *_: False

@@ -135,8 +135,14 @@ def backward_id() -> int:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What carries the collectives of ``group`` for tensors on ``device``. (2.11 to 2.15)"""
-    return group._get_backend(device)
+    """What carries the collectives of ``group`` for tensors on ``device``. (2.11 to 2.15)
+
+    A group without backends per device, such as that of torch's multi-threaded tests, carries them itself.
+    """
+    try:
+        return group._get_backend(device)
+    except RuntimeError:
+        return group
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

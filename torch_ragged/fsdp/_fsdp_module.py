@@ -444,6 +444,9 @@ class FSDPModule(TorchFSDPModule):
             for reducer in group.process_groups.reducers:
                 reducer.custom_reduce_scatter = comm
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Nothing to set: every all-gather here is asynchronous, as FSDP2's are with ``async_op``."""
+
     def _get_fsdp_state(self) -> Any:
         """What torch's ``register_fsdp_forward_method`` asks for: the pre- and post-forward of this module."""
         return self._ragged_states(recurse=False)[0]
