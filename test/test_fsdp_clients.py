@@ -425,7 +425,7 @@ class ThreadsTest(MultiThreadedTestCase):
         self._spawn_threads()
 
     def test_a_step_on_ranks_that_are_threads(self):
-        single = nn.Linear(4, 4)
+        single = nn.Linear(4, 4, bias=False)
         with torch.no_grad():
             single.weight.copy_(torch.arange(16.0).view(4, 4))
         model = fully_shard(copy.deepcopy(single), mesh=init_device_mesh("cpu", (2,)))
