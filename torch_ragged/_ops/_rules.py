@@ -127,11 +127,13 @@ class Sharding:
         outputs: placements of the output; a list of them (None for an output that is None) for an op that returns
             several; None for one that returns no tensor.
         run: computes the local outputs from the local arguments; the op itself where None.
+        meshes: the mesh of each of the outputs; that of the first argument where None.
     """
 
     inputs: Sequence[tuple[tuple[Placement, ...], Optional[torch.Size]]]
     outputs: Union[OutputPlacements, list[Optional[OutputPlacements]], None]
     run: Optional[Callable[..., Any]] = None
+    meshes: Optional[Sequence[DeviceMesh]] = None
 
 
 class NoLocalWay(Exception):
