@@ -265,7 +265,7 @@ def _local_sharding(op: Any, schema: OpSchema) -> tuple[OutputSharding | None, s
     specs = _specs(schema.args_schema)
     rules = rules_of(op)
     if any(spec.mesh != specs[0].mesh for spec in specs):
-        rules = [rule for rule in rules if rule is list_rule]  # Of one index each; call_per_mesh found that one sharding serves.
+        rules = [rule for rule in rules if rule is list_rule]  # Index by index: call_per_mesh found that one sharding serves.
         if not rules:
             raise ValueError(f"{op}: its DTensors are on different meshes: {[spec.mesh for spec in specs]}")
     _hash_scalars(op)

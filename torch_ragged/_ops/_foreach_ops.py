@@ -1,7 +1,7 @@
 """Foreach and fused ops over DTensors of several meshes, as an optimizer over FSDP groups on two meshes issues them.
 
-DTensor lets the tensors at each index of the lists be on a mesh of their own. One sharding serves all indices if each scalar has
-the same value on all ranks of its index. Otherwise the op is called once per mesh.
+DTensor lets the tensors at each index of the lists be on a mesh of their own. One sharding serves all indices if each scalar
+has the same value on all ranks of its index. Otherwise the op is called once per mesh.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _of_mesh(arg: Any, mesh: DeviceMesh, indices: list[int], op: Any) -> Any:
     if _is_on(arg, arg.device_mesh, mesh):
         return arg._local_tensor
     raise ValueError(
-        f"{op}: DTensors at one index of its lists are on different meshes, {mesh} and {arg.device_mesh}: put them on one mesh; "
+        f"{op}: DTensors at one index of its lists are on different meshes, {mesh} and {arg.device_mesh}: put them on one; "
         "only a scalar that is replicated on all ranks of the mesh may be on another"
     )
 

@@ -59,7 +59,7 @@ def pointwise_rule(call: OpCall) -> Sharding:
 
 
 def list_rule(call: OpCall) -> Sharding:
-    """Lists of tensors, index by index: the tensors at one index follow the one of the first list, on the mesh of that index."""
+    """Lists of tensors, index by index: the tensors at one index follow the one of the first list, on its mesh."""
     lists = [arg for arg in call.args if isinstance(arg, (list, tuple)) and arg and hasattr(arg[0], "placements")]
     columns = list(zip(*lists))
     leaders = [_leader(call, column) for column in columns]
