@@ -1,12 +1,13 @@
 """Row-wise ops and views of ragged DTensors: on whole rows with no communication, or an error that names the way out."""
 
+import itertools
 import unittest
 
 import torch
 import torch.nn.functional as F
 from common import error_of, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_utils import TestCase as ExpectTestCase
 
@@ -20,6 +21,7 @@ FORWARD = {
     "linear without bias": lambda x, w, b, v, m: F.linear(x, w),
     "mm": lambda x, w, b, v, m: x @ m,
     "addmm": lambda x, w, b, v, m: torch.addmm(v, x, m),
+    "addmm with a part of its first": lambda x, w, b, v, m: torch.addmm(v, x, m, beta=0.5),
     "matmul of 3-D": lambda x, w, b, v, m: x.view(8, 2, 3) @ m[:3, :3].contiguous(),
     "softmax": lambda x, w, b, v, m: x.softmax(-1),
     "log_softmax": lambda x, w, b, v, m: x.log_softmax(1),
@@ -96,6 +98,128 @@ def check_rows():
                     )
 
 
+# Losses of tokens x (8, 6) and what they are compared with: other values y, classes c, some of them ignored.
+LOSSES = {
+    "cross entropy": lambda x, y, c, w, r: F.cross_entropy(x, c, reduction=r),
+    "cross entropy, weights": lambda x, y, c, w, r: F.cross_entropy(x, c, w, reduction=r),
+    "cross entropy, label smoothing": lambda x, y, c, w, r: F.cross_entropy(x, c, w, reduction=r, label_smoothing=0.1),
+    "cross entropy, another class ignored": lambda x, y, c, w, r: F.cross_entropy(x, c.abs() % 6, ignore_index=2, reduction=r),
+    "cross entropy, probabilities": lambda x, y, c, w, r: F.cross_entropy(x, y, w, reduction=r),
+    "cross entropy, 3-D": lambda x, y, c, w, r: F.cross_entropy(x.view(8, 2, 3), (c.view(8, 1) % 2).expand(8, 3), reduction=r),
+    "nll": lambda x, y, c, w, r: F.nll_loss(x, c, w, reduction=r),
+    "mse": lambda x, y, c, w, r: F.mse_loss(x, y, reduction=r),
+    "l1": lambda x, y, c, w, r: F.l1_loss(x, y, reduction=r),
+    "smooth l1": lambda x, y, c, w, r: F.smooth_l1_loss(x, y, beta=0.5, reduction=r),
+    "huber": lambda x, y, c, w, r: F.huber_loss(x, y, delta=0.5, reduction=r),
+    "soft margin": lambda x, y, c, w, r: F.soft_margin_loss(x, y, reduction=r),
+    "binary cross entropy": lambda x, y, c, w, r: F.binary_cross_entropy(x.sigmoid(), y, w, reduction=r),
+    "binary cross entropy with logits": lambda x, y, c, w, r: F.binary_cross_entropy_with_logits(x, y, w, reduction=r),
+    "kl div": lambda x, y, c, w, r: F.kl_div(x, y, reduction=r),
+}
+
+
+def loss_inputs(dtype=torch.float32):
+    torch.manual_seed(3)
+    classes = torch.tensor([2, 0, 5, -100, 1, -100, -100, 4])  # The last ranks of some units have ignored ones only.
+    return torch.randn(8, 6).to(dtype), torch.rand(8, 6).to(dtype), classes, (torch.rand(6) + 0.5).to(dtype)
+
+
+def loss_and_gradient(function, inputs, placement, mesh, reduction, targets=None):
+    """Loss and gradient under a placement of tokens and targets (``targets``: of the latter), and the collectives of each."""
+    x, y, c, w = inputs
+    x = distribute_tensor(x, mesh, [placement]).requires_grad_()
+    y, c = (distribute_tensor(t, mesh, [targets or placement]) for t in (y, c))
+    w = distribute_tensor(w, mesh, [Replicate()])
+    with CommDebugMode() as forward:
+        loss = function(x, y, c, w, reduction)
+    with CommDebugMode() as backward:
+        (gradient,) = torch.autograd.grad(loss, x, torch.ones_like(loss))
+    return loss, gradient, forward.get_total_counts(), backward.get_total_counts()
+
+
+def check_losses():
+    """On whole rows: what a single device computes, with no more collectives than under Shard(0)."""
+    mesh, inputs = init_device_mesh("cpu", (4,)), loss_inputs()
+    for (name, function), reduction in itertools.product(LOSSES.items(), ("none", "sum", "mean")):
+        x = inputs[0].clone().requires_grad_()
+        want = function(x, *inputs[1:], reduction)
+        (want_gradient,) = torch.autograd.grad(want, x, torch.ones_like(want))
+        try:
+            *_, forward, backward = loss_and_gradient(function, inputs, Shard(0), mesh, reduction)
+        except (AssertionError, RuntimeError):  # Before 2.13 torch cannot smooth labels under Shard(0).
+            assert "smoothing" in name, name
+            forward, backward = 2, 1
+        # The all-reduce of the weight that an average is divided by: Shard(0) has it in backward, or gathers.
+        divided = reduction == "mean" and name.startswith(("cross entropy", "nll")) and "probabilities" not in name
+        for units, targets in itertools.product(TOKENS, (None, Replicate())):
+            case = f"{name}, {reduction}, {units}, targets {targets}"
+            found = loss_and_gradient(function, inputs, RaggedShard((0,), units), mesh, reduction, targets)
+            assert sum(found[2:]) <= forward + backward, (case, found[2:], forward, backward)
+            if "smoothing" not in name:
+                assert found[2:] == (int(divided), 0), (case, found[2:])
+            ragged, pending = RaggedShard((0,), units), Partial("sum")
+            if name != "kl div":  # It is made of products, whose gradient is placed as the targets are.
+                assert found[1].placements == (ragged,), (case, found[1].placements)
+                assert found[0].placements == (ragged if reduction == "none" else pending,), (case, found[0].placements)
+            torch.testing.assert_close(found[0].full_tensor(), want.detach(), msg=f"{case}: {found[0].full_tensor()}, {want}")
+            torch.testing.assert_close(found[1].full_tensor(), want_gradient, msg=f"{case}: gradient")
+
+
+def check_losses_of_16_bits():
+    """A sum that overflows where the average does not, and a gradient that is too small before it is multiplied."""
+    mesh = init_device_mesh("cpu", (4,))
+    ragged = RaggedShard((0,), (3, 1, 0, 4))
+    x, y = torch.full((64, 64), 100.0, dtype=torch.float16), torch.zeros(64, 64, dtype=torch.float16)
+    classes = torch.zeros(64, dtype=torch.int64)
+    for function in (F.mse_loss, F.huber_loss, lambda a, b: F.nll_loss(a, classes_of(a, classes, mesh))):
+        (want_x, mine) = (x.clone().requires_grad_(), distribute_tensor(x, mesh, [ragged]).requires_grad_())
+        want, found = function(want_x, y), function(mine, distribute_tensor(y, mesh, [ragged]))
+        want.backward()
+        found.backward()
+        assert found.dtype == torch.float16 and want.isfinite()
+        torch.testing.assert_close(found.full_tensor(), want.detach(), rtol=2e-3, atol=0)
+        torch.testing.assert_close(mine.grad.full_tensor(), want_x.grad, rtol=2e-3, atol=1e-7)
+
+
+def classes_of(like, classes, mesh):
+    return distribute_tensor(classes, mesh, like.placements) if isinstance(like, DTensor) else classes
+
+
+def check_nothing_to_average():
+    """Every class ignored: NaN, as on a single device."""
+    mesh, (x, y, classes, w) = init_device_mesh("cpu", (4,)), loss_inputs()
+    inputs = x, y, torch.full_like(classes, -100), w
+    for units in TOKENS:
+        loss, gradient, *_ = loss_and_gradient(LOSSES["nll"], inputs, RaggedShard((0,), units), mesh, "mean")
+        assert loss.full_tensor().isnan() and loss.dtype == x.dtype
+        want = x.clone().requires_grad_()
+        F.nll_loss(want, inputs[2], w).backward()
+        torch.testing.assert_close(gradient.full_tensor(), want.grad, equal_nan=True)
+
+
+def check_averages_over_rows():
+    mesh, plain = init_device_mesh("cpu", (4,)), torch.randn(8, 6, 2)
+    functions = {
+        "first": lambda t: t.mean(0),
+        "first two": lambda t: t.mean((0, -2), keepdim=True),
+        "bfloat16": lambda t: t.to(torch.bfloat16).mean(0),
+        "distance": lambda t: torch.dist(t, t * 2),
+        "other norm of the distance": lambda t: torch.dist(t, t * 2, p=1),
+    }
+    for (name, function), units in itertools.product(functions.items(), TOKENS):
+        mine = distribute_tensor(plain, mesh, [RaggedShard((0,), units)]).requires_grad_()
+        whole = plain.clone().requires_grad_()
+        with torch.no_grad(), CommDebugMode() as mode:  # For autograd, torch 2.15 detaches a norm, and reduces it before.
+            function(mine)
+        assert mode.get_total_counts() == 0, (name, mode.get_comm_counts())
+        found, want = function(mine), function(whole)
+        tolerance = {"rtol": 1e-2, "atol": 1e-2} if name == "bfloat16" else {}
+        torch.testing.assert_close(found.full_tensor(), want.detach(), **tolerance)
+        found.sum().backward()
+        want.sum().backward()
+        torch.testing.assert_close(mine.grad.full_tensor(), whole.grad, **tolerance)
+
+
 def check_embedding():
     mesh = init_device_mesh("cpu", (4,))
     tokens, table = torch.randint(0, 10, (8, 2)), torch.randn(10, 3)
@@ -166,6 +290,18 @@ def check_errors():
 class RowOpsTest(ExpectTestCase):
     def test_rows_need_no_communication_forward_and_backward(self):
         run_ranks(4, check_rows)
+
+    def test_losses_communicate_no_more_than_under_shard(self):
+        run_ranks(4, check_losses)
+
+    def test_losses_of_16_bits_neither_overflow_nor_vanish(self):
+        run_ranks(4, check_losses_of_16_bits)
+
+    def test_a_loss_of_nothing_is_that_of_a_single_device(self):
+        run_ranks(4, check_nothing_to_average)
+
+    def test_averages_over_rows_are_pending(self):
+        run_ranks(4, check_averages_over_rows)
 
     def test_embedding(self):
         run_ranks(4, check_embedding)

@@ -28,11 +28,13 @@ from torch_ragged._ops import (
     NormPartial,
     OpCall,
     Sharding,
+    call_per_mesh,
     decomposition_of,
     fits_out,
     has_ragged_rows,
     is_random,
     is_row_major,
+    list_rule,
     returns_alias,
     rules_of,
     unsupported,
@@ -254,11 +256,12 @@ def _dispatch_ragged(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sch
 
     The C++ dispatcher caches and runs the sharding; ``try_cache`` where it has no key for the call, so cannot.
     """
+    result = call_per_mesh(op, args, kwargs)
     function = decomposition_of(op)
-    if function is not None:
+    if result is NotImplemented and function is not None:
         result = function(op, *args, **kwargs)
-        if result is not NotImplemented:
-            return result
+    if result is not NotImplemented:
+        return result
     try:
         sharding, why = _cached_sharding(op, schema) if try_cache else _local_sharding(op, schema)
         if sharding is not None:
@@ -289,12 +292,15 @@ _shardings: dict[Any, tuple[OutputSharding | None, str]] = {}
 def _local_sharding(op: Any, schema: OpSchema) -> tuple[OutputSharding | None, str]:
     """The sharding under which the op runs on local tensors, or why it does not."""
     specs = _specs(schema.args_schema)
+    rules = rules_of(op)
     if any(spec.mesh != specs[0].mesh for spec in specs):
-        raise ValueError(f"{op}: its DTensors are on different meshes: {[spec.mesh for spec in specs]}")
+        rules = [rule for rule in rules if rule is list_rule]  # Index by index: call_per_mesh found that one sharding serves.
+        if not rules:
+            raise ValueError(f"{op}: its DTensors are on different meshes: {[spec.mesh for spec in specs]}")
     _hash_scalars(op)
     call = OpCall(op, schema.args_schema, schema.kwargs_schema, _Propagation(schema))
     why = ""
-    for rule in rules_of(op):
+    for rule in rules:
         try:
             return _output_sharding(schema, call, specs, rule(call)), ""
         except NoLocalWay as reason:
@@ -337,15 +343,14 @@ def _complete_key(op: Any) -> RuntimeSchemaInfo:
 
 
 def _output_sharding(schema: OpSchema, call: OpCall, specs: list[DTensorSpec], sharding: Sharding) -> OutputSharding:
-    mesh = specs[0].mesh
     wanted = []
     for spec, (placements, shape) in zip(specs, sharding.inputs):
         meta = spec.tensor_meta
         if shape is not None and meta is not None:
             meta = TensorMeta(shape, row_major(shape), meta.dtype)
         same = placements == spec.placements and shape is None
-        wanted.append(spec if same else DTensorSpec(mesh, placements, tensor_meta=meta))
-    outputs = _output_specs(call, mesh, sharding)
+        wanted.append(spec if same else DTensorSpec(spec.mesh, placements, tensor_meta=meta))
+    outputs = _output_specs(call, specs[0].mesh, sharding)
     if sharding.run is None and all(a is b for a, b in zip(wanted, specs)):
         return OutputSharding(outputs)
     options: Any = {"needs_redistribute": True, "run": sharding.run, "draws": is_random(call.op)}
@@ -358,7 +363,8 @@ def _output_specs(call: OpCall, mesh: DeviceMesh, sharding: Sharding) -> Any:
     metas = call.torch.output_meta()
     if isinstance(sharding.outputs, tuple):
         return _output_spec(mesh, sharding.outputs, metas[0])  # type: ignore[arg-type]
-    return tuple(None if p is None else _output_spec(mesh, p, m) for p, m in zip(sharding.outputs, metas))  # type: ignore
+    meshes = sharding.meshes or [mesh] * len(metas)
+    return tuple(p and _output_spec(mesh, p, m) for mesh, p, m in zip(meshes, sharding.outputs, metas))  # type: ignore
 
 
 def _output_spec(mesh: DeviceMesh, placements: tuple[Any, ...], meta: TensorMeta) -> DTensorSpec:

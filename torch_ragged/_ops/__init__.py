@@ -7,7 +7,9 @@ that do has a *decomposition*: a function on DTensors. An op with neither raises
 
 import torch
 
-from torch_ragged._ops import _math_ops, _pointwise_ops, _tensor_ops  # noqa: F401  (they register their rules)
+from torch_ragged._ops import _loss_ops, _math_ops, _pointwise_ops, _tensor_ops  # noqa: F401  (they register their rules)
+from torch_ragged._ops._foreach_ops import call_per_mesh
+from torch_ragged._ops._pointwise_ops import list_rule
 from torch_ragged._ops._row_ops import row_rule
 from torch_ragged._ops._rows import RaggedRows, has_ragged_rows, redistribute_rows
 from torch_ragged._ops._rules import (
@@ -35,9 +37,11 @@ __all__ = [
     "OpCall",
     "RaggedRows",
     "Sharding",
+    "call_per_mesh",
     "decomposition_of",
     "fits_out",
     "has_ragged_rows",
+    "list_rule",
     "redistribute_rows",
     "is_random",
     "is_row_major",

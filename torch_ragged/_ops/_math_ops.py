@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from torch_ragged._ops._rules import NoLocalWay, NormPartial, OpCall, Sharding, decomposition, rule, tensor_leaves
+from torch_ragged._ops._rows import rows_of
+from torch_ragged._ops._rules import NoLocalWay, NormPartial, OpCall, Sharding, decomposition, rule, tensor_leaves, wide
 from torch_ragged.placement_types import has_ragged
 
 aten = torch.ops.aten
@@ -81,14 +82,26 @@ def mean(op: torch._ops.OpOverload, tensor: DTensor, *, dtype: torch.dtype | Non
     result = dtype or tensor.dtype
     if not (result.is_floating_point or result.is_complex):
         raise RuntimeError(f"mean(): could not infer output dtype. Input dtype must be floating point, got {result}")
-    wide = torch.float32 if result in (torch.float16, torch.bfloat16) else result
-    average = aten.sum.default(tensor, dtype=wide) / tensor.numel() if tensor.numel() else aten.sum.default(tensor) * math.nan
+    average = aten.sum.default(tensor, dtype=wide(result)) / tensor.numel() if tensor.numel() else tensor.sum() * math.nan
     return average.to(result)
 
 
 @decomposition(aten.mean.dim)
 def mean_dim(op: torch._ops.OpOverload, tensor: DTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return _kept(tensor, keepdim, aten.mean.default(tensor, dtype=dtype)) if _is_whole(tensor, dim) else NotImplemented
+    """As above where a dimension that is cut is averaged; on whole rows it is torch's own."""
+    if _is_whole(tensor, dim):
+        return _kept(tensor, keepdim, aten.mean.default(tensor, dtype=dtype))
+    dims = {d % tensor.ndim for d in ([dim] if isinstance(dim, int) else dim)}
+    rows, result = rows_of(tensor._spec), dtype or tensor.dtype
+    if rows is None or not dims >= set(rows.dims) or not result.is_floating_point:
+        return NotImplemented
+    count = math.prod(tensor.shape[d] for d in dims)
+    return (aten.sum.dim_IntList(tensor, list(dims), keepdim, dtype=wide(result)) / count).to(result)
+
+
+@decomposition(aten.dist.default)
+def dist(op: torch._ops.OpOverload, left: DTensor, right: DTensor, p: float = 2) -> Any:
+    return aten.linalg_vector_norm.default(left - right, p)
 
 
 @decomposition(aten.max.default, aten.min.default)

@@ -59,7 +59,7 @@ def pointwise_rule(call: OpCall) -> Sharding:
 
 
 def list_rule(call: OpCall) -> Sharding:
-    """Lists of tensors, index by index: the tensors at one index follow the one of the first list."""
+    """Lists of tensors, index by index: the tensors at one index follow the one of the first list, on its mesh."""
     lists = [arg for arg in call.args if isinstance(arg, (list, tuple)) and arg and hasattr(arg[0], "placements")]
     columns = list(zip(*lists))
     leaders = [_leader(call, column) for column in columns]
@@ -74,8 +74,9 @@ def list_rule(call: OpCall) -> Sharding:
     for value in call.kwargs.values():
         if hasattr(value, "placements") and not _is_replicated(value):
             raise NoLocalWay("a tensor given by keyword must be replicated")
-    has_outputs = bool(call.op._schema.returns)
-    return Sharding(inputs, [leader.placements for leader in leaders] if has_outputs else None)
+    if not call.op._schema.returns:
+        return Sharding(inputs, None)
+    return Sharding(inputs, [leader.placements for leader in leaders], meshes=[leader.mesh for leader in leaders])
 
 
 def _leader(call: OpCall, specs: Any) -> Spec:

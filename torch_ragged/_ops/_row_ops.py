@@ -51,7 +51,7 @@ class _Input:
 
 @dataclass(frozen=True)
 class _Output:
-    """A local output: how it is cut into rows (None if it is pending a sum), and this rank's shape of them."""
+    """A local output: how it is cut into rows (None if it is pending a sum, or the same on all), this rank's shape of them."""
 
     meta: Meta
     placements: tuple[Placement, ...]
@@ -93,7 +93,7 @@ def row_rule(call: OpCall) -> Sharding:
         raise NoLocalWay("its random numbers would depend on the placement")
     if averages(call):
         raise NoLocalWay("it averages over all elements")
-    if int(call.argument("beta", 1)) == 0:
+    if call.argument("beta", 1) == 0:
         raise NoLocalWay("it does not look at its first argument, nor checks its shape, while kernels do")
     leader = specs[0] if call.is_inplace else ragged[0]
     rows = rows_of(leader)
@@ -210,10 +210,11 @@ def _output(
     others = placed.pop()
     here = [placements[rows.mesh_dim] for placements, _ in layouts]
     shapes = [list(shape) for _, shape in layouts]
-    if all(type(p) is Partial and p.reduce_op == "sum" for p in here):
+    pending = all(type(p) is Partial and p.reduce_op == "sum" for p in here)
+    if pending or (not meta.shape and all(p.is_replicate() for p in here)):
         if returns_alias(call.op) or any(shape != list(meta.shape) for shape in shapes):
             return None
-        return _Output(meta, _with(others, rows.mesh_dim, Partial("sum")), None, None)
+        return _Output(meta, _with(others, rows.mesh_dim, here[0]), None, None)
     if not all(type(p) is Shard for p in here) or any(not p.is_replicate() and not isinstance(p, Partial) for p in others):
         return None
     dims = tuple(p.dim for p in here)[::2]  # type: ignore[attr-defined]
@@ -254,6 +255,8 @@ def _sharding(call: OpCall, inputs: list[_Input], outputs: list[Optional[_Output
     elif len(returns) == 1 and not is_list:
         placements = placements[0]
     has_rows = any(i.rows is not None and rows.count(i.spec) for i in inputs)
+    # What does not depend on the rows is the same on a rank that has none: the op computes it from no rows.
+    has_rows |= any(o is not None and o.rows is None and o.placements[rows.mesh_dim].is_replicate() for o in outputs)
     return Sharding(wanted, placements, _runner(call, shapes, outputs, is_list, has_rows))
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "Sharding",
     "Spec",
     "Torch",
+    "argument_position",
     "averages",
     "decomposition",
     "decomposition_of",
@@ -31,6 +32,7 @@ __all__ = [
     "rule_of",
     "tensor_leaves",
     "unsupported",
+    "wide",
     "writes_statistics",
 ]
 
@@ -106,11 +108,17 @@ class OpCall:
 
     def argument(self, name: str, default: Any = None) -> Any:
         """The value of argument ``name``: as given, else as the schema says; ``default`` where it says nothing."""
-        for position, argument in enumerate(self.op._schema.arguments):
-            if argument.name == name:
-                default = argument.default_value if argument.has_default_value() else default
-                return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
-        return default
+        position = argument_position(self.op, name)
+        if position < 0:
+            return default
+        argument = self.op._schema.arguments[position]
+        default = argument.default_value if argument.has_default_value() else default
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+
+def argument_position(op: torch._ops.OpOverload, name: str) -> int:
+    """The position of argument ``name`` in the op's schema; -1 if there is none."""
+    return next((position for position, argument in enumerate(op._schema.arguments) if argument.name == name), -1)
 
 
 OutputPlacement = Union[Placement, NormPartial]
@@ -127,11 +135,13 @@ class Sharding:
         outputs: placements of the output; a list of them (None for an output that is None) for an op that returns
             several; None for one that returns no tensor.
         run: computes the local outputs from the local arguments; the op itself where None.
+        meshes: the mesh of each of the outputs; that of the first argument where None.
     """
 
     inputs: Sequence[tuple[tuple[Placement, ...], Optional[torch.Size]]]
     outputs: Union[OutputPlacements, list[Optional[OutputPlacements]], None]
     run: Optional[Callable[..., Any]] = None
+    meshes: Optional[Sequence[DeviceMesh]] = None
 
 
 class NoLocalWay(Exception):
@@ -209,6 +219,11 @@ def fits_out(call: OpCall, placements: Sequence[Optional[OutputPlacements]]) -> 
 def averages(call: OpCall) -> bool:
     """Whether the op divides by the number of elements that it sees (``reduction="mean"`` of losses and their backward)."""
     return call.argument("reduction", 0) == 1
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to add elements of ``dtype`` in: their sum may overflow, and lose digits, where their average does not."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def writes_statistics(op: torch._ops.OpOverload) -> bool:
