@@ -9,7 +9,7 @@ import torch
 
 from torch_ragged._ops import _loss_ops, _math_ops, _pointwise_ops, _tensor_ops  # noqa: F401  (they register their rules)
 from torch_ragged._ops._foreach_ops import call_per_mesh
-from torch_ragged._ops._pointwise_ops import list_rule
+from torch_ragged._ops._pointwise_ops import family_rule, list_rule
 from torch_ragged._ops._row_ops import row_rule
 from torch_ragged._ops._rows import RaggedRows, has_ragged_rows, redistribute_rows
 from torch_ragged._ops._rules import (
@@ -24,6 +24,7 @@ from torch_ragged._ops._rules import (
     is_random,
     is_row_major,
     returns_alias,
+    rule,
     rule_of,
     unsupported,
     writes_statistics,
@@ -55,6 +56,8 @@ __all__ = [
 def rules_of(op: torch._ops.OpOverload) -> list[Rule]:
     """The rules that may answer for ``op``, best first: its own or its family's, that of views, that of whole rows."""
     own = rule_of(op)
+    if own is None and (family := family_rule(op)) is not None:
+        own = rule(op)(family)  # Found by the op's name: once.
     first = [own] if own is not None else []
     if returns_alias(op) and own is None:
         return [view_rule]

@@ -177,15 +177,8 @@ def decomposition(*ops: torch._ops.OpOverload) -> Callable[[Decomposition], Deco
 
 
 def rule_of(op: torch._ops.OpOverload) -> Rule | None:
-    """The rule of ``op``: its own, or that of its family."""
-    if op not in _rules:
-        from torch_ragged._ops import _pointwise_ops
-
-        family = _pointwise_ops.family_rule(op)
-        if family is None:
-            return None
-        _rules[op] = family
-    return _rules[op]
+    """The rule registered for ``op``, if there is one."""
+    return _rules.get(op)
 
 
 def decomposition_of(op: torch._ops.OpOverload) -> Decomposition | None:
