@@ -5,6 +5,7 @@ import gc
 import unittest
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -447,6 +448,11 @@ class ClientsTest(unittest.TestCase):
     def test_compiled_blocks_are_one_graph_each(self):
         for recomputes in (False, True):
             run_ranks(2, check_compiled_blocks, "aot_eager", recomputes)
+
+    @pytest.mark.slow
+    def test_blocks_compiled_by_inductor(self):
+        for recomputes in (False, True):
+            run_ranks(2, check_compiled_blocks, "inductor", recomputes, timeout=600)
 
     def test_a_compiled_step_does_not_trace_hooks(self):
         run_ranks(2, check_compiled_step)

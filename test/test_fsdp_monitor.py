@@ -164,12 +164,14 @@ def assert_as_before(model, optimizer, before):
 
 def check_profiler_ranges():
     model = build("ragged", raf=True)
-    with monitor(model), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step_of(model)
-    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("fsdp::")}
-    want = {f"fsdp::all_gather{wait} {name}": 2 for name in buffer_layouts(model) for wait in ("", "_wait")}
-    want |= {f"fsdp::reduce_scatter{wait} {name}": 1 for name in buffer_layouts(model) for wait in ("", "_wait")}
-    want |= {"fsdp::all_reduce_max root": 1, "fsdp::all_reduce_max_wait root": 1}
+    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("torch_ragged::")}
+    hooks = ("pre_forward", "pre_backward", "post_backward")
+    want = {f"torch_ragged::all_gather{wait} ({name})": 2 for name in buffer_layouts(model) for wait in ("", "_wait")}
+    want |= {f"torch_ragged::reduce_scatter{wait} ({name})": 1 for name in buffer_layouts(model) for wait in ("", "_wait")}
+    want |= {f"torch_ragged::{when} ({name})": 1 for name in buffer_layouts(model) for when in hooks}
+    want |= {f"torch_ragged::{what} (root)": 1 for what in ("unused_parameters_all_reduce", "root_post_backward_callback")}
     assert counts == want, (counts, want)
 
 

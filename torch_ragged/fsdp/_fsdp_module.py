@@ -174,11 +174,11 @@ class FSDPModule(TorchFSDPModule):
                 group.neighbours = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether gathered parameters are given back after backward.
+        """Whether parameters are resharded after backward.
 
-        If they stay, the next forward uses them as they are (those that forward keeps too, it gathers anew): set it to
-        True again before the last backward in front of an optimizer step, as with FSDP2. What operations on the DTensor
-        parameters change is gathered anew, writes to their local tensors go unnoticed.
+        If not, the next forward uses them as they are, with no collective. Operations on the DTensor parameters, such as an
+        optimizer step, are noticed: the next forward all-gathers anew. Writes to ``.data`` or to local tensors are not: call
+        :meth:`reshard` after them. As with FSDP2, set it to True before the last backward of an optimizer step.
         """
         for state in self._ragged_states(recurse):
             state.reshard_after_backward = reshard_after_backward

@@ -252,7 +252,7 @@ class FSDPState:
         """Of several modules, the first one's name holds."""
         self.fqn = self.fqn or fqn
         for index, group in enumerate(self.groups):
-            group.fqn = f"{self.fqn}[{index}]" if index else self.fqn
+            group.fqn = group.gradients.fqn = f"{self.fqn}[{index}]" if index else self.fqn
 
     def refresh(self) -> None:
         """A forward begins: reshard what an earlier forward left unsharded, since the shards may have changed."""
@@ -600,7 +600,8 @@ def _used_anywhere(groups: list[FSDPParamGroup]) -> Iterator[bool]:
         if not is_used:
             flags[start:stop].zero_()
         start = stop
-    groups[0].collectives.all_reduce_max(flags).wait()
+    with profiler_range("unused_parameters_all_reduce", groups[0].fqn):
+        groups[0].collectives.all_reduce_max(flags).wait()
     if all(local):
         return iter(local)
     trainable = [param.sharded.requires_grad for group in groups for param in group.params]

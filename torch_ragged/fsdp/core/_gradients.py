@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import Partial, Shard
 
 from torch_ragged._kernels.casts import scaled_copy_
-from torch_ragged._register._torch import as_plain_tensors, dynamo_disabled
+from torch_ragged._register._torch import as_plain_tensors, dynamo_disabled, profiler_range
 from torch_ragged.fsdp.comm._collectives import Collectives, Reduction, Work, wait_all
 from torch_ragged.fsdp.core._backward_pass import BackwardPass
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
@@ -39,6 +39,7 @@ class GradientBuffers:
         .grad      views of a DBuffer Shard(0)         DTensors placed as their parameters
 
     Attributes:
+        fqn: of the group's module, once the root has run its first forward.
         collectives: what reduces.
         reduction: how.
         dtype: of the gradients as they come.
@@ -57,6 +58,7 @@ class GradientBuffers:
 
     def __init__(self, params: list[FSDPParam], layout: BufferLayout, rank: int, has_replicas: bool) -> None:
         self._params, self._layout, self._rank, self._has_replicas = params, layout, rank, has_replicas
+        self.fqn = ""
         self.reduction = Reduction()
         self.requires_all_reduce = True
         self.may_hold_sum = False
@@ -312,7 +314,8 @@ class GradientBuffers:
         if self._reduction is not None:
             (work, output), self._reduction = self._reduction, None  # A failed one is none.
             if work is not None:
-                work.wait()
+                with profiler_range("reduce_scatter_wait", self.fqn):
+                    work.wait()
                 self._free()
             self._reduction = (None, output)
 
@@ -329,14 +332,16 @@ class GradientBuffers:
         if self.keeps_shards:
             self._kept = output
         elif self._has_replicas:
-            self._all_reduce = (self.collectives.all_reduce(output.flat, self.reduction), output)
+            with profiler_range("all_reduce", self.fqn):
+                self._all_reduce = (self.collectives.all_reduce(output.flat, self.reduction), output)
         else:
             self._add_reduced(output)
 
     def _finish_all_reduce(self) -> None:
         if self._all_reduce is not None:
             (work, output), self._all_reduce = self._all_reduce, None
-            work.wait()
+            with profiler_range("all_reduce_wait", self.fqn):
+                work.wait()
             self._add_reduced(output)
 
     def _add_reduced(self, output: DBuffer) -> None:

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.profiler import record_function
 
+from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp._fully_shard import module_states, named_groups
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
@@ -34,8 +34,8 @@ def monitor(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None 
                 row = watch.step(tokens=n)      # a flat dict of floats, for a logger
                 bar.set_postfix_str(watch.postfix())
 
-    No communication. Under ``torch.profiler`` every collective is a range with its group's name: ``fsdp::all_gather
-    blocks.3`` where it is issued, ``fsdp::all_gather_wait blocks.3`` where it is waited for.
+    No communication. ``torch.profiler`` needs no monitor: collectives are ranges with their group's name anyway,
+    ``torch_ragged::all_gather (blocks.3)`` where issued and ``torch_ragged::all_gather_wait (blocks.3)`` where waited for.
 
     Args:
         model: a module that ``fully_shard`` was called on, or that holds such modules.
@@ -174,7 +174,7 @@ class Monitor:
         """Count the block, which communicates ``nbytes``, as one exposed collective of kind ``other``."""
         self._count("other", nbytes)
         begin = self._clock.mark()
-        with record_function(f"fsdp::collective {name}"):
+        with profiler_range("collective", name):
             yield
         self._add_wait("other", begin, begin, self._clock.mark())
 
@@ -249,22 +249,19 @@ class _WatchedCollectives:
             watch._sample(name)
             watch._count(kind, max((tensor.nbytes for tensor in tensors), default=0))
             issued = watch._clock.mark()
-            with record_function(f"fsdp::{collective} {name}"):
-                work = call(*args)
-            return _WatchedWork(work, watch, kind, f"fsdp::{collective}_wait {name}", issued)
+            return _WatchedWork(call(*args), watch, kind, issued)
 
         return issue
 
 
 class _WatchedWork:
-    def __init__(self, work: Work, watch: Monitor, kind: str, label: str, issued: Any) -> None:
-        self._work, self._watch, self._kind, self._label, self._issued = work, watch, kind, label, issued
+    def __init__(self, work: Work, watch: Monitor, kind: str, issued: Any) -> None:
+        self._work, self._watch, self._kind, self._issued = work, watch, kind, issued
 
     def wait(self) -> None:
         clock = self._watch._clock
         begin = clock.mark()
-        with record_function(self._label):
-            self._work.wait()
+        self._work.wait()
         self._watch._add_wait(self._kind, self._issued, begin, clock.mark())
 
 
