@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -102,14 +103,16 @@ class HashingFileSystem(FileSystem):
 
 
 def check_size(folder: Path, name: str, record: FileRecord) -> str:
-    """What is wrong with the presence or the size of a file; empty if nothing is."""
+    """What is wrong with the presence, the kind or the size of a file; empty if nothing is."""
     try:
-        nbytes = (folder / name).stat().st_size
+        status = (folder / name).stat()
     except OSError as error:
         return f"{folder / name} is missing ({error.strerror})"
-    if nbytes != record.nbytes:
-        kind = "truncated" if nbytes < record.nbytes else "too long"
-        return f"{folder / name} is {kind}: it has {nbytes} bytes, expected {record.nbytes}"
+    if not stat.S_ISREG(status.st_mode):  # To open a pipe would wait for its writer.
+        return f"{folder / name} is no regular file"
+    if status.st_size != record.nbytes:
+        kind = "truncated" if status.st_size < record.nbytes else "too long"
+        return f"{folder / name} is {kind}: it has {status.st_size} bytes, expected {record.nbytes}"
     return ""
 
 

@@ -106,9 +106,9 @@ def resolve(path: Path) -> Path:
         raise CheckpointError(f"{path} is no folder: expected a checkpoint, or a folder of checkpoints")
     damaged = [folder for folder in sorted(path.iterdir()) if _NAME.fullmatch(folder.name)]
     if damaged:
-        read_manifest(damaged[-1])  # Its error says more.
-        problems = [check_size(damaged[-1], name, record) for name, record in read_manifest(damaged[-1]).files.items()]
-        raise CheckpointError("; ".join(filter(None, problems)))
+        files = read_manifest(damaged[-1]).files  # Its error says more.
+        problems = list(filter(None, (check_size(damaged[-1], name, record) for name, record in files.items())))
+        raise CheckpointError("; ".join(problems) or f"{damaged[-1]} was not complete a moment ago: try again")
     if (path / ".metadata").exists():
         read_manifest(path)
     raise CheckpointError(f"{path} holds no complete checkpoint: expected folders step-<number> that checkpoint.save wrote")
