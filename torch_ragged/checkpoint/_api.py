@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from torch_ragged.checkpoint._errors import CheckpointError, agree, from_ranks, raise_on_all
-from torch_ragged.checkpoint._folder import folder_of, incomplete_of, remove_leftovers, resolve
+from torch_ragged.checkpoint._folder import discard, folder_of, incomplete_of, remove_leftovers, resolve
 from torch_ragged.checkpoint._manifest import Manifest
 from torch_ragged.checkpoint._matching import CheckingPlanner
 from torch_ragged.checkpoint._reader import CheckpointReader
@@ -115,7 +114,7 @@ def async_save(
     folder = folder_of(Path(path), state.step)
     what = f"saving {folder}"
     tensors, writer = agree(lambda: _prepare(folder, state, process_group), what, process_group)
-    _being_written.add(incomplete_of(folder))
+    _being_written.add(_key(folder))
     stager = DefaultStager(
         StagingOptions(
             use_pinned_memory=False, use_shared_memory=kind == "process", use_async_staging=False, use_non_blocking_copy=False
@@ -133,7 +132,7 @@ def async_save(
                 no_dist=not dist.is_initialized(),
             )
     except BaseException:
-        _being_written.discard(incomplete_of(folder))
+        _being_written.discard(_key(folder))
         stager.close()
         raise
     result: Future[Path] = Future()
@@ -199,11 +198,12 @@ def load(
 def _prepare(folder: Path, state: TrainState, group: dist.ProcessGroup | None) -> tuple[dict[str, Any], CheckpointWriter]:
     """What to save, and the writer; and a folder without leftovers of those who died."""
     rank = dist.get_rank(group) if dist.is_initialized() else 0
+    if _key(folder) in _being_written:
+        raise CheckpointError(f"{folder} is being written in the background: wait for the result of async_save first")
     if rank == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder.parent, _being_written)
-    if incomplete_of(folder) in _being_written:
-        raise CheckpointError(f"{folder} is being written in the background: wait for the result of async_save first")
+        remove_leftovers(folder.parent.resolve(), _being_written)
+        discard(incomplete_of(folder))
     states = rng_states(state.rng)
     manifest = Manifest(
         step=state.step,
@@ -215,15 +215,21 @@ def _prepare(folder: Path, state: TrainState, group: dist.ProcessGroup | None) -
     return {**state_dict_of(state), "rng": {str(rank): states}}, writer
 
 
+def _key(folder: Path) -> Path:
+    """Where a checkpoint is written, by a path that leads there through no link."""
+    return incomplete_of(folder.parent.resolve() / folder.name)
+
+
 def _clean_up(folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Rank 0 gives back what a failed save took of the disk; that it failed is what matters."""
+    """Rank 0 frees the disk space of a failed save; that it failed is what matters."""
     if not dist.is_initialized() or dist.get_rank(group) == 0:
-        shutil.rmtree(incomplete_of(folder), ignore_errors=True)
+        with suppress(OSError):
+            discard(incomplete_of(folder))
 
 
 def _finish(done: Future[Any], result: Future[Path], stager: DefaultStager, what: str, folder: Path) -> None:
     """Pass on how a save in the background ended."""
-    _being_written.discard(incomplete_of(folder))
+    _being_written.discard(_key(folder))
     stager.close()
     try:
         with raise_on_all(what):

@@ -1,0 +1,189 @@
+"""What a file system may do to a checkpoint: symbolic links, leftovers that cannot be removed."""
+
+import errno
+import os
+import shutil
+import tempfile
+import threading
+import unittest
+from pathlib import Path
+from unittest import mock
+
+from common import error_of
+from torch import nn
+
+from torch_ragged import checkpoint
+from torch_ragged.checkpoint import _files, _folder
+
+
+def small_state(step=1):
+    return checkpoint.TrainState(nn.Linear(2, 2), step=step)
+
+
+def names_in(path):
+    return sorted(os.listdir(path))
+
+
+class LinkTest(unittest.TestCase):
+    """Each checkpoint that is moved away is linked: what is in the archive must stay."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path, self.archive = Path(folder.name) / "out", Path(folder.name) / "archive"
+        self.archive.mkdir()
+
+    def save(self, step):
+        return checkpoint.save(self.path, small_state(step))
+
+    def archived(self, name):
+        """Move a checkpoint away, link it, and return where it is."""
+        shutil.move(self.path / name, self.archive / name)
+        (self.path / name).symlink_to(self.archive / name)
+        return self.archive / name
+
+    def check_archive(self, folder, step):
+        state = small_state()
+        self.assertEqual(checkpoint.load(folder, state).step, step)
+
+    def test_keep_removes_a_link_and_not_what_it_leads_to(self):
+        for step in (1, 2, 3):
+            self.save(step)
+        moved = self.archived("step-00000001")
+        self.assertEqual(checkpoint.keep(self.path, 1), [self.path / "step-00000003"])
+        self.assertEqual(names_in(self.path), ["step-00000003"])
+        self.check_archive(moved, 1)
+        self.save(4)
+
+    def test_a_link_is_a_checkpoint_as_others_are(self):
+        self.save(1)
+        self.archived("step-00000001")
+        self.assertEqual(checkpoint.latest(self.path), self.path / "step-00000001")
+        self.assertEqual(checkpoint.load(self.path, small_state()).step, 1)
+
+    def test_a_folder_in_use_is_known_through_a_link_too(self):
+        self.path.mkdir()
+        link = self.path.with_name("link")
+        link.symlink_to(self.path)
+        begun, go_on, write = threading.Event(), threading.Event(), _files._HashingFile.write
+
+        def waiting(file, data):
+            if threading.current_thread() is not threading.main_thread():
+                begun.set()
+                go_on.wait(60)
+            return write(file, data)
+
+        self.addCleanup(go_on.set)
+        with mock.patch.object(_files._HashingFile, "write", waiting):
+            future = checkpoint.async_save(self.path, small_state(1))
+            self.assertTrue(begun.wait(60))
+            self.assertIn("being written in the background", error_of(checkpoint.save, link, small_state(1)))
+            self.assertEqual(checkpoint.save(link, small_state(2)), link / "step-00000002")
+            go_on.set()
+            future.result(timeout=60)
+        self.assertEqual(names_in(self.path), ["step-00000001", "step-00000002"])
+
+    def test_a_step_is_saved_anew_in_place_of_its_link(self):
+        self.save(1)
+        moved = self.archived("step-00000001")
+        self.assertEqual(self.save(1), self.path / "step-00000001")
+        self.assertFalse((self.path / "step-00000001").is_symlink())
+        self.check_archive(moved, 1)
+        self.save(2)
+        self.assertEqual(names_in(self.path), ["step-00000001", "step-00000002"])
+
+    def test_a_step_is_saved_in_place_of_a_link_to_nothing_and_of_a_file(self):
+        self.path.mkdir()
+        (self.path / "step-00000001").symlink_to(self.archive / "gone")
+        (self.path / "step-00000002").write_text("a file")
+        for step in (1, 2):
+            self.assertIsNone(checkpoint.latest(self.path) if step == 1 else None)
+            self.assertEqual(self.save(step), checkpoint.latest(self.path))
+        self.assertEqual(names_in(self.path), ["step-00000001", "step-00000002"])
+
+    def test_leftovers_that_are_links_or_files_are_removed(self):
+        self.path.mkdir()
+        (self.archive / "mine").write_text("stays")
+        ends = (".incomplete", ".deleting", ".replaced.deleting", ".replaced.incomplete")
+        for number, end in enumerate(ends):
+            (self.path / f"step-0000000{number}{end}").symlink_to(self.archive)
+            (self.path / f"step-0000001{number}{end}").symlink_to(self.archive / "gone")
+            (self.path / f"step-0000002{number}{end}").write_text("a file")
+        self.save(0)  # Its own folder to write in is one of the links.
+        self.assertEqual(names_in(self.path), ["step-00000000"])
+        self.assertEqual(names_in(self.archive), ["mine"])
+
+    def test_an_older_one_that_was_replaced_may_be_a_link(self):
+        self.save(1)
+        moved = self.archived("step-00000001")
+        (self.path / "step-00000001").rename(self.path / "step-00000001.replaced")
+        self.assertEqual(checkpoint.latest(self.path), self.path / "step-00000001.replaced")
+        self.save(1)
+        self.assertEqual(names_in(self.path), ["step-00000001"])
+        self.check_archive(moved, 1)
+
+    def test_a_failed_save_removes_its_link_only(self):
+        write = _files._HashingFile.write
+
+        def link_and_fail(file, data):
+            folder = file.path.parent
+            if not folder.is_symlink():
+                folder.rename(self.archive / "moved")
+                folder.symlink_to(self.archive / "moved")
+            raise OSError(errno.EIO, "no more") if file.nbytes else None
+            return write(file, data)
+
+        with mock.patch.object(_files._HashingFile, "write", link_and_fail):
+            self.assertIn("CheckpointError", error_of(self.save, 1))
+        self.assertEqual(names_in(self.path), [])
+        self.assertEqual(names_in(self.archive / "moved"), ["__0_0.distcp"])
+
+
+class CleanupTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path = Path(folder.name)
+
+    def test_a_cleanup_that_fails_after_the_publish_is_a_warning(self):
+        checkpoint.save(self.path, small_state())
+        with mock.patch.object(shutil, "rmtree", side_effect=PermissionError(errno.EPERM, "not permitted", "x")):
+            with self.assertLogs("torch_ragged.checkpoint", "WARNING") as log:
+                folder = checkpoint.save(self.path, small_state())
+        self.assertIn(f"{folder} is saved, but cleaning up after it failed: [Errno 1] not permitted: 'x'", log.output[0])
+        self.assertEqual(names_in(self.path), ["step-00000001", "step-00000001.replaced.deleting"])
+        checkpoint.save(self.path, small_state(2))
+        self.assertEqual(names_in(self.path), ["step-00000001", "step-00000002"])
+
+    def test_the_replaced_one_stays_if_the_new_name_cannot_be_synced(self):
+        checkpoint.save(self.path, small_state())
+        sync = _folder.sync_folder
+
+        def fail(folder):
+            if folder == self.path:
+                raise OSError(errno.EIO, "cannot sync", str(folder))
+            sync(folder)
+
+        with mock.patch.object(_folder, "sync_folder", fail), self.assertLogs("torch_ragged.checkpoint", "WARNING") as log:
+            checkpoint.save(self.path, small_state())
+        self.assertIn("cannot sync", log.output[0])
+        self.assertEqual(names_in(self.path), ["step-00000001", "step-00000001.replaced"])
+
+    def test_a_leftover_of_another_step_that_cannot_be_removed_is_a_warning(self):
+        for step in (1, 2):
+            (self.path / f"step-0000000{step}.incomplete").mkdir()
+        discard = _folder.discard
+
+        def fail(path):
+            if path.name == "step-00000001.incomplete":
+                raise PermissionError(errno.EACCES, "not permitted", str(path))
+            discard(path)
+
+        with mock.patch.object(_folder, "discard", fail), self.assertLogs("torch_ragged.checkpoint", "WARNING") as log:
+            checkpoint.save(self.path, small_state(2))
+        self.assertIn("step-00000001.incomplete", log.output[0])
+        self.assertEqual(names_in(self.path), ["step-00000001.incomplete", "step-00000002"])
+
+
+if __name__ == "__main__":
+    unittest.main()
