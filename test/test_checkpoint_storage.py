@@ -1,7 +1,8 @@
-"""What a file system may do to a checkpoint: symbolic links, leftovers that cannot be removed."""
+"""What a file system may do to a checkpoint: symbolic links, leftovers that cannot be removed, a full disk."""
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -9,11 +10,14 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
-from common import error_of
+import torch
+import torch.distributed as dist
+from checkpoint_model import make_state, train, values
+from common import error_of, run_ranks
 from torch import nn
 
 from torch_ragged import checkpoint
-from torch_ragged.checkpoint import _files, _folder
+from torch_ragged.checkpoint import _files, _folder, _writer
 
 
 def small_state(step=1):
@@ -183,6 +187,112 @@ class CleanupTest(unittest.TestCase):
             checkpoint.save(self.path, small_state(2))
         self.assertIn("step-00000001.incomplete", log.output[0])
         self.assertEqual(names_in(self.path), ["step-00000001.incomplete", "step-00000002"])
+
+
+class FullDisk:
+    """A binary file on a disk that has room for so many bytes, as the kernel has it: it takes a part, then refuses."""
+
+    def __init__(self, raw, room):
+        self.raw, self.room = raw, room
+
+    def write(self, data):
+        part = memoryview(data)[: max(self.room - self.raw.tell(), 0)]
+        self.raw.write(part)
+        if len(part) < len(data):
+            self.raw.flush()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return len(part)
+
+    def __getattr__(self, name):
+        return getattr(self.raw, name)
+
+
+def full_disk(name, room):
+    """Have files whose names begin with ``name`` find room for so many bytes."""
+    init = _files._HashingFile.__init__
+
+    def limited(self, raw, path, block):
+        init(self, FullDisk(raw, room) if path.name.startswith(name) else raw, path, block)
+
+    return mock.patch.object(_files._HashingFile, "__init__", limited)
+
+
+def check_full_disk(path):
+    rank = dist.get_rank()
+    group = dist.new_group(backend="gloo")
+    state = make_state(0)
+    train(state, 1)
+    folder = checkpoint.save(path, state)
+    whole = (folder / "__1_0.distcp").stat().st_size
+    state.step = 2
+
+    def saves(name, room):
+        for run in (checkpoint.save, lambda *args: checkpoint.async_save(*args, process_group=group).result(timeout=100)):
+            with full_disk(name, room):
+                yield error_of(run, path, state)
+            assert checkpoint.latest(path) == folder
+            dist.barrier()
+
+    number = r"(\d+)"
+    for room in (0, 700, 4000, 5001, whole - 3000, whole - 100):  # In a header, in elements, in the end of an archive.
+        for text in saves("__1_0.distcp", room):
+            match = re.search(
+                rf"No space left on device \(the disk is full: the file needs about {number} bytes, {number} of them are "
+                rf"written, {number} bytes are free\): .*/step-00000002.incomplete/__1_0.distcp \(rank 1\)",
+                text,
+            )
+            assert match is not None, (room, text)
+            assert abs(int(match[1]) - whole) < 0.2 * whole and int(match[2]) == room, (room, whole, text)
+            assert "enforce" not in text, text
+    for name in (".metadata", "manifest"):  # Rank 0 writes them.
+        for text in saves(name, 50):
+            assert "the disk is full" in text and f"/{name}" in text and "(rank 0)" in text, text
+    checkpoint.save(path, state)
+    fresh = make_state(1)
+    checkpoint.load(path, fresh)
+    assert fresh.step == 2 and torch.equal(values(fresh)["experts"], values(state)["experts"]), rank
+
+
+def check_other_errors_of_the_writer(path):
+    """Whatever fails between the first and the last byte, the text tells the file, and every rank raises."""
+    rank = dist.get_rank()
+    group = dist.new_group(backend="gloo")
+    state = make_state(0)
+    transform = _writer.SavePlannerOfViews.transform_object
+
+    def fail(self, item, value):
+        if rank == 1:
+            raise RuntimeError("no such memory")
+        return transform(self, item, value)
+
+    with mock.patch.object(_writer.SavePlannerOfViews, "transform_object", fail):
+        for text in (
+            error_of(checkpoint.save, path, state),
+            error_of(checkpoint.async_save(path, state, process_group=group).result, timeout=100),
+        ):
+            assert "__1_0.distcp cannot be written: RuntimeError: no such memory (rank 1)" in text, text
+    dist.barrier()
+    checkpoint.save(path, state)
+
+
+class FullDiskTest(unittest.TestCase):
+    def test_a_full_disk_is_told_with_file_and_sizes(self):
+        with tempfile.TemporaryDirectory() as path:
+            run_ranks(2, check_full_disk, path)
+
+    def test_other_errors_of_the_writer_tell_the_file(self):
+        with tempfile.TemporaryDirectory() as path:
+            run_ranks(2, check_other_errors_of_the_writer, path)
+
+    @unittest.skipUnless(Path("/dev/full").exists(), "needs /dev/full")
+    def test_the_error_of_the_kernel_is_not_lost_in_an_archive(self):
+        def write():
+            with _files.HashingFileSystem().create_stream("/dev/full", "wb") as stream:
+                torch.save(torch.zeros(100_000), stream)
+
+        text = error_of(write)
+        self.assertTrue(text.startswith("OSError: [Errno 28] No space left on device (the disk is full"), text)
+        self.assertIn("/dev/full", text)
 
 
 if __name__ == "__main__":
