@@ -35,7 +35,7 @@ def make_state(step):
     optimizer.step()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     extra = {"best": 1, "average": torch.ones(3)}
-    return checkpoint.TrainState(model, optimizer, scheduler, step, 5, {"a": [1]}, extra=extra)
+    return checkpoint.TrainState(model, optimizer, scheduler, step, 5, {"a": [1]}, extra=extra, per_rank={"loader": 3})
 
 
 def forge(file, body):
@@ -222,6 +222,13 @@ class ForgedFilesTest(unittest.TestCase):
             text = error_of(checkpoint.load, self.folder, make_state(2))
         self.assertIn(f"bytes 0 to {record['nbytes']} have another checksum", text)
         self.assertEqual(stored_in.call_count, 1)
+
+    def test_objects_that_the_manifest_names_and_the_pickle_lacks_are_refused(self):
+        self.body["objects"] = sorted([*self.body["objects"], "extra.more"])
+        forge(self.folder / "manifest.json", self.body)
+        state = make_state(2)
+        state.extra["more"] = None
+        self.assertIn("its pickled objects are not those", error_of(checkpoint.load, self.folder, state))
 
     def test_a_chunk_that_cannot_be_read_tells_the_file(self):
         with mock.patch.object(_reader._Chunks, "_find", side_effect=EOFError("no end")):

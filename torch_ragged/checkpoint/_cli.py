@@ -22,7 +22,7 @@ from torch_ragged.debug import visualize_sharding
 
 __all__ = ["main"]
 
-_HIDDEN = {"objects", "rng"}  # Pickled values and random states are told of, but not as tensors.
+_HIDDEN = {"objects", "per_rank", "rng"}  # Pickled values and random states are told of, but not as tensors.
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -71,7 +71,7 @@ class Manifest:
         tensors: by their names in the checkpoint: ``model.<fqn>``, ``optimizer.state.<fqn>.<state>``, ...
         files: by name.
         fingerprint: SHA-256 of name, shape and dtype of each tensor of the model.
-        objects: what is held beside tensors: ``scheduler``, ``extra.<name>``.
+        objects: what is held beside tensors: ``scheduler``, ``extra.<name>``, ``per_rank.<name>``.
         rng: of each random generator, whether its state was the "same" on all ranks or "each" rank had another.
         torch_version, package_version, format: of the writer.
     """
