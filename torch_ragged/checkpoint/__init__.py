@@ -14,8 +14,9 @@ that ``dcp.load`` reads it too, and a manifest: what was saved, by whom, and siz
         checkpoint.keep("out", 3)
 
 ``python -m torch_ragged.checkpoint inspect|verify|diff PATH`` shows them to people. Files by noun: ``_state`` (what is saved),
-``_manifest``, ``_files`` (checksums), ``_writer`` and ``_reader`` (DCP's storage), ``_folder`` (a run's checkpoints), ``_api``,
-``_cli``. Only public DCP is used, and only what a model and an optimizer offer as state dicts: any model on any DTensors goes.
+``_same`` (values that must be the same on all ranks), ``_manifest``, ``_files`` (checksums), ``_writer`` and ``_reader`` (DCP's
+storage), ``_folder`` (a run's checkpoints), ``_api``, ``_cli``. Only public DCP is used, and only what a model and an optimizer
+offer as state dicts: any model on any DTensors goes.
 """
 
 from torch_ragged.checkpoint._api import async_save, load, save

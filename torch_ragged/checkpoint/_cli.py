@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from torch_ragged.checkpoint._errors import CheckpointError
+from torch_ragged.checkpoint._errors import CheckpointError, raise_on_all
 from torch_ragged.checkpoint._folder import resolve
 from torch_ragged.checkpoint._manifest import Manifest, TensorRecord, read_manifest
 from torch_ragged.checkpoint._reader import CheckpointReader, damage
@@ -21,7 +22,7 @@ from torch_ragged.debug import visualize_sharding
 
 __all__ = ["main"]
 
-_HIDDEN = {"objects", "rng"}  # Pickled values and random states are told of, but not as tensors.
+_HIDDEN = {"objects", "per_rank", "rng"}  # Pickled values and random states are told of, but not as tensors.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,10 +126,13 @@ def _diff(path: Path, other: Path, pattern: str, values: bool) -> int:
 
 def _value_difference(name: str, record: TensorRecord, folders: Sequence[Path]) -> str:
     """How the values of a tensor differ; empty if they are bitwise the same."""
-    tensors = []
+    tensors, dtype = [], getattr(torch, record.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{name} is of dtype {record.dtype}, which torch {torch.__version__} does not have")
     for folder in folders:
-        tensor = {name: torch.empty(record.shape, dtype=getattr(torch, record.dtype))}
-        dcp.load(tensor, storage_reader=CheckpointReader(folder, verify=False), no_dist=True)
+        tensor = {name: torch.empty(record.shape, dtype=dtype)}
+        with raise_on_all(f"reading {folder}"):
+            dcp.load(tensor, storage_reader=CheckpointReader(folder, verify=False), no_dist=True)
         tensors.append(tensor[name])
     a, b = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)
     if torch.equal(a, b):
@@ -145,7 +149,7 @@ def _described(tensor: TensorRecord | None) -> str:
 
 
 def _parameters(manifest: Manifest) -> int:
-    return sum(torch.Size(t.shape).numel() for name, t in manifest.tensors.items() if name.startswith("model."))
+    return sum(math.prod(t.shape) for name, t in manifest.tensors.items() if name.startswith("model."))
 
 
 def _parts(manifest: Manifest) -> list[str]:

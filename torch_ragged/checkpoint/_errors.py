@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-__all__ = ["CheckpointError", "agree", "from_ranks", "listed", "raise_on_all"]
+__all__ = ["CheckpointError", "agree", "from_ranks", "gather", "listed", "raise_on_all"]
 
 T = TypeVar("T")
 
@@ -24,26 +24,47 @@ def listed(items: list[str], room: int = 5) -> str:
     return "\n  ".join(["", *lines])
 
 
-def agree(check: Callable[[], T], what: str, group: dist.ProcessGroup | None) -> T:
-    """What ``check`` returns, or on every rank the errors of all. One small object all-gather; none without a process group.
+def gather(
+    check: Callable[[], T], what: str, group: dist.ProcessGroup | None, own: tuple[type[Exception], ...] = ()
+) -> list[T]:
+    """What ``check`` returns on each rank, or on every rank the errors of all. One object all-gather; none without a group.
+
+    Args:
+        check: what it returns must pickle.
+        what: what failed, for the text of the error.
+        group: the ranks.
+        own: a rank whose own error is of one of these types raises that error itself.
 
     Raises:
         CheckpointError: ``check`` raised on a rank.
     """
-    result: Any = None
-    problem = ""
+    answer: tuple[Any, str] = (None, "")
+    mine: Exception | None = None
     try:
-        result = check()
+        answer = check(), ""
     except Exception as error:  # Whatever it is, the other ranks must hear of it.
-        problem = _text(error)
-    problems = [problem]
+        mine, answer = error, (None, _text(error))
+    answers = [answer]
     if dist.is_initialized():
-        problems = [""] * dist.get_world_size(group)
-        dist.all_gather_object(problems, problem, group=group)
-    failures = {rank: text for rank, text in enumerate(problems) if text}
+        answers = [answer] * dist.get_world_size(group)
+        dist.all_gather_object(answers, answer, group=group)
+    failures = {rank: text for rank, (_, text) in enumerate(answers) if text}
+    if isinstance(mine, own):
+        raise mine
     if failures:
-        raise CheckpointError(from_ranks(what, failures))
-    return result
+        raise CheckpointError(from_ranks(what, failures)) from mine
+    return [value for value, _ in answers]
+
+
+def agree(check: Callable[[], T], what: str, group: dist.ProcessGroup | None, own: tuple[type[Exception], ...] = ()) -> T:
+    """What ``check`` returns here, or on every rank the errors of all, as :func:`gather` does. Results are not sent.
+
+    Raises:
+        CheckpointError: ``check`` raised on a rank.
+    """
+    results: list[T] = []
+    gather(lambda: results.append(check()), what, group, own)
+    return results[0]
 
 
 @contextmanager

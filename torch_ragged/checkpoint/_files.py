@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ class _HashingFile:
     def __init__(self, raw: Any, path: Path, block: int) -> None:
         self.raw, self.path, self.block = raw, path, block
         self.nbytes = 0
+        self.asked = 0  # What nbytes would be if the last write had succeeded.
+        self.failure: OSError | None = None  # torch.save loses it: its zip writer raises an error of its own then.
         self.crcs: list[int] = []
 
     @property
@@ -43,9 +46,14 @@ class _HashingFile:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        written = self.raw.write(view)
-        if written is not None and written != len(view):
-            raise OSError(errno.EIO, f"only {written} of {len(view)} bytes were taken", str(self.path))
+        self.asked = self.nbytes + len(view)
+        try:
+            written = self.raw.write(view)
+            if written is not None and written != len(view):
+                raise OSError(errno.EIO, f"only {written} of {len(view)} bytes were taken", str(self.path))
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
         while len(view):
             within = self.nbytes % self.block
             part = view[: self.block - within]
@@ -72,12 +80,18 @@ class _HashingFile:
 
 
 class HashingFileSystem(FileSystem):
-    """DCP's local file system, which records what it writes: ``records`` has an entry for each file, by its name."""
+    """DCP's local file system, which records what it writes, and whose errors name the file.
+
+    Attributes:
+        records: of each file, by its name.
+        planned: the bytes that the next files will have in all, if they are known: told if the disk is full.
+    """
 
     def __init__(self, block: int = BLOCK) -> None:
         super().__init__()
         self.block = block
         self.records: dict[str, FileRecord] = {}
+        self.planned = 0
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -86,12 +100,17 @@ class HashingFileSystem(FileSystem):
                 yield stream
             return
         path = Path(path)
+        hashing = None
         try:
             with path.open(mode) as stream:
                 hashing = _HashingFile(stream, path, self.block)
                 yield hashing
-        except OSError as error:  # Writing, syncing and closing do not tell which file it was.
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        except Exception as error:  # Writing, syncing and closing do not tell which file it was.
+            cause = (hashing and hashing.failure) or error
+            if isinstance(cause, OSError):
+                needed = max(self.planned, hashing.asked if hashing else 0)
+                raise OSError(cause.errno, _reason(cause, path, needed), str(path)) from error
+            raise CheckpointError(f"{path} cannot be written: {type(error).__name__}: {error}") from error
         self.records[path.name] = hashing.record
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -101,15 +120,31 @@ class HashingFileSystem(FileSystem):
             self.records[new] = self.records.pop(old)
 
 
+def _reason(error: OSError, path: Path, needed: int) -> str:
+    """Why ``path`` could not be written; of a full disk also how much was needed and how much is free."""
+    reason = error.strerror or str(error)
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return reason
+    written = path.stat().st_size if path.exists() else 0
+    text = f"{reason} (the disk is full: the file needs about {needed} bytes, {written} of them are written"
+    if error.errno == errno.EDQUOT or not hasattr(os, "statvfs"):  # What a quota leaves is not known.
+        return text + ")"
+    disk = os.statvfs(path.parent)
+    inodes = ", no inode is free" if disk.f_files and not disk.f_favail else ""
+    return f"{text}, {disk.f_bavail * disk.f_frsize} bytes are free{inodes})"
+
+
 def check_size(folder: Path, name: str, record: FileRecord) -> str:
-    """What is wrong with the presence or the size of a file; empty if nothing is."""
+    """What is wrong with the presence, the kind or the size of a file; empty if nothing is."""
     try:
-        nbytes = (folder / name).stat().st_size
+        status = (folder / name).stat()
     except OSError as error:
         return f"{folder / name} is missing ({error.strerror})"
-    if nbytes != record.nbytes:
-        kind = "truncated" if nbytes < record.nbytes else "too long"
-        return f"{folder / name} is {kind}: it has {nbytes} bytes, expected {record.nbytes}"
+    if not stat.S_ISREG(status.st_mode):  # To open a pipe would wait for its writer.
+        return f"{folder / name} is no regular file"
+    if status.st_size != record.nbytes:
+        kind = "truncated" if status.st_size < record.nbytes else "too long"
+        return f"{folder / name} is {kind}: it has {status.st_size} bytes, expected {record.nbytes}"
     return ""
 
 
@@ -147,5 +182,7 @@ def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from error
     finally:
         os.close(descriptor)

@@ -2,11 +2,13 @@
 
 A checkpoint is a folder ``step-00000120``. Other names are never taken for one: ``.incomplete`` is being written, or was when
 its writer died; ``.deleting`` is being removed. ``.replaced`` is a complete checkpoint whose step is being written anew; it
-counts only while there is no other of its step.
+counts only while there is no other of its step. Each may be a symbolic link to a folder elsewhere: then only the link is
+renamed or removed, never what it leads to.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -18,8 +20,9 @@ from torch_ragged.checkpoint._errors import CheckpointError, agree
 from torch_ragged.checkpoint._files import check_size, sync_folder
 from torch_ragged.checkpoint._manifest import MANIFEST, read_manifest
 
-__all__ = ["complete_in", "folder_of", "incomplete_of", "keep", "latest", "publish", "remove_leftovers", "resolve"]
+__all__ = ["complete_in", "discard", "folder_of", "incomplete_of", "keep", "latest", "publish", "remove_leftovers", "resolve"]
 
+_logger = logging.getLogger("torch_ragged.checkpoint")
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 _INCOMPLETE, _REPLACED, _DELETING = ".incomplete", ".replaced", ".deleting"
 
@@ -67,7 +70,7 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
 def keep(path: str | os.PathLike[str], n: int, *, process_group: dist.ProcessGroup | None = None) -> list[Path]:
     """Remove all but the ``n`` newest complete checkpoints in the folder ``path``; call it on every rank.
 
-    Rank 0 removes; what other programs put there stays. One small object all-gather.
+    Rank 0 removes; what other programs put there stays, and so does what a symbolic link leads to. One small object all-gather.
 
     Returns:
         those that are kept, oldest first.
@@ -106,37 +109,58 @@ def resolve(path: Path) -> Path:
         raise CheckpointError(f"{path} is no folder: expected a checkpoint, or a folder of checkpoints")
     damaged = [folder for folder in sorted(path.iterdir()) if _NAME.fullmatch(folder.name)]
     if damaged:
-        read_manifest(damaged[-1])  # Its error says more.
-        problems = [check_size(damaged[-1], name, record) for name, record in read_manifest(damaged[-1]).files.items()]
-        raise CheckpointError("; ".join(filter(None, problems)))
+        files = read_manifest(damaged[-1]).files  # Its error says more.
+        problems = list(filter(None, (check_size(damaged[-1], name, record) for name, record in files.items())))
+        raise CheckpointError("; ".join(problems) or f"{damaged[-1]} was not complete a moment ago: try again")
     if (path / ".metadata").exists():
         read_manifest(path)
     raise CheckpointError(f"{path} holds no complete checkpoint: expected folders step-<number> that checkpoint.save wrote")
 
 
 def publish(incomplete: Path, folder: Path) -> None:
-    """Give a verified checkpoint its name: one rename. One of the same name stays complete under another until then."""
+    """Give a verified checkpoint its name: one rename. One of the same name stays complete under another until then.
+
+    Once it has its name, it is saved: what fails after that is a warning in the log.
+    """
     sync_folder(incomplete)
     replaced = folder.with_name(folder.name + _REPLACED)
-    if folder.exists():
+    if os.path.lexists(folder):
         _remove(replaced)
         folder.rename(replaced)
     incomplete.rename(folder)
-    sync_folder(folder.parent)
-    _remove(replaced)
+    try:
+        sync_folder(folder.parent)
+        _remove(replaced)  # Only if the new name is on permanent storage.
+    except OSError as error:
+        _logger.warning("%s is saved, but cleaning up after it failed: %s", folder, error)
 
 
 def remove_leftovers(path: Path, in_use: set[Path]) -> None:
-    """Remove what writers that died left in ``path``, but for folders ``in_use``."""
-    for folder in path.iterdir() if path.is_dir() else ():
-        if re.fullmatch(rf"step-\d{{8,}}({_REPLACED})?({_INCOMPLETE}|{_DELETING})", folder.name) and folder not in in_use:
-            shutil.rmtree(folder)
+    """Remove what writers that died left in the folder ``path``, but for folders ``in_use``.
+
+    What cannot be removed is a warning in the log: it is in the way of no other checkpoint.
+    """
+    for left in path.iterdir():
+        if re.fullmatch(rf"step-\d{{8,}}({_REPLACED})?({_INCOMPLETE}|{_DELETING})", left.name) and left not in in_use:
+            try:
+                discard(left)
+            except OSError as error:
+                _logger.warning("%s is left of a save that failed and cannot be removed: %s", left, error)
 
 
 def _remove(folder: Path) -> None:
     """Remove a checkpoint; it is none from the first moment on."""
-    if folder.exists():
+    if folder.is_dir() and not folder.is_symlink():
         deleting = folder.with_name(folder.name + _DELETING)
-        shutil.rmtree(deleting, ignore_errors=True)
+        discard(deleting)
         folder.rename(deleting)
-        shutil.rmtree(deleting)
+        folder = deleting
+    discard(folder)
+
+
+def discard(path: Path) -> None:
+    """Remove a folder with all that is in it, a file, or a symbolic link but not its target; fine if there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import math
 import os
+import reprlib
+import stat
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,8 +29,11 @@ from torch_ragged.strided_placement_types import StridedRaggedShard
 
 __all__ = ["FORMAT", "MANIFEST", "FileRecord", "Manifest", "TensorRecord", "describe", "fingerprint", "read_manifest"]
 
+_Mesh = tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]  # shape, names of dimensions, ranks
+
 FORMAT = 1  # Readers refuse a higher one.
 MANIFEST = "manifest.json"
+_MAX_DIMS = 64  # Torch's own limit.
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class Manifest:
         tensors: by their names in the checkpoint: ``model.<fqn>``, ``optimizer.state.<fqn>.<state>``, ...
         files: by name.
         fingerprint: SHA-256 of name, shape and dtype of each tensor of the model.
-        objects: what is held beside tensors: ``scheduler``, ``extra.<name>``.
+        objects: what is held beside tensors: ``scheduler``, ``extra.<name>``, ``per_rank.<name>``.
         rng: of each random generator, whether its state was the "same" on all ranks or "each" rank had another.
         torch_version, package_version, format: of the writer.
     """
@@ -111,11 +117,15 @@ class Manifest:
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """The manifest of the checkpoint in ``folder``. No communication.
 
+    Type and range of every field are checked: whoever wrote it may have been no writer of this package.
+
     Raises:
         CheckpointError: there is none, it is damaged, or a newer version of this package wrote it.
     """
     path = Path(folder) / MANIFEST
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # To open a pipe would wait for its writer.
+            raise CheckpointError(f"{path} is no regular file: expected the manifest that torch_ragged.checkpoint.save wrote")
         text = path.read_text()
     except OSError as error:
         raise CheckpointError(
@@ -135,29 +145,95 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         if document["crc32"] != _checksum(body):
             raise CheckpointError(f"{path} is damaged: its checksum is {_checksum(body)}, expected {document['crc32']}")
         return _from_body(body)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
+T = TypeVar("T")
+
+
+def _of(kind: type[T], value: Any, what: str) -> T:
+    """``value``, which must be of exactly this type, as JSON has it.
+
+    Raises:
+        ValueError: it is of another.
+    """
+    if type(value) is not kind:
+        raise ValueError(f"{what} is {reprlib.repr(value)}, expected {kind.__name__}")
+    return value
+
+
+def _count(value: Any, what: str, least: int = 0) -> int:
+    """``value``, which must be an int from ``least`` on, of no more than 64 bits."""
+    if not least <= _of(int, value, what) < 1 << 63:
+        raise ValueError(f"{what} is {reprlib.repr(value)}, expected an int >= {least}")
+    return value
+
+
+def _counts(value: Any, what: str) -> tuple[int, ...]:
+    return tuple(_count(item, what) for item in _of(list, value, what))
+
+
+def _shape(value: Any, what: str) -> tuple[int, ...]:
+    if len(_of(list, value, what)) > _MAX_DIMS:
+        raise ValueError(f"{what} has {len(value)} dimensions, expected at most {_MAX_DIMS}")
+    return _counts(value, what)
+
+
+def _texts(value: Any, what: str) -> tuple[str, ...]:
+    return tuple(_of(str, item, what) for item in _of(list, value, what))
+
+
 def _from_body(body: dict[str, Any]) -> Manifest:
-    meshes = [
-        {"mesh_shape": tuple(m["shape"]), "mesh_dim_names": tuple(m["dim_names"]), "mesh_ranks": tuple(m["ranks"])}
-        for m in body.pop("meshes")
-    ]
-    tensors = {
-        name: TensorRecord(
-            tuple(entry["shape"]),
-            entry["dtype"],
-            tuple(entry.get("placements", ())),
-            **(meshes[entry["mesh"]] if "mesh" in entry else {}),
-        )
-        for name, entry in body.pop("tensors").items()
-    }
-    files = {
-        name: FileRecord(entry["nbytes"], tuple(int(crc, 16) for crc in entry["crc32"]), entry["block"])
-        for name, entry in body.pop("files").items()
-    }
+    meshes = [_mesh_of(entry) for entry in _of(list, body.pop("meshes"), "meshes")]
+    tensors = {name: _tensor_of(name, entry, meshes) for name, entry in _of(dict, body.pop("tensors"), "tensors").items()}
+    files = {name: _file_of(name, entry) for name, entry in _of(dict, body.pop("files"), "files").items()}
+    if ".metadata" not in files:
+        raise ValueError("files has no .metadata")
+    unknown = body.keys() - {known.name for known in fields(Manifest)}
+    if unknown:
+        raise ValueError(f"it has unknown fields {reprlib.repr(sorted(unknown))}")
+    for name, least in (("step", 0), ("consumed_tokens", 0), ("world_size", 1), ("format", 1)):
+        _count(body[name], name, least)
+    for name in ("fingerprint", "torch_version", "package_version"):
+        _of(str, body[name], name)
+    _texts(body["objects"], "objects")
+    _texts(list(_of(dict, body["rng"], "rng").values()), "rng")
     return Manifest(tensors=tensors, files=files, **body)
+
+
+def _mesh_of(entry: Any) -> _Mesh:
+    mesh = _of(dict, entry, "a mesh")
+    shape, ranks = _shape(mesh["shape"], "a mesh's shape"), _counts(mesh["ranks"], "a mesh's ranks")
+    names = _texts(mesh["dim_names"], "a mesh's dim_names")
+    if math.prod(shape) != len(ranks) or len(names) not in (0, len(shape)):
+        raise ValueError(f"a mesh of shape {reprlib.repr(shape)} has {len(ranks)} ranks and {len(names)} names")
+    return shape, names, ranks
+
+
+def _tensor_of(name: str, entry: Any, meshes: list[_Mesh]) -> TensorRecord:
+    tensor = _of(dict, entry, name)
+    shape, dtype = _shape(tensor["shape"], f"{name}'s shape"), _of(str, tensor["dtype"], f"{name}'s dtype")
+    if "mesh" not in tensor:
+        return TensorRecord(shape, dtype)
+    index = _count(tensor["mesh"], f"{name}'s mesh")
+    if index >= len(meshes):
+        raise ValueError(f"{name}'s mesh is {index}, but there are {len(meshes)}")
+    placements = _texts(tensor["placements"], f"{name}'s placements")
+    if len(placements) != len(meshes[index][0]):
+        raise ValueError(f"{name} has {len(placements)} placements on a mesh of shape {reprlib.repr(meshes[index][0])}")
+    return TensorRecord(shape, dtype, placements, *meshes[index])
+
+
+def _file_of(name: str, entry: Any) -> FileRecord:
+    if name in ("", ".", "..") or "/" in name or "\0" in name or not name.isprintable():
+        raise ValueError(f"{reprlib.repr(name)} is no name of a file in the folder of the checkpoint")
+    record = _of(dict, entry, name)
+    nbytes, block = _count(record["nbytes"], f"{name}'s nbytes"), _count(record["block"], f"{name}'s block", 1)
+    checksums = _of(list, record["crc32"], f"{name}'s crc32")
+    if len(checksums) != -(-nbytes // block):  # With fewer, bytes would not be verified.
+        raise ValueError(f"{name} has {len(checksums)} checksums, expected {-(-nbytes // block)}, of {nbytes} bytes")
+    return FileRecord(nbytes, tuple(int(crc, 16) for crc in _texts(checksums, f"{name}'s crc32")), block)
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
@@ -173,7 +249,6 @@ def describe(tensor: torch.Tensor) -> TensorRecord:
     return TensorRecord(shape, dtype, tuple(map(_placement_text, tensor.placements)), *_mesh(tensor.device_mesh))
 
 
-_Mesh = tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]
 _meshes: WeakKeyDictionary[DeviceMesh, _Mesh] = WeakKeyDictionary()  # Asking a mesh for its ranks takes a while.
 
 
@@ -210,14 +285,21 @@ def _parse_placement(text: str) -> Placement:
         assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args
         arguments = {keyword.arg or "": _parse_value(keyword.value) for keyword in call.keywords}
         return kinds[call.func.id](**arguments)
-    except (SyntaxError, AssertionError, KeyError, TypeError) as error:
-        raise ValueError(f"unknown placement {text!r}") from error
+    except (SyntaxError, AssertionError, KeyError, TypeError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"unknown placement {reprlib.repr(text)}") from error
+
+
+_MOST_RANKS = 2**24
+"""Beyond any cluster: a forged number of units must not fill the memory."""
 
 
 def _parse_value(node: ast.expr) -> Any:
-    """A literal, or a sum of multiples of literals: the units of many ranks are ``(0,) * 60 + (5, 7) + (0,) * 2``."""
+    """A literal, or a sum of multiples of tuples: the units of many ranks are ``(0,) * 60 + (5, 7) + (0,) * 2``."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _parse_value(node.left) + _parse_value(node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return _parse_value(node.left) * ast.literal_eval(node.right)
+        units, times = ast.literal_eval(node.left), ast.literal_eval(node.right)
+        if not isinstance(units, tuple) or len(units) * times > _MOST_RANKS:
+            raise ValueError("more units than there can be ranks")
+        return units * times
     return ast.literal_eval(node)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_ragged.checkpoint._errors import CheckpointError, listed
@@ -15,6 +17,8 @@ from torch_ragged.checkpoint._manifest import Manifest, TensorRecord, describe
 from torch_ragged.checkpoint._replicas import ReplicaShares
 
 __all__ = ["CheckingPlanner", "differences"]
+
+_GUESSES, _CANDIDATES = 5, 1000  # Renamed parameters to look for, and names to compare each with: there may be very many.
 
 
 class CheckingPlanner(DefaultLoadPlanner):
@@ -29,17 +33,21 @@ class CheckingPlanner(DefaultLoadPlanner):
         super().__init__()
         self.manifest, self.spread = manifest, spread
 
-    def create_local_plan(self) -> LoadPlan:
-        """The plan of this rank. Nothing has been changed yet.
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Compare. Nothing is changed.
 
         Raises:
             CheckpointError: the checkpoint is of another model or another optimizer.
         """
-        wanted = {name: describe(value) for name, value in self.state_dict.items() if isinstance(value, torch.Tensor)}
-        problems = differences(wanted, self.manifest.tensors)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.wanted = {name: describe(value) for name, value in self.state_dict.items() if isinstance(value, torch.Tensor)}
+        problems = differences(self.wanted, self.manifest.tensors)
         if problems:
             raise CheckpointError(f"the checkpoint is not of this model and optimizer:{listed(problems)}")
-        self.shares = ReplicaShares({n: value for n, value in self.state_dict.items() if n in wanted}, self.spread)
+
+    def create_local_plan(self) -> LoadPlan:
+        """The plan of this rank: what its replicas do not read for it."""
+        self.shares = ReplicaShares({n: value for n, value in self.state_dict.items() if n in self.wanted}, self.spread)
         plan = super().create_local_plan()
         return dataclasses.replace(plan, items=[item for item in plan.items if self.shares.reads(item.dest_index.fqn)])
 
@@ -57,8 +65,8 @@ def differences(wanted: Mapping[str, TensorRecord], saved: Mapping[str, TensorRe
         for name, record in wanted.items()
         if name in saved and saved[name].what != record.what
     ]
-    for name in missing:
-        alike = [other for other in surplus if saved[other].what == wanted[name].what]
+    for count, name in enumerate(missing):
+        alike = [other for other in surplus if count < _GUESSES and saved[other].what == wanted[name].what][:_CANDIDATES]
         closest = difflib.get_close_matches(name, alike, n=1, cutoff=0.5)
         if closest:
             surplus.remove(closest[0])

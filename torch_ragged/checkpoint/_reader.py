@@ -38,13 +38,20 @@ def damage(folder: Path, manifest: Manifest, metadata: Metadata | None, rank: in
         mine.setdefault(name, []).append(block)
     for name, part in mine.items():
         record = manifest.files[name]
-        for block in check_blocks(folder / name, record, part):
-            start, stop = block * record.block, min((block + 1) * record.block, record.nbytes)
+        for first, last in _runs(check_blocks(folder / name, record, part)):
+            start, stop = first * record.block, min((last + 1) * record.block, record.nbytes)
             inside = ", ".join(_stored_in(metadata, name, start, stop))
             problems.append(
                 f"{folder / name} is damaged: bytes {start} to {stop} have another checksum; they hold {inside or 'no tensor'}"
             )
     return problems
+
+
+def _runs(blocks: list[int]) -> list[tuple[int, int]]:
+    """First and last of each run of consecutive numbers in an ascending list."""
+    firsts = [block for place, block in enumerate(blocks) if place == 0 or blocks[place - 1] != block - 1]
+    lasts = [block for place, block in enumerate(blocks) if place + 1 == len(blocks) or blocks[place + 1] != block + 1]
+    return list(zip(firsts, lasts))
 
 
 def _stored_in(metadata: Metadata | None, file: str, start: int, stop: int) -> list[str]:
@@ -107,6 +114,14 @@ class CheckpointReader(FileSystemReader):
             problems = damage(self.folder, self.manifest, self.metadata, rank, ranks)
             if problems:
                 raise CheckpointError(listed(problems).strip() if len(problems) == 1 else f"damaged files:{listed(problems)}")
+        for item in plan.items:
+            stored = self.storage_data[item.storage_index]
+            record = self.manifest.files.get(stored.relative_path)
+            if record is None or not 0 <= stored.offset <= stored.offset + stored.length <= record.nbytes:
+                raise CheckpointError(
+                    f"{self.folder / '.metadata'} is damaged: it has {item.storage_index.fqn} in bytes {stored.offset} to "
+                    f"{stored.offset + stored.length} of {stored.relative_path}, which the manifest does not have"
+                )
         return super().prepare_local_plan(plan)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -123,11 +138,11 @@ class CheckpointReader(FileSystemReader):
             try:
                 with path.open("rb") as file:
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # Tensors on it keep it open.
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
-            chunks = _Chunks(mapped, self.storage_data)
-            for item in items:
-                self._read(item, chunks, planner)
+                chunks = _Chunks(mapped, self.storage_data)
+                for item in items:
+                    self._read(item, chunks, planner)
+            except Exception as error:  # Most do not tell which file it was.
+                raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -24,6 +24,8 @@ from torch_ragged.checkpoint._manifest import MANIFEST, Manifest, TensorRecord, 
 
 __all__ = ["CheckpointWriter", "SavePlannerOfViews"]
 
+_ARCHIVE = 1536  # about the bytes of the zip archive of an item, beside the elements
+
 
 @dataclass
 class _Report:
@@ -78,8 +80,10 @@ class CheckpointWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's chunks to one file, and sync it."""
+        self.fs.planned = sum(map(_nbytes, plan.items))
         with serialization_config.patch("save.compute_crc32", False):  # Of the archives; files have checksums of their own.
             results: list[Any] = super().write_data(plan, planner).value()
+        self.fs.planned = 0
         for name, record in self.fs.records.items() if self.read_back else ():
             if check_blocks(Path(self.path) / name, record):
                 raise CheckpointError(f"{Path(self.path) / name} reads back other bytes than were written")
@@ -125,6 +129,12 @@ class CheckpointWriter(FileSystemWriter):
             stream.write(manifest.to_json().encode())
             os.fsync(stream.fileno())
         publish(Path(self.path), self.folder)
+
+
+def _nbytes(item: WriteItem) -> int:
+    """About how many bytes of a file an item takes: the elements, if it is a tensor, and an archive."""
+    data = item.tensor_data
+    return _ARCHIVE + (data.chunk.sizes.numel() * data.properties.dtype.itemsize if data is not None else 0)
 
 
 def missing_chunks(metadata: Metadata, stored: Mapping[MetadataIndex, Any], files: Mapping[str, FileRecord]) -> list[str]:

@@ -1,0 +1,109 @@
+"""Whether ranks have the same of what one of them writes for all. Values are compared by digests; values are never sent."""
+
+from __future__ import annotations
+
+import copyreg
+import ctypes
+import hashlib
+import pickle
+import reprlib
+from collections.abc import Callable, Mapping
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from torch_ragged.checkpoint._errors import CheckpointError, gather
+
+__all__ = ["bytes_of", "refuse_different"]
+
+_BLOCK = 1 << 25  # bytes of a tensor that are copied at a time
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes)  # Their repr tells all.
+_shown = reprlib.Repr()
+_shown.maxdict = _shown.maxlist = _shown.maxtuple = 8
+_shown.maxstring = _shown.maxother = 80
+
+
+def refuse_different(values: Mapping[str, Any], what: str, group: dist.ProcessGroup | None) -> None:
+    """Refuse ``values`` of this rank that differ from those of the others. A name that some ranks do not have is passed over.
+
+    One small object all-gather. Pickles of equal values may differ (by the order of a set, or a text that is held twice), so
+    values whose pickles differ are taken apart, which is slower, and there is a second one.
+
+    Raises:
+        CheckpointError: on every rank; it names the values. ``what`` failed.
+    """
+    digests = gather(lambda: {name: _pickle_digest(value) for name, value in values.items()}, what, group)
+    names = sorted(name for name in set().union(*digests) if len({rank[name] for rank in digests if name in rank}) > 1)
+    if not names:
+        return
+    told = gather(lambda: {n: (_value_digest(values[n]), _text(values[n])) for n in names if n in values}, what, group)
+    problems = []
+    for name in names:
+        first_of: dict[str, tuple[str, int]] = {}
+        for rank, answers in enumerate(told):
+            if name in answers:
+                first_of.setdefault(answers[name][0], (answers[name][1], rank))
+        if len(first_of) > 1:
+            (one, rank), (other, other_rank) = list(first_of.values())[:2]
+            problems.append(f"{name} is {one} on rank {rank}, but {other} on rank {other_rank}")
+    if problems:
+        raise CheckpointError(
+            f"{what}: {'; '.join(problems)}. One rank writes it for all, so it must be the same on all ranks. Put what differs "
+            "into TrainState.per_rank, as in per_rank={'loader': loader}: each rank writes its own"
+        )
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The bytes of a contiguous tensor on the CPU, copied. Without NumPy, which may not be installed."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
+
+
+def _pickle_digest(value: Any) -> str:
+    return _value_digest(value) if isinstance(value, torch.Tensor) else hashlib.sha256(pickle.dumps(value)).hexdigest()
+
+
+def _text(value: Any) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _shown.repr(value)
+
+
+def _value_digest(value: Any, above: tuple[int, ...] = ()) -> str:
+    """A digest of a value and of all that is in it, which does not depend on order in dicts and sets, nor on identities."""
+    digest = hashlib.sha256()
+    _feed(value, digest.update, above)
+    return digest.hexdigest()
+
+
+def _feed(value: Any, add: Callable[[bytes], None], above: tuple[int, ...]) -> None:
+    """Give ``add`` bytes that tell ``value`` from others; ``above`` are the ids of what it is in."""
+    if id(value) in above:
+        add(b"cycle")
+        return
+    above, kind = (*above, id(value)), type(value)
+    add(f"{kind.__module__}.{kind.__qualname__}(".encode())
+    if isinstance(value, DTensor):
+        _feed((repr(value.placements), tuple(value.shape), value.to_local()), add, above)
+    elif isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
+        add(f"{value.dtype} {tuple(value.shape)}".encode())
+        flat = value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        for part in flat.split(_BLOCK):
+            add(bytes_of(part.cpu()))
+    elif kind in _CONSTANTS:
+        add(repr(value).encode())
+    elif kind in (dict, set, frozenset):
+        pairs = value.items() if kind is dict else ((item, None) for item in value)
+        for pair in sorted(_value_digest(key) + _value_digest(item, above) for key, item in pairs):
+            add(pair.encode())
+    elif kind in (list, tuple):
+        for item in value:
+            _feed(item, add, above)
+    elif isinstance(value, (type, FunctionType, BuiltinFunctionType)):
+        add(f"{value.__module__}.{value.__qualname__}".encode())
+    else:  # As pickle takes it apart.
+        reduced = copyreg.dispatch_table[kind](value) if kind in copyreg.dispatch_table else value.__reduce_ex__(4)
+        parts = reduced if isinstance(reduced, str) else (*reduced[:3], list(reduced[3] or ()) if reduced[3:] else [])
+        _feed(parts, add, above)
+        _feed(dict(reduced[4] or ()) if not isinstance(reduced, str) and reduced[4:] else {}, add, above)
+    add(b")")
