@@ -6,6 +6,7 @@ import unittest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.tensor as dt
 from common import error_of, run_ranks
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -124,6 +125,10 @@ class CyclicOps(OpExtension):
     def dispatch(self, op, args, kwargs):
         return torch.tensor(-7)
 
+    def factory(self, function, size, mesh, placements, **options):
+        whole = function(size, fill_value=options["fill_value"])
+        return dtensor(whole[CYCLIC.rows(mesh)], mesh, placements, size)
+
 
 class CyclicCheckpoint(CheckpointExtension):
     """A chunk per row."""
@@ -192,6 +197,12 @@ def check_operators():
     assert torch.ops.aten.is_same_size.default(tensor, tensor)  # And for this, which does not look at placements.
 
 
+def check_factories():
+    mesh = init_device_mesh("cpu", (2,))
+    made = dt.full((5, 3), 2.0, device_mesh=mesh, placements=[Cyclic()])
+    assert made.placements == (Cyclic(),) and torch.equal(made.full_tensor(), torch.full((5, 3), 2.0))
+
+
 def check_checkpoint(path):
     mesh = init_device_mesh("cpu", (2,))
     dcp.save({"x": distribute_tensor(FULL, mesh, [Cyclic()])}, checkpoint_id=path)
@@ -216,12 +227,13 @@ def check_what_is_not_brought():
         error_of(compute_local_shape_and_global_offset, FULL.shape, mesh, [Bare()]),
         error_of(torch.neg, tensor),
         error_of(torch.argmax, tensor),
+        error_of(dt.zeros, 5, 3, device_mesh=mesh, placements=[Bare()]),
         error_of(tensor.__create_chunk_list__),
         error_of(tensor.__get_tensor_shard__, MetadataIndex("x")),
     ]
     for error in errors:
         assert error.startswith("NotImplementedError: PlacementExtension brings no rule for "), error
-    assert len(set(errors)) == 7, errors  # Both of the checkpoint's are the same.
+    assert len(set(errors)) == 8, errors  # Both of the checkpoint's are the same.
 
 
 class PlacementExtensionTest(unittest.TestCase):
@@ -234,6 +246,9 @@ class PlacementExtensionTest(unittest.TestCase):
 
     def test_operators(self):
         run_ranks(2, check_operators)
+
+    def test_factories(self):
+        run_ranks(2, check_factories)
 
     def test_checkpoint(self):
         with tempfile.TemporaryDirectory() as path:

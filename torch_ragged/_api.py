@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Optional
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -64,8 +64,21 @@ class RaggedExtension(PlacementExtension):
 
     def local_shape_and_global_offset(
         self, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool
-    ) -> NoReturn:
-        raise ValueError(f"a piece under {placements} is no single box with one offset: use DTensor.__create_chunk_list__()")
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shape alone, with ``skip_offset``.
+
+        Raises:
+            ValueError: an offset is asked for, which no flat local tensor has.
+        """
+        if not skip_offset:
+            raise ValueError(
+                f"a piece under {placements} is no single box with one offset: use DTensor.__create_chunk_list__()"
+            )
+        normalized = normalize_placements(tuple(placements), tuple(shape), tuple(mesh.shape))
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            return (0,), ()
+        return owned(tuple(shape), tuple(mesh.shape), cuts_of(normalized), tuple(coordinate)).local_shape, ()
 
     def redistribute(
         self, tensor: DTensor, mesh: Optional[DeviceMesh], placements: Sequence[Placement], **options: Any

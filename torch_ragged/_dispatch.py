@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,6 +20,7 @@ from torch.distributed.tensor import _dispatch as dtensor_dispatch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpInfo, OpSchema, OutputSharding, RuntimeSchemaInfo
 from torch.distributed.tensor._ops import _math_ops as dtensor_math_ops
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from torch_ragged._api import ragged_extension
@@ -42,8 +44,8 @@ from torch_ragged._ops import (
 )
 from torch_ragged._ownership import row_major
 from torch_ragged._placement_extension import OpExtension
-from torch_ragged._random import before_draw
-from torch_ragged.placement_types import has_ragged
+from torch_ragged._random import agree_on_state, before_draw, part_of
+from torch_ragged.placement_types import has_ragged, normalize_placements
 
 _aten = torch.ops.aten
 # Ops for which torch's cache key lacks an argument that is a size of the output, or a tensor given by keyword.
@@ -59,6 +61,7 @@ _INCOMPLETE_KEYS = (
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
+_CONSTANTS = (torch.zeros, torch.ones, torch.empty, torch.full)
 _fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -105,6 +108,37 @@ class RaggedOps(OpExtension):
         op_info.output_sharding = answer
         local = dispatcher._dispatch_get_local_results_slow_path(op, args, op_info)
         return dispatcher.wrap(local, answer.output_spec)
+
+    @_disable_dynamo  # A graph breaks here, as for random ops; it cannot trace a placement that is made in it either.
+    def factory(
+        self, function: Callable[..., Any], size: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement], **options: Any
+    ) -> DTensor:
+        """Constants are made at their local shape. Others, such as random numbers, are made whole, and the rank keeps its part.
+
+        Ranks must be seeded alike, as for all random ops (``_random``). No communication.
+
+        Raises:
+            ValueError: the placements do not fit to the size, or one is pending a reduction; the layout is not strided.
+        """
+        name, layout, requires_grad = function.__name__, options.pop("layout"), options.pop("requires_grad")
+        if layout is not torch.strided:
+            raise ValueError(f"torch.distributed.tensor.{name} under {tuple(placements)}: got {layout}, use torch.strided")
+        if any(p.is_partial() for p in placements):
+            raise ValueError(f"torch.distributed.tensor.{name} under {tuple(placements)}: use Replicate in place of Partial")
+        normalized = normalize_placements(tuple(placements), tuple(size), tuple(mesh.shape))
+        local_shape, _ = ragged_extension.local_shape_and_global_offset(size, mesh, normalized, skip_offset=True)
+        is_whole = function not in _CONSTANTS and mesh.get_coordinate() is not None
+        shape = size if is_whole else local_shape
+        if name in ("linspace", "logspace"):
+            options["steps"] = shape[0]
+        else:
+            options["size"] = shape
+        if is_whole:
+            agree_on_state(mesh, mesh.device_type)
+        made = function(**{**options, "device": mesh.device_type})
+        spec = DTensorSpec(mesh, normalized, tensor_meta=TensorMeta(size, row_major(size), made.dtype))
+        local = part_of(made, spec) if is_whole else made
+        return DTensor(local.requires_grad_(requires_grad), spec, requires_grad=requires_grad)  # type: ignore[call-arg]
 
 
 class _Propagation:

@@ -14,7 +14,7 @@ One extension answers for all placements of a tensor: it knows its own kind and 
 part                        what it answers
 ==========================  =============================================================================================
 :class:`PlacementExtension`  layout: which local tensor a rank holds, how to make it, how to move it
-:class:`OpExtension`         operators: how one runs on local tensors, how its outputs are placed, at dispatch time
+:class:`OpExtension`         operators and factories: how one runs on local tensors, how its outputs are placed
 :class:`CheckpointExtension`  which boxes of the tensor a rank holds, for torch.distributed.checkpoint
 ==========================  =============================================================================================
 
@@ -66,6 +66,18 @@ class OpExtension:
 
     def dispatch(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an op for which the dispatcher has a handler of its own, which takes the place of sharding rules."""
+        raise NotImplementedError
+
+    def factory(
+        self, function: Callable[..., Any], size: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement], **options: Any
+    ) -> DTensor:
+        """``torch.distributed.tensor.zeros`` and the like: the DTensor of what ``function`` makes on one device.
+
+        Args:
+            function: ``torch.zeros`` and the like.
+            size: the global shape.
+            options: as ``torch.distributed.tensor`` passes them on: dtype, layout, requires_grad, fill_value of ``full``.
+        """
         raise NotImplementedError
 
 

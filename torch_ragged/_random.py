@@ -4,7 +4,8 @@ A rank draws the numbers of the whole global tensor, with the generator given or
 of the elements that it owns. Values then depend on the generator's state only, not on world size, mesh, units or
 placement; the state afterwards is that of a single device, and replicas are equal. No communication. The price is one
 transient of the global tensor's size, in its dtype, and the time to fill it, which is small beside a training step; ops that
-look at values (``bernoulli`` of probabilities, dropout) need another one for these.
+look at values (``bernoulli`` of probabilities, dropout) need another one for these. ``torch.distributed.tensor.rand`` and
+``randn`` draw alike.
 
 Ranks must start from the same state: seed them alike, as with ``torch.manual_seed(0)`` on every rank. On CPU nothing checks
 that, as for any DTensor: ranks with other seeds keep pieces of other tensors, and replicas differ. On accelerators all ranks
@@ -20,6 +21,7 @@ import torch
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.distributed._functional_collectives import _are_we_tracing
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _random as dtensor_random
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -30,7 +32,7 @@ from torch_ragged._ops._rules import NoLocalWay, OpCall, Sharding, Spec, decompo
 from torch_ragged._ownership import owned
 from torch_ragged.placement_types import cuts_of, has_ragged
 
-__all__ = ["before_draw", "like_of_generator", "random_rule", "rrelu_rule"]
+__all__ = ["agree_on_state", "before_draw", "like_of_generator", "part_of", "random_rule", "rrelu_rule"]
 
 _aten = torch.ops.aten
 
@@ -81,6 +83,11 @@ class _Whole:
         for box in self._owned.boxes:
             ours = local.as_strided(box.sizes, box.local_strides, local.storage_offset() + box.local_offset)
             yield ours, whole[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))]
+
+
+def part_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """This rank's part of a tensor that every rank made, as its local tensor."""
+    return _Whole(spec).keep(whole)
 
 
 def random_rule(call: OpCall) -> Sharding:
@@ -156,7 +163,7 @@ def _leader(call: OpCall) -> Spec:
 
 
 def before_draw(op: Any, op_info: Any) -> None:
-    """See to it that ranks draw from equal states: on accelerators, make torch's tracker, which gives all of them rank 0's.
+    """See to it that ranks draw from equal states.
 
     Raises:
         UnsupportedOperatorException: under torch.compile, which breaks the graph there, so that the op runs as it does
@@ -164,7 +171,12 @@ def before_draw(op: Any, op_info: Any) -> None:
     """
     if TracingContext.try_get() is not None or get_proxy_mode() is not None:
         raise UnsupportedOperatorException(op)
-    mesh, nothing_to_share = op_info.compute_mesh, op_info.local_args[0].device.type in ("cpu", "meta")
+    agree_on_state(op_info.compute_mesh, op_info.local_args[0].device.type)
+
+
+def agree_on_state(mesh: DeviceMesh, device_type: str) -> None:
+    """On accelerators, make torch's tracker, which gives all ranks rank 0's state, if there is none."""
+    nothing_to_share = device_type in ("cpu", "meta")
     if nothing_to_share or dtensor_random._rng_tracker or _are_we_tracing():  # The last: fake tensors, which draw nothing.
         return
     if dtensor_random.is_rng_supported_mesh(mesh):

@@ -74,7 +74,14 @@ SERIES = (
     Step(
         "0004-strided-ragged-shard",
         ("strided_placement_types.py",),
-        ("test_strided_ragged_shard.py", "test_ownership.py", "test_random.py", "test_compile.py", "test_everyday.py"),
+        (
+            "test_strided_ragged_shard.py",
+            "test_ownership.py",
+            "test_random.py",
+            "test_compile.py",
+            "test_everyday.py",
+            "test_factories.py",
+        ),
     ),
     Step(
         "0005-ragged-shard-checkpoint",

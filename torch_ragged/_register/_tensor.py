@@ -82,6 +82,27 @@ def _install_distribute_tensor() -> None:
 
 
 @hook(
+    "_api._dtensor_init_helper",
+    "zeros, full, rand and the like make local tensors as Shard has them, and draw as for Shard",
+    PROTOCOL,
+    lambda: has(dtensor_api._dtensor_init_helper, "init_op", "size", "device_mesh", "placements", "kwargs"),
+)
+def _install_factories() -> None:
+    original = dtensor_api._dtensor_init_helper
+
+    @functools.wraps(original)
+    def make(init_op, size, device_mesh=None, placements=None, **options):  # type: ignore[no-untyped-def]
+        extension = None if placements is None else extension_of(placements)
+        if extension is None:
+            return original(init_op, size, device_mesh, placements, **options)
+        mesh = device_mesh or dtensor_api._mesh_resources.get_current_mesh()
+        operators = extension.op_extension(f"torch.distributed.tensor.{init_op.__name__}")
+        return operators.factory(init_op, size, mesh, placements, **options)
+
+    dtensor_api._dtensor_init_helper = make
+
+
+@hook(
     "_api._ToTorchTensor.backward",
     "the global stride of a gradient cannot be told from its local",
     PROTOCOL,
