@@ -130,7 +130,14 @@ def check_forged(path):
 VALUES = (
     *(None, True, -1, 0, 1, 2**70, 1e300, float("nan"), "", "x", "/dev/zero", "..", "a\0b", "\ud800", "float32", "load"),
     *([], [1], ["x"], [[]], {}, {"x": 1}, [2] * 70, 10**6),
-    *("RaggedShard(dims=(0,), local_units=(1,))", "(" * 5000, "Shard(dim='x')", "Shard(dim=99)", "Partial(reduce_op=1)"),
+    *(
+        "RaggedShard(dims=(0,), local_units=(1,))",
+        "(" * 5000,
+        "RaggedShard(dims=(0,), local_units=(0,) * 1000000000000)",
+        "Shard(dim='x')",
+        "Shard(dim=99)",
+        "Partial(reduce_op=1)",
+    ),
 )
 
 
