@@ -43,11 +43,11 @@ class RingTest(unittest.TestCase):
         self.assertEqual(len({*first, *second, *third}), 4)
 
     def test_one_holder_at_a_time(self):
-        slab = Slab(torch.empty(4), "place 0 of 2 for things")
+        slab = Slab(torch.empty(4), "slot 0 of 2 for things")
         one, other = nn.Module(), nn.Module()
         slab.claim(one)
         slab.claim(one)
-        self.assertRegex(error_of(slab.claim, other), "RuntimeError: place 0 of 2 for things: .*set_persistent_buffers")
+        self.assertRegex(error_of(slab.claim, other), "RuntimeError: slot 0 of 2 for things is in use .*set_persistent_buffers")
         slab.free(other)
         self.assertTrue(slab.is_held_by(one))
         slab.free(one)
@@ -272,8 +272,8 @@ class PersistentBuffersTest(unittest.TestCase):
 
     def test_turns_that_are_not_kept_are_told(self):
         for gathered, gradients, meta in run_ranks(2, turns_not_kept):
-            self.assertRegex(gathered, "RuntimeError: place 0 of 2 for gathered parameters .*set_persistent_buffers")
-            self.assertRegex(gradients, "RuntimeError: place . of 2 for gradients .*set_persistent_buffers")
+            self.assertRegex(gathered, "RuntimeError: slot 0 of 2 for gathered parameters .*set_persistent_buffers")
+            self.assertRegex(gradients, "RuntimeError: slot . of 2 for gradients .*set_persistent_buffers")
             self.assertRegex(meta, "RuntimeError: .* on the meta device")
 
 

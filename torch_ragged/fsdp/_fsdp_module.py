@@ -81,10 +81,10 @@ class FSDPModule(TorchFSDPModule):
         _group_call(self, FSDPParamGroup.reshard)  # type: ignore[arg-type]
 
     def reset_iter_state(self) -> None:
-        """Recover after a forward or backward that raised: drop its gradients, give all gathered parameters back.
+        """Recover after a forward or backward that raised: drop its gradients, reshard all parameters.
 
         Gradients accumulated without gradient sync are dropped too; what is in ``.grad`` stays. The next forward of the
-        root does the same by itself after a backward that raised. No communication, but it waits for what is under way.
+        root does the same by itself after a backward that raised. No collective is issued, but those in flight are waited for.
 
         Raises:
             RuntimeError: this is not the root, the outermost ``fully_shard`` module.
@@ -117,7 +117,7 @@ class FSDPModule(TorchFSDPModule):
             for group in groups:
                 if group.is_whole(under):
                     group.convert(fn)
-                    stack.enter_context(group.hidden())  # Also from modules inside: fn comes to each parameter once.
+                    stack.enter_context(group.hidden())  # Also from modules inside: fn is called once for each parameter.
             super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # past torch's, whose state is not here
         for group in groups:
             group.load_converted()
@@ -127,7 +127,7 @@ class FSDPModule(TorchFSDPModule):
         """Whether :meth:`finalize_backward` ends backward, in place of autograd's end of each backward pass.
 
         Raises:
-            RuntimeError: this is not the root, or a backward is under way or not finalized yet.
+            RuntimeError: this is not the root, or a backward runs or is not finalized yet.
         """
         state = self._ragged_states(recurse=False)[0]
         _check_root(state, "set_manual_backward_finalization must be called on the root FSDP module")
@@ -137,7 +137,7 @@ class FSDPModule(TorchFSDPModule):
         state.finalizes_manually = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce the gradients that are left, set ``.grad`` and give parameters back, as the end of a backward does else.
+        """Reduce the gradients that are left, set ``.grad`` and reshard: what otherwise the end of a backward does.
 
         For several backward passes before it, disable gradient synchronisation and enable it again before this.
 
@@ -161,7 +161,7 @@ class FSDPModule(TorchFSDPModule):
             state.requires_gradient_sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether gathered parameters are given back after forward; as with FSDP2, True gives a kept part back too.
+        """Whether parameters are resharded after forward; as with FSDP2, True frees a part that is kept too.
 
         Raises:
             ValueError: it is not a bool.
@@ -305,14 +305,14 @@ class FSDPModule(TorchFSDPModule):
         self._ragged_states(recurse=False)[0].post_optim_event = event
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether the memory of gathered parameters stays when they are given back, at its address: for CUDA graphs."""
+        """Whether unsharded parameters stay allocated, at their addresses, when they are resharded: for CUDA graphs."""
         for group in self._ragged_groups(recurse):
             group.keeps_storage = keep
 
     def set_persistent_buffers(self, enable: bool = True, *, places: int = SLOTS, recurse: bool = True) -> None:
         """Keep the memory that is gathered into and reduced from, at addresses that stay: groups use ``places`` of it by turns.
 
-        For CUDA graphs and registered memory, and against the cost of giving memory back (on the CPU, of having it faulted in
+        For CUDA graphs and registered memory, and against the cost of freeing memory (on the CPU, of faulting it in
         again). Each place is as large as the largest group that uses it. Modules around other ``fully_shard`` modules, and
         those that are not resharded after forward, have places of their own. What stays gathered or unreduced beyond its turn
         (gradient accumulation without sync, modules unsharded by hand) needs as many places as there are such groups.
@@ -344,13 +344,14 @@ class FSDPModule(TorchFSDPModule):
         ``copy_engine``  copies between the ranks' memory: on GPUs by copy engines over symmetric memory; on the CPU of one host
                          over shared memory
         ``multimem``     NVSwitch multicast, bfloat16 gradients added in float32; sets persistent buffers
-        ``auto``         ``symm`` on GPUs, ``copy_engine`` on the CPU, where ranks can have it
+        ``auto``         ``symm`` on GPUs, ``copy_engine`` on the CPU, where it is available
         ===============  =======================================================================================================
 
-        All ranks call it, between steps, and before :func:`monitor`. What ranks cannot have is told in one line of the logger
-        ``torch_ragged.fsdp``, and the next best is used: for ``multimem`` ``symm``, then ``nccl``. Collectives: an all-reduce
-        of 24 bytes per process group to agree on the name, all-gathers of objects to agree on what is to be had, and those that
-        share memory.
+        All ranks call it, between steps, and before :func:`monitor`. If an implementation is unavailable, one log line of
+        ``torch_ragged.fsdp`` says why and the next best is used: for ``multimem`` ``symm``, then ``nccl``.
+
+        Collectives: an all-reduce of 24 bytes per process group to agree on the name, all-gathers of objects to agree on what
+        is available, and those that share memory.
 
         Returns:
             what was chosen, for each process group of shards in the order of modules.

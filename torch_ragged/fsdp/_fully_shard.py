@@ -69,13 +69,13 @@ def fully_shard(
 
     Args:
         module: the module to shard, in place; or a list of modules whose parameters make one group. The group is gathered for
-            the first of them that runs and given back after the last.
+            the first of them that runs and resharded after the last.
         mesh: a 1-D mesh; or a 2-D mesh (HSDP), whose first dimension are replicas and whose second one shards, for parameters
             placed as ``(Replicate(), RaggedShard)``. All ranks where None, on the accelerator (the CPU without one). Plain
             parameters and buffers move to its device, and inputs of the root to an accelerator. Parameters that are DTensors
             on other dimensions of the same mesh (tensor and expert parallelism) keep their placements behind these:
             ``(StridedRaggedShard, Shard(0))``, ``(RaggedShard, Shard(1))``.
-        reshard_after_forward: give the gathered parameters back after forward. None: True, but False for the root. A number
+        reshard_after_forward: free the unsharded parameters after forward. None: True, but False for the root. A number
             of ranks: keep, on each, that part of the gathered buffer, so that backward gathers among so few neighbours;
             registered are the sharded parameters meanwhile. Types with their own all-gather take it as True.
         shard_placement_fn: ``parameter -> placement``: a granularity, as below; ``Shard(d)``, which makes it a plain FSDP2

@@ -25,7 +25,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Work(Protocol):
-    """A collective under way; after ``wait()`` its result may be used on the current stream."""
+    """A collective in flight; after ``wait()`` its result may be used on the current stream."""
 
     def wait(self) -> object: ...
 
@@ -57,7 +57,7 @@ class Collectives(Protocol):
         """Reduce ``tensor`` over replicas, in place."""
 
     def holds_second_buffer(self, device: torch.device) -> bool:
-        """Whether a reduce-scatter has memory for what it receives, which ``wait()`` gives back without issuing anything."""
+        """Whether a reduce-scatter allocates a second buffer for what it receives, which ``wait()`` frees."""
 
     def adds_wide(self, device: torch.device) -> bool:
         """Whether the output of a reduce-scatter may be wider than its buffer, and is the exact sum, rounded to that."""
@@ -172,11 +172,11 @@ def reduced(
 
 class _Done:
     def wait(self) -> None:
-        """Nothing is under way."""
+        """Nothing is in flight."""
 
 
 done = _Done()
-"""The work of a collective that was not needed, or is through."""
+"""The work of a collective that was not needed, or is finished."""
 
 
 class _All:
@@ -190,7 +190,7 @@ class _All:
 
 
 def wait_all(works: Sequence[Work]) -> Work:
-    """Several collectives as one; its ``wait()`` raises the first error when none is under way any more."""
+    """Several collectives as one; its ``wait()`` raises the first error once none is in flight any more."""
     return _All(works)
 
 
@@ -222,7 +222,7 @@ class _ScaledWork:
 
 
 def _issue(collective: Any, custom: CustomCollective | None, *tensors: torch.Tensor, **options: Any) -> Work:
-    """Start ``custom`` if there is one, which may be synchronous, else ``collective``; complex numbers as pairs."""
+    """Issue ``custom`` if it is set, which may be synchronous, or ``collective``; complex numbers as pairs."""
     tensors = tuple(map(as_real, tensors))
     if custom is not None:
         return custom(*tensors, **options, async_op=True) or done

@@ -33,7 +33,7 @@ _SUMMED_AT_ONCE = 2**17
 """Elements that are added up over all ranks before the next ones, so that their sum stays in the cache."""
 
 _POLL = 1e-3
-"""Seconds between two looks at what is under way."""
+"""Seconds between two looks at the collectives in flight."""
 
 _LONGEST_STEP = 10.0
 """Seconds that a process which ends waits for a sum or a copy."""
@@ -61,7 +61,7 @@ def reduce_scatter(output: torch.Tensor, buffer: torch.Tensor, group: dist.Proce
     """Sum ``buffer`` (ranks * S) over ranks, divided; this rank's slice goes to ``output`` (S), which may be wider.
 
     One all-to-all or two, and a sum. gloo's own is an all-reduce of a copy of the buffer, twice the bytes. Meanwhile there is
-    memory for the other ranks' parts, ranks - 1 of them where they are large; for another buffer else.
+    memory for the other ranks' parts, ranks - 1 of them if they are large; otherwise for another buffer.
     """
     exchange = _exchange_with_others if output.numel() * buffer.element_size() >= _SMALLEST_PAIR else _exchange
     works, parts = exchange(buffer, group)
@@ -136,7 +136,7 @@ class Assisted:
     """A collective of which a ``step`` is this process's own: made by the assistant, or by ``wait()`` if that was first.
 
     Args:
-        works: what is under way. Kept until ``wait()``, as the arguments are, so that the caller's thread gives memory back.
+        works: the collectives in flight. Kept until ``wait()``, as the arguments are, so that the caller's thread frees them.
         needs_works: whether the step needs what the works bring.
     """
 
@@ -147,7 +147,7 @@ class Assisted:
         _assistant.watch(self)
 
     def wait(self) -> None:
-        """Raises what the first work to fail, or the step, raises, when nothing is under way any more."""
+        """Raises what the first work to fail, or the step, raises, once nothing is in flight any more."""
         errors = errors_of(self._works)
         if errors:
             with self._lock:
@@ -173,7 +173,7 @@ class Assisted:
 
 
 def errors_of(works: Iterable[Any]) -> list[Exception]:
-    """What waiting for them raises. All are waited for, so that nothing is under way afterwards."""
+    """What waiting for them raises. All are waited for, so that nothing is in flight afterwards."""
     errors = []
     for work in works:
         try:
@@ -211,7 +211,7 @@ class _Assistant:
                 thread = threading.Thread(target=_assist, args=(self._tasks,), name="collectives", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # No thread is to be had.
+                except RuntimeError:  # The process cannot start another thread.
                     self._has_ended = True
                     return
                 self._thread = thread
@@ -226,7 +226,7 @@ class _Assistant:
 
 
 def _assist(tasks: queue.SimpleQueue[Assisted | None]) -> None:
-    """Advance each of ``tasks`` until it is through; until None comes."""
+    """Advance each of ``tasks`` until it is finished; stop at None."""
     under_way: list[Assisted] = []
     while True:
         with contextlib.suppress(queue.Empty):

@@ -100,7 +100,7 @@ class HostPeerMemory:
             slots = self._shared()
         except Exception as error:  # What follows is collective: nobody leaves alone.
             problem = str(error) or type(error).__name__
-            self.close()  # Who waits for this rank's memory hears of it.
+            self.close()  # Ranks that wait for this one's memory get an error.
         if problem := problems_of_ranks(problem, group):
             self.close()
             raise OSError(problem)
@@ -116,7 +116,7 @@ class HostPeerMemory:
         nbytes = TURNS * self.slot_nbytes
         mine = os.memfd_create("torch_ragged")
         try:
-            os.posix_fallocate(mine, 0, nbytes)  # Else memory that is not to be had kills the process when it is written.
+            os.posix_fallocate(mine, 0, nbytes)  # Otherwise a full /dev/shm kills the process at the first write.
             for peer in self._peers.values():
                 socket.send_fds(peer, [b"m"], [mine])
             mapped = {self.rank: _mapped(mine, nbytes)}
@@ -200,13 +200,13 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _stop_serving() -> None:
-    """Break off what is under way: torch's code in a thread of an interpreter that ends takes the process down."""
+    """Stop the threads: torch's code in a thread of an interpreter that ends aborts the process."""
     serving = dict(_serving)
     for tasks, signals in serving.values():
         signals.interrupt()
         tasks.put(None)
     for thread in serving:
-        thread.join(_LONGEST_STEP)  # Until it has given back its tensors too.
+        thread.join(_LONGEST_STEP)  # Until it has freed its tensors too.
 
 
 class _Signals:
@@ -285,7 +285,7 @@ def _connected(group: dist.ProcessGroup, timeout: float) -> dict[int, socket.soc
                 peer, _ = listener.accept()
                 peer.settimeout(timeout)
                 greeting = _received(peer, len(token) + 4)
-                if greeting[: len(token)] != token:  # It is somebody else's.
+                if greeting[: len(token)] != token:  # It is of another process.
                     peer.close()
                     continue
                 peers[int.from_bytes(greeting[len(token) :], "little")] = peer

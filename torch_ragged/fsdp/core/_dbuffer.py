@@ -18,7 +18,7 @@ from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 __all__ = ["DBuffer", "MemoryPool"]
 
 MemoryPool = Union[torch.cuda.MemPool, Slot]
-"""Where memory may come from, if not from the allocator: a pool of it, or a place at a fixed address."""
+"""Where memory may come from, instead of the default allocator: a pool, or a slot at a fixed address."""
 
 
 class DBuffer:
@@ -32,8 +32,8 @@ class DBuffer:
     Partial()     everything, to be reduced   view of tensor i with its shape
     ============  ==========================  =============================================
 
-    Views stay at fixed places in the storage, which is released and re-acquired as a whole: a view made once is good
-    whenever the storage is there. Views have version counters of their own, so that refilling the buffer does not
+    Views stay at fixed offsets in the storage, which is allocated and freed as a whole: a view made once is valid
+    whenever the storage is allocated. Views have version counters of their own, so that refilling the buffer does not
     disturb what autograd saved.
 
     Args:
@@ -42,8 +42,8 @@ class DBuffer:
         rank: this rank in the mesh dimension.
         is_pinned: in page-locked memory of the CPU, for copies to a GPU.
         pool: where its memory comes from, if not from the allocator.
-        borrowed: memory of somebody else, all of a storage, to have until :meth:`free`, which leaves it to its owner; the
-            buffer is of no use then.
+        borrowed: memory with another owner, all of a storage. :meth:`free` drops the reference to it, and with it the use of
+            the buffer.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class DBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the allocation while it is there."""
+        """Bytes of the allocation while it is not freed."""
         return self._nbytes
 
     @property
     def resident_nbytes(self) -> int:
-        """Bytes that it holds now: ``nbytes``, or 0 once released."""
+        """Bytes that it holds now: ``nbytes``, or 0 once freed."""
         return self._nbytes if self.is_allocated else 0
 
     @property
@@ -97,14 +97,14 @@ class DBuffer:
 
     @property
     def is_free(self) -> bool:
-        """Whether :meth:`allocate` can be called: no other buffer has the place at which this one's is."""
+        """Whether :meth:`allocate` can be called: no other buffer uses this one's slot."""
         return self._slab is None or self._slab.is_free_for(self)
 
     def allocate(self) -> None:
-        """Re-acquire the storage; its contents are undefined. Nothing happens if it is there.
+        """Allocate the storage, unless it is allocated; its contents are undefined.
 
         Raises:
-            RuntimeError: another buffer has the place at which this one's is.
+            RuntimeError: another buffer uses this one's slot.
         """
         if self._slab is not None:
             self._slab.claim(self)
@@ -113,7 +113,7 @@ class DBuffer:
                 self.flat.untyped_storage().resize_(self._nbytes)
 
     def free(self) -> None:
-        """Give the storage back; views remain and are good again after :meth:`allocate`."""
+        """Free the storage; views remain, and are valid again after :meth:`allocate`."""
         if self._slab is not None:
             self._slab.free(self)
         elif self.is_borrowed:
@@ -137,7 +137,7 @@ class DBuffer:
         return self.is_allocated and self.flat.untyped_storage()._cdata in storage_ids(tensor)
 
     def shard(self) -> torch.Tensor:
-        """This rank's shard: all of a sharded buffer, else its slice. No copy."""
+        """This rank's shard: all of a sharded buffer, or its slice. No copy."""
         if self.is_sharded:
             return self.flat
         start = self.rank * self.layout.shard_numel

@@ -29,7 +29,7 @@ class ExtensionGroup(FSDPParamGroup):
         sharded     rows of the tensor, of its type
            | fsdp_pre_all_gather: any number of tensors, whose rows are those of the shard, or of one size on all ranks
         gathered    one all-gather each
-           | fsdp_post_all_gather: the tensor to compute with; memory is given back and re-acquired under it
+           | fsdp_post_all_gather: the tensor to compute with; its memory is freed and allocated under it
         gradients   as of any group: one buffer, one reduce-scatter
 
     Where rows do not divide by the ranks, what is gathered is padded here: the type need not know.

@@ -38,8 +38,8 @@ class Float8Policy(MixedPrecisionPolicy):
     ``shard_placement_fn``, such parameters get ``blocks(*tile)``, but for those of embeddings. All others are gathered in
     ``param_dtype``, in a group of their own: one more all-gather and reduce-scatter per unit that has both.
 
-    Bytes per element and all-gather: 1, plus 4 per tile, against 2 in bfloat16. Memory: while a gather is under way it holds
-    its codes only; they and the parameters in ``param_dtype`` are there together for the moment of dequantising.
+    Bytes per element and all-gather: 1, plus 4 per tile, against 2 in bfloat16. Memory: an all-gather in flight
+    holds its codes only; they and the parameters in ``param_dtype`` are there together for the moment of dequantising.
 
     Args:
         param_dtype, reduce_dtype, output_dtype, cast_forward_inputs: as of ``MixedPrecisionPolicy``.

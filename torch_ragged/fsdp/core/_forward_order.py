@@ -32,7 +32,7 @@ class Call:
 
     @property
     def is_first(self) -> bool:
-        """Whether backward comes to no further call of the same module behind this one."""
+        """Whether backward reaches no further call of the same module after this one."""
         return self.order is None or self.order.is_first(self.position)
 
 
@@ -44,9 +44,9 @@ class ForwardOrder:
         forward     enter 0   enter 1   exit 1   enter 2   exit 2   exit 0
         backward    <-----------------------------------------------------
 
-    Autograd runs the nodes of a graph in the reverse order of their making. So when it comes to one of these events, calls
-    behind it that it has not come to have no gradient on this rank. They may have one on others, who gather parameters and
-    reduce gradients for them: this rank does the same then, with a gradient of zeros.
+    Autograd runs the nodes of a graph in the reverse order of their making. So if it reaches one of these events, later calls
+    that it has not reached have no gradient on this rank. They may have one on other ranks, which unshard and reduce for them.
+    This rank then does the same, with a gradient of zeros: the order of collectives is equal on all ranks.
 
     Attributes:
         states: whose calls they are, by position.
@@ -68,12 +68,12 @@ class ForwardOrder:
         return len(self.states) - 1
 
     def watch_entry(self, position: int) -> None:
-        """Autograd will say when it is through with this call."""
+        """Autograd will call post-backward for this call."""
         self._entries[position] = len(self._events)
         self._events.append((position, False))
 
     def watch_exit(self, position: int) -> None:
-        """Autograd will say when it begins with this call."""
+        """Autograd will call pre-backward for this call."""
         self._exits[position] = len(self._events)
         self._events.append((position, True))
         first = self._first.setdefault(self.states[position], position)
@@ -95,11 +95,11 @@ class ForwardOrder:
         self._come_to(self._exits[position])
 
     def end(self, position: int) -> None:
-        """Backward is through with a call."""
+        """Backward has finished a call."""
         self._come_to(self._entries[position])
 
     def finish(self) -> None:
-        """Backward comes to no further call."""
+        """Backward reaches no further call."""
         self._come_to(-1)
 
     def _come_to(self, event: int) -> None:

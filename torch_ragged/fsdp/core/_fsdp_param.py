@@ -1,4 +1,4 @@
-"""FSDPParam: one parameter of a group, in the forms that it takes."""
+"""FSDPParam: one parameter of a group, sharded and unsharded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["FSDPParam"]
 
 @dataclass
 class FSDPParam:
-    """One parameter of a group, with every place in the module tree where it is registered (several if tied).
+    """One parameter of a group, with the modules and names that it is registered under (several if tied).
 
     Attributes:
         distribution: how its elements are distributed.
@@ -23,7 +23,7 @@ class FSDPParam:
         requires_grad: of both, when they were switched last.
         version: :attr:`compute_version` when it was gathered.
         has_gradient: there is one in the gradient buffer.
-        was_used: in the reduction under way.
+        was_used: in the reduction in flight.
         may_be_wide: whether its gradient may come in a wider dtype than the group's.
     """
 

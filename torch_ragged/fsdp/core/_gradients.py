@@ -30,8 +30,8 @@ class GradientBuffers:
 
         unreduced  DBuffer Partial(), dtype            weight gradients of matmuls are computed in their views, others are
                                                    copied (cast, added) there once
-           | where reduce_dtype is wider than param_dtype, and the collectives do not add up in it themselves, or there is
-           | what earlier backward passes have left: one cast of the whole buffer, or one addition; then it is released
+           | if reduce_dtype is wider than param_dtype, and the collectives do not sum in it themselves, or earlier backward
+           | passes have left gradients: one cast of the whole buffer, or one addition; then the buffer is freed
         widened    DBuffer Partial(), reduce_dtype      gradients that came in a wider dtype are added here
            | reduce-scatter; of gradients that came in a wider dtype another one, if it reads what is not widened
         reduced    DBuffer Shard(0), reduce_dtype      then an all-reduce over replicas (HSDP)
@@ -50,9 +50,9 @@ class GradientBuffers:
         backward: the backward pass of the modules under the root.
         max_reductions: how many modules' reduce-scatters may be in flight.
         reduce_hook: called with each reduced shard.
-        is_accumulating: whether the last backward left gradients for a later one to add to and reduce.
+        is_accumulating: whether the last backward left gradients for a later one to accumulate and reduce.
         on_allocated: called when memory for unreduced gradients has been allocated.
-        needs_reduction: whether backward came to the group since the last reduction, on any rank.
+        needs_reduction: whether backward has reached the group since the last reduction, on any rank.
         pool: where the memory of unreduced gradients comes from.
     """
 
@@ -72,9 +72,9 @@ class GradientBuffers:
         self.collectives: Collectives
 
     def place(self, device: torch.device, param_dtype: torch.dtype, reduce_dtype: torch.dtype, sharded: DBuffer) -> None:
-        """Take gradients of parameters in ``param_dtype`` on ``device``, and reduce them in ``reduce_dtype``.
+        """Expect gradients of parameters in ``param_dtype`` on ``device``, and reduce them in ``reduce_dtype``.
 
-        ``.grad`` is like the ``sharded`` buffer. What there was is dropped.
+        ``.grad`` is like the ``sharded`` buffer. Gradients that are here are dropped.
         """
         self._device, self.reduce_dtype, self._sharded = device, reduce_dtype, sharded
         self.dtype = param_dtype if reduce_dtype.itemsize > param_dtype.itemsize else reduce_dtype
@@ -90,13 +90,13 @@ class GradientBuffers:
         self._kept: DBuffer | None = None  # reduced within each replica only
 
     def set_pool(self, pool: MemoryPool | None) -> None:
-        """Acquire memory for unreduced gradients from ``pool`` from now on; there are none now."""
+        """Allocate unreduced gradients from ``pool`` from now on. There are none now."""
         self.pool, self._unreduced, self._widened, self._views = pool, None, None, []
 
     def buffers(self) -> dict[str, list[DBuffer]]:
-        """The buffers, by what they hold: ``gradients`` are not reduced yet."""
-        under_way = [pending[1] for pending in (self._reduction, self._all_reduce) if pending is not None]
-        reduced = [buffer for buffer in (self._reduced, self._kept, *under_way) if buffer is not None]
+        """The buffers, by their contents: ``gradients`` are not reduced yet."""
+        in_flight = [pending[1] for pending in (self._reduction, self._all_reduce) if pending is not None]
+        reduced = [buffer for buffer in (self._reduced, self._kept, *in_flight) if buffer is not None]
         unreduced = [buffer for buffer in (self._unreduced, self._widened) if buffer is not None]
         return {"gradients": unreduced, "reduced": reduced}
 
@@ -134,7 +134,7 @@ class GradientBuffers:
         self.done(index)
 
     def target(self, index: int) -> GradientTarget:
-        """Where a matmul may write the gradient of a parameter itself."""
+        """Where a matmul may write the gradient of a parameter."""
         return _Target(weakref.ref(self), index)
 
     def begin(self, index: int) -> tuple[torch.Tensor, bool] | None:
@@ -153,7 +153,7 @@ class GradientBuffers:
         self.backward.start()  # No hook may have run: a parameter may be used outside of its module.
 
     def views(self) -> list[torch.Tensor]:
-        """The unreduced buffer's view of each parameter; the buffer is (re-)acquired if it is not there."""
+        """The unreduced buffer's view of each parameter; the buffer is allocated if it is not."""
         self.wait_for_reduction()  # It may still be read.
         was_there = self._is_there
         self._unreduced = self._allocated(self._unreduced, self.dtype)
@@ -169,9 +169,9 @@ class GradientBuffers:
         return self._unreduced is not None and self._unreduced.is_allocated
 
     def _borrows(self, gradient: torch.Tensor) -> bool:
-        """Have autograd's gradient as the buffer, in place of a copy of it, if it is all that there is: a large embedding's.
+        """Use autograd's gradient itself as the buffer if it fills it, as a large embedding's does, and copy nothing.
 
-        When it has been reduced it is let go, not given back: it may have other users.
+        After its reduction the reference is dropped, and the memory not freed: it may have other users.
         """
         is_all = len(self._params) == 1 and gradient.numel() == self._layout.numel and gradient.dtype == self.dtype
         if not is_all or type(gradient) is not torch.Tensor or gradient.layout != torch.strided or self.pool is not None:
@@ -188,7 +188,7 @@ class GradientBuffers:
         return True
 
     def _free(self) -> None:
-        """Give back all memory for unreduced gradients."""
+        """Free all memory for unreduced gradients."""
         self._free_unreduced()
         if self._widened is not None:
             self._widened.free()
@@ -200,7 +200,7 @@ class GradientBuffers:
                 self._unreduced, self._views = None, []
 
     def _allocated(self, buffer: DBuffer | None, dtype: torch.dtype) -> DBuffer:
-        """``buffer``, or a new one, with its memory there."""
+        """``buffer``, or a new one, allocated."""
         if buffer is not None and buffer.is_allocated:
             return buffer
         self.comm.wait_for_room(self.max_reductions)
@@ -232,8 +232,8 @@ class GradientBuffers:
 
     def widen(self) -> None:
         """At the end of a backward pass: what it brought is cast to ``reduce_dtype``, or added to what is there already."""
-        is_under_way = self._reduction is not None and self._reduction[0] is not None  # And nothing has come since.
-        if is_under_way or self.dtype == self.reduce_dtype or self._unreduced is None or not self._is_there:
+        is_in_flight = self._reduction is not None and self._reduction[0] is not None  # And nothing has come since.
+        if is_in_flight or self.dtype == self.reduce_dtype or self._unreduced is None or not self._is_there:
             return
         self._close()
         holds_sum = self._widened is not None and self._widened.is_allocated
@@ -247,7 +247,7 @@ class GradientBuffers:
         self._wide.clear()
 
     def _close(self) -> None:
-        """Nothing more comes to the unreduced buffer: a parameter without a gradient here has zeros."""
+        """The unreduced buffer is complete: a parameter without a gradient on this rank has zeros."""
         for param, view in zip(self._params, self._views):
             if not param.has_gradient:
                 view.zero_()
@@ -310,7 +310,7 @@ class GradientBuffers:
             self.wait_for_reduction()
 
     def wait_for_reduction(self) -> None:
-        """Wait for the reduce-scatter under way and release the unreduced buffer. No collective, and no hook of the user's."""
+        """Wait for the reduce-scatter in flight and free its input. Issues no collective, and calls no hook of the user's."""
         if self._reduction is not None:
             (work, output), self._reduction = self._reduction, None  # A failed one is none.
             if work is not None:
@@ -320,7 +320,7 @@ class GradientBuffers:
             self._reduction = (None, output)
 
     def finish_reduction(self) -> None:
-        """Wait for the reduce-scatter under way, release the unreduced buffer and start the all-reduce of the shard."""
+        """Wait for the reduce-scatter in flight, free its input and issue the all-reduce of the shard."""
         if self._reduction is None:
             return
         self.wait_for_reduction()
@@ -394,10 +394,10 @@ class GradientBuffers:
     def drop(self) -> bool:
         """Forget the gradients that are not in ``.grad`` yet; says whether there were any."""
         had_any = self.is_pending
-        under_way = [pending[0] for pending in (self._reduction, self._all_reduce) if pending is not None]
+        in_flight = [pending[0] for pending in (self._reduction, self._all_reduce) if pending is not None]
         self._reduction = self._all_reduce = self._reduced = self._kept = None
         self._wide.clear()
-        for work in under_way:
+        for work in in_flight:
             if work is not None:
                 work.wait()
         self.needs_reduction = self.is_accumulating = False
@@ -415,7 +415,7 @@ def _take(reference: weakref.ref[GradientBuffers], index: int, unsharded: torch.
 
 
 class _Target:
-    """The place of one parameter's gradient. What autograd saves must not keep the buffers alive."""
+    """Where one parameter's gradient goes. Autograd saves it, so that it must not keep the buffers alive."""
 
     def __init__(self, buffers: weakref.ref[GradientBuffers], index: int) -> None:
         self._buffers, self._index = buffers, index

@@ -20,7 +20,7 @@ class Neighbours:
         gathered   | slot 0 | slot 1 | slot 2 | slot 3 |      4 ranks, k = 2
         kept by    | rank 0, rank 2  | rank 1, rank 3  |      {0, 1} and {2, 3} are neighbours
 
-    Backward gathers among them, into the same places. Making the group of neighbours is the only communication here.
+    Backward gathers among them, to the same offsets. Making the group of neighbours is the only communication here.
 
     Args:
         shards: the process group of all shards.
@@ -44,7 +44,7 @@ class Neighbours:
         return self._kept is not None
 
     def keep(self, gathered: DBuffer) -> None:
-        """Copy this rank's part out of ``gathered``, so that its storage can be given back as a whole."""
+        """Copy this rank's part out of ``gathered``, so that its storage can be freed as a whole."""
         numel = gathered.flat.numel() // self.size
         self._kept = gathered.flat.narrow(0, self._index * numel, numel).clone()
 

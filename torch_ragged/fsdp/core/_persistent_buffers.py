@@ -13,7 +13,7 @@ from torch_ragged.fsdp.core._slots import Slot, SlotRing
 __all__ = ["SLOTS", "allocator", "check_ready", "make_persistent", "make_transient"]
 
 SLOTS = 3
-"""In a ring: one group computes, the next is gathered, the one before may not have been given back."""
+"""Slots in a ring: one group computes, the next is gathered, the one before may not be resharded yet."""
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
@@ -32,10 +32,10 @@ def check_ready(groups: Sequence[FSDPParamGroup]) -> None:
 
 
 def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSDPParamGroup, Allocate]) -> None:
-    """Have groups take turns in rings of ``size`` places that stay allocated: for gathered parameters, and for gradients.
+    """Have groups take turns in rings of ``size`` slots that stay allocated: for unsharded parameters, and for gradients.
 
-    Who stays gathered while others come and go has a place of its own: modules around others, and those that are not resharded
-    after forward. Memory is allocated here, on all ranks in one order.
+    A group that stays unsharded while others come and go has a slot of its own: modules around others, and those that are not
+    resharded after forward. Memory is allocated here, on all ranks in one order.
 
     Args:
         states: all under one module, in the order of forward.
@@ -53,8 +53,8 @@ def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSD
         for allocate, groups in members.items():
             names = ("gathered parameters", "gradients")
             pair = rings.setdefault(allocate, tuple(SlotRing(name, size, allocate) for name in names))  # type: ignore[arg-type]
-            places = (ring.apart(len(groups)) if is_apart else ring.join(len(groups)) for ring in pair)
-            homes.update(zip(groups, zip(*places)))
+            slots = (ring.apart(len(groups)) if is_apart else ring.join(len(groups)) for ring in pair)
+            homes.update(zip(groups, zip(*slots)))
     for group, (gathered, gradients) in homes.items():
         for dtype, numel in group.gathered_numel.items():
             gathered.reserve(dtype, numel)
@@ -68,7 +68,7 @@ def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSD
 
 
 def make_transient(groups: Sequence[FSDPParamGroup]) -> None:
-    """Have groups acquire memory from the allocator for each use, and give it back."""
+    """Have groups allocate memory for each use, and free it."""
     for group in groups:
         group.set_memory_pools(None, None)
 

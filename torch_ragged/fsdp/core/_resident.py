@@ -15,7 +15,7 @@ __all__ = ["Resident"]
 class Resident:
     """What one rank keeps of its group's parameters, in the dtype to compute with, while they are current.
 
-    With one rank per node (ZeRO-1, ZeRO-2) that is everything: the gathered buffer, which is not given back. Else it is the
+    With one rank per node (ZeRO-1, ZeRO-2) that is everything: the gathered buffer, which is not freed. Otherwise it is the
     slots of the ranks with its index in all nodes, and only those of a node are gathered for forward and backward::
 
         gathered      | n0 j0 | n0 j1 | n1 j0 | n1 j1 |

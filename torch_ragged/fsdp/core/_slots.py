@@ -1,4 +1,4 @@
-"""SlotRing: places at fixed addresses that a model's groups take by turns for what they gather and reduce."""
+"""SlotRing: memory at fixed addresses in which a model's groups take turns to all-gather and to reduce."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ class Slab:
 
     def __init__(self, flat: torch.Tensor, of: str) -> None:
         self.flat, self._of = flat, of
-        self._holder: weakref.ref[object] | None = None  # Who goes without giving it back, gives it back.
+        self._holder: weakref.ref[object] | None = None  # The slot is freed when its holder is garbage-collected.
 
     def is_held_by(self, holder: object) -> bool:
         return self._holder is not None and self._holder() is holder
 
     def is_free_for(self, holder: object) -> bool:
-        """Whether ``holder`` can acquire it."""
+        """Whether ``holder`` can claim it."""
         return self._holder is None or self._holder() in (None, holder)
 
     def claim(self, holder: object) -> None:
-        """Have ``holder`` have the memory; its contents are undefined.
+        """Give ``holder`` the memory until it frees it; the contents are undefined.
 
         Raises:
-            RuntimeError: another one has it.
+            RuntimeError: another holder uses it.
         """
         if not self.is_free_for(holder):
             raise RuntimeError(
-                f"{self._of}: a group that shares it has not given it back. Groups use a module's persistent buffers by turns: "
-                "set_persistent_buffers(places=) more where more groups are gathered, or have gradients not reduced, at once; "
+                f"{self._of} is in use by another group. Groups take turns in a module's persistent buffers: "
+                "raise set_persistent_buffers(places=) if more groups are unsharded, or have unreduced gradients, at once; "
                 "or set_persistent_buffers(False)"
             )
         self._holder = weakref.ref(holder)
 
     def free(self, holder: object) -> None:
-        """Give the memory back; nothing happens if ``holder`` does not have it."""
+        """End the turn of ``holder``; does nothing if it is not its turn."""
         if self.is_held_by(holder):
             self._holder = None
 
 
 class Slot:
-    """Where groups that take turns have buffers: a slab for each dtype, as large as the largest of them.
+    """The buffers of groups that take turns: a slab for each dtype, as large as the largest of them.
 
     Args:
         allocate: ``numel, dtype -> flat tensor``; called when a group first makes a buffer of a dtype here, so that ranks,
@@ -82,16 +82,16 @@ class Slot:
 
 
 class SlotRing:
-    """RegisteredNames that members take by turns: member i has place ``i % size``.
+    """Slots in which members take turns: member i has slot ``i % size``.
 
     ::
 
         members   0 1 2 3 4 5 6 7
-        places    A B C A B C A B          while 3 computes in A, 4 is gathered into B
+        slots     A B C A B C A B          while 3 computes in A, 4 is gathered into B
 
     Args:
         name: of what lies in it, for errors.
-        size: how many places there are.
+        size: how many slots there are.
         allocate: as of :class:`Slot`.
     """
 
@@ -102,19 +102,19 @@ class SlotRing:
         self._members = 0
 
     def join(self, groups: int) -> list[Slot]:
-        """The next member's places: one for each of its ``groups``, which are used at the same time."""
+        """The next member's slots: one for each of its ``groups``, which are used at the same time."""
         turn = self._members % self._size
         self._members += 1
-        places = self._turns[turn]
-        places += [Slot(f"place {turn} of {self._size} for {self._name}", self._allocate) for _ in range(len(places), groups)]
-        return places[:groups]
+        slots = self._turns[turn]
+        slots += [Slot(f"slot {turn} of {self._size} for {self._name}", self._allocate) for _ in range(len(slots), groups)]
+        return slots[:groups]
 
     def apart(self, groups: int) -> list[Slot]:
-        """RegisteredNames that nobody else uses, for one whose groups stay there while others come and go."""
-        self._alone += [Slot(f"a place of its own for {self._name}", self._allocate) for _ in range(groups)]
+        """Slots that no other member uses, for groups that stay there while others come and go."""
+        self._alone += [Slot(f"a slot of its own for {self._name}", self._allocate) for _ in range(groups)]
         return self._alone[-groups:]
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated so far."""
-        return sum(place.nbytes for places in (*self._turns, self._alone) for place in places)
+        return sum(slot.nbytes for slots in (*self._turns, self._alone) for slot in slots)

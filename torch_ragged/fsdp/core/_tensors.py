@@ -25,7 +25,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 def tensors_in(value: Any) -> tuple[list[torch.Tensor], bool]:
-    """The tensors that :func:`map_tensors` comes to, in its order; and whether there are objects that may hide others."""
+    """The tensors that :func:`map_tensors` finds, in its order; and whether there are objects that may hide others."""
     tensors: list[torch.Tensor] = []
     opaque: list[Any] = []
 

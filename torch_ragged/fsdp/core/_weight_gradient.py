@@ -13,7 +13,7 @@ has to be noticed in forward. :class:`ComputeParameter` notices it by ``__torch_
 
 A view of a weight, such as one expert's matrix or the transpose, remembers its parameter (:class:`_WeightView`): its gradient
 is the same view of the place. Whether to write there at all is decided in backward, so that hooks and frozen parameters are
-heeded as by torch; if not, the gradient is computed as torch does it and handed to autograd.
+heeded as by torch; if not, the gradient is computed as torch does it and returned to autograd.
 
 Compiled code is left to torch: Dynamo traces through ``__torch_function__`` without a graph break.
 """
@@ -265,7 +265,7 @@ def _place(ctx: Any) -> tuple[torch.Tensor, bool, GradientTarget] | None:
 
 
 def _will_accumulate(node: Any) -> bool:
-    """Whether the backward under way gives a gradient to the parameter that leads to ``node``: not so if it is for others."""
+    """Whether this backward computes a gradient for the parameter that leads to ``node``, and not only for other tensors."""
     while node.next_functions:
         node = node.next_functions[0][0]
     try:

@@ -74,7 +74,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] |
     """What each group under ``model`` holds now, and the peak of one training step. No communication; per rank.
 
     The prediction plays a step of forward and backward with the groups' sizes, in the order of the last forward (before
-    the first: of ``named_modules``): one group is gathered ahead, one reduction is under way while the next gradients
+    the first: of ``named_modules``): one group is gathered ahead, one reduction is in flight while the next gradients
     are computed, what is not resharded stays. It is exact, or an upper bound by less than the gradient buffers of modules
     around others, which it takes to be there from the start of their backward, where all of this holds:
 
@@ -83,7 +83,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] |
     - modules called several times have matmuls for weights, which write gradients from the first call on;
     - the inputs of every group but the root's need gradients; else a group stays gathered to the end of backward;
     - the optimizer has its state: before its first step there is none, and none is predicted;
-    - the backend reduces without memory of its own, as NCCL does. Over gloo a reduction is through before the next gradients
+    - the backend reduces without memory of its own, as NCCL does. Over gloo a reduction is finished before the next gradients
       have a buffer, and holds, in place of that, what it receives: as much as its own. What that is more is not predicted.
 
     Activations, parameters in no group and what the optimizer holds during its step are not in it.
@@ -237,7 +237,7 @@ class _Step:
         is_last_call = state not in self._order[:position]
         trainable = [group for group in state.groups if group.is_trainable]
         for group in trainable:
-            if is_last_call or group.writes_gradients:  # Autograd adds up the gradients of all calls before it hands them on.
+            if is_last_call or group.writes_gradients:  # Otherwise autograd sums the gradients of all calls first.
                 self._gradients[group] = group.layout.numel * group.gradients.dtype.itemsize
         self._note("backward", position)
         for child in reversed(children[position]):
@@ -262,7 +262,7 @@ class _Step:
                 self._gradients[group] = widened
 
     def _reduce(self, state: FSDPState, trainable: list[FSDPParamGroup], position: int) -> None:
-        """Start a reduction; the oldest under way are finished first, so that there are ``max_reductions`` at the most."""
+        """Issue a reduction; first finish the oldest ones, so that at most ``max_reductions`` are in flight."""
         while len(self._reducing) >= state.max_reductions:
             for group in self._reducing.pop(0).groups:
                 self._gradients.pop(group, None)

@@ -189,7 +189,7 @@ class Monitor:
         on_allocated, gradients.on_allocated = gradients.on_allocated, sample
 
         def undo() -> None:
-            if group.collectives is watched:  # Else somebody has put others in their place.
+            if group.collectives is watched:  # Otherwise other collectives were set meanwhile.
                 group.collectives = collectives
             if gradients.on_allocated is sample:
                 gradients.on_allocated = on_allocated
@@ -199,7 +199,7 @@ class Monitor:
     def _sample(self, name: str) -> None:
         """Group ``name`` may hold more than before.
 
-        What groups give back goes unnoticed: it is looked up only where the sum without it would be a peak.
+        What groups free goes unnoticed: their sizes are looked up again only if the old ones would make a peak.
         """
         self._held[name] = transient_nbytes(self._groups[name])
         if sum(self._held.values()) > self._peak:
