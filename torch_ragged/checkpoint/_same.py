@@ -40,7 +40,7 @@ def refuse_different(values: Mapping[str, Any], what: str, group: dist.ProcessGr
     if not names:
         return
     told = gather(lambda: {n: (_value_digest(values[n]), _text(values[n])) for n in names if n in values}, what, group)
-    problems = []
+    problems = {}
     for name in names:
         first_of: dict[str, tuple[str, int]] = {}
         for rank, answers in enumerate(told):
@@ -48,11 +48,12 @@ def refuse_different(values: Mapping[str, Any], what: str, group: dist.ProcessGr
                 first_of.setdefault(answers[name][0], (answers[name][1], rank))
         if len(first_of) > 1:
             (one, rank), (other, other_rank) = list(first_of.values())[:2]
-            problems.append(f"{name} is {one} on rank {rank}, but {other} on rank {other_rank}")
+            problems[name] = f"{name} is {one} on rank {rank}, but {other} on rank {other_rank}"
     if problems:
         raise CheckpointError(
-            f"{what}: {'; '.join(problems)}. One rank writes it for all, so it must be the same on all ranks. Put what differs "
-            "into TrainState.per_rank, as in per_rank={'loader': loader}: each rank writes its own"
+            f"{what}: {', '.join(problems)} must be the same on all ranks: one rank writes it for all. Put what differs into "
+            "TrainState.per_rank, as in per_rank={'loader': loader}: each rank writes its own. "
+            f"Here {'; '.join(problems.values())}"
         )
 
 
