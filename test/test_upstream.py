@@ -58,6 +58,11 @@ class SeriesTest(unittest.TestCase):
             for path, text in build.new_files(step):
                 self.assertNotIn("torch_ragged", text, path)
 
+    def test_the_series_has_all_of_fsdp_but_the_offline_planner(self):
+        fsdp = ROOT / "torch_ragged/fsdp"
+        files = {path for step in SERIES for path in step.source_files() if fsdp in path.parents}
+        self.assertEqual(files, {path for path in fsdp.rglob("*.py") if fsdp / "plan" not in path.parents})
+
     @unittest.skipUnless(IS_RELEASE, f"the series is for torch {RELEASES}")
     def test_a_patched_torch_has_the_placements_and_the_installed_one_stays_as_it_is(self):
         _, site_packages = build.installed()
@@ -84,7 +89,7 @@ class SeriesTest(unittest.TestCase):
             done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
             self.assertEqual(done.returncode, 0, done.stderr)
             names, report = done.stdout.splitlines()
-            self.assertEqual(names, "torch.distributed.tensor._ragged._ops._rows torch.distributed.fsdp._ragged._dbuffer")
+            self.assertEqual(names, "torch.distributed.tensor._ragged._ops._rows torch.distributed.fsdp._ragged.core._dbuffer")
             self.assertIn("no hooks", report)
         self.assertEqual(before, {path: path.read_bytes() for path in edited})
 
