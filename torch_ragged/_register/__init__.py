@@ -77,8 +77,9 @@ def _unknown(what: str) -> str:
 def registration_report() -> str:
     """All that this package changes in torch, one hook per line: what of torch, why, the patch that makes it unnecessary."""
     if is_upstream():
-        names = "torch.load(weights_only=True) also takes the names under which a stock torch saved them"
-        return f"torch {torch.__version__} has the placements itself; no hooks; {names}"
+        return (
+            f"torch {torch.__version__} has the placements itself; no hooks; torch.load takes their names in torch_ragged too"
+        )
     lines = [f"torch {torch.__version__} (checked: 2.11, 2.13, 2.15); {len(_installed)} hooks"]
     lines += [f"  {hook.target}: {hook.why} [{hook.patch}]" for hook in _installed]
     return "\n".join(lines)
