@@ -9,7 +9,7 @@ OUT ?= out
 VENVS ?= $(OUT)/venvs
 TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 
-.PHONY: demo test test-all upstream matrix lint clean
+.PHONY: demo test test-all patches upstream matrix lint clean
 demo: $(READY)
 	rm -rf $(OUT)/checkpoint
 	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
@@ -21,7 +21,11 @@ test: $(READY)
 test-all: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q test
 
-# The patch series of upstream/ on a copy of the installed torch.
+# The patch series, made from the package's sources and upstream/core.
+patches: $(READY)
+	$(BIN)/python upstream/build.py --out $(OUT)/patches
+
+# Makes the series, applies it to a copy of the installed torch and tests that.
 upstream: $(READY)
 	$(BIN)/python upstream/check.py --out $(OUT)/upstream
 

@@ -1,4 +1,4 @@
-"""The patch series and torch's versions: patches are up to date and apply; a patched, a newer and an unknown torch."""
+"""The patch series and torch's versions: patches are made and apply; a patched, a newer and an unknown torch."""
 
 import json
 import os
@@ -19,14 +19,26 @@ sys.path.insert(0, str(ROOT / "upstream"))
 import build  # noqa: E402
 import readme  # noqa: E402
 from series import ALONE, RELEASES, SERIES  # noqa: E402
-from tree import patched_tree, patches_of  # noqa: E402
+from tree import patched_tree  # noqa: E402
 
 IS_RELEASE = torch.__version__.startswith(RELEASES)
 
 
 class SeriesTest(unittest.TestCase):
-    def test_patches_are_what_the_sources_make(self):
-        self.assertEqual(build.stale(), "")
+    @unittest.skipUnless(IS_RELEASE, f"the series is for torch {RELEASES}")
+    def test_the_sources_make_each_patch_and_the_same_bytes_each_time(self):
+        _, site_packages = build.installed()
+        patches = build.build(site_packages)
+        self.assertEqual(list(patches), [f"{step.name}.patch" for step in SERIES])
+        for step, text in zip(SERIES, patches.values(), strict=True):
+            for path in [path for path, _ in (*build.new_files(step), *build.edits(step))]:
+                self.assertIn(f"diff --git a/{path} b/{path}\n", text)
+        self.assertEqual(build.build(site_packages), patches)
+
+    def test_the_series_has_all_of_fsdp_but_the_offline_planner(self):
+        fsdp = ROOT / "torch_ragged/fsdp"
+        files = {path for step in SERIES for path in step.source_files() if fsdp in path.parents}
+        self.assertEqual(files, {path for path in fsdp.rglob("*.py") if fsdp / "plan" not in path.parents})
 
     def test_an_edit_that_does_not_fit_is_an_error(self):
         text = "a\nb\nc\n"
@@ -76,7 +88,7 @@ class SeriesTest(unittest.TestCase):
         out = ROOT / "out"
         out.mkdir(exist_ok=True)  # On the file system of the environment as a rule, so that links can be made.
         with tempfile.TemporaryDirectory(dir=out) as folder:
-            tree = patched_tree(Path(folder) / "torch", patches_of(len(SERIES)))
+            tree = patched_tree(Path(folder) / "torch", build.write(Path(folder) / "patches"))
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)])}
             saved = str(Path(folder) / "placements.pt")
             torch.save([RaggedShard((0,), (1, 2)), StridedRaggedShard((0,), (1, 2), 2)], saved)
@@ -84,7 +96,7 @@ class SeriesTest(unittest.TestCase):
             done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
             self.assertEqual(done.returncode, 0, done.stderr)
             names, report = done.stdout.splitlines()
-            self.assertEqual(names, "torch.distributed.tensor._ragged._ops._rows torch.distributed.fsdp._ragged._dbuffer")
+            self.assertEqual(names, "torch.distributed.tensor._ragged._ops._rows torch.distributed.fsdp._ragged.core._dbuffer")
             self.assertIn("no hooks", report)
         self.assertEqual(before, {path: path.read_bytes() for path in edited})
 

@@ -348,8 +348,11 @@ def _hash_scalars(op: Any) -> None:
         _key_tables()[0][op] = _complete_key(op)
 
 
-def _complete_keys() -> None:
-    """Have the C++ cache tell apart calls that differ in a tensor given by keyword (``out=``), or in the size of an output."""
+def complete_keys() -> None:
+    """Have the C++ cache tell apart calls that differ in a tensor given by keyword (``out=``), or in the size of an output.
+
+    It changes torch's tables; the hook on them in ``_register`` calls it once.
+    """
     for op in _INCOMPLETE_KEYS:
         for table in _key_tables()[1:]:
             table.pop(op, None)
@@ -463,4 +466,3 @@ def _ragged_specs_by_keyword(schema: OpSchema) -> bool:
 
 
 ragged_extension.ops = RaggedOps()
-_complete_keys()

@@ -2,7 +2,8 @@
 
 DTensor knows by heart what Shard, Replicate and Partial mean. A placement of another kind names a
 :class:`PlacementExtension`, in its class attribute ``extension``, and wherever DTensor would look at the kind of a placement,
-it asks the extension in place of its own code. Placements that name none, torch's own, pay for one look at that attribute::
+it asks the extension in place of its own code. ``Placement.extension`` is None (a hook of ``_register`` sets it), so placements
+that name none, torch's own, pay for one look at that attribute::
 
     extension = extension_of(placements)
     if extension is not None:
@@ -28,7 +29,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
-from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor._op_schema import OpInfo
+    from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
     "CheckpointExtension",
@@ -199,9 +200,6 @@ class PlacementExtension:
 
     def _lacks(self, what: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} brings no rule for {what}: redistribute to Replicate or Shard first")
-
-
-Placement.extension = None  # type: ignore[attr-defined]
 
 
 def extension_of(placements: Sequence[Placement]) -> Optional[PlacementExtension]:

@@ -163,9 +163,6 @@ class RaggedShard(_Ragged):
         return f"RS({','.join(map(str, self._dims))})[{self._units}]"
 
 
-torch.serialization.add_safe_globals([RaggedShard, Units])
-
-
 def _int_tuple(placement: str, name: str, values: Sequence[int]) -> tuple[int, ...]:
     if isinstance(values, int) or not all([issubclass(kind, int) and kind is not bool for kind in set(map(type, values))]):
         expected = "an integer" if name == "split_factor" else "a sequence of integers"

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -75,9 +74,6 @@ class StridedRaggedShard(_Ragged):
 
     def __str__(self) -> str:
         return f"SRS({','.join(map(str, self._dims))})[{self._units}]/{self._split_factor}"
-
-
-torch.serialization.add_safe_globals([StridedRaggedShard])
 
 
 def fsdp_placement(

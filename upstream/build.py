@@ -1,16 +1,16 @@
-"""Derive the patch series from the package's sources: ``python upstream/build.py``; ``--check`` tells whether it is stale.
+"""Make the patch series from the package's sources: ``make patches``, or ``python upstream/build.py --out FOLDER``.
+
+Patches are never kept in git: they are made where they are needed, in seconds.
 
 A patch adds files of the package, under torch's names (``series.py``), and edits torch's own files as ``core/`` says. An edit
 there is a hunk without line numbers: its lines of context and those that it takes away must stand together in the file
 exactly once, so that one text serves every release. Patches are made in a repository of their own with fixed author and
-date: the same inputs give the same bytes. What they were made from is written down beside them, so that ``--check`` needs
-no torch to find them stale, and makes them again where the torch that they were made against is installed.
+date: the same inputs give the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.util
 import os
 import re
@@ -24,8 +24,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from series import ROOT, SERIES, Step, torch_name
 
-PATCHES = ROOT / "upstream/patches"
-BUILT_FROM = PATCHES / "built_from.txt"
 TESTS = "test/distributed/tensor/ragged"
 DOCUMENTS = "docs/source"
 
@@ -158,6 +156,17 @@ def build(site_packages: Path) -> dict[str, str]:
         return {f"{step.name}.patch": path.read_text() for step, path in zip(SERIES, made, strict=True)}
 
 
+def write(folder: Path) -> list[Path]:
+    """Make the patches against the installed torch and write them to ``folder``; their files, in the order of the series."""
+    _, site_packages = installed()
+    patches = build(site_packages)
+    for path in folder.glob("*.patch"):  # Of a series that had other names.
+        path.unlink()
+    for name, text in patches.items():
+        _write(folder / name, text)
+    return [folder / name for name in patches]
+
+
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -173,30 +182,6 @@ def _git(folder: Path, *arguments: str, stdin: str | None = None) -> None:
     subprocess.run(command, cwd=folder, check=True, input=stdin, text=True, env={**os.environ, **_IDENTITY})
 
 
-# --- up to date? ---------------------------------------------------------------------------------------------------
-
-
-def inputs_digest() -> str:
-    """A digest of all that patches are made of, but for torch, whose releases do not change."""
-    digest = hashlib.sha256(Path(__file__).read_bytes())
-    for step in SERIES:
-        for name, text in [*new_files(step), (step.name, step.core.read_text())]:
-            digest.update(f"{name}\0{text}\0".encode())
-    return digest.hexdigest()
-
-
-def patches_digest() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(PATCHES.glob("*.patch")):
-        digest.update(f"{path.name}\0{path.read_text()}\0".encode())
-    return digest.hexdigest()
-
-
-def built_from(release: str) -> str:
-    """What ``built_from.txt`` says of patches that are made now, against a release of torch."""
-    return f"torch {release}\nsources {inputs_digest()}\npatches {patches_digest()}\n"
-
-
 def installed() -> tuple[str, Path]:
     """The version of the torch of this Python, and the folder that it is in. It is not imported."""
     spec = importlib.util.find_spec("torch")
@@ -207,41 +192,17 @@ def installed() -> tuple[str, Path]:
     return version[1], site_packages
 
 
-def stale() -> str:
-    """Why the committed patches are not what the package's sources make now; empty if they are."""
-    written = BUILT_FROM.read_text() if BUILT_FROM.exists() else ""
-    release = (written.split() or ["", ""])[1]
-    if written != built_from(release):
-        return "the package, upstream/core or the patches have changed since the patches were made: run upstream/build.py"
-    version, site_packages = installed()
-    if version == release:
-        for name, text in build(site_packages).items():
-            if (PATCHES / name).read_text() != text:
-                return f"{name} is not what upstream/build.py makes"
-    return ""
-
-
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="tell whether what is committed is stale, and write nothing")
-    arguments = parser.parse_args()
-    if arguments.check:
-        why = stale()
-        print(why or "the patches are up to date")
-        return bool(why)
-    version, site_packages = installed()
-    patches = build(site_packages)
-    PATCHES.mkdir(exist_ok=True)
-    for path in PATCHES.glob("*.patch"):
-        path.unlink()
-    for name, text in patches.items():
-        (PATCHES / name).write_text(text)
-    BUILT_FROM.write_text(built_from(version))
+    parser.add_argument("--out", type=Path, default=ROOT / "out/patches", help="the folder that the patches are written to")
+    folder = parser.parse_args().out
+    write(folder)
     for step, files in changed_lines().items():
         for path, (plus, minus) in files.items():
             print(f"{step:32} {path:56} +{plus} -{minus}")
-    return 0
+    version, _ = installed()
+    print(f"{len(SERIES)} patches, made against torch {version}, are in {folder}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,7 +2,7 @@
 
 The installed torch stays as it is: what is patched is a copy, made of hard links.
 
-1. The patches are what ``build.py`` makes, and apply to a copy of torch.
+1. The patches are made from the package's sources, and apply to a copy of torch.
 2. Each of the first five, with those before it, passes the tests that it brings, with no ``torch_ragged`` in sight.
 3. All of them pass this package's tests: it recognises torch's placements, installs nothing, and its modules are torch's.
 4. Plain DTensor programs, and torch's own DTensor checks, give the same on the patched torch as on the stock one.
@@ -21,9 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from build import TESTS, changed_lines, installed, stale
+from build import TESTS, changed_lines, installed, write
 from series import ALONE, RELEASES, ROOT, SERIES
-from tree import patched_tree, patches_of
+from tree import patched_tree
 
 # The package's tests of placements, redistribution, operators and checkpoints, and of training on all of these.
 PACKAGE_TESTS = (
@@ -77,8 +77,6 @@ def check_series() -> None:
     version, _ = installed()
     if not version.startswith(RELEASES):
         raise SystemExit(f"the series is for torch {' and '.join(RELEASES)}, found {version}")
-    if why := stale():
-        raise SystemExit(why)
     lines = sum(sum(counts) for files in changed_lines().values() for counts in files.values())
     if lines >= LINES:
         raise SystemExit(f"the series touches {lines} lines of torch's files, must be under {LINES}")
@@ -91,19 +89,20 @@ def _folder(path: str) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=_folder, default=ROOT / "out/upstream", help="where the copies of torch go")
+    parser.add_argument("--out", type=_folder, default=ROOT / "out/upstream", help="where patches and copies of torch go")
     parser.add_argument("--quick", action="store_true", help="of the tests, those of the protocol and the placement only")
     options = parser.parse_args()
     check_series()
     version, _ = installed()
+    patches = write(options.out / "patches")
     quick = ["test_placement_extension", "test_placement_types"]
 
     for number, step in enumerate(SERIES[:ALONE], start=1):
-        tree = patched_tree(options.out / f"{version}-{number}", patches_of(number))
+        tree = patched_tree(options.out / f"{version}-{number}", patches[:number])
         tests = [name for name in step.tests if name.startswith("test_") and (not options.quick or name[:-3] in quick)]
         if tests:
             pytest(f"patches 1 to {number}, tests of {step.name}", tests, tree, folder=tree / TESTS)
-    whole = patched_tree(options.out / f"{version}-all", patches_of(len(SERIES)))
+    whole = patched_tree(options.out / f"{version}-all", patches)
     report = run(
         "the package", [sys.executable, "-c", "import torch_ragged as r; print(r.registration_report())"], whole, (ROOT,)
     )

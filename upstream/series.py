@@ -90,7 +90,16 @@ SERIES = (
     ),
     Step(
         "0006-ragged-fsdp",
-        ("granularity.py", "_register/_torch.py", "_kernels/*.py", "fsdp/*.py"),
+        (
+            "granularity.py",
+            "_register/_torch.py",
+            "_kernels/*.py",
+            "fsdp/*.py",
+            "fsdp/layout/*.py",
+            "fsdp/comm/*.py",
+            "fsdp/core/*.py",
+            "fsdp/tools/*.py",
+        ),
         ("test_fsdp_training.py",),
     ),
     Step("0007-ragged-shard-documentation", documents=("distributed.tensor.ragged.md",)),

@@ -8,15 +8,9 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from build import PATCHES, installed
-from series import SERIES
+from build import installed
 
-__all__ = ["patched_tree", "patches_of"]
-
-
-def patches_of(steps: int) -> list[Path]:
-    """The first patches of the series."""
-    return [PATCHES / f"{step.name}.patch" for step in SERIES[:steps]]
+__all__ = ["patched_tree"]
 
 
 def patched_tree(folder: Path, patches: Sequence[Path]) -> Path:

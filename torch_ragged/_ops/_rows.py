@@ -63,7 +63,6 @@ class RaggedRows(_Ragged):
         return f"RR({','.join(map(str, self._dims))})[{self._units}]"
 
 
-torch.serialization.add_safe_globals([RaggedRows])
 
 
 def has_ragged_rows(placements: Sequence[Placement]) -> bool:

@@ -1,9 +1,10 @@
-"""The only door into torch: what is changed there so that DTensor asks placements for the rules that they bring.
+"""The only door into torch: everything that importing this package changes there is a hook, and stands in the report.
 
-The hooks add the protocol of ``torch_ragged._placement_extension`` to a stock torch. Each is one small function, under the name
-of the torch function that it extends, why, and the patch of ``upstream/`` that makes it unnecessary. A hook acts only where a
-placement brings its own rules; everything else goes to torch's own code as before. On import each hook's target is checked,
-so that an unknown layout of torch's internals is an ImportError and never a wrong answer later.
+The hooks have DTensor ask placements for the rules that they bring. They add the protocol of
+``torch_ragged._placement_extension`` to a stock torch. Each is one small function, under the name of the torch function that
+it extends, why, and the patch of ``upstream/`` that makes it unnecessary. A hook acts only where a placement brings its own
+rules; everything else goes to torch's own code as before. On import each hook's target is checked, so that an unknown layout
+of torch's internals is an ImportError and never a wrong answer later.
 
 A torch that has the patches has the placements too: there nothing is installed, and this package's modules are torch's.
 """
@@ -74,9 +75,11 @@ def _unknown(what: str) -> str:
 
 
 def registration_report() -> str:
-    """The installed hooks, one per line: torch's function, why it is extended, the patch that makes it unnecessary."""
+    """All that this package changes in torch, one hook per line: what of torch, why, the patch that makes it unnecessary."""
     if is_upstream():
-        return f"torch {torch.__version__} has the placements itself; no hooks"
+        return (
+            f"torch {torch.__version__} has the placements itself; no hooks; torch.load takes their names in torch_ragged too"
+        )
     lines = [f"torch {torch.__version__} (checked: 2.11, 2.13, 2.15); {len(_installed)} hooks"]
     lines += [f"  {hook.target}: {hook.why} [{hook.patch}]" for hook in _installed]
     return "\n".join(lines)

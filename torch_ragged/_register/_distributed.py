@@ -7,13 +7,13 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 from torch_ragged._groups import group_name
-from torch_ragged._register._hook import GROUPS, has, hook
+from torch_ragged._register._hook import PLACEMENT, has, hook
 
 
 @hook(
     "distributed_c10d._process_group_name",
     "members of a group must give it one name, though each may be in another number of groups",
-    GROUPS,
+    PLACEMENT,
     lambda: has(distributed_c10d._process_group_name, "ranks", "use_hashed_name"),
 )
 def _install_group_name() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch_ragged._placement_extension import extension_of
 
-__all__ = ["CHECKPOINT", "GROUPS", "OPERATORS", "PROTOCOL", "Hook", "extend_in_place", "has", "hook", "hooks"]
+__all__ = ["CHECKPOINT", "OPERATORS", "PLACEMENT", "PROTOCOL", "Hook", "extend_in_place", "has", "hook", "hooks"]
 
 # The patches in ``upstream/`` that make hooks unnecessary.
 PROTOCOL = "0001-placement-extension"
-GROUPS = "0002-ragged-shard"
+PLACEMENT = "0002-ragged-shard"
 OPERATORS = "0003-ragged-shard-operators"
 CHECKPOINT = "0005-ragged-shard-checkpoint"
 

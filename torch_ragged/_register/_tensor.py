@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch._C._dynamo import eval_frame
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as dtensor_api
@@ -15,12 +16,15 @@ from torch.distributed.tensor import _utils as dtensor_utils
 from torch.distributed.tensor import placement_types as dtensor_placement_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops import _math_ops as dtensor_math_ops
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 from torch.utils._debug_mode import DebugMode
 
+from torch_ragged._dispatch import complete_keys
 from torch_ragged._ops import RaggedRows
 from torch_ragged._placement_extension import PlacementExtension, ask_extensions, extension_of, extension_of_op
-from torch_ragged._register._hook import OPERATORS, PROTOCOL, extend_in_place, has, hook
+from torch_ragged._register._hook import OPERATORS, PLACEMENT, PROTOCOL, extend_in_place, has, hook
+from torch_ragged._units import Units
 from torch_ragged.placement_types import RaggedShard
 from torch_ragged.strided_placement_types import StridedRaggedShard
 
@@ -28,6 +32,16 @@ from torch_ragged.strided_placement_types import StridedRaggedShard
 def _extension(*placements: Any) -> PlacementExtension:
     """What answers for these placements, where a guard has found that something does."""
     return next(found for found in map(extension_of, placements) if found is not None)
+
+
+@hook(
+    "Placement.extension",
+    "None for torch's own placements; RaggedShard and its like name what answers for them",
+    PROTOCOL,
+    lambda: getattr(Placement, "extension", None) is None,
+)
+def _install_extension() -> None:
+    Placement.extension = None  # type: ignore[attr-defined]
 
 
 @hook(
@@ -244,6 +258,16 @@ def _install_op_handlers() -> None:
 
 
 @hook(
+    "ShardingPropagator.op_to_schema_info, op_to_schema_info_for_single_dim_strategy",
+    "the dispatcher's cache keys lack a tensor given by keyword or a size of the output; some ops have none before a first use",
+    OPERATORS,
+    lambda: isinstance(getattr(DTensor._op_dispatcher.sharding_propagator, "op_to_schema_info", None), dict),
+)
+def _install_keys() -> None:
+    complete_keys()
+
+
+@hook(
     "_C._dynamo.eval_frame.set_code_exec_strategy",
     "between two graphs, dynamo would compile what the dispatcher calls here, random numbers included; torch's it leaves alone",
     OPERATORS,
@@ -254,6 +278,26 @@ def _install_no_compile() -> None:
     functions = [dispatcher._propagate_op_sharding_dispatch_slow_path, dispatcher._dispatch_get_local_results_slow_path]
     for function in [*functions, *dispatcher._custom_op_handlers.values()]:
         eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
+@hook(
+    "serialization.add_safe_globals",
+    "torch.load(weights_only=True) reads the placements",
+    PLACEMENT,
+    lambda: callable(torch.serialization.add_safe_globals),
+)
+def _install_safe_globals() -> None:
+    torch.serialization.add_safe_globals([RaggedShard, StridedRaggedShard, RaggedRows, Units])
+
+
+@hook(
+    "ops.ragged_shard.reduce",
+    "a new operator: torch.compile needs one for a reduction onto one rank, and torch's functional collectives have none",
+    PLACEMENT,
+    lambda: has(torch.library.custom_op, "name", "mutates_args"),
+)
+def _install_reduce() -> None:
+    """Nothing to install: ``_redistribute`` defines the operator when it is imported."""
 
 
 @hook(

@@ -1,0 +1,226 @@
+"""How the package is laid out: its imports, read from the sources, are what CONTRIBUTING.md says. Nothing is imported here."""
+
+import ast
+import re
+import unittest
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "torch_ragged"
+FSDP = f"{PACKAGE}.fsdp"
+MOST_LINES = 600
+MOST_ARROWS = 30
+EVERYWHERE = None
+
+# Private modules and names of torch that are imported outside _register/: where, and why.
+PRIVATE = {
+    "torch.utils._pytree": (EVERYWHERE, "operators' arguments nest; torch has no public way to walk them"),
+    "torch.distributed.tensor.placement_types._StridedShard": (EVERYWHERE, "a placement that DTensor makes"),
+    # What the patches of upstream/ have in common with this package: these modules are written to be torch's.
+    "torch.distributed.tensor._dtensor_spec": (("_api", "_dispatch", "_placement_extension"), "a DTensor's spec"),
+    "torch.distributed.tensor._op_schema": (("_dispatch", "_placement_extension"), "what the dispatcher asks with"),
+    "torch.distributed.tensor._dispatch": (("_dispatch",), "runs an op on local tensors"),
+    "torch.distributed.tensor._ops": (("_dispatch",), "the partial placement of a norm"),
+    "torch.distributed.tensor._redistribute": (("_api",), "torch's own way between its own placements"),
+    "torch.distributed.tensor._random": (("_random",), "the random state that DTensor's ranks share"),
+    "torch.distributed._functional_collectives": (
+        ("_api", "_async_tensor", "_dispatch", "_random"),
+        "a result that waits when it is used; whether torch traces",
+    ),
+    "torch._guards": (("_random",), "whether torch.compile traces"),
+    "torch._subclasses": (("_random",), "the error that breaks a graph"),
+    # Only this module of torch's has symmetric memory.
+    "torch.distributed._symmetric_memory": (
+        ("fsdp.comm._capabilities", "fsdp.comm._multicast", "fsdp.comm._peer_memory"),
+        "buffers that other ranks read and write",
+    ),
+}
+
+# Assignments to what torch defines, outside _register/. Each has an entry in the registration report.
+ASSIGNED = {("_random", "dtensor_random._rng_tracker")}
+
+
+def sources():
+    """The path of each module of the package, by its name without ``torch_ragged.``; that of the package itself is ''."""
+    paths = sorted((ROOT / PACKAGE).rglob("*.py"))
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+
+SOURCES = sources()
+TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
+
+
+def imported(name):
+    """What a module imports, at the top or in a function, as (module, name in it or None)."""
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def modules_imported(name):
+    """The package's modules that a module imports."""
+    found = {f"{module}.{part}" if f"{module}.{part}" in SOURCES else module for module, part in imported(name)}
+    return (found & set(SOURCES)) - {name}
+
+
+IMPORTS = {name: modules_imported(name) for name in SOURCES}
+
+
+def short(name):
+    return name.removeprefix(f"{PACKAGE}.")
+
+
+def part(name):
+    """The part of the package that a module is of: a file or folder at its top. _register._torch stands for itself."""
+    return "_register._torch" if short(name) == "_register._torch" else short(name).partition(".")[0]
+
+
+def wing(name):
+    """The part of fsdp that a module is of: a folder, or a file at its top."""
+    return name.removeprefix(FSDP).strip(".").partition(".")[0] or "__init__"
+
+
+def parts_imported(of):
+    """The parts of the package that each part imports; ``of`` gives the part of a module, None for one that has none."""
+    found = {}
+    for name, others in IMPORTS.items():
+        if of(name) is not None:
+            found.setdefault(of(name), set()).update({of(other) for other in others} - {of(name), None})
+    return found
+
+
+PARTS = parts_imported(part)
+WINGS = parts_imported(lambda name: wing(name) if name == FSDP or name.startswith(f"{FSDP}.") else None)
+RULES = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def line_of_rules(start):
+    """The parts that CONTRIBUTING.md lists from left to right in the line that starts so, as groups of equals."""
+    text = " ".join(re.search(rf"^ *({start} .*(?:\n +<- .*)*)$", RULES, re.MULTILINE)[1].split())
+    return [group.strip().split(", ") for group in text.removeprefix("fsdp:").split("<-")]
+
+
+def against(groups, imports):
+    """The imports that point to the right, or to an equal."""
+    place = {name: number for number, group in enumerate(groups) for name in group}
+    return [f"{name} -> {other}" for name in place for other in imports[name] if place.get(other, -1) >= place[name]]
+
+
+def circles():
+    """Each set of modules that import each other, directly or not."""
+    reached = {name: set(others) for name, others in IMPORTS.items()}
+    for middle in reached:
+        for others in reached.values():
+            if middle in others:
+                others |= reached[middle]
+    return sorted({tuple(sorted(b for b in reached[a] if a in reached[b])) for a in reached if a in reached[a]})
+
+
+def private_imports(name):
+    """The private modules of torch, or private names in public modules, that a module imports: up to the first private part."""
+    for module, item in imported(name):
+        private = re.match(r"torch(\.[^\W_]\w*)*\._[^\W_]\w*", module if item is None else f"{module}.{item}")
+        if private:
+            yield private[0]
+
+
+def assigned_to_torch(name):
+    """The attributes and items of what a module imports from torch that it assigns to or deletes."""
+    tree = TREES[name]
+    names = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+        if (node.module if isinstance(node, ast.ImportFrom) else alias.name).split(".")[0] == "torch"
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            root = node.value
+            while isinstance(root, (ast.Attribute, ast.Subscript)):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in names:
+                yield ast.unparse(node)
+
+
+class ImportsTest(unittest.TestCase):
+    def test_no_modules_import_each_other_in_a_circle(self):
+        self.assertEqual(circles(), [])
+
+    def test_modules_at_the_top_import_only_what_contributing_lists_to_their_left(self):
+        groups = line_of_rules("_units")
+        self.assertEqual(against(groups, PARTS), [])
+        for left, group in zip(groups, groups[1:]):
+            for name in group:
+                self.assertTrue(PARTS[name] & set(left), f"{name} imports nothing of {left}: it belongs further to the left")
+
+    def test_each_module_at_the_top_is_in_the_list_of_contributing_or_imports_none_that_is(self):
+        listed = {name for group in line_of_rules("_units") for name in group}
+        packages = {name for name in PARTS if name in self.packages()} | {PACKAGE, "debug"}
+        others = {name: PARTS[name] & listed for name in PARTS if name not in listed | packages}
+        self.assertEqual({name: found for name, found in others.items() if found}, {})
+
+    def test_wings_of_fsdp_import_only_what_contributing_lists_to_their_left(self):
+        groups = line_of_rules("fsdp:")
+        self.assertEqual({name for group in groups for name in group} | {"__init__"}, set(WINGS))
+        self.assertEqual(against(groups, WINGS), [])
+        self.assertLessEqual(sum(map(len, WINGS.values())), MOST_ARROWS)
+
+    def test_of_fsdp_only_the_planning_tool_imports_the_public_names(self):
+        self.assertEqual({name for name, others in WINGS.items() if "__init__" in others}, {"plan"})
+        self.assertNotIn("plan", WINGS["__init__"])
+        public = next(
+            ast.literal_eval(node.value)
+            for node in TREES[FSDP].body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        )
+        used = {
+            item for name in SOURCES if name.startswith(f"{FSDP}.plan") for module, item in imported(name) if module == FSDP
+        }
+        self.assertEqual(used - set(public) - {"plan"}, set())
+
+    def test_packages_import_of_the_rest_what_contributing_says(self):
+        self.assertEqual({name: PARTS[name] for name in self.packages()}, self.packages())
+        self.assertNotIn("fsdp", PARTS["optim"])
+        self.assertEqual(PARTS["_kernels"], set())
+
+    def packages(self):
+        """The table of CONTRIBUTING.md."""
+        rows = re.findall(r"^ *\| `(\w+)` \| (.*) \|$", RULES, re.MULTILINE)
+        return {name: set(re.findall(r"`([\w.]+)`", others)) for name, others in rows}
+
+    def test_private_names_of_torch_are_imported_only_where_the_list_says(self):
+        found = {}
+        for name in SOURCES:
+            if part(name) not in ("_register", "_register._torch"):
+                for private in private_imports(name):
+                    found.setdefault(private, set()).add(short(name))
+        unlisted = {
+            private: names
+            for private, names in found.items()
+            if private not in PRIVATE or (PRIVATE[private][0] is not EVERYWHERE and names - set(PRIVATE[private][0]))
+        }
+        self.assertEqual(unlisted, {})
+        listed = {private: set(names or ()) for private, (names, _) in PRIVATE.items()}
+        needless = {private: names - found.get(private, set()) for private, names in listed.items() if private in found}
+        self.assertEqual(set(listed) - set(found), set())
+        self.assertEqual({private: names for private, names in needless.items() if names}, {})
+
+    def test_only_the_register_assigns_to_what_torch_defines(self):
+        found = {(short(name), text) for name in SOURCES if part(name) != "_register" for text in assigned_to_torch(name)}
+        self.assertEqual(found, ASSIGNED)
+
+
+class SizesTest(unittest.TestCase):
+    def test_no_file_is_too_long_to_read(self):
+        folders = (PACKAGE, "test", "upstream", "examples", "benchmarks")
+        lines = {path: len(path.read_text().splitlines()) for folder in folders for path in (ROOT / folder).rglob("*.py")}
+        self.assertGreater(len(lines), len(SOURCES))
+        self.assertEqual({str(path.relative_to(ROOT)): count for path, count in lines.items() if count > MOST_LINES}, {})
+
+
+if __name__ == "__main__":
+    unittest.main()
