@@ -27,6 +27,7 @@ PRIVATE = {
         ("_api", "_async_tensor", "_dispatch", "_random"),
         "a result that waits when it is used; whether torch traces",
     ),
+    "torch._compile": (("_dispatch",), "hides a function from Dynamo without importing it"),
     "torch._guards": (("_random",), "whether torch.compile traces"),
     "torch._subclasses": (("_random",), "the error that breaks a graph"),
     # Only this module of torch's has symmetric memory.
@@ -220,6 +221,19 @@ class SizesTest(unittest.TestCase):
         lines = {path: len(path.read_text().splitlines()) for folder in folders for path in (ROOT / folder).rglob("*.py")}
         self.assertGreater(len(lines), len(SOURCES))
         self.assertEqual({str(path.relative_to(ROOT)): count for path, count in lines.items() if count > MOST_LINES}, {})
+
+
+class DocsTest(unittest.TestCase):
+    def test_the_life_of_a_parameter_names_functions_that_are_there(self):
+        """docs/design.md follows one parameter by file and function."""
+        text = (ROOT / "docs/design.md").read_text()
+        life = text[text.index("## Life of a parameter") : text.index("## Optimizers")]
+        steps = re.findall(r"\| `([\w./]+)`: `(\w+)` \|", life)
+        self.assertGreater(len(steps), 15)
+        for file, name in steps:
+            tree = ast.parse((ROOT / PACKAGE / "fsdp" / file).read_text())
+            kinds = (ast.FunctionDef, ast.ClassDef)
+            self.assertIn(name, {node.name for node in ast.walk(tree) if isinstance(node, kinds)}, file)
 
 
 if __name__ == "__main__":

@@ -63,8 +63,6 @@ class RaggedRows(_Ragged):
         return f"RR({','.join(map(str, self._dims))})[{self._units}]"
 
 
-
-
 def has_ragged_rows(placements: Sequence[Placement]) -> bool:
     """Whether the local tensor is a strided view with all dimensions, in place of a flat one."""
     return any(isinstance(p, RaggedRows) for p in placements)

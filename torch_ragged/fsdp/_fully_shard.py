@@ -24,8 +24,9 @@ from torch_ragged.fsdp.core._extension import ExtensionGroup
 from torch_ragged.fsdp.core._float8 import Float8Group, Float8Policy
 from torch_ragged.fsdp.core._fsdp_api import BufferPlacements
 from torch_ragged.fsdp.core._fsdp_init import RegisteredNames, ShardPlacementFn, find_params, plan_groups
-from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
+from torch_ragged.fsdp.core._group_plan import GroupPlan
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._resident import Resident

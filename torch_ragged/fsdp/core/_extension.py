@@ -16,7 +16,8 @@ from torch_ragged.fsdp.comm._collectives import Work, wait_all
 from torch_ragged.fsdp.core._dbuffer import MemoryPool
 from torch_ragged.fsdp.core._distribution import Distribution, local_of
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
-from torch_ragged.fsdp.core._fsdp_param_group import FoundParam, FSDPParamGroup, GroupPlan
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._group_plan import FoundParam, GroupPlan
 
 __all__ = ["ExtensionGroup"]
 

@@ -15,7 +15,8 @@ from torch_ragged._kernels import float8
 from torch_ragged._kernels.tiles import TileRun, TileTable, matrix_runs
 from torch_ragged.fsdp.comm._collectives import Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
-from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._group_plan import GroupPlan
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity, blocks, elements
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 
 from torch_ragged.fsdp.core._distribution import Distribution, has_extension
 from torch_ragged.fsdp.core._float8 import Float8Policy
-from torch_ragged.fsdp.core._fsdp_param_group import FoundParam, GroupPlan
+from torch_ragged.fsdp.core._group_plan import FoundParam, GroupPlan
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.layout._advice import PADDING_LIMIT
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout

@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_ragged._register._torch import as_plain_tensors, profiler_range
@@ -22,14 +21,13 @@ from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
 from torch_ragged.fsdp.core._distribution import Distribution, has_extension, local_of
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core._gradients import GradientBuffers
-from torch_ragged.fsdp.core._mesh import DataParallelMesh
+from torch_ragged.fsdp.core._group_plan import FoundParam, GroupPlan
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._resident import Resident
 from torch_ragged.fsdp.core._slots import Slot
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
-from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
-__all__ = ["FoundParam", "GroupPlan", "FSDPParamGroup"]
+__all__ = ["FSDPParamGroup", "ShardedState"]
 
 # From 2.15 on FSDP2 does not round gradients to param_dtype: autograd leaves them in the dtype they are computed in, and
 # without a reduce_dtype they are reduced in the parameters' own dtype. Results follow the FSDP2 that is installed.
@@ -40,34 +38,6 @@ SMALLEST_WRITTEN_IN_PLACE = 2**16
 
 
 _groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
-
-
-@dataclass(frozen=True, eq=False)
-class FoundParam:
-    """A parameter as the user made it, with the modules and names it is registered under (several if tied)."""
-
-    fqn: str
-    registered_names: list[tuple[nn.Module, str]]
-    value: nn.Parameter
-    distribution: Distribution
-
-
-@dataclass(frozen=True, eq=False)
-class GroupPlan:
-    """What a group is made of: parameters of one dtype, computed with in one dtype, on one mesh.
-
-    ``param_dtype`` and ``reduce_dtype`` are those of the mixed precision policy; ``offload`` says where shards are. With a
-    ``tile`` parameters are all-gathered as float8.
-    """
-
-    params: list[FoundParam]
-    dp: DataParallelMesh
-    layout: BufferLayout
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    offload: OffloadPolicy
-    mp_policy: MixedPrecisionPolicy
-    tile: tuple[int, int] | None = None
 
 
 class ShardedState(Enum):

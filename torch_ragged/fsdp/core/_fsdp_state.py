@@ -14,10 +14,9 @@ It moves no data itself: groups do.
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from torch_ragged.fsdp.core._comm_context import FSDPCommContext
 from torch_ragged.fsdp.core._forward_order import Call, ForwardOrder
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._tensors import map_tensors, tensors_in
+from torch_ragged.fsdp.core._used_params import used_anywhere
 
 __all__ = ["STATE", "FSDPState", "FSDPStateContext", "GradientReductionHandle"]
 
@@ -115,7 +115,7 @@ class FSDPStateContext:
             reduced = [group for group in self.groups if group.gradients.was_reduced]
             for mesh in dict.fromkeys(group.dp.key for group in reduced):
                 members = [group for group in reduced if group.dp.key == mesh]
-                used = _used_anywhere(members)
+                used = used_anywhere(members)
                 for group in members:
                     group.finish_gradients([next(used) for _ in group.params])
             self._mark_accumulating(not reduced and any(group.is_trainable for group in self.groups))
@@ -585,29 +585,6 @@ class GradientReductionHandle:
             raise RuntimeError("the gradients of this handle were dropped by reset_iter_state")
         context.backward.handle = None
         context.end_backward()
-
-
-def _used_anywhere(groups: list[FSDPParamGroup]) -> Iterator[bool]:
-    """For every parameter in turn, whether any rank had a gradient of it. One small all-reduce per mesh and backward.
-
-    A rank reads the answer only if it has a parameter without a gradient, so that it does not block on a GPU.
-    """
-    local = [param.was_used for group in groups for param in group.params]
-    flags = torch.ones(len(local), dtype=torch.uint8, device=groups[0].device)
-    start = 0
-    for is_used, run in itertools.groupby(local):  # By fills: a copy from the host would block, and break a capture.
-        stop = start + len(list(run))
-        if not is_used:
-            flags[start:stop].zero_()
-        start = stop
-    with profiler_range("unused_parameters_all_reduce", groups[0].fqn):
-        groups[0].collectives.all_reduce_max(flags).wait()
-    if all(local):
-        return iter(local)
-    trainable = [param.sharded.requires_grad for group in groups for param in group.params]
-    if all(used or not needed for used, needed in zip(local, trainable)):
-        return iter(local)
-    return iter([bool(flag) for flag in flags.tolist()])
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

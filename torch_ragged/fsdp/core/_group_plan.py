@@ -1,0 +1,43 @@
+"""GroupPlan: what a parameter group will be made of, before any memory is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from torch_ragged.fsdp.core._distribution import Distribution
+from torch_ragged.fsdp.core._mesh import DataParallelMesh
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+
+__all__ = ["FoundParam", "GroupPlan"]
+
+
+@dataclass(frozen=True, eq=False)
+class FoundParam:
+    """A parameter as the user made it, with the modules and names it is registered under (several if tied)."""
+
+    fqn: str
+    registered_names: list[tuple[nn.Module, str]]
+    value: nn.Parameter
+    distribution: Distribution
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPlan:
+    """What a group is made of: parameters of one dtype, computed with in one dtype, on one mesh.
+
+    ``param_dtype`` and ``reduce_dtype`` are those of the mixed precision policy; ``offload`` says where shards are. With a
+    ``tile`` parameters are all-gathered as float8.
+    """
+
+    params: list[FoundParam]
+    dp: DataParallelMesh
+    layout: BufferLayout
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    offload: OffloadPolicy
+    mp_policy: MixedPrecisionPolicy
+    tile: tuple[int, int] | None = None

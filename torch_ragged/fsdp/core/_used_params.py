@@ -1,0 +1,36 @@
+"""Which parameters any rank used: ranks agree on it at the end of backward, so that ``.grad`` is set on all or on none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from torch_ragged._register._torch import profiler_range
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+
+__all__ = ["used_anywhere"]
+
+
+def used_anywhere(groups: Sequence[FSDPParamGroup]) -> Iterator[bool]:
+    """For every parameter in turn, whether any rank had a gradient of it. One small all-reduce per mesh and backward.
+
+    A rank reads the answer only if it has a parameter without a gradient, so that it does not block on a GPU.
+    """
+    local = [param.was_used for group in groups for param in group.params]
+    flags = torch.ones(len(local), dtype=torch.uint8, device=groups[0].device)
+    start = 0
+    for is_used, run in itertools.groupby(local):  # By fills: a copy from the host would block, and break a capture.
+        stop = start + len(list(run))
+        if not is_used:
+            flags[start:stop].zero_()
+        start = stop
+    with profiler_range("unused_parameters_all_reduce", groups[0].fqn):
+        groups[0].collectives.all_reduce_max(flags).wait()
+    if all(local):
+        return iter(local)
+    trainable = [param.sharded.requires_grad for group in groups for param in group.params]
+    if all(used or not needed for used, needed in zip(local, trainable)):
+        return iter(local)
+    return iter([bool(flag) for flag in flags.tolist()])
