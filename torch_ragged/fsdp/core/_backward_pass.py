@@ -5,9 +5,7 @@ It moves no data: states and groups ask it, and tell it which call's backward ha
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
 from typing import Protocol
 
 from torch.autograd import Variable
@@ -49,21 +47,20 @@ class BackwardPass:
 
     def __init__(self, root: Root) -> None:
         self._root = weakref.ref(root)
-        self._orders: list[ForwardOrder] = []
-        # Autograd alone holds the callback, and drops it if the backward raises: so this tells a pass that raised.
-        self._callback: weakref.ref[Callable[[], None]] | None = None
+        # Autograd alone holds the pass that runs, and drops it if the backward raises: so this tells a pass that raised.
+        self._running: weakref.ref[_Running] | None = None
         self.is_unfinished = False
         self.handle: object | None = None
 
     @property
     def is_running(self) -> bool:
         """Whether this code runs in a backward pass of these modules that has not raised."""
-        return self._callback is not None and self._callback() is not None and backward_id() != -1
+        return self._running is not None and self._running() is not None and backward_id() != -1
 
     @property
     def has_raised(self) -> bool:
         """Whether a pass was started that did not reach its end."""
-        return self._callback is not None and not self.is_running
+        return self._running is not None and not self.is_running
 
     def start(self) -> None:
         """Have autograd call the root when the pass that runs now is over. Does nothing if the pass has been started.
@@ -77,10 +74,15 @@ class BackwardPass:
         if root is None:
             raise RuntimeError("the root of this fully_shard module was deleted: run the module's forward before backward")
         root.drop_raised_backward()
-        callback = functools.partial(_end, root)
-        self._orders = []
-        self._callback = weakref.ref(callback)
-        Variable._execution_engine.queue_callback(callback)
+        running = _Running(root)
+        self._running = weakref.ref(running)
+        Variable._execution_engine.queue_callback(running)
+
+    @property
+    def _orders(self) -> list[ForwardOrder]:
+        """The orders that the pass has reached."""
+        running = None if self._running is None else self._running()
+        return [] if running is None else running.orders
 
     def reach(self, order: ForwardOrder) -> None:
         """Backward has reached a call in ``order``: all of a forward that ran later has been passed."""
@@ -100,18 +102,25 @@ class BackwardPass:
 
     def pause(self) -> None:
         """The pass is over; others may follow before ``finalize_backward``."""
-        self.is_unfinished, self._callback, self._orders = True, None, []
+        self.is_unfinished, self._running = True, None
 
     def finish(self) -> None:
         """The pass is over, and gradients are set."""
-        self.is_unfinished, self._callback, self._orders = False, None, []  # They hold the states of all modules.
+        self.is_unfinished, self._running = False, None
 
     def forget(self) -> None:
         """As if no pass had begun."""
-        self._callback = self.handle = None
-        self.is_unfinished, self._orders = False, []
+        self._running = self.handle = None
+        self.is_unfinished = False
 
 
-@dynamo_disabled
-def _end(root: Root) -> None:
-    root.root_post_backward()
+class _Running:
+    """A pass that runs: what autograd calls at its end. The orders hold the states of all modules, and so live no longer."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self.orders: list[ForwardOrder] = []
+
+    @dynamo_disabled
+    def __call__(self) -> None:
+        self._root.root_post_backward()

@@ -5,6 +5,7 @@ It issues no collective: groups ask it before they all-gather ahead of use, allo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -25,15 +26,30 @@ class FSDPCommContext:
     """Bounds for all groups under a root, or under several roots (``share_comm_ctx``).
 
     Attributes:
-        gathering: the states whose all-gather was issued ahead of use.
-        max_gathers: how many of them there may be.
+        max_gathers: how many modules' all-gathers may be issued ahead of use.
         reducing: the reduce-scatters in flight, oldest first; one entry has the groups of one module.
     """
 
     def __init__(self) -> None:
-        self.gathering: list[object] = []
         self.max_gathers = 2
+        # By weak references: a module that outlives its model must not keep the shards of one that was prefetched.
+        self._gathering: list[weakref.ref[object]] = []
         self.reducing: list[Sequence[InFlight]] = []
+
+    @property
+    def may_gather_ahead(self) -> bool:
+        """Whether one more all-gather may be issued ahead of use. Equal on all ranks: no garbage collection counts."""
+        return len(self._gathering) < self.max_gathers
+
+    def add_gathering(self, state: object) -> None:
+        """The all-gathers of a state were issued ahead of use."""
+        self._gathering.append(weakref.ref(state))
+
+    def forget_gathering(self, state: object) -> bool:
+        """The all-gathers of a state were used, or dropped; says whether they were ahead of use."""
+        count = len(self._gathering)
+        self._gathering = [each for each in self._gathering if each() is not state]
+        return len(self._gathering) < count
 
     def wait_for_room(self, max_reductions: int) -> None:
         """Before gradients are allocated: wait for the oldest reductions, so that fewer than ``max_reductions`` are in flight.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from enum import Enum, auto
 
 import torch
 from torch import nn
@@ -24,10 +23,11 @@ from torch_ragged.fsdp.core._gradients import GradientBuffers
 from torch_ragged.fsdp.core._group_plan import FoundParam, GroupPlan
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._resident import Resident
+from torch_ragged.fsdp.core._sharded_state import TRANSITIONS, ShardedState
 from torch_ragged.fsdp.core._slots import Slot
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
 
-__all__ = ["FSDPParamGroup", "ShardedState"]
+__all__ = ["FSDPParamGroup"]
 
 # From 2.15 on FSDP2 does not round gradients to param_dtype: autograd leaves them in the dtype they are computed in, and
 # without a reduce_dtype they are reduced in the parameters' own dtype. Results follow the FSDP2 that is installed.
@@ -38,30 +38,6 @@ SMALLEST_WRITTEN_IN_PLACE = 2**16
 
 
 _groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
-
-
-class ShardedState(Enum):
-    """What a group's modules have registered, and whether the unsharded parameters are there.
-
-    ::
-
-        SHARDED  --unshard(wait=False)-->  GATHERING  --unshard()-->  UNSHARDED  --reshard()-->  SHARDED
-                                               `----------------reshard()---------------------------^
-    """
-
-    SHARDED = auto()
-    """The sharded DTensors are registered; the unsharded buffer is free."""
-    GATHERING = auto()
-    """The same, with an all-gather in flight."""
-    UNSHARDED = auto()
-    """The unsharded parameters are registered."""
-
-
-_TRANSITIONS = {
-    ShardedState.SHARDED: {ShardedState.GATHERING},
-    ShardedState.GATHERING: {ShardedState.UNSHARDED, ShardedState.SHARDED},
-    ShardedState.UNSHARDED: {ShardedState.SHARDED},
-}
 
 
 class FSDPParamGroup:
@@ -220,7 +196,7 @@ class FSDPParamGroup:
         return self._sharded_state is not ShardedState.SHARDED
 
     def _move_to(self, state: ShardedState) -> None:
-        if state not in _TRANSITIONS[self._sharded_state]:
+        if state not in TRANSITIONS[self._sharded_state]:
             raise RuntimeError(f"{self.names} cannot go from {self._sharded_state.name} to {state.name}")
         self._sharded_state = state
 
@@ -238,22 +214,31 @@ class FSDPParamGroup:
                     "to_empty(device=...) and reset_parameters(), or load_state_dict(..., assign=True)"
                 )
             self._gathered_versions = [param.sharded._version for param in self.params]
-            with profiler_range("all_gather", self.fqn):
+            with self._freed_on_error(), profiler_range("all_gather", self.fqn):
                 self._all_gather = self._issue_all_gather()
             self._move_to(ShardedState.GATHERING)
         if wait and not self.is_unsharded:
-            try:
+            with self._freed_on_error():
                 self._wait_for_all_gather()
-            except BaseException:
-                self._move_to(ShardedState.SHARDED)  # A failed all-gather has brought nothing.
-                raise
-            self._drop_kept()  # The all-gather may have read it.
-            self._decode()
+                self._decode()
+            self._drop_kept()  # The all-gather has read it.
             self._move_to(ShardedState.UNSHARDED)
             with as_plain_tensors():
                 for param in self.params:
                     param.register(param.unsharded)
                     param.version = param.compute_version
+
+    @contextlib.contextmanager
+    def _freed_on_error(self) -> Iterator[None]:
+        """If the all-gather fails, be sharded as before it, so that all ranks can issue it again."""
+        try:
+            yield
+        except BaseException:
+            self._all_gather, self._sharded_state = None, ShardedState.SHARDED
+            if self.resident is not None:
+                self.resident.invalidate()
+            self._free_unsharded()
+            raise
 
     def _wait_for_all_gather(self) -> None:
         assert self._all_gather is not None
@@ -297,7 +282,8 @@ class FSDPParamGroup:
         if was_gathered:
             self._move_to(ShardedState.SHARDED)
         if self._all_gather is not None:
-            self._wait_for_all_gather()
+            with self._freed_on_error():
+                self._wait_for_all_gather()
         self._drop_kept()
         if not was_gathered:
             return

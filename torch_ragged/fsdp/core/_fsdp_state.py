@@ -78,6 +78,12 @@ class FSDPStateContext:
             state.refresh()
         self.last_order, self.order = self.order, ForwardOrder()
 
+    def drop_unused_prefetches(self) -> None:
+        """The root's forward is over, and no backward follows: reshard what was prefetched for modules that did not run."""
+        for state in self.states:
+            if state.comm.forget_gathering(state):
+                state.reshard()
+
     # -- the end of backward ---------------------------------------------------------------------------------------
 
     def root_post_backward(self) -> None:
@@ -270,18 +276,14 @@ class FSDPState:
             group.unshard(wait=False)
         for group in self.groups:
             group.unshard()
-        self._forget_gathering()
+        self.comm.forget_gathering(self)
 
     def reshard(self, keep: bool = False) -> None:
         """Free the unsharded parameters, but for the part that neighbours ``keep`` for backward."""
-        self._forget_gathering()
+        self.comm.forget_gathering(self)
         for group in self.groups:
             group.reshard(keep)
         self._must_refresh = any(group.keeps_part for group in self.groups)
-
-    def _forget_gathering(self) -> None:
-        if self in self.comm.gathering:
-            self.comm.gathering.remove(self)
 
     def reset(self) -> None:
         """As before the forward or backward that runs."""
@@ -337,14 +339,14 @@ class FSDPState:
         No more are issued than may be ahead of their use. The others are issued when their modules run.
         """
         states = self._next(order.states if order else [], position, step) if chosen is None else chosen
-        started, gathering = [], self.comm.gathering
+        started = []
         for state in states:
             is_gathered = all(group.is_gathered for group in state.groups)
             can_start = all(group.has_slot for group in state.groups)
-            if not is_gathered and can_start and len(gathering) < self.comm.max_gathers:
+            if not is_gathered and can_start and self.comm.may_gather_ahead:
                 for group in state.groups:
                     group.unshard(wait=False)
-                gathering.append(state)
+                self.comm.add_gathering(state)
                 started.append(state)
         return started
 
@@ -374,6 +376,8 @@ class FSDPState:
         if any(group.holds(tensor) for group in self.groups for tensor in tensors):
             must_stay = True  # The output is a parameter or a view of one.
         self._still_to_run.discard(module)
+        if self.is_root and not needs_backward:
+            context.drop_unused_prefetches()
         if self._still_to_run or must_stay:
             return output
         self._still_to_run = set(self.modules)

@@ -82,6 +82,8 @@ def memory_report(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] |
     - every unit has one group (where it has several, some percent too high were seen);
     - modules called several times have matmuls for weights, which write gradients from the first call on;
     - the inputs of every group but the root's need gradients; else a group stays gathered to the end of backward;
+    - nothing stays gathered between steps (as with ``ZERO1``, ``ZERO2`` and ``HIERARCHICAL``), and no parameter is placed as
+      ``Shard(d)`` with d > 0, which is there twice for the moment of its copy: for these the peak is too low;
     - the optimizer has its state: before its first step there is none, and none is predicted;
     - the backend reduces without memory of its own, as NCCL does. Over gloo a reduction is finished before the next gradients
       have a buffer, and holds, in place of that, what it receives: as much as its own. What that is more is not predicted.
