@@ -170,9 +170,10 @@ def add_scaled(param: torch.Tensor, update: torch.Tensor, alpha: float, rounds_p
     """``param += alpha * update``, in place, the result independent of where a shard starts and ends.
 
     On CPU, torch rounds 16-bit elements that fill no vector register differently from the others: the last few of a tensor, and
-    all of a strided one, get ``alpha * update`` rounded before the addition. Here all get what ``rounds_product`` says.
+    all of a strided one, get ``alpha * update`` rounded before the addition. Here all get what ``rounds_product`` says. Where
+    the dtypes differ, torch adds in float32 and rounds once, everywhere alike.
     """
-    if param.device.type != "cpu" or param.dtype not in (torch.bfloat16, torch.float16):
+    if param.device.type != "cpu" or param.dtype not in (torch.bfloat16, torch.float16) or update.dtype != param.dtype:
         param.add_(update, alpha=alpha)
         return
     alpha = torch.tensor(alpha, dtype=param.dtype).item()
