@@ -18,7 +18,6 @@ from torch_ragged.optim._base import (
     agree_on_gradients,
     check_placement,
     local,
-    local_gradient,
     mesh_of,
     placed_of,
     run_closure,
@@ -193,8 +192,8 @@ class Adam8bit(RaggedOptimizer):
         """One step; returns the loss of ``closure``, if given.
 
         Raises:
-            RuntimeError: a gradient is sparse, or (on every rank) missing on some ranks and placed otherwise than its parameter
-                on others, for parameters whose blocks are redistributed.
+            RuntimeError: a gradient is sparse, or missing on some ranks and placed otherwise than its parameter on others, for
+                parameters whose blocks are redistributed. With nothing changed; on every rank, if any blocks are redistributed.
         """
         loss = run_closure(closure)
         entries = [(param, group) for group in self.param_groups for param in group["params"]]
@@ -203,10 +202,9 @@ class Adam8bit(RaggedOptimizer):
         moved = [place for place, layout in enumerate(layouts) if layout.aligned is not None]
         if moved and not self._has_warned:
             self._warn([entries_here[place][1] for place in moved])
-        agreed = dict(zip(moved, agree_on_gradients([entries_here[place][1] for place in moved]))) if moved else {}
+        gradients = agree_on_gradients([param for _, param, _ in entries_here], moved)
         updates = BlockUpdates(self.policy.block, self.code)
-        for place, ((index, param, group), layout) in enumerate(zip(entries_here, layouts)):
-            gradient = agreed[place] if place in agreed else local_gradient(param)
+        for (index, param, group), layout, gradient in zip(entries_here, layouts, gradients):
             if gradient is not None:
                 self._step_param(index, param, gradient, group, layout, updates)
         updates.run()

@@ -24,7 +24,6 @@ __all__ = [
     "by_mesh",
     "check_placement",
     "local",
-    "local_gradient",
     "mesh_of",
     "placed_of",
     "run_closure",
@@ -91,57 +90,69 @@ def _gradient_code(param: torch.Tensor) -> int:
     return _PLACED
 
 
-def agree_on_gradients(params: Sequence[torch.Tensor], check: bool = True) -> list[torch.Tensor | None]:
+def agree_on_gradients(params: Sequence[torch.Tensor], agreed: Sequence[int] | None = None) -> list[torch.Tensor | None]:
     """The local gradient of each parameter; None where no rank has one.
 
-    Ranks agree by one all-reduce (max) of two int32 per parameter and mesh. A gradient that only some ranks have counts as zero
-    on the others. A gradient placed otherwise than its parameter (a pending sum, say) is redistributed.
+    Ranks agree by one all-reduce (max) per mesh, of two int32 per parameter on it and one more. A gradient that only some ranks
+    have counts as zero on the others. A gradient placed otherwise than its parameter (a pending sum, say) is redistributed.
+
+    That one more tells of a gradient that a rank cannot use, of a plain parameter or on another mesh: no rank starts a
+    collective that others will not join. The largest mesh comes last. If it has the ranks of all others, every rank hears of
+    every parameter.
 
     Args:
         params: the same on every rank of their meshes, in the same order.
-        check: False leaves the all-reduce out, for callers whose gradients are there on all ranks or on none, as after a
-            backward of ``fully_shard`` or on one device.
+        agreed: the indices of those that ranks agree on; all where None. None of them, and no all-reduce, for callers whose
+            gradients are there on all ranks or on none, as after a backward of ``fully_shard`` or on one device.
 
     Raises:
         RuntimeError: a gradient is sparse, or is missing on some ranks and placed otherwise than its parameter on others. On
-            every rank.
+            every rank that shares a mesh, before any gradient is redistributed.
     """
     codes = [_gradient_code(param) for param in params]
     lowest = list(codes)
-    for mesh, indices in by_mesh(params) if check else ():
-        if mesh is not None and mesh.size() > 1:
-            mine = [codes[i] for i in indices]
-            both = torch.tensor([*mine, *(-code for code in mine)], dtype=torch.int32, device=mesh.device_type)
-            dist.all_reduce(both, dist.ReduceOp.MAX, group=mesh_group(mesh, tuple(range(mesh.ndim))))
-            highest = both.tolist()
+    agreed = range(len(params)) if agreed is None else agreed
+    meshes = [(mesh, [agreed[i] for i in places]) for mesh, places in by_mesh([params[i] for i in agreed]) if mesh is not None]
+    elsewhere = 0
+    for mesh, indices in sorted(meshes, key=lambda each: each[0].size()):
+        if mesh.size() > 1:
+            mine, unusable = [codes[i] for i in indices], _unusable(codes, lowest)
+            values = [*mine, *(-code for code in mine), max(elsewhere, unusable + 1)]
+            highest = torch.tensor(values, dtype=torch.int32, device=mesh.device_type)
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh_group(mesh, tuple(range(mesh.ndim))))
+            *found, elsewhere = highest.tolist()
             for place, index in enumerate(indices):
-                codes[index], lowest[index] = highest[place], -highest[len(indices) + place]
-    for index, (high, low) in enumerate(zip(codes, lowest)):
+                codes[index], lowest[index] = found[place], -found[len(indices) + place]
+    index = _unusable(codes, lowest)
+    if index >= 0:
         what = f"parameter {index} of shape {tuple(params[index].shape)}"
-        if high == _SPARSE:
+        if codes[index] == _SPARSE:
             raise RuntimeError(f"{what} has a sparse gradient on some rank: this optimizer takes dense gradients only")
-        if high == _ELSEWHERE and low == _NONE:
-            raise RuntimeError(
-                f"{what} has no gradient on some ranks, and on others one that is placed otherwise than the parameter: set it "
-                "to None or to a DTensor on all ranks before step()"
-            )
+        raise RuntimeError(
+            f"{what} has no gradient on some ranks, and on others one that is placed otherwise than the parameter: set it "
+            "to None or to a DTensor on all ranks before step()"
+        )
+    if elsewhere:
+        raise RuntimeError(
+            "another rank has a sparse or misplaced gradient, as its own error tells, of its "
+            f"parameter {elsewhere - 1}: no rank steps"
+        )
     return [
-        None if code == _NONE else torch.zeros_like(local(param)) if param.grad is None else local_gradient(param)
+        None if code == _NONE else torch.zeros_like(local(param)) if param.grad is None else _local_gradient(param)
         for param, code in zip(params, codes)
     ]
 
 
-def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of the gradient, placed as the parameter; None where there is none here.
+def _unusable(codes: Sequence[int], lowest: Sequence[int]) -> int:
+    """The index of the first gradient that cannot be used, by the highest and lowest code of ranks; -1 if there is none."""
+    pairs = enumerate(zip(codes, lowest))
+    return next((i for i, (high, low) in pairs if high == _SPARSE or (high == _ELSEWHERE and low == _NONE)), -1)
 
-    Raises:
-        RuntimeError: it is sparse.
-    """
+
+def _local_gradient(param: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a dense gradient, placed as the parameter."""
     gradient = param.grad
-    if gradient is None:
-        return None
-    if gradient.is_sparse:
-        raise RuntimeError(f"a parameter of shape {tuple(param.shape)} has a sparse gradient: expected a dense one")
+    assert gradient is not None
     if isinstance(param, DTensor) and isinstance(gradient, DTensor) and gradient.placements != param.placements:
         gradient = gradient.redistribute(placements=param.placements)
     return local(gradient)
@@ -159,9 +170,10 @@ def add_scaled(param: torch.Tensor, update: torch.Tensor, alpha: float, rounds_p
     """``param += alpha * update``, in place, the result independent of where a shard starts and ends.
 
     On CPU, torch rounds 16-bit elements that fill no vector register differently from the others: the last few of a tensor, and
-    all of a strided one, get ``alpha * update`` rounded before the addition. Here all get what ``rounds_product`` says.
+    all of a strided one, get ``alpha * update`` rounded before the addition. Here all get what ``rounds_product`` says. Where
+    the dtypes differ, torch adds in float32 and rounds once, everywhere alike.
     """
-    if param.device.type != "cpu" or param.dtype not in (torch.bfloat16, torch.float16):
+    if param.device.type != "cpu" or param.dtype not in (torch.bfloat16, torch.float16) or update.dtype != param.dtype:
         param.add_(update, alpha=alpha)
         return
     alpha = torch.tensor(alpha, dtype=param.dtype).item()

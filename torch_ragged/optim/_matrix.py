@@ -151,7 +151,7 @@ class MatrixOptimizer(RaggedOptimizer):
         loss = run_closure(closure)
         entries = [(param, group) for group in self.param_groups for param in group["params"]]
         params = [param for param, _ in entries]
-        gradients = agree_on_gradients(params, self.check_gradients)
+        gradients = agree_on_gradients(params, None if self.check_gradients else ())
         matrices = [i for i, (_, group) in enumerate(entries) if group["algorithm"] == self.algorithm]
         for mesh, places in by_mesh([params[i] for i in matrices]):
             indices = [matrices[place] for place in places]

@@ -36,8 +36,9 @@ class Muon(MatrixOptimizer):
     a rank chosen by load balance over the whole mesh (replicas of HSDP share the matrices out); the root runs Newton-Schulz;
     the result goes back to the shards. Parameters are DTensors of any placement or plain tensors; one of three dimensions is a
     stack of matrices (experts), each with a root of its own. Given equal gradients, parameters and states are bitwise equal for
-    any number of ranks, and equal to ``torch.optim.Muon``. (Where torch overwrites the momentum, in 2.13 with bfloat16
-    parameters without Nesterov, this class does not.)
+    any number of ranks, and on CPU equal to ``torch.optim.Muon``. (Torch rounds the last ``numel % 64`` elements of a bfloat16
+    matrix otherwise, if it is not taller than wide or has one column; and before 2.15 it overwrites the momentum of bfloat16
+    parameters without Nesterov.)
 
     Collectives per step and mesh: two all-to-alls to the roots and two back, in bfloat16 (more only by ``max_root_bytes``; none
     where every matrix is whole on its owner), and one all-reduce of 8 bytes per parameter by which ranks agree on which
