@@ -4,10 +4,10 @@ import unittest
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from common import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -68,6 +68,8 @@ class Product(nn.Module):
 
 def gradients(way, mesh, batch, index):
     """Of one process on all the data, of FSDP2 and of this package on each rank's part."""
+    from torch.distributed.fsdp import DataParallelMeshDims
+
     one = Product(way)
     (sum(one(part).sin().mean() for part in batch) / len(batch)).backward()
     found = [one.weight.grad]
@@ -89,6 +91,7 @@ def check_ways(data, tensor):
     assert dist.get_world_size() == data * tensor
 
 
+@unittest.skipUnless(hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), "dp_mesh_dims is newer than this torch")
 class WholeMeshTest(unittest.TestCase):
     def test_every_way_to_use_a_parameter_gives_the_gradient_of_fsdp2(self):
         run_ranks(2, check_ways, 2, 1)
