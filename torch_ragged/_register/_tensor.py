@@ -259,7 +259,7 @@ def _install_op_handlers() -> None:
 
 @hook(
     "ShardingPropagator.op_to_schema_info, op_to_schema_info_for_single_dim_strategy",
-    "the dispatcher's cache keys lack a tensor given by keyword or a size of the output; some ops have none before a first use",
+    "the dispatcher's cache keys lack a tensor given by keyword or a size of the output; some ops get one at first use",
     OPERATORS,
     lambda: isinstance(getattr(DTensor._op_dispatcher.sharding_propagator, "op_to_schema_info", None), dict),
 )
@@ -292,7 +292,7 @@ def _install_safe_globals() -> None:
 
 @hook(
     "ops.ragged_shard.reduce",
-    "a new operator: torch.compile needs one for a reduction onto one rank, and torch's functional collectives have none",
+    "a new operator: torch.compile needs one for a reduction onto one rank, and torch's functional collectives lack one",
     PLACEMENT,
     lambda: has(torch.library.custom_op, "name", "mutates_args"),
 )

@@ -117,7 +117,7 @@ class Manifest:
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """The manifest of the checkpoint in ``folder``. No communication.
 
-    Type and range of every field are checked: whoever wrote it may have been no writer of this package.
+    Type and range of every field are checked: the file may come from another program.
 
     Raises:
         CheckpointError: there is none, it is damaged, or a newer version of this package wrote it.

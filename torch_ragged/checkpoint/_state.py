@@ -187,7 +187,7 @@ def _unpickled(pickled: torch.Tensor, map_location: str | None = None) -> Any:
 
 
 class _Before:
-    """States and groups of optimizers, to give back: making a state dict of one that never stepped has it step."""
+    """States and groups of optimizers, to restore them: a state dict of an optimizer that never stepped makes it step."""
 
     def __init__(self, state: TrainState) -> None:
         self._all = [(o, dict(o.state), [dict(group) for group in o.param_groups]) for o in state.optimizers]
