@@ -146,8 +146,11 @@ def check_losses():
         (want_gradient,) = torch.autograd.grad(want, x, torch.ones_like(want))
         try:
             *_, forward, backward = loss_and_gradient(function, inputs, Shard(0), mesh, reduction)
+        except NotImplementedError:
+            assert torch.__version__ < "2.12" and "with logits" in name, name
+            continue  # Torch has no rule, so there is none for rows either.
         except (AssertionError, RuntimeError):  # Before 2.13 torch cannot smooth labels under Shard(0).
-            assert "smoothing" in name, name
+            assert torch.__version__ < "2.13" and "smoothing" in name, name
             forward, backward = 2, 1
         # The all-reduce of the weight that an average is divided by: Shard(0) has it in backward, or gathers.
         divided = reduction == "mean" and name.startswith(("cross entropy", "nll")) and "probabilities" not in name
