@@ -414,6 +414,7 @@ def check_error_types():
             raise RuntimeError("no error")
 
 
+@unittest.skipIf(torch.__version__ < "2.13", "torch 2.11 cannot destroy the process groups of threads")
 class ThreadsTest(MultiThreadedTestCase):
     """Ranks that are threads, as in torch's own tests: their process groups have no backend per device."""
 
