@@ -33,13 +33,14 @@ def _worker(rank: int, pipe: Connection) -> None:
             dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=_TIMEOUT)
             dist.barrier()  # Or a function without a collective ends while another rank is still connecting.
             torch.manual_seed(0)
-            pipe.send((True, function(*arguments)))
-        except BaseException:  # Whatever happens, the test must hear of it.
-            pipe.send((False, f"rank {rank} of {size}:\n{traceback.format_exc()}"))
+            answer = (True, function(*arguments))
+        except BaseException:  # Any error: the test waits for this rank's answer.
+            answer = (False, f"rank {rank} of {size}:\n{traceback.format_exc()}")
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
             debug._clear_sharding_prop_cache()  # It holds meshes, whose groups are gone now.
+        pipe.send(answer)  # At last: the store's file is removed then, and a store that is closed later waits for it.
 
 
 class _Pool:

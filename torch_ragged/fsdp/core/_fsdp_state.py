@@ -541,6 +541,10 @@ class FSDPState:
         """Empty: :meth:`_root_post_backward_final_callback` reduces all gradients, so that no group has to."""
         return []
 
+    @property
+    def _fsdp_param_group(self) -> None:
+        """The same for torch 2.11, whose states have one group or none."""
+
     def _root_post_backward_final_callback(self) -> None:
         """Reduce the gradients that micro-batches have accumulated, set ``.grad`` and reshard."""
         self.context.end_backward()
