@@ -1,6 +1,7 @@
 """fully_shard's backward: groups that only some ranks use, outputs of any kind, and gradients that do not pile up."""
 
 import copy
+import itertools
 import random
 import unittest
 from dataclasses import dataclass
@@ -367,11 +368,12 @@ def gradient_buffers_at_once():
         for layer in model:
             fully_shard(layer)
         fully_shard(model).set_reduce_scatter_max_input_buffers(reductions)
-        gradients = [layer._ragged_groups(False)[0].gradients for layer in model]
-        held = []
-        for each in gradients:
-            each.on_allocated = lambda: held.append(sum(g._is_there for g in gradients))  # noqa: B023
+        logs = [layer._ragged_groups(False)[0].memory.gradients for layer in model]
+        for log in logs:
+            log.start()
         model(torch.ones(2, 64)).sum().backward()
+        events = [nbytes for _, nbytes in sorted(event for log in logs for event in log.events)]
+        held = [total // events[0] for total, nbytes in zip(itertools.accumulate(events), events) if nbytes > 0]
         assert held == [1, *[reductions] * 3], held
 
 
@@ -389,7 +391,7 @@ def gradient_beside_a_reduction():
     model.set_reduce_scatter_max_input_buffers(2)
     model(torch.ones(2, DIM)).sum().backward()
     groups = [layer._ragged_groups(False)[0] for layer in model]
-    assert all(group.gradients._reduction is not None for group in groups)
+    assert all(group.gradients._output is not None for group in groups)
     collectives = groups[0].collectives
     with mock.patch.object(collectives, "all_reduce", side_effect=AssertionError("an all-reduce")):
         if dist.get_rank() == 0:

@@ -15,7 +15,7 @@ from torch_ragged._kernels import float8
 from torch_ragged._kernels.tiles import TileRun, TileTable
 from torch_ragged.fsdp import HIERARCHICAL, ZERO2, Float8Policy, blocks, elements, fully_shard, monitor, rows, tensor
 from torch_ragged.fsdp._fully_shard import named_groups
-from torch_ragged.fsdp.core._float8 import Float8Group, keeps_tiles
+from torch_ragged.fsdp.core._float8 import Float8Encoding, keeps_tiles
 from torch_ragged.granularity import TensorSpec
 
 BFLOAT16 = Float8Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -107,7 +107,7 @@ def _gathered(mesh_shape, **options):
     """Names of the quantised parameters, and all gathered ones."""
     net = fully_shard(_net(), mesh=init_device_mesh("cpu", mesh_shape), **options)
     groups = named_groups(net).values()
-    quantised = {param.fqn for group in groups if isinstance(group, Float8Group) for param in group.params}
+    quantised = {param.fqn for group in groups if isinstance(group.encoding, Float8Encoding) for param in group.params}
     net.unshard()
     values = {name: param.detach().clone() for name, param in net.named_parameters()}
     net.reshard()
@@ -191,16 +191,16 @@ def _check_memory():
     """Half the bytes are gathered, and nothing of them stays; test_fsdp_monitor has the peak of a step."""
     net, _ = _train(BFLOAT16, 1)
     groups = named_groups(net)
-    coded = [group for group in groups.values() if isinstance(group, Float8Group)]
+    coded = [group for group in groups.values() if isinstance(group.encoding, Float8Encoding)]
     assert len(coded) == 2 and len(groups) == 4
     for group in coded:
-        assert group.layout.numel < group.codes.nbytes < 0.52 * group.unsharded.nbytes
+        assert group.layout.numel < group.encoding.codes.nbytes < 0.52 * group.unsharded.nbytes
         assert [buffer.resident_nbytes for buffer in group.buffers()["gathered"]] == [0, 0]
     with monitor(net) as watch, torch.no_grad():
         net(torch.zeros(1, 2, dtype=torch.int64))
         row = watch.step()
     plain = sum(group.unsharded.nbytes for group in groups.values() if group not in coded)
-    assert row["all_gather_bytes"] == plain + sum(group.codes.nbytes for group in coded), row
+    assert row["all_gather_bytes"] == plain + sum(group.encoding.codes.nbytes for group in coded), row
 
 
 def test_half_the_bytes_are_gathered():

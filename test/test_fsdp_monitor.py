@@ -15,10 +15,24 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Shard
 
-from torch_ragged.fsdp import DBuffer, Float8Policy, MemoryRow, buffer_layouts, elements, fully_shard, memory_report, monitor
+from torch_ragged.fsdp import (
+    HIERARCHICAL,
+    ZERO1,
+    ZERO2,
+    DBuffer,
+    Float8Policy,
+    MemoryRow,
+    buffer_layouts,
+    elements,
+    fully_shard,
+    memory_report,
+    monitor,
+)
 from torch_ragged.fsdp._fully_shard import named_groups as groups_of
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits
+from torch_ragged.fsdp.core._memory_log import MemoryLog
 from torch_ragged.fsdp.plan import Model, ModelPlanner, granularity_policy
 from torch_ragged.fsdp.plan._memory import Precision, zero_memory
 from torch_ragged.fsdp.plan._models import module_groups
@@ -98,7 +112,7 @@ def check_closed():
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
     step_of(model)
     model.zero_grad()
-    before = [(group.collectives, group.gradients.on_allocated) for group in groups_of(model).values()]
+    before = [group.collectives for group in groups_of(model).values()]
 
     def closure():
         model.zero_grad()
@@ -157,8 +171,8 @@ def fail_watched(model, optimizer, part):
 
 
 def assert_as_before(model, optimizer, before):
-    for group, (collectives, on_allocated) in zip(groups_of(model).values(), before, strict=True):
-        assert group.collectives is collectives and group.gradients.on_allocated is on_allocated
+    for group, collectives in zip(groups_of(model).values(), before, strict=True):
+        assert group.collectives is collectives and not group.memory.gathered.events and not group.memory.gradients.events
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
 
 
@@ -186,14 +200,15 @@ class Resident:
         held = [buffer.flat.untyped_storage() for buffer in self.buffers]
         grads = [p.grad.to_local().untyped_storage() for g in groups_of(self.model).values() for p in grads_of(g)]
         sizes = {s.data_ptr(): s.nbytes() for s in held + grads if s.nbytes()}
-        self.peak = max(self.peak, sum(sizes.values()))
+        beside = sum(group.kept_nbytes for group in groups_of(self.model).values())
+        self.peak = max(self.peak, sum(sizes.values()) + beside)
         shards = [group.sharded.flat.data_ptr() for group in groups_of(self.model).values()]
         whole = [buffer.flat.untyped_storage().nbytes() for buffer in self.buffers if not buffer.is_sharded]
         self.peak_unreduced = max(self.peak_unreduced, sum(sizes[shard] for shard in shards) + sum(whole))
 
     def __enter__(self):
-        self.originals = DBuffer.__init__, DBuffer.allocate
-        init, allocate = self.originals
+        self.originals = DBuffer.__init__, DBuffer.allocate, MemoryLog.note
+        init, allocate, note = self.originals
 
         def counted_init(buffer, *args, **options):
             init(buffer, *args, **options)
@@ -204,11 +219,16 @@ class Resident:
             allocate(buffer)
             self.sample()
 
-        DBuffer.__init__, DBuffer.allocate = counted_init, counted_allocate
+        def counted_note(log, nbytes):  # What is allocated beside the buffers.
+            note(log, nbytes)
+            if nbytes > 0 and self.model is not None:
+                self.sample()
+
+        DBuffer.__init__, DBuffer.allocate, MemoryLog.note = counted_init, counted_allocate, counted_note
         return self
 
     def __exit__(self, *error):
-        DBuffer.__init__, DBuffer.allocate = self.originals
+        DBuffer.__init__, DBuffer.allocate, MemoryLog.note = self.originals
 
 
 def grads_of(group):
@@ -266,8 +286,9 @@ def prefetched(raf, mp_policy):
 def as_nccl(adds_wide=False):
     """Gloo's reductions as NCCL's: without a second buffer, whose coming and going is not predicted."""
     with (
-        mock.patch.object(ProcessGroupCollectives, "holds_second_buffer", lambda self, device: False),
-        mock.patch.object(ProcessGroupCollectives, "adds_wide", lambda self, device: adds_wide),
+        mock.patch.object(
+            ProcessGroupCollectives, "reduce_scatter_traits", lambda self, device: ReduceScatterTraits(adds_wide, False)
+        ),
     ):
         yield
 
@@ -312,6 +333,44 @@ def check_predicted(kind, raf, mp_policy):
         run()
     bound = 1.02 * resident.peak if isinstance(mp_policy, Float8Policy) else resident.peak
     assert resident.peak <= predicted.total <= bound and predicted.grad == 0, (case, predicted, resident.peak)
+
+
+@as_nccl()
+def check_prediction_of_kept_parameters():
+    """What stays gathered, or is there twice for the moment of a copy, is in the prediction."""
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "rank"))
+    for mesh, options in (
+        (line, {"placements": ZERO1}),
+        (line, {"placements": ZERO2}),
+        (square, {"placements": HIERARCHICAL}),
+        (line, {"reshard_after_forward": 2}),
+        (line, {"shard_placement_fn": lambda param: Shard(1) if param.ndim == 2 else None}),
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh, **options)
+        for _ in range(2):
+            model.zero_grad()
+            predicted = memory_report(model).peak
+            with Resident(model) as resident:
+                model(torch.ones(2, 64)).sum().backward()
+            assert predicted.total == resident.peak, (options, predicted, resident.peak)
+
+
+def check_second_buffer():
+    """Over gloo the second buffer of a reduce-scatter counts."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    for module in (*model, model):
+        fully_shard(module)
+    model(torch.ones(2, 64)).sum().backward()
+    model.zero_grad()
+    whole = 64 * 64 * 4
+    # The gradient of 1, a tensor of autograd's, is there while that of 2 is reduced.
+    for context, gradients in ((as_nccl(), 2), (contextlib.nullcontext(), 3)):
+        with context:
+            peak = memory_report(model).peak
+        assert (peak.name, peak.gathered, peak.gradients) == ("backward of 1", 2 * whole, gradients * whole), peak
 
 
 @as_nccl()
@@ -447,6 +506,12 @@ class MemoryReportTest(unittest.TestCase):
     def test_predicted_peak_is_what_a_step_holds(self):
         for adds_wide in (False, True):
             run_ranks(2, check_prediction, adds_wide)
+
+    def test_predicted_peak_has_what_stays_gathered(self):
+        run_ranks(4, check_prediction_of_kept_parameters)
+
+    def test_predicted_peak_has_the_second_buffer_of_gloo(self):
+        run_ranks(2, check_second_buffer)
 
     def test_predicted_peak_is_a_bound(self):
         run_ranks(2, check_bound)

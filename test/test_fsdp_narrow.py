@@ -17,10 +17,10 @@ from torch.distributed.tensor import Shard
 
 from torch_ragged.fsdp import ZERO1, ZERO2, ZERO3, BufferLayout, DBuffer, TensorSpec, fully_shard
 from torch_ragged.fsdp.comm import _collectives as implementation
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits, Reduction
 from torch_ragged.fsdp.comm._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp.comm._gloo import sum_parts
-from torch_ragged.fsdp.core._wide_gradients import WideGradients
+from torch_ragged.fsdp.comm._wide_gradients import WideGradients
 
 DIM = 256  # Of a matrix with as many rows matmuls write the gradient themselves.
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -62,7 +62,8 @@ def widening():
     """Gradients are widened before they are reduced, as with NCCL."""
     with contextlib.ExitStack() as stack:
         for kind in (ProcessGroupCollectives, CopyEngineCollectives):
-            stack.enter_context(mock.patch.object(kind, "adds_wide", lambda self, device: False))
+            traits = ReduceScatterTraits(adds_wide=False, holds_second_buffer=False)
+            stack.enter_context(mock.patch.object(kind, "reduce_scatter_traits", return_value=traits))
         yield
 
 
@@ -272,7 +273,7 @@ def sum_wide_gradients():
     shard.flat.fill_(1.0)
     mine = {0: (0,), 1: (2, 4), 2: (4,)}[rank]
     gradients = {index: torch.arange(float(numels[index])).view(-1, 1) + 100 * rank for index in mine}
-    wide.reduce(gradients, shard, ProcessGroupCollectives(dist.group.WORLD), Reduction(divisor=2.0)).wait()
+    wide.reduce(gradients, shard.flat, ProcessGroupCollectives(dist.group.WORLD), Reduction(divisor=2.0)).wait()
     totals = [torch.arange(5.0), None, torch.arange(40.0) + 100, torch.empty(0), 2 * torch.arange(9.0) + 300]
     for index, total in enumerate(totals):
         start, stop = layout.local_range(index, rank)

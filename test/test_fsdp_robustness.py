@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import fully_shard, monitor
+from torch_ragged.fsdp.comm._collectives import ReduceScatterTraits
 
 
 class LateCollectives:
@@ -28,8 +29,8 @@ class LateCollectives:
     def __getattr__(self, name):
         return lambda *tensors: Late(getattr(self.inner, name), tensors)
 
-    def holds_second_buffer(self, device):
-        return False  # Waiting issues.
+    def reduce_scatter_traits(self, device):
+        return ReduceScatterTraits(adds_wide=False, holds_second_buffer=False)  # Waiting issues.
 
 
 class Late:
@@ -46,8 +47,8 @@ class LoggedCollectives:
     def __init__(self, inner, name, log):
         self.inner, self.name, self.log = inner, name, log
 
-    def holds_second_buffer(self, device):
-        return self.inner.holds_second_buffer(device)
+    def reduce_scatter_traits(self, device):
+        return self.inner.reduce_scatter_traits(device)
 
     def __getattr__(self, name):
         self.log.append(f"{name} {self.name}")

@@ -31,7 +31,7 @@ from torch_ragged.fsdp import (
     plan_layout,
     rows,
 )
-from torch_ragged.fsdp.comm._collectives import done
+from torch_ragged.fsdp.comm._collectives import ReduceScatterTraits, done
 from torch_ragged.fsdp.core._backward_pass import BackwardPass
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 
@@ -85,19 +85,25 @@ class Counted:
     def __init__(self):
         self.calls, self.bytes = Counter(), Counter()
 
-    def __getattr__(self, name):
-        def call(*args):
-            self.calls[name] += 1
-            self.bytes[name] += max(arg.nbytes for arg in args if isinstance(arg, torch.Tensor))
-            return done
+    def count(self, name, *tensors):
+        self.calls[name] += 1
+        self.bytes[name] += max(tensor.nbytes for tensor in tensors)
+        return done
 
-        return call
+    def all_gather(self, output, shard, group=None):
+        return self.count("all_gather", output, shard)
 
-    def holds_second_buffer(self, device):
-        return False
+    def reduce_scatter(self, output, buffer, reduction):
+        return self.count("reduce_scatter", output, buffer)
 
-    def adds_wide(self, device):
-        return False
+    def all_reduce(self, tensor, reduction):
+        return self.count("all_reduce", tensor)
+
+    def all_reduce_max(self, tensor):
+        return self.count("all_reduce_max", tensor)
+
+    def reduce_scatter_traits(self, device):
+        return ReduceScatterTraits(adds_wide=False, holds_second_buffer=False)
 
 
 def granularity(fqn, parameter):

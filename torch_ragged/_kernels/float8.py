@@ -42,7 +42,7 @@ def dequantize(values: torch.Tensor, buffer: torch.Tensor, table: TileTable) -> 
 
 
 def _run(name: str, values: torch.Tensor, buffer: torch.Tensor, table: TileTable) -> None:
-    if not table.runs:
+    if not table.runs or values.is_meta:
         return
     scales = buffer.view(torch.float32)
     if runs_triton(values, ADA):

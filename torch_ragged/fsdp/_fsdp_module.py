@@ -20,7 +20,9 @@ from torch_ragged.fsdp.comm._agreement import agreement
 from torch_ragged.fsdp.comm._choice import Traffic, check_name, choose
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, GradientReductionHandle
+from torch_ragged.fsdp.core._keeper import Keeper
 from torch_ragged.fsdp.core._mesh import device_of
+from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._persistent_buffers import SLOTS, allocator, check_ready, make_persistent, make_transient
 
 __all__ = ["FSDPModule", "check_reshard_after_forward", "make_fsdp_module", "share_comm_ctx"]
@@ -171,7 +173,9 @@ class FSDPModule(TorchFSDPModule):
         for state in self._ragged_states(recurse):
             state.reshard_after_forward = reshard_after_forward
             for group in state.groups:
-                group.neighbours = None
+                if isinstance(group.keeper, Neighbours):
+                    group.keeper.drop()
+                    group.keeper = Keeper()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are resharded after backward.
@@ -307,7 +311,7 @@ class FSDPModule(TorchFSDPModule):
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether unsharded parameters stay allocated, at their addresses, when they are resharded: for CUDA graphs."""
         for group in self._ragged_groups(recurse):
-            group.keeps_storage = keep
+            group.encoding.keeps_storage = keep
 
     def set_persistent_buffers(self, enable: bool = True, *, places: int = SLOTS, recurse: bool = True) -> None:
         """Keep the memory that is gathered into and reduced from, at addresses that stay: groups use ``places`` of it by turns.

@@ -17,13 +17,11 @@ from torch_ragged._register._torch import flatten
 from torch_ragged.fsdp._fsdp_module import FSDPModule, check_reshard_after_forward, make_fsdp_module
 from torch_ragged.fsdp.comm._agreement import agree, agreement
 from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
-from torch_ragged.fsdp.core._contiguous import ContiguousGroup
 from torch_ragged.fsdp.core._distribution import has_extension
 from torch_ragged.fsdp.core._errors import InvalidArgument
-from torch_ragged.fsdp.core._extension import ExtensionGroup
-from torch_ragged.fsdp.core._float8 import Float8Group, Float8Policy
+from torch_ragged.fsdp.core._float8 import Float8Policy
 from torch_ragged.fsdp.core._fsdp_api import BufferPlacements
-from torch_ragged.fsdp.core._fsdp_init import RegisteredNames, ShardPlacementFn, find_params, plan_groups
+from torch_ragged.fsdp.core._fsdp_init import RegisteredNames, ShardPlacementFn, find_params, make_group, plan_groups
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
 from torch_ragged.fsdp.core._group_plan import GroupPlan
@@ -129,7 +127,7 @@ def fully_shard(
     for plan in plans:
         for param in plan.params:
             _sharded_originals[param.value] = param.fqn
-    groups = [_group_of(plan) for plan in plans]
+    groups = [make_group(plan) for plan in plans]
     for plan in plans:
         plan.params.clear()  # The originals' memory goes here.
     if not isinstance(reshard_after_forward, (bool, type(None))):
@@ -141,14 +139,6 @@ def fully_shard(
     for each in modules:
         make_fsdp_module(each, state)
     return module
-
-
-def _group_of(plan: GroupPlan) -> FSDPParamGroup:
-    if has_extension(plan.params[0].value):
-        return ExtensionGroup(plan)
-    if plan.params[0].distribution.shard_dim:
-        return ContiguousGroup(plan)
-    return FSDPParamGroup(plan) if plan.tile is None else Float8Group(plan)
 
 
 def _state(module: nn.Module) -> FSDPState | None:
@@ -251,13 +241,12 @@ def _move(modules: Sequence[nn.Module], found: dict[str, tuple[nn.Parameter, Reg
 def _keep_parts(groups: Sequence[FSDPParamGroup], size: int) -> bool:
     """Have ``size`` neighbours keep gathered parameters between them; all of them is not keeping, one is keeping everything.
 
-    Groups that make something else of what they gather have no buffer to keep a part of: they are resharded.
+    If a group computes with other memory than it gathers, it has no buffer to keep a part of: it is resharded.
     """
     for group in groups:
-        if isinstance(group, (ExtensionGroup, ContiguousGroup)):
-            continue
-        if 1 < size < group.dp.ranks and group.dp.shard_group is not None:
-            group.neighbours = Neighbours(group.dp.shard_group, group.rank, size)
+        shards = group.dp.shard_group
+        if group.encoding.computes_in_buffer and 1 < size < group.dp.ranks and shards is not None:
+            group.keeper = Neighbours.among(shards, group.rank, size, group.memory.gathered)
     return size > 1
 
 
@@ -291,7 +280,8 @@ def _with_levels(dp: DataParallelMesh, placements: BufferPlacements | None) -> t
 
 def _stay_gathered(groups: Sequence[FSDPParamGroup], levels: Levels) -> None:
     for group in groups:
-        group.resident = Resident(levels)
+        if not group.encoding.makes_params:  # Its type keeps nothing gathered.
+            group.keeper = Resident(levels, group.memory.gathered)
         if levels.within is not None and group.dp.shard_group is not None:
             group.process_groups = group.collectives = HierarchicalCollectives(levels, group.dp.shard_group)
 

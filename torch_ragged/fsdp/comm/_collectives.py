@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional, Protocol
+from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,17 @@ from torch_ragged._groups import group_of
 from torch_ragged._register._torch import backend_of
 from torch_ragged.fsdp.comm import _gloo
 
-__all__ = ["Collectives", "ProcessGroupCollectives", "Reduction", "Work", "as_real", "done", "reduced", "wait_all"]
+__all__ = [
+    "Collectives",
+    "ProcessGroupCollectives",
+    "ReduceScatterTraits",
+    "Reduction",
+    "Work",
+    "as_real",
+    "done",
+    "reduced",
+    "wait_all",
+]
 
 CustomCollective = Callable[..., Optional[dist.Work]]
 """FSDP2's ``AllGather`` and ``ReduceScatter``: called as torch's collectives of the same name; None if synchronous."""
@@ -41,6 +51,19 @@ class Reduction:
     sum_only: bool = False
 
 
+class ReduceScatterTraits(NamedTuple):
+    """What a group has to know of its reduce-scatters. Equal on all ranks.
+
+    Attributes:
+        adds_wide: whether the output may be wider than the input, and is then the exact sum, rounded to the output's dtype. If
+            not, a group widens its gradients before the reduce-scatter.
+        holds_second_buffer: whether a second buffer, for what the rank receives, is allocated until ``wait()``.
+    """
+
+    adds_wide: bool
+    holds_second_buffer: bool
+
+
 class Collectives(Protocol):
     """What a group needs. All calls return at once; their tensors must stay alive and untouched until ``wait()``."""
 
@@ -56,11 +79,8 @@ class Collectives(Protocol):
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
         """Reduce ``tensor`` over replicas, in place."""
 
-    def holds_second_buffer(self, device: torch.device) -> bool:
-        """Whether a reduce-scatter allocates a second buffer for what it receives, which ``wait()`` frees."""
-
-    def adds_wide(self, device: torch.device) -> bool:
-        """Whether the output of a reduce-scatter may be wider than its buffer, and is the exact sum, rounded to that."""
+    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
+        """What a group on ``device`` has to know of its reduce-scatters."""
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         """Element-wise maximum over ranks and replicas, in place."""
@@ -113,12 +133,12 @@ class ProcessGroupCollectives:
             issue = functools.partial(_issue_divided, _reduce_scatter, custom, output, buffer, group=group)
         return reduced(issue, group, buffer, output, reduction)
 
-    def holds_second_buffer(self, device: torch.device) -> bool:
-        is_exchange = self.custom_reduce_scatter is None and len(self.reducers) == 1
+    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
+        """Over gloo, a reduce-scatter is an exchange and a sum of this process: see ``_gloo.reduce_scatter``."""
         group = self._group
-        return is_exchange and group is not None and group.size() > 1 and _is_gloo(group, device)
-
-    adds_wide = holds_second_buffer
+        is_one = self.custom_reduce_scatter is None and len(self.reducers) == 1
+        is_exchange = is_one and group is not None and group.size() > 1 and _is_gloo(group, device)
+        return ReduceScatterTraits(adds_wide=is_exchange, holds_second_buffer=is_exchange)
 
     def separate_reductions(self, enable: bool) -> None:
         """Reduce over a process group of its own, made by its members here, or over the same one again."""

@@ -8,7 +8,15 @@ import functools
 import torch
 import torch.distributed as dist
 
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction, Work, as_real, reduced, wait_all
+from torch_ragged.fsdp.comm._collectives import (
+    ProcessGroupCollectives,
+    ReduceScatterTraits,
+    Reduction,
+    Work,
+    as_real,
+    reduced,
+    wait_all,
+)
 from torch_ragged.fsdp.comm._gloo import sum_parts
 from torch_ragged.fsdp.comm._peer_memory import PeerMemory, Step
 
@@ -57,11 +65,9 @@ class CopyEngineCollectives:
         issue = functools.partial(self._sum, as_real(output), as_real(buffer))
         return reduced(issue, self._group, buffer, output, dataclasses.replace(reduction, sum_only=True))
 
-    def holds_second_buffer(self, device: torch.device) -> bool:
-        return False
-
-    def adds_wide(self, device: torch.device) -> bool:
-        return device.type == "cpu" and self._process_groups.custom_reduce_scatter is None
+    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
+        adds_wide = device.type == "cpu" and self._process_groups.custom_reduce_scatter is None
+        return ReduceScatterTraits(adds_wide, holds_second_buffer=False)
 
     def _sum(self, output: torch.Tensor, buffer: torch.Tensor, op: object, divisor: float) -> Work:
         memory = self._reductions

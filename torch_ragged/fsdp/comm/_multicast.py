@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._register._torch import timeout_of
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction, Work, reduced
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits, Reduction, Work, reduced
 from torch_ragged.fsdp.comm._peer_memory import StreamWork
 
 __all__ = ["MulticastCollectives", "SymmetricSlabs"]
@@ -77,11 +77,8 @@ class MulticastCollectives:
         issue = functools.partial(self._load_sum, handle, output)
         return reduced(issue, self._group, buffer, output, dataclasses.replace(reduction, sum_only=True))
 
-    def holds_second_buffer(self, device: torch.device) -> bool:
-        return False
-
-    def adds_wide(self, device: torch.device) -> bool:
-        return False
+    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
+        return ReduceScatterTraits(adds_wide=False, holds_second_buffer=False)
 
     def _load_sum(self, handle: Any, output: torch.Tensor, op: object, divisor: float) -> Work:
         stream = self._stream("reduce_scatter", output.device, priority=0)

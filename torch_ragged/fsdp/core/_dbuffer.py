@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import storage_ids
 from torch_ragged.fsdp.comm._collectives import Collectives, Reduction, Work
+from torch_ragged.fsdp.core._memory_log import MemoryLog
 from torch_ragged.fsdp.core._slots import Slot
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
@@ -44,6 +45,7 @@ class DBuffer:
         pool: where its memory comes from, if not from the allocator.
         borrowed: memory with another owner, all of a storage. :meth:`free` drops the reference to it, and with it the use of
             the buffer.
+        log: records when memory is allocated and freed.
     """
 
     def __init__(
@@ -56,14 +58,17 @@ class DBuffer:
         is_pinned: bool = False,
         pool: MemoryPool | None = None,
         borrowed: torch.Tensor | None = None,
+        log: MemoryLog | None = None,
     ) -> None:
         if not isinstance(placement, (Shard, Replicate, Partial)):
             raise ValueError(f"DBuffer placement must be Shard(0), Replicate() or Partial(), got {placement}")
         self.layout, self.placement, self.rank, self.is_pinned = layout, placement, rank, is_pinned
         self.is_sharded = isinstance(placement, Shard)
         numel = layout.shard_numel if self.is_sharded else layout.numel
-        self.pool = pool
+        self.pool, self._log = pool, log
         self._nbytes = numel * dtype.itemsize
+        if log is not None:
+            log.note(self._nbytes)
         self.is_borrowed = borrowed is not None
         self._slab = pool.slab(dtype, numel) if isinstance(pool, Slot) else None
         if self._slab is not None:
@@ -106,14 +111,20 @@ class DBuffer:
         Raises:
             RuntimeError: another buffer uses this one's slot.
         """
+        if self.is_allocated:
+            return
         if self._slab is not None:
             self._slab.claim(self)
-        elif not self.is_allocated:
+        else:
             with self._from_pool():
                 self.flat.untyped_storage().resize_(self._nbytes)
+        if self._log is not None:
+            self._log.note(self._nbytes)
 
     def free(self) -> None:
         """Free the storage; views remain, and are valid again after :meth:`allocate`."""
+        if self._log is not None and self.is_allocated:
+            self._log.note(-self._nbytes)
         if self._slab is not None:
             self._slab.free(self)
         elif self.is_borrowed:

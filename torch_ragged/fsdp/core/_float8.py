@@ -1,4 +1,4 @@
-"""Float8Policy and Float8Group: matrices that are all-gathered as 8-bit codes, half the bytes of bfloat16."""
+"""Float8Policy and Float8Encoding: matrices that are all-gathered as 8-bit codes, half the bytes of bfloat16."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch.distributed.tensor import Replicate
 
 from torch_ragged._kernels import float8
 from torch_ragged._kernels.tiles import TileRun, TileTable, matrix_runs
-from torch_ragged.fsdp.comm._collectives import Work
+from torch_ragged.fsdp.comm._collectives import Collectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
-from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._group_plan import GroupPlan
+from torch_ragged.fsdp.core._encoding import Encoding
+from torch_ragged.fsdp.core._memory_log import MemoryLog
+from torch_ragged.fsdp.core._shards import Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity, blocks, elements
 
-__all__ = ["Float8Group", "Float8Policy", "keeps_tiles"]
+__all__ = ["Float8Encoding", "Float8Policy", "keeps_tiles"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SLOT_ALIGNMENT = 128
@@ -84,73 +85,57 @@ def keeps_tiles(spec: TensorSpec, height: int) -> bool:
     return keeps(spec.block, period) and keeps(period, spec.numel)
 
 
-class Float8Group(FSDPParamGroup):
+class Float8Encoding(Encoding):
     """Parameters of a :class:`Float8Policy` that are quantised.
 
     ::
 
-        sharded    DBuffer Shard(0), original dtype
+        shards     DBuffer Shard(0), original dtype
            | each tile quantised, straight into this rank's slot
         codes      DBuffer Replicate(), bytes: | codes, scales | codes, scales | ...   one slot per rank, all of one size
            | one all-gather, in place
-           | each tile dequantised; then the codes are released
-        unsharded  DBuffer Replicate(), param_dtype; as any group's from here on
+           | each tile dequantised; then the codes are freed
+        buffer     DBuffer Replicate(), param_dtype; as of plain parameters from here on
 
-    Where neighbours keep a part of the gathered parameters for backward, it is one in ``param_dtype``, and gathered as such.
+    If neighbours keep a part of the gathered parameters for backward, it is one in ``param_dtype``, and gathered as such.
+
+    Attributes:
+        codes: the codes and scales; allocated from the all-gather to its end.
     """
 
-    def __init__(self, plan: GroupPlan) -> None:
-        assert plan.tile is not None
-        self._slots = _Slots(plan.layout, plan.tile)
-        self._mine = TileTable(self._slots.runs_of(plan.dp.rank, gathered=False), plan.tile)
-        everything = [run for rank in range(plan.layout.ranks) for run in self._slots.runs_of(rank, gathered=True)]
-        self._everything = TileTable(everything, plan.tile)
-        super().__init__(plan)
+    def __init__(self, layout: BufferLayout, rank: int, tile: tuple[int, int]) -> None:
+        super().__init__(layout, rank)
+        self._slots = _Slots(layout, tile)
+        self._mine = TileTable(self._slots.runs_of(rank, gathered=False), tile)
+        everything = [run for each in range(layout.ranks) for run in self._slots.runs_of(each, gathered=True)]
+        self._everything = TileTable(everything, tile)
 
-    def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        super()._allocate(device, dtype)
-        self._make_codes()
-
-    def _make_codes(self) -> None:
-        self.codes = DBuffer(self._slots.layout, Replicate(), self.rank, torch.uint8, self.device, pool=self._pool)
+    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
+        super().make_buffers(dtype, device, pool, log)
+        self.codes = DBuffer(self._slots.layout, Replicate(), self._rank, torch.uint8, device, pool=pool, log=log)
         self.codes.free()
 
-    @property
-    def gathering_nbytes(self) -> int:
-        return self.codes.nbytes
-
-    def buffers(self) -> dict[str, list[DBuffer]]:
-        buffers = super().buffers()
-        return {**buffers, "gathered": [*buffers["gathered"], self.codes]}
+    def buffers(self) -> list[DBuffer]:
+        return [self.buffer, self.codes]
 
     @property
-    def has_slot(self) -> bool:
-        return super().has_slot and self.codes.is_free
+    def numel_by_dtype(self) -> dict[torch.dtype, int]:
+        return {**super().numel_by_dtype, torch.uint8: self._slots.layout.numel}
 
-    @property
-    def gathered_numel(self) -> dict[torch.dtype, int]:
-        return {**super().gathered_numel, torch.uint8: self._slots.layout.numel}
-
-    def set_memory_pools(self, gathered: MemoryPool | None, gradients: MemoryPool | None) -> None:
-        super().set_memory_pools(gathered, gradients)
-        self._make_codes()
-
-    def _issue_all_gather(self) -> Work:
-        if self.keeps_part:
-            return super()._issue_all_gather()
+    def all_gather(self, shards: Shards, collectives: Collectives) -> Work:
         self.codes.allocate()
         slot = self.codes.shard()
-        float8.quantize(self.sharded.flat.to(self.device, non_blocking=True), slot, self._mine)
-        return self.collectives.all_gather(self.codes.flat, slot)
+        float8.quantize(shards.buffer.flat.to(slot.device, non_blocking=True), slot, self._mine)
+        return collectives.all_gather(self.codes.flat, slot)
 
-    def _decode(self) -> None:
-        if self.codes.is_allocated:
-            self.unsharded.allocate()
-            float8.dequantize(self.unsharded.flat, self.codes.flat, self._everything)
+    def decode(self, shards: Shards, keeps_buffer: bool) -> None:
+        if self.codes.is_allocated:  # Otherwise neighbours have kept the parameters decoded.
+            self.buffer.allocate()
+            float8.dequantize(self.buffer.flat, self.codes.flat, self._everything)
             self.codes.free()
 
-    def _free_unsharded(self) -> None:
-        super()._free_unsharded()
+    def free(self, keeps_buffer: bool) -> None:
+        super().free(keeps_buffer)
         self.codes.free()
 
 

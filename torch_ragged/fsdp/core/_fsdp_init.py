@@ -12,16 +12,21 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
+from torch_ragged.fsdp.core._contiguous import ContiguousEncoding
 from torch_ragged.fsdp.core._distribution import Distribution, has_extension
-from torch_ragged.fsdp.core._float8 import Float8Policy
+from torch_ragged.fsdp.core._encoding import Encoding
+from torch_ragged.fsdp.core._extension import TypeEncoding, TypeShards
+from torch_ragged.fsdp.core._float8 import Float8Encoding, Float8Policy
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._group_plan import FoundParam, GroupPlan
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
+from torch_ragged.fsdp.core._shards import Shards
 from torch_ragged.fsdp.layout._advice import PADDING_LIMIT
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.fsdp.layout._planner import plan_layout
 from torch_ragged.granularity import Granularity, OrigParamPolicy, elements
 
-__all__ = ["RegisteredNames", "ShardPlacementFn", "find_params", "plan_groups"]
+__all__ = ["RegisteredNames", "ShardPlacementFn", "find_params", "make_group", "plan_groups"]
 
 RegisteredNames = list[tuple[nn.Module, str]]
 ShardPlacementFn = Callable[[nn.Parameter], Optional[Union[Shard, Granularity, Any]]]
@@ -91,6 +96,20 @@ def plan_groups(
         layout = _layout(params, [granularity for _, granularity in members], dp.ranks, min(sizes) if tile is None else 1)
         plans.append(GroupPlan(params, dp, layout, key[2], reduce_dtype, offload, mp_policy, tile))
     return plans
+
+
+def make_group(plan: GroupPlan) -> FSDPParamGroup:
+    """The group of ``plan``, with what shards its parameters and what encodes them for the all-gather."""
+    layout, rank, first = plan.layout, plan.dp.rank, plan.params[0]
+    if has_extension(first.value):
+        return FSDPParamGroup(plan, TypeShards(layout, rank), TypeEncoding(plan))
+    if first.distribution.shard_dim:
+        encoding: Encoding = ContiguousEncoding(layout, rank, first.distribution)
+    elif plan.tile is not None:
+        encoding = Float8Encoding(layout, rank, plan.tile)
+    else:
+        encoding = Encoding(layout, rank)
+    return FSDPParamGroup(plan, Shards(layout, rank), encoding)
 
 
 def _tile_of(

@@ -6,25 +6,27 @@ It knows no modules but as owners of registered parameters; module hooks are in 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from torch_ragged._register._torch import as_plain_tensors, profiler_range
 from torch_ragged.fsdp.comm._collectives import Collectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
-from torch_ragged.fsdp.core._distribution import Distribution, has_extension, local_of
+from torch_ragged.fsdp.core._distribution import has_extension, local_of
+from torch_ragged.fsdp.core._encoding import Encoding
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core._gradients import GradientBuffers
 from torch_ragged.fsdp.core._group_plan import FoundParam, GroupPlan
-from torch_ragged.fsdp.core._neighbours import Neighbours
-from torch_ragged.fsdp.core._resident import Resident
-from torch_ragged.fsdp.core._sharded_state import TRANSITIONS, ShardedState
-from torch_ragged.fsdp.core._slots import Slot
+from torch_ragged.fsdp.core._group_state import ShardedState, check_transition
+from torch_ragged.fsdp.core._keeper import Keeper
+from torch_ragged.fsdp.core._memory_log import GroupMemory
+from torch_ragged.fsdp.core._shards import Shards
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
 
 __all__ = ["FSDPParamGroup"]
@@ -45,33 +47,44 @@ class FSDPParamGroup:
 
     ::
 
-        sharded    DBuffer Shard(0), original dtype     the registered DTensor parameters are views of it
-           | all-gather (reads it in place; a cast or a copy from the CPU goes straight into the slot)
-        unsharded  DBuffer Replicate(), param_dtype     what forward and backward compute with: views of it
+        shards      Shards, original dtype            the registered DTensor parameters are views of them
+           | all-gather (reads them in place; a cast or a copy from the CPU goes straight into the slot)
+        encoding    Encoding, param_dtype             the gathered buffer; forward and backward compute with views of it
            | backward
-        gradients  GradientBuffers                      reduced to ``.grad`` of the sharded parameters
+        gradients   GradientBuffers                   reduced to ``.grad`` of the sharded parameters
 
     Parameters on the meta device have buffers there until :meth:`convert` or :meth:`load_replaced` materialises them.
+
+    Args:
+        plan: the parameters, their layout and dtypes.
+        shards: where the sharded parameters lie.
+        encoding: what the all-gather sends, and where the unsharded parameters lie.
+
+    Attributes:
+        keeper: what stays gathered after reshard; nothing, unless it is set before the first forward.
+        memory: the log of this group's memory, for monitors and memory reports.
+        fqn: of the group's module, once the root has run its first forward.
+        is_hidden: whether the parameters are deregistered from their modules for a while.
+        has_registered_memory: whether buffers lie in memory that the collectives have registered.
     """
 
-    def __init__(self, plan: GroupPlan) -> None:
+    def __init__(self, plan: GroupPlan, shards: Shards, encoding: Encoding) -> None:
         self.dp, self.layout, self._plan = plan.dp, plan.layout, plan
         self.rank = plan.dp.rank
+        self.shards, self.encoding, self.keeper, self.memory = shards, encoding, Keeper(), GroupMemory()
         self.process_groups = ProcessGroupCollectives(plan.dp.shard_group, plan.dp.replicate_group)
-        self.fqn = ""  # Of its module, once the root has run its first forward.
+        self.fqn = ""
         self._sharded_state = ShardedState.SHARDED
-        self.neighbours: Neighbours | None = None  # The ranks that keep gathered parameters from forward to backward.
-        self.resident: Resident | None = None  # What stays gathered between optimizer steps.
-        self.is_hidden = False  # Deregistered from its modules for a while.
-        self.keeps_storage = False  # Unsharded parameters stay allocated, at their addresses.
-        self.has_registered_memory = False  # Buffers lie in memory that the collectives have registered.
+        self.is_hidden = False
+        self.has_registered_memory = False
         self._pool: MemoryPool | None = None  # Where unsharded parameters are allocated.
         self._all_gather: Work | None = None  # In flight, in the state GATHERING.
         self._gathered_versions: list[int] = []
         first = plan.params[0].value
         self._allocate(local_of(first).device, first.dtype)
         self.params = [self._init_param(index, found) for index, found in enumerate(plan.params)]
-        self.gradients = GradientBuffers(self.params, self.layout, self.rank, plan.dp.has_replicas)
+        self.shards.params = self.params
+        self.gradients = GradientBuffers(self.params, self.layout, self.rank, plan.dp.has_replicas, self.memory)
         self.gradients.place(self.device, self.param_dtype, self.reduce_dtype, self.sharded)
         self.collectives = self.process_groups
         self._init_unsharded_params()
@@ -89,49 +102,49 @@ class FSDPParamGroup:
         offload = self._plan.offload if isinstance(self._plan.offload, CPUOffloadPolicy) and device.type != "meta" else None
         home = device if offload is None else torch.device("cpu")
         is_pinned = offload is not None and offload.pin_memory and device.type != "cpu"
-        self.sharded = DBuffer(self.layout, Shard(0), self.rank, self.orig_dtype, home, is_pinned)
-        self.unsharded = DBuffer(self.layout, Replicate(), self.rank, self.param_dtype, device, pool=self._pool)
-        self.sharded.zero_padding()
+        self.shards.allocate(dtype, home, is_pinned)
+        self.encoding.make_buffers(self.param_dtype, device, self._pool, self.memory.gathered)
 
     def _init_param(self, index: int, found: FoundParam) -> FSDPParam:
-        """Copy this rank's shard of a parameter into the sharded buffer."""
-        start, stop = self.layout.local_range(index, self.rank)
-        flat = self.sharded.tensor(index)
-        flat.copy_(found.distribution.flat(found.value)[start:stop])
-        sharded = nn.Parameter(self._sharded_dtensor(found.distribution, index), requires_grad=found.value.requires_grad)
+        """Store this rank's shard of a parameter, and make the DTensor to register."""
+        self.shards.store(index, found.distribution, found.value)
+        sharded = nn.Parameter(self.shards.dtensor(index, found.distribution), requires_grad=found.value.requires_grad)
         vars(sharded).update(vars(found.value))
         return FSDPParam(found.fqn, found.registered_names, found.distribution, sharded, requires_grad=sharded.requires_grad)
 
-    def _sharded_dtensor(self, distribution: Distribution, index: int) -> DTensor:
-        return distribution.sharded(self.sharded.tensor(index), self.layout, index)
-
     def _init_unsharded_params(self) -> None:
-        """New unsharded parameters, as views of the unsharded buffer, whose storage is freed."""
-        has_gradients = self.param_dtype.is_floating_point or self.param_dtype.is_complex
+        """New unsharded parameters, in the memory of the encoding, which is freed."""
         for index, param in enumerate(self.params):
-            param.view = self._compute_tensor(index)
-            value = param.distribution.gathered(param.view)
-            if self._is_written_in_place(value):
-                param.unsharded = compute = ComputeParameter(value)
-                compute.gradient_target = self.gradients.target(index)
+            param.view = self.encoding.compute_tensor(index)
+            if self.encoding.makes_params:  # Until its type has made one.
+                param.unsharded = nn.Parameter(param.view, requires_grad=param.requires_grad)
             else:
-                param.unsharded = nn.Parameter(value, requires_grad=has_gradients)
-            if has_gradients:  # A hook can be set only where a gradient can be.
-                keeps_wide = _KEEPS_WIDE_GRADIENTS and self.reduce_dtype.itemsize > self.param_dtype.itemsize
-                if keeps_wide:
-                    param.unsharded.grad_dtype = None  # The copy into the gradient buffer casts.
-                param.may_be_wide = keeps_wide and not isinstance(param.unsharded, ComputeParameter)
-                param.unsharded.register_post_accumulate_grad_hook(self.gradients.hook(index))
-            param.unsharded.requires_grad_(param.requires_grad)
-        self._free_unsharded()
+                self._init_unsharded_param(index, param, param.distribution.gathered(param.view))
+        self.encoding.free(keeps_buffer=False)
 
-    def _compute_tensor(self, index: int) -> torch.Tensor:
-        """The memory that the model computes with: a view of the gathered buffer."""
-        return self.unsharded.tensor(index)
+    def _init_unsharded_param(self, index: int, param: FSDPParam, value: torch.Tensor) -> None:
+        """The parameter that the model computes with, whose gradients go to the gradient buffer."""
+        has_gradients = self.param_dtype.is_floating_point or self.param_dtype.is_complex
+        if self._is_written_in_place(value):
+            param.unsharded = compute = ComputeParameter(value)
+            compute.gradient_target = self.gradients.target(index)
+        else:
+            param.unsharded = nn.Parameter(value, requires_grad=has_gradients)
+        if has_gradients:  # A hook can be set only where a gradient can be.
+            keeps_wide = _KEEPS_WIDE_GRADIENTS and self.reduce_dtype.itemsize > self.param_dtype.itemsize
+            if keeps_wide and not self.encoding.makes_params:
+                param.unsharded.grad_dtype = None  # The copy into the gradient buffer casts.
+                param.may_be_wide = not isinstance(param.unsharded, ComputeParameter)
+            param.unsharded.register_post_accumulate_grad_hook(self.gradients.hook(index))
+        param.unsharded.requires_grad_(param.requires_grad)
+
+    def plan_on_meta(self, params: list[FoundParam]) -> GroupPlan:
+        """The plan of this group for other ``params``, with which it trains on the meta device."""
+        return dataclasses.replace(self._plan, params=params, runs_on_meta=True)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, or a tensor that it wraps, is an unsharded parameter or a view of one."""
-        return self.unsharded.holds(tensor)
+        return self.encoding.holds(tensor)
 
     def check_late_extensions(self) -> None:
         """Raise if a local tensor has got an all-gather of its own since ``fully_shard``, which would never be called.
@@ -140,7 +153,7 @@ class FSDPParamGroup:
             ValueError: it has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
         """
         late = [param.fqn for param in self.params if has_extension(param.sharded)]
-        if late:
+        if late and not self.encoding.makes_params:
             raise ValueError(
                 f"the local tensor of {', '.join(late)} has got fsdp_pre_all_gather since fully_shard, which laid the "
                 "parameter out in a buffer: give the parameter a tensor type with these methods before fully_shard"
@@ -149,7 +162,8 @@ class FSDPParamGroup:
     def _is_written_in_place(self, value: torch.Tensor) -> bool:
         """Whether matmuls with ``value`` are to write its gradient: where that costs less than a copy of it."""
         is_matrix = not isinstance(value, DTensor) and value.ndim in (2, 3) and value.numel() >= SMALLEST_WRITTEN_IN_PLACE
-        return is_matrix and value.is_floating_point() and self.param_dtype == self.gradients.dtype
+        has_layout = self.encoding.computes_in_buffer and self.param_dtype == self.gradients.dtype
+        return is_matrix and has_layout and value.is_floating_point()
 
     @property
     def collectives(self) -> Collectives:
@@ -168,7 +182,17 @@ class FSDPParamGroup:
     @property
     def is_meta(self) -> bool:
         """Whether there is no memory yet."""
-        return self.device.type == "meta"
+        return self.device.type == "meta" and not self._plan.runs_on_meta
+
+    @property
+    def sharded(self) -> DBuffer:
+        """The buffer of the shards."""
+        return self.shards.buffer
+
+    @property
+    def unsharded(self) -> DBuffer:
+        """The gathered buffer."""
+        return self.encoding.buffer
 
     @property
     def is_trainable(self) -> bool:
@@ -181,7 +205,7 @@ class FSDPParamGroup:
 
     def buffers(self) -> dict[str, list[DBuffer]]:
         """The buffers of this group, freed ones too, by what they hold. ``.grad`` lies in others."""
-        return {"sharded": [self.sharded], "gathered": [self.unsharded], **self.gradients.buffers()}
+        return {"sharded": [self.sharded], "gathered": self.encoding.buffers(), **self.gradients.buffers()}
 
     # -- unshard and reshard ---------------------------------------------------------------------------------------
 
@@ -196,8 +220,7 @@ class FSDPParamGroup:
         return self._sharded_state is not ShardedState.SHARDED
 
     def _move_to(self, state: ShardedState) -> None:
-        if state not in TRANSITIONS[self._sharded_state]:
-            raise RuntimeError(f"{self.names} cannot go from {self._sharded_state.name} to {state.name}")
+        check_transition(self.names, self._sharded_state, state)
         self._sharded_state = state
 
     def unshard(self, wait: bool = True) -> None:
@@ -215,13 +238,15 @@ class FSDPParamGroup:
                 )
             self._gathered_versions = [param.sharded._version for param in self.params]
             with self._freed_on_error(), profiler_range("all_gather", self.fqn):
-                self._all_gather = self._issue_all_gather()
+                self._all_gather = self.keeper.all_gather(self.shards, self.encoding, self._gathered_versions, self.collectives)
             self._move_to(ShardedState.GATHERING)
         if wait and not self.is_unsharded:
             with self._freed_on_error():
                 self._wait_for_all_gather()
-                self._decode()
-            self._drop_kept()  # The all-gather has read it.
+                made = self.encoding.decode(self.shards, self.keeper.keeps_buffer)
+                if made is not None:
+                    self._init_unsharded_param(0, self.params[0], self.params[0].distribution.gathered(made))
+            self.keeper.drop()  # The all-gather has read it.
             self._move_to(ShardedState.UNSHARDED)
             with as_plain_tensors():
                 for param in self.params:
@@ -235,8 +260,7 @@ class FSDPParamGroup:
             yield
         except BaseException:
             self._all_gather, self._sharded_state = None, ShardedState.SHARDED
-            if self.resident is not None:
-                self.resident.invalidate()
+            self.keeper.invalidate()
             self._free_unsharded()
             raise
 
@@ -246,23 +270,13 @@ class FSDPParamGroup:
         with profiler_range("all_gather_wait", self.fqn):
             work.wait()
 
-    def _issue_all_gather(self) -> Work:
-        if self.resident is not None:
-            return self.resident.gather(self.sharded, self.unsharded, self._gathered_versions, self.collectives)
-        if self.neighbours is not None and self.neighbours.holds:
-            return self.neighbours.gather(self.unsharded, self.collectives)
-        return self.unsharded.all_gather_from(self.sharded, self.collectives)
-
     def expire_resident(self) -> None:
         """An iteration starts: all-gather what is resident anew, unless gradients accumulate.
 
         ``.data``, local tensors and ``dcp.load`` write to parameters without a trace, and on one rank the others cannot know.
         """
-        if self.resident is not None and not self.is_gathered and not self.gradients.is_accumulating:
-            self.resident.invalidate()
-
-    def _decode(self) -> None:
-        """The all-gather is done: make parameters of what it brought, if that is encoded."""
+        if not self.is_gathered and not self.gradients.is_accumulating:
+            self.keeper.invalidate()
 
     @property
     def is_outdated(self) -> bool:
@@ -284,11 +298,11 @@ class FSDPParamGroup:
         if self._all_gather is not None:
             with self._freed_on_error():
                 self._wait_for_all_gather()
-        self._drop_kept()
+        self.keeper.drop()
         if not was_gathered:
             return
-        if keep and was_unsharded and self.neighbours is not None:
-            self.neighbours.keep(self.unsharded)
+        if keep and was_unsharded:
+            self.keeper.keep(self.encoding)
         with as_plain_tensors():
             changed = self._restore_changed() if was_unsharded else []
         self._free_unsharded()
@@ -300,20 +314,22 @@ class FSDPParamGroup:
             )
 
     def _free_unsharded(self) -> None:
-        keeps = self.keeps_storage and not isinstance(self._pool, Slot)  # A slot keeps its address anyway.
-        if not keeps and not (self.resident is not None and self.resident.is_everything):
-            self.unsharded.free()
+        self.encoding.free(self.keeper.keeps_buffer)
 
     def set_memory_pools(self, gathered: MemoryPool | None, gradients: MemoryPool | None) -> None:
         """Allocate unsharded parameters and gradients from these pools from now on. All gradients are in ``.grad``."""
         self.reshard()
-        if self.resident is not None:
-            self.resident.invalidate()
-        self.unsharded.free()
+        self.keeper.invalidate()
+        self.encoding.free(keeps_buffer=False)
         self._pool = gathered
-        self.unsharded = DBuffer(self.layout, Replicate(), self.rank, self.param_dtype, self.device, pool=gathered)
+        self.encoding.make_buffers(self.param_dtype, self.device, gathered, self.memory.gathered)
         self.gradients.set_pool(gradients)
         self._init_unsharded_params()
+
+    def reduce_gradients(self) -> None:
+        """Cast what backward has brought, unless the collectives take it as it is, and issue one reduce-scatter."""
+        with profiler_range("reduce_scatter", self.fqn):
+            self.gradients.start_reduction(self.reduces_narrow)
 
     @property
     def reduces_narrow(self) -> bool:
@@ -322,58 +338,33 @@ class FSDPParamGroup:
         Only if every pass gathers the group: then all ranks have made the same passes since the last reduction. Of a group
         that stays unsharded, ranks may accumulate the gradients of different numbers of passes.
         """
-        return self.neighbours is None and self.resident is None and self.gradients.can_reduce_narrow
-
-    def reduce_gradients(self) -> None:
-        """Cast what backward has brought, unless the collectives take it as it is, and issue one reduce-scatter."""
-        with profiler_range("reduce_scatter", self.fqn):
-            self.gradients.start_reduction(self.reduces_narrow)
+        return self.keeper.gathers_each_pass and self.gradients.can_reduce_narrow
 
     def finish_gradients(self, used_anywhere: list[bool]) -> None:
         """Set ``.grad``; an optimizer may change the parameters now."""
         self.gradients.finish(used_anywhere)
-        if self.resident is not None:
-            self.resident.invalidate()
+        self.keeper.invalidate()
 
     @property
     def has_slot(self) -> bool:
         """Whether an all-gather can be issued: no other group uses the slot of this one's persistent buffer."""
-        return self.unsharded.is_free
-
-    @property
-    def gathered_numel(self) -> dict[torch.dtype, int]:
-        """Elements of the buffers that all-gathers fill, by dtype."""
-        return {self.param_dtype: self.layout.numel}
-
-    @property
-    def gathering_nbytes(self) -> int:
-        """Bytes that an all-gather in flight holds."""
-        return self.unsharded.nbytes
+        return self.encoding.has_slot
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes kept of gathered parameters beside the buffers."""
-        return sum(keeper.nbytes for keeper in (self.neighbours, self.resident) if keeper is not None)
-
-    @property
-    def keeps_part(self) -> bool:
-        """Whether this rank keeps a part of the gathered parameters for backward."""
-        return self.neighbours is not None and self.neighbours.holds
-
-    def _drop_kept(self) -> None:
-        if self.neighbours is not None:
-            self.neighbours.drop()
+        """Bytes of gathered parameters beside the buffers."""
+        return self.encoding.nbytes_beside + self.keeper.nbytes
 
     def _restore_changed(self) -> list[str]:
         """The names of unsharded parameters that the user changed; they are views of the buffer again."""
         changed = []
         for index, param in enumerate(self.params):
-            is_view = param.unsharded.dtype == self.param_dtype and self.holds(local_of(param.unsharded))
-            if not is_view:
-                param.view = self._compute_tensor(index)
+            is_intact = self.encoding.is_intact(param, local_of(param.unsharded))
+            if not is_intact:
+                param.view = self.encoding.compute_tensor(index)
                 param.unsharded.data = param.distribution.gathered(param.view)
             is_written = param.compute_version != param.version and not param.is_renormalised
-            if not is_view or is_written or param.registered is not param.unsharded:
+            if not is_intact or is_written or param.registered is not param.unsharded:
                 changed.append(param.fqn)
         return changed
 
@@ -424,11 +415,7 @@ class FSDPParamGroup:
         param = self.params[index]
         if self.is_meta:
             return param.registered is None or param.registered.is_meta
-        return param.registered is param.sharded and self._is_in_buffer(param.sharded)
-
-    def _is_in_buffer(self, sharded: torch.Tensor) -> bool:
-        local = local_of(sharded)
-        return self.sharded.holds(local) and local.dtype == self.orig_dtype
+        return param.registered is param.sharded and self.shards.holds(local_of(param.sharded))
 
     def _replacement(self, index: int, dtype: torch.dtype) -> DTensor:
         param = self.params[index]
@@ -456,7 +443,7 @@ class FSDPParamGroup:
     def _load(self, index: int, value: torch.Tensor, requires_grad: bool) -> None:
         """Copy ``value`` into the buffer; the parameter stays the same object, also for an optimizer."""
         param = self.params[index]
-        if not self._is_in_buffer(param.sharded):
+        if not self.shards.holds(local_of(param.sharded)):
             self._put(index, param.sharded)
         param.sharded.copy_(value)
         param.sharded.requires_grad_(requires_grad)
@@ -482,7 +469,7 @@ class FSDPParamGroup:
 
     def _put(self, index: int, parameter: nn.Parameter) -> None:
         """Make the object ``parameter`` a view of the sharded buffer."""
-        inside = nn.Parameter(self._sharded_dtensor(self.params[index].distribution, index), parameter.requires_grad)
+        inside = nn.Parameter(self.shards.dtensor(index, self.params[index].distribution), parameter.requires_grad)
         vars(inside).update(vars(parameter))
         gradient, parameter.grad = parameter.grad, None
         torch.utils.swap_tensors(parameter, inside)
@@ -517,6 +504,8 @@ class FSDPParamGroup:
             raise ValueError(f"{self.names} is sharded in a buffer of {self.orig_dtype} and cannot become {probe.dtype}")
         if device.type == "cpu" and probe.is_shared():
             raise ValueError(f"{self.names} is sharded in a buffer and cannot be moved to shared memory")
+        if probe.dtype != self.orig_dtype and self.encoding.makes_params:
+            raise ValueError(f"{self.names} is of a type with its own all-gather: convert it before fully_shard")
         if probe.dtype != self.orig_dtype and self.gradients.is_pending:
             raise RuntimeError(
                 f"{self.names} has gradients that are not in .grad yet and would be lost in {probe.dtype}: convert the module "
@@ -543,6 +532,8 @@ class FSDPParamGroup:
                         tensor.copy_(value)
                 return
             values = None if self.is_meta else [function(local_of(param.sharded)) for param in self.params]
+            if self.is_meta:
+                self.shards.convert_meta(function)
             self._rebuild(self._compute_device(probe.device), probe.dtype, values)
             for index, param in enumerate(self.params):
                 gradient, param.sharded.grad = param.sharded.grad, None
@@ -560,13 +551,12 @@ class FSDPParamGroup:
 
     def _rebuild(self, device: torch.device, dtype: torch.dtype, values: list[torch.Tensor] | None) -> None:
         """New buffers, with ``values`` as this rank's part of each parameter."""
-        self.unsharded.free()
+        self.encoding.free(keeps_buffer=False)
         self._allocate(device, dtype)
-        if self.resident is not None:
-            self.resident.reset()
+        self.keeper.reset()
         self.gradients.place(self.device, self.param_dtype, self.reduce_dtype, self.sharded)
         for index, value in enumerate(values or ()):
-            self.sharded.tensor(index).copy_(value.reshape(-1))
+            self.shards.load(index, value)
         self._init_unsharded_params()
 
     def _compute_device(self, home: torch.device) -> torch.device:

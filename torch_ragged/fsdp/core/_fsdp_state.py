@@ -283,7 +283,7 @@ class FSDPState:
         self.comm.forget_gathering(self)
         for group in self.groups:
             group.reshard(keep)
-        self._must_refresh = any(group.keeps_part for group in self.groups)
+        self._must_refresh = any(group.keeper.holds_part for group in self.groups)
 
     def reset(self) -> None:
         """As before the forward or backward that runs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Shard
@@ -12,12 +13,14 @@ from torch.distributed.tensor import Partial, Shard
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import as_plain_tensors, dynamo_disabled, profiler_range
 from torch_ragged.fsdp.comm._collectives import Collectives, Reduction, Work, wait_all
+from torch_ragged.fsdp.comm._wide_gradients import WideGradients
 from torch_ragged.fsdp.core._backward_pass import BackwardPass
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
+from torch_ragged.fsdp.core._group_state import GradientState, check_transition
+from torch_ragged.fsdp.core._memory_log import GroupMemory
 from torch_ragged.fsdp.core._weight_gradient import GradientTarget
-from torch_ragged.fsdp.core._wide_gradients import WideGradients
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
 __all__ = ["GradientBuffers"]
@@ -51,13 +54,16 @@ class GradientBuffers:
         max_reductions: how many modules' reduce-scatters may be in flight.
         reduce_hook: called with each reduced shard.
         is_accumulating: whether the last backward left gradients for a later one to accumulate and reduce.
-        on_allocated: called when memory for unreduced gradients has been allocated.
-        needs_reduction: whether backward has reached the group since the last reduction, on any rank.
+        needs_reduction: whether backward has reached the group since the last reduction, on any rank. Pre-backward sets it, and
+            runs on all ranks alike.
         pool: where the memory of unreduced gradients comes from.
     """
 
-    def __init__(self, params: list[FSDPParam], layout: BufferLayout, rank: int, has_replicas: bool) -> None:
+    def __init__(
+        self, params: list[FSDPParam], layout: BufferLayout, rank: int, has_replicas: bool, memory: GroupMemory
+    ) -> None:
         self._params, self._layout, self._rank, self._has_replicas = params, layout, rank, has_replicas
+        self._memory = memory
         self.fqn = ""
         self.reduction = Reduction()
         self.requires_all_reduce = True
@@ -67,7 +73,6 @@ class GradientBuffers:
         self.comm = FSDPCommContext()
         self.backward: BackwardPass
         self.max_reductions = 1
-        self.on_allocated: Callable[[], None] | None = None
         self.pool: MemoryPool | None = None
         self.collectives: Collectives
 
@@ -79,15 +84,17 @@ class GradientBuffers:
         self._device, self.reduce_dtype, self._sharded = device, reduce_dtype, sharded
         self.dtype = param_dtype if reduce_dtype.itemsize > param_dtype.itemsize else reduce_dtype
         self.needs_reduction = False
+        self._state = GradientState.EMPTY
         self._unreduced: DBuffer | None = None
         self._widened: DBuffer | None = None
         self._wide: dict[int, torch.Tensor] = {}  # Gradients of this backward pass that would be rounded, by parameter.
         self._wide_gradients: WideGradients | None = None
         self._views: list[torch.Tensor] = []
-        self._reduction: tuple[Work | None, DBuffer] | None = None  # Without work when that was waited for.
-        self._all_reduce: tuple[Work, DBuffer] | None = None
-        self._reduced: DBuffer | None = None
-        self._kept: DBuffer | None = None  # reduced within each replica only
+        self._reduce_scatter: Work | None = None  # In flight, in the state REDUCING.
+        self._output: DBuffer | None = None  # Its output; after it, until that goes to one of the following.
+        self._all_reduce: tuple[Work, DBuffer] | None = None  # In flight, and what it reduces in place.
+        self._reduced: DBuffer | None = None  # Reduced over all ranks.
+        self._kept: DBuffer | None = None  # Reduced within each replica only.
 
     def set_pool(self, pool: MemoryPool | None) -> None:
         """Allocate unreduced gradients from ``pool`` from now on. There are none now."""
@@ -95,10 +102,21 @@ class GradientBuffers:
 
     def buffers(self) -> dict[str, list[DBuffer]]:
         """The buffers, by their contents: ``gradients`` are not reduced yet."""
-        in_flight = [pending[1] for pending in (self._reduction, self._all_reduce) if pending is not None]
-        reduced = [buffer for buffer in (self._reduced, self._kept, *in_flight) if buffer is not None]
         unreduced = [buffer for buffer in (self._unreduced, self._widened) if buffer is not None]
-        return {"gradients": unreduced, "reduced": reduced}
+        return {"gradients": unreduced, "reduced": self._reduced_buffers()}
+
+    def _reduced_buffers(self) -> list[DBuffer]:
+        in_all_reduce = None if self._all_reduce is None else self._all_reduce[1]
+        return [buffer for buffer in (self._reduced, self._kept, self._output, in_all_reduce) if buffer is not None]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are gradients here that are not in ``.grad`` yet."""
+        return self._state is not GradientState.EMPTY
+
+    def _move_to(self, state: GradientState) -> None:
+        check_transition(f"the gradients of {self._params[0].fqn}", self._state, state)
+        self._state = state
 
     # -- from autograd ---------------------------------------------------------------------------------------------
 
@@ -149,24 +167,23 @@ class GradientBuffers:
 
     def done(self, index: int) -> None:
         """The view of a parameter holds its gradient."""
-        self._params[index].has_gradient = self.needs_reduction = True
+        self._params[index].has_gradient = True
+        self._note_gradient()
+
+    def _note_gradient(self) -> None:
+        """A gradient is here, which backward has to reduce."""
+        self.needs_reduction = True
+        if self._state is not GradientState.ACCUMULATING:
+            self._move_to(GradientState.ACCUMULATING)
         self.backward.start()  # No hook may have run: a parameter may be used outside of its module.
 
     def views(self) -> list[torch.Tensor]:
         """The unreduced buffer's view of each parameter; the buffer is allocated if it is not."""
         self.wait_for_reduction()  # It may still be read.
-        was_there = self._is_there
         self._unreduced = self._allocated(self._unreduced, self.dtype)
-        if not was_there and self.on_allocated is not None:
-            self.on_allocated()
         if not self._views:
             self._views = [self._unreduced.tensor(index) for index in range(len(self._params))]
         return self._views
-
-    @property
-    def _is_there(self) -> bool:
-        """Whether there is memory for unreduced gradients."""
-        return self._unreduced is not None and self._unreduced.is_allocated
 
     def _borrows(self, gradient: torch.Tensor) -> bool:
         """Use autograd's gradient itself as the buffer if it fills it, as a large embedding's does, and copy nothing.
@@ -178,13 +195,11 @@ class GradientBuffers:
             return False
         self.wait_for_reduction()
         is_storage = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
-        if not is_storage or self._is_there:
+        if not is_storage or (self._unreduced is not None and self._unreduced.is_allocated):
             return False
-        self._unreduced = DBuffer(self._layout, Partial(), self._rank, self.dtype, self._device, borrowed=gradient)
+        self._unreduced = self._partial(self.dtype, borrowed=gradient)
         self._views = []
         self.views()
-        if self.on_allocated is not None:
-            self.on_allocated()
         return True
 
     def _free(self) -> None:
@@ -205,12 +220,16 @@ class GradientBuffers:
             return buffer
         self.comm.wait_for_room(self.max_reductions)
         if buffer is None:
-            buffer = DBuffer(self._layout, Partial(), self._rank, dtype, self._device, pool=self.pool)
+            buffer = self._partial(dtype, pool=self.pool)
         else:
             buffer.pool = self.pool
             buffer.allocate()
         buffer.zero_padding()
         return buffer
+
+    def _partial(self, dtype: torch.dtype, **memory: Any) -> DBuffer:
+        """A buffer for unreduced gradients."""
+        return DBuffer(self._layout, Partial(), self._rank, dtype, self._device, log=self._memory.gradients, **memory)
 
     def _keep_wide(self, index: int, gradient: torch.Tensor) -> None:
         """Keep a gradient beside the buffer until this is widened, as it would be rounded there.
@@ -220,26 +239,24 @@ class GradientBuffers:
         self.views()
         kept = self._wide.get(index)
         self._wide[index] = gradient.to(self.reduce_dtype) if kept is None else kept.add_(gradient)
-        self._params[index].was_used = self.needs_reduction = True
+        self._params[index].was_used = True
         if not self.wide_gradients.are_few and self.wide_gradients.are_many(self._wide.values()):
             self.widen()
             self.dtype, self._unreduced, self._widened, self._views = self.reduce_dtype, self._widened, None, []
             for param in self._params:
                 param.has_gradient = param.was_used
-        self.backward.start()
+        self._note_gradient()
 
     # -- reduction -------------------------------------------------------------------------------------------------
 
     def widen(self) -> None:
         """At the end of a backward pass: what it brought is cast to ``reduce_dtype``, or added to what is there already."""
-        is_in_flight = self._reduction is not None and self._reduction[0] is not None  # And nothing has come since.
-        if is_in_flight or self.dtype == self.reduce_dtype or self._unreduced is None or not self._is_there:
+        is_in_flight = self._state is GradientState.REDUCING  # And nothing has come since.
+        if is_in_flight or self.dtype == self.reduce_dtype or self._unreduced is None or not self._unreduced.is_allocated:
             return
         self._close()
         holds_sum = self._widened is not None and self._widened.is_allocated
         self._widened = self._allocated(self._widened, self.reduce_dtype)
-        if not holds_sum and self.on_allocated is not None:
-            self.on_allocated()
         scaled_copy_(self._widened.flat, self._unreduced.flat, accumulate=holds_sum)
         self._free_unreduced()
         for index, gradient in self._wide.items():
@@ -261,9 +278,12 @@ class GradientBuffers:
         """
         self.needs_reduction = False
         self.finish_reduction()
-        if self._widened is None or not self._widened.is_allocated:  # No gradient has come: there may be no buffer.
+        # Collect. Ranks reduce together, so a rank without any gradient allocates a buffer of zeros.
+        holds_sum = self._widened is not None and self._widened.is_allocated
+        assert not (reduces_narrow and holds_sum), "gradients left by earlier passes"
+        if not holds_sum:
             self.views()
-        assert not reduces_narrow or self._widened is None or not self._widened.is_allocated, "gradients left by earlier passes"
+        # Cast, unless the collectives take gradients as they came.
         if reduces_narrow or self.dtype == self.reduce_dtype:
             self._close()
             source = self._unreduced
@@ -271,21 +291,23 @@ class GradientBuffers:
             self.widen()
             source = self._widened
         assert source is not None and source.is_allocated
-        output = DBuffer(self._layout, Shard(0), self._rank, self.reduce_dtype, self._device)
         if reduces_narrow:
             self._round_unexpected(source)
-        work = source.reduce_scatter_to(output, self.collectives, self.reduction)
-        self._reduction, self.may_hold_sum = (work, output), False
+        # Reduce.
+        output = DBuffer(self._layout, Shard(0), self._rank, self.reduce_dtype, self._device, log=self._memory.reduced)
+        self._reduce_scatter = source.reduce_scatter_to(output, self.collectives, self.reduction)
+        self._output, self.may_hold_sum = output, False
+        self._move_to(GradientState.REDUCING)
         if reduces_narrow and self.wide_gradients:
             wide, self._wide = self._wide, {}
-            beside = self.wide_gradients.reduce(wide, output, self.collectives, self.reduction)
-            self._reduction = (wait_all([work, beside]), output)
+            beside = self.wide_gradients.reduce(wide, output.flat, self.collectives, self.reduction)
+            self._reduce_scatter = wait_all([self._reduce_scatter, beside])
 
     @property
     def can_reduce_narrow(self) -> bool:
         """Whether gradients can be reduced as they came, to be added up in ``reduce_dtype``."""
         is_narrow = self.dtype != self.reduce_dtype and not self.may_hold_sum and self.wide_gradients.are_few
-        return is_narrow and self.collectives.adds_wide(self._device)
+        return is_narrow and self.collectives.reduce_scatter_traits(self._device).adds_wide
 
     def _round_unexpected(self, unreduced: DBuffer) -> None:
         """Of parameters that matmuls use, the other ranks know of no gradients but in ``dtype``."""
@@ -306,28 +328,31 @@ class GradientBuffers:
 
     def wait_for_second_buffer(self) -> None:
         """Wait for the reduce-scatter in flight if it holds a buffer beside its input."""
-        if self.collectives.holds_second_buffer(self._device):
+        if self.collectives.reduce_scatter_traits(self._device).holds_second_buffer:
             self.wait_for_reduction()
 
     def wait_for_reduction(self) -> None:
         """Wait for the reduce-scatter in flight and free its input. Issues no collective, and calls no hook of the user's."""
-        if self._reduction is not None:
-            (work, output), self._reduction = self._reduction, None  # A failed one is none.
-            if work is not None:
-                with profiler_range("reduce_scatter_wait", self.fqn):
-                    work.wait()
-                self._free()
-            self._reduction = (None, output)
+        if self._reduce_scatter is None:
+            return
+        work, self._reduce_scatter = self._reduce_scatter, None
+        output, self._output = self._output, None  # Of one that fails there is none.
+        with profiler_range("reduce_scatter_wait", self.fqn):
+            work.wait()
+        self._free()
+        self._output = output
+        self._move_to(GradientState.REDUCED)
 
     def finish_reduction(self) -> None:
         """Wait for the reduce-scatter in flight, free its input and issue the all-reduce of the shard."""
-        if self._reduction is None:
-            return
         self.wait_for_reduction()
-        (_, output), self._reduction = self._reduction, None
+        output, self._output = self._output, None
+        if output is None:
+            return
         self._finish_all_reduce()
         if self._kept is not None:
             output.flat.add_(self._kept.flat)
+            self._memory.reduced.note(-self._kept.nbytes)
             self._kept = None
         if self.keeps_shards:
             self._kept = output
@@ -351,6 +376,7 @@ class GradientBuffers:
             self._reduced = output
         else:
             self._reduced.flat.add_(output.flat)
+            self._memory.reduced.note(-output.nbytes)
 
     @property
     def keeps_shards(self) -> bool:
@@ -360,13 +386,7 @@ class GradientBuffers:
     @property
     def was_reduced(self) -> bool:
         """Whether this backward pass reduced gradients."""
-        return any(part is not None for part in (self._reduction, self._all_reduce, self._reduced))
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether there are gradients here that are not in ``.grad`` yet."""
-        holds_sum = self._kept is not None or (self._widened is not None and self._widened.is_allocated)
-        return self.was_reduced or holds_sum or bool(self._wide) or any(param.has_gradient for param in self._params)
+        return any(part is not None for part in (self._output, self._all_reduce, self._reduced))
 
     # -- to .grad --------------------------------------------------------------------------------------------------
 
@@ -376,10 +396,14 @@ class GradientBuffers:
         self._finish_all_reduce()
         reduced, self._reduced = self._reduced, None
         assert reduced is not None
+        if self._state is GradientState.REDUCED:  # Otherwise a later pass has left gradients to accumulate.
+            self._move_to(GradientState.EMPTY)
         like = self._sharded
         if (reduced.flat.dtype, reduced.flat.device) != (like.flat.dtype, like.flat.device):
-            moved = DBuffer(self._layout, Shard(0), self._rank, like.flat.dtype, like.flat.device, like.is_pinned)
+            placing = (self._layout, Shard(0), self._rank, like.flat.dtype, like.flat.device, like.is_pinned)
+            moved = DBuffer(*placing, log=self._memory.reduced)
             scaled_copy_(moved.flat, reduced.flat)  # There when this returns: an optimizer on the CPU may read it at once.
+            self._memory.reduced.note(-reduced.nbytes)
             reduced = moved
         for index, (param, is_used) in enumerate(zip(self._params, used_anywhere)):
             param.was_used = False
@@ -394,8 +418,11 @@ class GradientBuffers:
     def drop(self) -> bool:
         """Forget the gradients that are not in ``.grad`` yet; says whether there were any."""
         had_any = self.is_pending
-        in_flight = [pending[0] for pending in (self._reduction, self._all_reduce) if pending is not None]
-        self._reduction = self._all_reduce = self._reduced = self._kept = None
+        in_flight = [self._reduce_scatter, None if self._all_reduce is None else self._all_reduce[0]]
+        for buffer in self._reduced_buffers():
+            self._memory.reduced.note(-buffer.nbytes)
+        self._state = GradientState.EMPTY
+        self._reduce_scatter = self._output = self._all_reduce = self._reduced = self._kept = None
         self._wide.clear()
         for work in in_flight:
             if work is not None:

@@ -30,7 +30,7 @@ class GroupPlan:
     """What a group is made of: parameters of one dtype, computed with in one dtype, on one mesh.
 
     ``param_dtype`` and ``reduce_dtype`` are those of the mixed precision policy; ``offload`` says where shards are. With a
-    ``tile`` parameters are all-gathered as float8.
+    ``tile`` parameters are all-gathered as float8. ``runs_on_meta``: the group trains on the meta device, as memory reports do.
     """
 
     params: list[FoundParam]
@@ -41,3 +41,4 @@ class GroupPlan:
     offload: OffloadPolicy
     mp_policy: MixedPrecisionPolicy
     tile: tuple[int, int] | None = None
+    runs_on_meta: bool = False

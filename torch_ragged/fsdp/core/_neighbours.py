@@ -7,12 +7,15 @@ import torch.distributed as dist
 
 from torch_ragged._groups import group_of
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
-from torch_ragged.fsdp.core._dbuffer import DBuffer
+from torch_ragged.fsdp.core._encoding import Encoding
+from torch_ragged.fsdp.core._keeper import Keeper
+from torch_ragged.fsdp.core._memory_log import MemoryLog
+from torch_ragged.fsdp.core._shards import Shards
 
 __all__ = ["Neighbours"]
 
 
-class Neighbours:
+class Neighbours(Keeper):
     """``reshard_after_forward=k``: each of k neighbouring ranks keeps one k-th of the gathered buffer.
 
     ::
@@ -20,40 +23,52 @@ class Neighbours:
         gathered   | slot 0 | slot 1 | slot 2 | slot 3 |      4 ranks, k = 2
         kept by    | rank 0, rank 2  | rank 1, rank 3  |      {0, 1} and {2, 3} are neighbours
 
-    Backward gathers among them, to the same offsets. Making the group of neighbours is the only communication here.
+    Backward gathers among them, to the same offsets.
 
     Args:
-        shards: the process group of all shards.
-        rank: this rank in it.
         size: k.
+        index: of this rank among its neighbours.
+        group: the process group of the neighbours.
+        log: records what is kept.
     """
 
-    def __init__(self, shards: dist.ProcessGroup, rank: int, size: int) -> None:
-        self.size, self._index = size, rank % size
-        first = rank - self._index
-        self.group = group_of(dist.get_process_group_ranks(shards)[first : first + size])
+    gathers_each_pass = False
+
+    def __init__(self, size: int, index: int, group: dist.ProcessGroup, log: MemoryLog) -> None:
+        self.size, self.group, self._index, self._log = size, group, index, log
         self._kept: torch.Tensor | None = None
+
+    @classmethod
+    def among(cls, shards: dist.ProcessGroup, rank: int, size: int, log: MemoryLog) -> Neighbours:
+        """The neighbours of ``rank`` in the process group of all shards. Making their process group communicates."""
+        first = rank - rank % size
+        group = group_of(dist.get_process_group_ranks(shards)[first : first + size])
+        return cls(size, rank % size, group, log)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept now."""
         return 0 if self._kept is None else self._kept.nbytes
 
     @property
-    def holds(self) -> bool:
+    def holds_part(self) -> bool:
         return self._kept is not None
 
-    def keep(self, gathered: DBuffer) -> None:
-        """Copy this rank's part out of ``gathered``, so that its storage can be freed as a whole."""
+    def keep(self, encoding: Encoding) -> None:
+        """Copy this rank's part out of the gathered buffer, so that its storage can be freed as a whole."""
+        gathered = encoding.buffer
         numel = gathered.flat.numel() // self.size
         self._kept = gathered.flat.narrow(0, self._index * numel, numel).clone()
+        self._log.note(self._kept.nbytes)
 
-    def gather(self, gathered: DBuffer, collectives: Collectives) -> Work:
-        """Fill ``gathered`` from what the neighbours keep. One all-gather among them."""
-        assert self._kept is not None
+    def all_gather(self, shards: Shards, encoding: Encoding, versions: list[int], collectives: Collectives) -> Work:
+        """Fill the gathered buffer from what the neighbours keep, if they do. One all-gather among them."""
+        if self._kept is None:
+            return encoding.all_gather(shards, collectives)
+        gathered = encoding.buffer
         gathered.allocate()
         return collectives.all_gather(gathered.flat, self._kept, self.group)
 
     def drop(self) -> None:
-        """Keep nothing any more."""
+        if self._kept is not None:
+            self._log.note(-self._kept.nbytes)
         self._kept = None

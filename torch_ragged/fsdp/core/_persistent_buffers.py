@@ -8,6 +8,7 @@ import torch
 
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
+from torch_ragged.fsdp.core._resident import Resident
 from torch_ragged.fsdp.core._slots import Slot, SlotRing
 
 __all__ = ["SLOTS", "allocator", "check_ready", "make_persistent", "make_transient"]
@@ -44,7 +45,7 @@ def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSD
     rings: dict[Allocate, tuple[SlotRing, SlotRing]] = {}
     homes: dict[FSDPParamGroup, tuple[Slot, Slot]] = {}
     for state in states:
-        stays = state.reshard_after_forward is False or any(g.resident is not None for g in state.groups)
+        stays = state.reshard_after_forward is False or any(isinstance(g.keeper, Resident) for g in state.groups)
         is_apart = stays or _is_around(state, states)
         members: dict[Allocate, list[FSDPParamGroup]] = {}
         for group in state.groups:
@@ -56,7 +57,7 @@ def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSD
             slots = (ring.apart(len(groups)) if is_apart else ring.join(len(groups)) for ring in pair)
             homes.update(zip(groups, zip(*slots)))
     for group, (gathered, gradients) in homes.items():
-        for dtype, numel in group.gathered_numel.items():
+        for dtype, numel in group.encoding.numel_by_dtype.items():
             gathered.reserve(dtype, numel)
         for dtype in (group.gradients.dtype, group.reduce_dtype):
             gradients.reserve(dtype, group.layout.numel)

@@ -6,16 +6,18 @@ import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp._fully_shard import module_states, named_groups
-from torch_ragged.fsdp.comm._collectives import Collectives, Work
+from torch_ragged.fsdp.comm._collectives import Collectives, ReduceScatterTraits, Reduction, Work
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._memory_log import high_water
 from torch_ragged.fsdp.tools._memory_report import optimizers_of, transient_nbytes
 
 __all__ = ["Monitor", "monitor"]
@@ -85,13 +87,15 @@ class Monitor:
         self._sharded = sum(group.sharded.nbytes for group in self._groups.values())
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self._clock = _CudaClock() if self._device.type == "cuda" else _HostClock()
-        self._undo: list[Callable[[], None]] = []
+        memories = [group.memory for group in self._groups.values()]
+        self._logs = [("buffers", log) for memory in memories for log in (memory.gathered, memory.gradients)]
+        self._undo: list[Callable[[], None]] = [log.stop for _, log in self._logs]
         self._is_open = True
         self._row: dict[str, float] = {}
         self._optimizer: tuple[Any, list[tuple[Any, Any]]] | None = None  # since when in its step, and waits in there
         self.restart()
-        for name, group in self._groups.items():
-            self._watch_group(name, group)
+        for group in self._groups.values():
+            self._watch_group(group)
         for each in optimizers:
             self._undo.append(each.register_step_pre_hook(self._before_optimizer).remove)
             self._undo.append(each.register_step_post_hook(self._after_optimizer).remove)
@@ -115,8 +119,9 @@ class Monitor:
         self._optimizer = None
         self._spans: list[tuple[str, Any, Any]] = []
         self._counts = Counter[str]()
-        self._held = {name: transient_nbytes(group) for name, group in self._groups.items()}
-        self._peak = sum(self._held.values())
+        self._held = sum(transient_nbytes(group) for group in self._groups.values())
+        for _, log in self._logs:
+            log.start()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._start = self._clock.mark()
@@ -146,9 +151,9 @@ class Monitor:
             row |= {key: seconds[key] for key in (f"{kind}_s", f"{kind}_exposed_s")}
             row |= {key: self._counts[key] for key in (f"{kind}_calls", f"{kind}_bytes")}
         row["memory_peak_bytes"], row["memory_reserved_bytes"] = self._memory()
-        resident = sum(transient_nbytes(group) for group in self._groups.values())
-        row["buffer_bytes"] = self._sharded + resident
-        row["buffer_peak_bytes"] = self._sharded + max(self._peak, resident)
+        peak = sum(high_water(self._logs, {"buffers": self._held})[1].values())
+        row["buffer_bytes"] = self._sharded + sum(transient_nbytes(group) for group in self._groups.values())
+        row["buffer_peak_bytes"] = self._sharded + peak
         self._row = {key: float(value) for key, value in row.items()}
         self.restart()
         return dict(self._row)
@@ -178,34 +183,16 @@ class Monitor:
             yield
         self._add_wait("other", begin, begin, self._clock.mark())
 
-    def _watch_group(self, name: str, group: FSDPParamGroup) -> None:
-        collectives, gradients = group.collectives, group.gradients
-        watched = _WatchedCollectives(collectives, self, name)
-
-        def sample() -> None:
-            self._sample(name)
-
-        group.collectives = cast(Collectives, watched)
-        on_allocated, gradients.on_allocated = gradients.on_allocated, sample
+    def _watch_group(self, group: FSDPParamGroup) -> None:
+        collectives = group.collectives
+        watched = _WatchedCollectives(collectives, self)
+        group.collectives = watched
 
         def undo() -> None:
             if group.collectives is watched:  # Otherwise other collectives were set meanwhile.
                 group.collectives = collectives
-            if gradients.on_allocated is sample:
-                gradients.on_allocated = on_allocated
 
         self._undo.append(undo)
-
-    def _sample(self, name: str) -> None:
-        """Group ``name`` may hold more than before.
-
-        What groups free goes unnoticed: their sizes are looked up again only if the old ones would make a peak.
-        """
-        self._held[name] = transient_nbytes(self._groups[name])
-        if sum(self._held.values()) > self._peak:
-            held = {name: transient_nbytes(self._groups[name]) for name in self._held}
-            self._held = {name: nbytes for name, nbytes in held.items() if nbytes}
-            self._peak = max(self._peak, sum(self._held.values()))
 
     def _count(self, kind: str, nbytes: int) -> None:
         self._counts[f"{kind}_calls"] += 1
@@ -230,28 +217,31 @@ class Monitor:
 class _WatchedCollectives:
     """The collectives of a group, any that it has, watched by a monitor."""
 
-    def __init__(self, collectives: Collectives, watch: Monitor, name: str) -> None:
-        self._collectives, self._watch, self._name = collectives, watch, name
+    def __init__(self, collectives: Collectives, watch: Monitor) -> None:
+        self._collectives, self._watch = collectives, watch
 
-    def holds_second_buffer(self, device: torch.device) -> bool:
-        return self._collectives.holds_second_buffer(device)
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
+        return self._watched("all_gather", output.nbytes, lambda: self._collectives.all_gather(output, shard, group))
 
-    def adds_wide(self, device: torch.device) -> bool:
-        return self._collectives.adds_wide(device)
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+        return self._watched(
+            "reduce_scatter", buffer.nbytes, lambda: self._collectives.reduce_scatter(output, buffer, reduction)
+        )
 
-    def __getattr__(self, collective: str) -> Callable[..., Work]:
-        call = getattr(self._collectives, collective)
-        kind = collective if collective in _KINDS else "other"
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
+        return self._watched("other", tensor.nbytes, lambda: self._collectives.all_reduce(tensor, reduction))
 
-        def issue(*args: Any) -> Work:
-            watch, name = self._watch, self._name
-            tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-            watch._sample(name)
-            watch._count(kind, max((tensor.nbytes for tensor in tensors), default=0))
-            issued = watch._clock.mark()
-            return _WatchedWork(call(*args), watch, kind, issued)
+    def all_reduce_max(self, tensor: torch.Tensor) -> Work:
+        return self._watched("other", tensor.nbytes, lambda: self._collectives.all_reduce_max(tensor))
 
-        return issue
+    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
+        return self._collectives.reduce_scatter_traits(device)
+
+    def _watched(self, kind: str, nbytes: int, issue: Callable[[], Work]) -> Work:
+        watch = self._watch
+        watch._count(kind, nbytes)
+        issued = watch._clock.mark()
+        return _WatchedWork(issue(), watch, kind, issued)
 
 
 class _WatchedWork:

@@ -1,0 +1,47 @@
+"""Keeper: what a rank keeps of a group's gathered parameters after reshard, and how that shortens the next all-gather."""
+
+from __future__ import annotations
+
+from torch_ragged.fsdp.comm._collectives import Collectives, Work
+from torch_ragged.fsdp.core._encoding import Encoding
+from torch_ragged.fsdp.core._shards import Shards
+
+__all__ = ["Keeper"]
+
+
+class Keeper:
+    """Keeps nothing: each all-gather starts from the shards. Other keepers override what they keep.
+
+    Attributes:
+        keeps_buffer: whether the gathered buffer itself stays allocated.
+        gathers_each_pass: whether each pass all-gathers the group. Equal on all ranks.
+    """
+
+    keeps_buffer = False
+    gathers_each_pass = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept beside the gathered buffer."""
+        return 0
+
+    @property
+    def holds_part(self) -> bool:
+        """Whether this rank keeps a part of the gathered parameters from forward to backward now."""
+        return False
+
+    def all_gather(self, shards: Shards, encoding: Encoding, versions: list[int], collectives: Collectives) -> Work:
+        """Fill the gathered buffer with the parameters in the given ``versions``. One all-gather."""
+        return encoding.all_gather(shards, collectives)
+
+    def keep(self, encoding: Encoding) -> None:
+        """Forward is over: keep a part of the gathered parameters for backward."""
+
+    def drop(self) -> None:
+        """Free the part kept for backward."""
+
+    def invalidate(self) -> None:
+        """The parameters may have changed: the next all-gather starts from the shards."""
+
+    def reset(self) -> None:
+        """The group has new buffers: free everything."""

@@ -1,0 +1,61 @@
+"""Shards: this rank's shards of a group's parameters, which the registered DTensors are views of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from torch_ragged.fsdp.core._dbuffer import DBuffer
+from torch_ragged.fsdp.core._distribution import Distribution
+from torch_ragged.fsdp.core._fsdp_param import FSDPParam
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+
+__all__ = ["Shards"]
+
+
+class Shards:
+    """All shards in one buffer, in the parameters' original dtype.
+
+    ::
+
+        buffer     DBuffer Shard(0)    | shard of a | shard of b | shard of c | padding |
+
+    A tensor type with its own all-gather keeps its shard itself: see ``TypeShards``.
+
+    Attributes:
+        buffer: also what ``.grad`` is like: its dtype, its device, whether it is pinned.
+        params: of the group, once they are made.
+    """
+
+    buffer: DBuffer
+    params: Sequence[FSDPParam]
+
+    def __init__(self, layout: BufferLayout, rank: int) -> None:
+        self._layout, self._rank = layout, rank
+
+    def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> None:
+        """A new buffer, for parameters of ``dtype``."""
+        self.buffer = DBuffer(self._layout, Shard(0), self._rank, dtype, device, is_pinned)
+        self.buffer.zero_padding()
+
+    def store(self, index: int, distribution: Distribution, value: torch.Tensor) -> None:
+        """Copy this rank's interval of a whole parameter into the buffer."""
+        start, stop = self._layout.local_range(index, self._rank)
+        self.buffer.tensor(index).copy_(distribution.flat(value)[start:stop])
+
+    def load(self, index: int, local: torch.Tensor) -> None:
+        """Copy the local tensor of a sharded parameter into the buffer."""
+        self.buffer.tensor(index).copy_(local.reshape(-1))
+
+    def dtensor(self, index: int, distribution: Distribution) -> DTensor:
+        """The sharded parameter, as a view of the buffer."""
+        return distribution.sharded(self.buffer.tensor(index), self._layout, index)
+
+    def holds(self, local: torch.Tensor) -> bool:
+        """Whether the local tensor of a sharded parameter lies here."""
+        return self.buffer.holds(local) and local.dtype == self.buffer.flat.dtype
+
+    def convert_meta(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """``Module.to_empty`` and others materialise parameters: :meth:`allocate` follows, nothing is to be kept here."""

@@ -1,0 +1,255 @@
+"""Replay: one training step of a model's groups on the meta device, for the memory that it takes.
+
+The groups' own code runs: hooks, unshard, reshard, reductions. Only computation and communication are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torch_ragged.fsdp.comm._collectives import ReduceScatterTraits, Reduction, Work, done
+from torch_ragged.fsdp.core._fsdp_init import make_group
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
+from torch_ragged.fsdp.core._group_plan import FoundParam
+from torch_ragged.fsdp.core._memory_log import MemoryLog, high_water
+from torch_ragged.fsdp.core._neighbours import Neighbours
+from torch_ragged.fsdp.core._resident import Resident
+
+__all__ = ["highest_moment"]
+
+_COPIED_FROM_STATE = (
+    "reshard_after_forward",
+    "reshard_after_backward",
+    "requires_gradient_sync",
+    "reduces_last_only",
+    "is_last_backward",
+    "max_reductions",
+    "unshard_in_backward",
+    "reduces_unused",
+)
+_COPIED_FROM_GRADIENTS = ("max_reductions", "requires_all_reduce")
+
+
+def highest_moment(states: dict[str, FSDPState], order: Sequence[FSDPState]) -> tuple[str, dict[str, int]]:
+    """Play one forward and backward of ``states``; when their buffers hold most, and what they hold then.
+
+    Args:
+        states: by name.
+        order: the calls of a forward; a call of a module inside another one's belongs to the last call of that one.
+
+    Returns:
+        the moment's name, such as "backward of blocks.0", and bytes of "gathered", "gradients" and "grad".
+    """
+    return _Replay(states).play(order)
+
+
+class _Replay:
+    """The stand-ins of ``states``, as modules that call each other.
+
+    Attributes:
+        labels: (moment in the logs, name of what begins), in order.
+    """
+
+    def __init__(self, states: dict[str, FSDPState]) -> None:
+        self._names = {state: name for name, state in states.items()}
+        self._inside = {s: {child for module in s.modules for child in module.modules()} for s in states.values()}
+        self._modules: dict[FSDPState, list[_StandIn]] = {}
+        self._calls: dict[FSDPState, int] = {}
+        self._logs: list[tuple[str, MemoryLog]] = []
+        self._clock = MemoryLog()  # An event without bytes has a moment: it says when a call begins.
+        self._clock.start()
+        self.labels: list[str] = []
+        for state, name in self._names.items():
+            self._modules[state] = [_StandIn(self, name) for _ in state.modules]
+        made = {state: self._stand_in(state) for state in self._names}
+        for state, twin in made.items():
+            for knob in ("forward_prefetch", "backward_prefetch"):
+                chosen = getattr(state, knob)
+                setattr(twin, knob, None if chosen is None else [made[each] for each in chosen if each in made])
+
+    def _stand_in(self, state: FSDPState) -> FSDPState:
+        """A state like ``state``, with stand-ins of its modules and groups."""
+        modules = self._modules[state]
+        groups = [self._group(state, group) for group in state.groups]
+        twin = FSDPState(modules, groups, state.mp_policy, state.reshard_after_forward)
+        for knob in _COPIED_FROM_STATE:
+            setattr(twin, knob, getattr(state, knob))
+        twin.comm.max_gathers = state.comm.max_gathers
+        around = self._innermost_around(state)
+        for index, module in enumerate(modules):
+            setattr(module, STATE, twin)
+            if around is not None:
+                self._modules[around][0].add_module(f"inner_{self._names[state]}_{index}".replace(".", "_"), module)
+        return twin
+
+    def _innermost_around(self, state: FSDPState) -> FSDPState | None:
+        around = [other for other in self._names if self.is_inside(state, other)]
+        return max(around, key=lambda other: sum(self.is_inside(other, each) for each in around), default=None)
+
+    def is_inside(self, state: FSDPState, other: FSDPState) -> bool:
+        """Whether the modules of ``state`` are inside those of ``other``."""
+        return state is not other and state.modules[0] in self._inside[other]
+
+    def _group(self, state: FSDPState, group: FSDPParamGroup) -> FSDPParamGroup:
+        """A group like ``group``, with parameters on the meta device."""
+        params = []
+        for index, param in enumerate(group.params):
+            value = torch.empty(param.distribution.local_shape, dtype=group.orig_dtype, device="meta")
+            owner = param.registered_names[0][0]
+            holders = (number for number, module in enumerate(state.modules) if owner in module.modules())
+            module = self._modules[state][next(holders, 0)]
+            registered: list[tuple[nn.Module, str]] = [(module, f"param_{state.groups.index(group)}_{index}")]
+            module.register_parameter(registered[0][1], None)
+            found = nn.Parameter(value, requires_grad=param.sharded.requires_grad)
+            params.append(FoundParam(param.fqn, registered, found, param.distribution))
+        twin = make_group(group.plan_on_meta(params))
+        if isinstance(group.keeper, Neighbours):
+            assert group.dp.shard_group is not None
+            twin.keeper = Neighbours(group.keeper.size, 0, group.dp.shard_group, twin.memory.gathered)
+        elif isinstance(group.keeper, Resident):
+            twin.keeper = Resident(group.keeper.levels, twin.memory.gathered)
+        for knob in _COPIED_FROM_GRADIENTS:
+            setattr(twin.gradients, knob, getattr(group.gradients, knob))
+        memory = twin.memory
+        traits = group.collectives.reduce_scatter_traits(group.device)
+        twin.collectives = _NoCollectives(traits, memory.gradients)
+        for kind, log in (("gathered", memory.gathered), ("gradients", memory.gradients), ("grad", memory.reduced)):
+            log.start()
+            self._logs.append((kind, log))
+        return twin
+
+    def begin(self, what: str) -> None:
+        """Something begins, named ``what``."""
+        self._clock.note(0)
+        self.labels.append(what)
+
+    def play(self, order: Sequence[FSDPState]) -> tuple[str, dict[str, int]]:
+        """Run the calls of ``order`` forward, and backward through all of them."""
+        calls: list[_Call] = []  # The outermost ones.
+        around: list[_Call] = []  # Those that the next call may be inside.
+        for state in order:
+            number = self._calls[state] = self._calls.get(state, -1) + 1
+            call = _Call(state, self._modules[state][number % len(state.modules)])
+            while around and not self.is_inside(state, around[-1].state):
+                around.pop()
+            (around[-1].inner if around else calls).append(call)
+            around.append(call)
+        with torch.inference_mode(False), torch.enable_grad():
+            x = torch.empty(1, device="meta")
+            for call in calls:
+                x = call.run(x)
+            if x.requires_grad:  # Otherwise everything is frozen.
+                x.sum().backward()
+        moment, held = high_water(self._logs, {"gathered": 0, "gradients": 0, "grad": 0})
+        begun = [label for (when, _), label in zip(self._clock.events, self.labels) if when <= moment]
+        return (begun[-1] if begun else "before forward"), held
+
+
+class _Call:
+    """One call in forward, with those inside it."""
+
+    def __init__(self, state: FSDPState, module: _StandIn) -> None:
+        self.state, self._module = state, module
+        self.inner: list[_Call] = []
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        module = self._module
+        module.replay.begin(f"forward of {module.name}")
+        return _Begin.apply(module(x, self.inner), module.replay, f"backward of {module.name}")
+
+
+class _StandIn(nn.Module):
+    """A module that computes nothing: it runs the calls inside it, and uses its parameters after them.
+
+    So their gradients come first in backward, and are there while the gradients of the modules inside are computed.
+    """
+
+    def __init__(self, replay: _Replay, name: str) -> None:
+        super().__init__()
+        self.replay, self.name = replay, name
+
+    def forward(self, x: torch.Tensor, calls: Sequence[_Call]) -> torch.Tensor:
+        end = f"backward of {self.name}" if x.requires_grad else "end of backward"
+        if not x.requires_grad:  # As tokens, behind an embedding.
+            x = x.detach().requires_grad_()
+        x = _Begin.apply(x, self.replay, end)
+        for call in calls:
+            x = call.run(x)
+        params = [param for param in self._parameters.values() if param is not None]
+        return _Compute.apply(x, *params)
+
+
+class _Begin(torch.autograd.Function):
+    """Identity; says that something begins when backward reaches it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, replay: _Replay, what: str) -> torch.Tensor:
+        ctx.replay, ctx.what = replay, what
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.replay.begin(ctx.what)
+        return gradient, None, None
+
+
+class _Compute(torch.autograd.Function):
+    """Returns its input; in backward, a gradient of every trainable parameter comes, in the way that a module's would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *params: nn.Parameter) -> torch.Tensor:
+        ctx.params = params
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient, *(_gradient_of(param) for param in ctx.params)
+
+
+def _gradient_of(param: nn.Parameter) -> torch.Tensor | None:
+    """What autograd gets; None if the gradient is frozen, or if a matmul writes it to the gradient buffer."""
+    target = getattr(param, "gradient_target", None)
+    if target is not None and target.begin() is not None:
+        target.done()
+        return None
+    return torch.empty_like(param) if param.requires_grad else None
+
+
+class _NoCollectives:
+    """Collectives that send nothing. What the backend would allocate meanwhile is logged."""
+
+    def __init__(self, traits: ReduceScatterTraits, log: MemoryLog) -> None:
+        self._traits, self._log = traits, log
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
+        return done
+
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+        return _Held(buffer.nbytes, self._log) if self._traits.holds_second_buffer else done
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
+        return done
+
+    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
+        return self._traits
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> Work:
+        return done
+
+
+class _Held:
+    """A reduce-scatter with a second buffer, until it is waited for."""
+
+    def __init__(self, nbytes: int, log: MemoryLog) -> None:
+        self._nbytes, self._log = nbytes, log
+        log.note(nbytes)
+
+    def wait(self) -> None:
+        self._log.note(-self._nbytes)
+        self._nbytes = 0
