@@ -9,7 +9,7 @@ would check the type of a placement, it asks the extension instead of its own co
     if extension is not None:
         return extension.distribute_tensor(tensor, mesh, placements, src_data_rank)
 
-One extension answers for all placements of a tensor: it knows its own placements and those that they can be combined with.
+One extension answers for all placements of a tensor: it knows its own placements and the placements that they combine with.
 
 ==========================  =============================================================================================
 part                        questions that it answers
