@@ -136,7 +136,7 @@ class FactoriesTest(unittest.TestCase):
             "ValueError: .*one number of units per rank",
             "ValueError: .*Replicate in place of Partial",
         ]
-        patterns += ["ValueError: .*sparse_coo.*torch.strided", "ValueError: .*not a single box with one offset"]
+        patterns += ["ValueError: .*sparse_coo.*torch.strided", "ValueError: .*no single box with one offset"]
         for text, pattern in zip(answers[0], patterns, strict=True):
             self.assertRegex(text, pattern)
 

@@ -85,7 +85,7 @@ class RaggedExtension(PlacementExtension):
         """
         if not skip_offset:
             raise ValueError(
-                f"a piece under {placements} is not a single box with one offset: use DTensor.__create_chunk_list__()"
+                f"a piece under {placements} is no single box with one offset: use DTensor.__create_chunk_list__()"
             )
         normalized = normalize_placements(tuple(placements), tuple(shape), tuple(mesh.shape))
         coordinate = mesh.get_coordinate()
