@@ -133,7 +133,7 @@ class FactoriesTest(unittest.TestCase):
         self.assertEqual(answers, [answers[0]] * 4)
         patterns = [
             "ValueError: .*divide",
-            "ValueError: .*one unit count per rank",
+            "ValueError: .*one number of units per rank",
             "ValueError: .*Replicate in place of Partial",
         ]
         patterns += ["ValueError: .*sparse_coo.*torch.strided", "ValueError: .*no single box with one offset"]

@@ -128,11 +128,11 @@ class RaggedShardTest(TestCase):
     def test_errors_against_a_tensor(self):
         self.assertExpectedInline(
             error_of(normalize_placements, (RaggedShard((0,), (1, 2)),), (4, 3), (2,)),
-            """ValueError: RaggedShard(dims=(0,), local_units=(1, 2)) cannot cut shape (4, 3): its 4 slices along these dims do not divide into 3 units. Choose units whose sum divides 4""",  # noqa: E501, B950
+            """ValueError: RaggedShard(dims=(0,), local_units=(1, 2)) cannot cut shape (4, 3): its 4 slices over these dims do not divide into 3 units. Choose units whose sum divides 4""",  # noqa: E501, B950
         )
         self.assertExpectedInline(
             error_of(normalize_placements, (RaggedShard((0,), (1, 1)),), (4, 3), (3,)),
-            """ValueError: RaggedShard(dims=(0,), local_units=(1, 1)) has 2 local_units, but mesh dimension 0 has 3 ranks: give one unit count per rank""",  # noqa: E501, B950
+            """ValueError: RaggedShard(dims=(0,), local_units=(1, 1)) has 2 local_units, but mesh dimension 0 has 3 ranks: give one number of units per rank""",  # noqa: E501, B950
         )
         self.assertExpectedInline(
             error_of(normalize_placements, (RaggedShard((0, 1, 2), (1, 1)),), (4, 4), (2,)),

@@ -567,19 +567,19 @@ orthogonal_ of a wide tensor
 eye of another shape
     NotImplementedError: aten.eye.out is not supported on a DTensor with RaggedShard placements: out= must have the shape of the result, (3, 3) (got (8, 6) RRS(0)[3,5])
 Partial
-    NotImplementedError: aten.normal_.default is not supported on a DTensor with RaggedShard placements: a Partial tensor cannot take part before it is reduced (got (8, 6) P(sum)RS(0)[3,5])
+    NotImplementedError: aten.normal_.default is not supported on a DTensor with RaggedShard placements: a Partial tensor must be reduced first (got (8, 6) P(sum)RS(0)[3,5])
 like a Partial
-    NotImplementedError: aten.rand_like.default is not supported on a DTensor with RaggedShard placements: a Partial tensor cannot take part before it is reduced (got (8, 6) P(sum)RS(0)[3,5])
+    NotImplementedError: aten.rand_like.default is not supported on a DTensor with RaggedShard placements: a Partial tensor must be reduced first (got (8, 6) P(sum)RS(0)[3,5])
 like a Partial, of a generator
-    NotImplementedError: aten.uniform_.default is not supported on a DTensor with RaggedShard placements: a Partial tensor cannot take part before it is reduced (got (8, 6) P(sum)RS(0)[3,5])
+    NotImplementedError: aten.uniform_.default is not supported on a DTensor with RaggedShard placements: a Partial tensor must be reduced first (got (8, 6) P(sum)RS(0)[3,5])
 dropout of a Partial
-    NotImplementedError: aten.bernoulli_.float is not supported on a DTensor with RaggedShard placements: a Partial tensor cannot take part before it is reduced (got (8, 6) P(sum)RS(0)[3,5])
+    NotImplementedError: aten.bernoulli_.float is not supported on a DTensor with RaggedShard placements: a Partial tensor must be reduced first (got (8, 6) P(sum)RS(0)[3,5])
 not ragged
     NotImplementedError: aten.bernoulli_.Tensor is not supported on a DTensor with RaggedShard placements: DTensor itself has no sharding rule for it (got (8, 6) RS(0), (8, 6) RRS(0)[3,5])
 bad argument
     RuntimeError: normal expects std >= 0.0, but found std -1.0
 part of a tensor with two cuts
-    NotImplementedError: aten.select.int is not supported on a DTensor with RaggedShard placements: several mesh dimensions cut it: no placement tells which ranks would hold a part of it (got (8, 6) RS(0)[3,5]S(1))""",  # noqa: E501
+    NotImplementedError: aten.select.int is not supported on a DTensor with RaggedShard placements: several mesh dimensions cut its argument: no placement describes a part that only some ranks hold (got (8, 6) RS(0)[3,5]S(1))""",  # noqa: E501
         )
 
 

@@ -276,17 +276,17 @@ class RedistributeTest(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(first),
             """\
-ValueError: DTensor.from_local with a ragged placement needs the global shape: pass shape= (it cannot be told from 1-D locals)
+ValueError: DTensor.from_local with a ragged placement needs the global shape: pass shape= (it does not follow from 1-D local tensors)
 ValueError: DTensor.from_local: shape (4, 3) under RS(0)[1,3]: rank 1 gave a local tensor of shape (5,), expected (9,)
-ValueError: DTensor.from_local: RaggedShard(dims=(0,), local_units=(1, 3)) cannot cut shape (5, 3): its 5 slices along these dims do not divide into 4 units. Choose units whose sum divides 5
+ValueError: DTensor.from_local: RaggedShard(dims=(0,), local_units=(1, 3)) cannot cut shape (5, 3): its 5 slices over these dims do not divide into 4 units. Choose units whose sum divides 5
 ValueError: DTensor.from_local: ranks gave different shapes or placements: (4, 3) (RaggedShard(dims=(0,), local_units=(1, 3)),), (4, 3) (RaggedShard(dims=(0,), local_units=(3, 1)),)
-ValueError: RaggedShard(dims=(0,), local_units=(1, 3)) cannot cut shape (6, 3): its 6 slices along these dims do not divide into 4 units. Choose units whose sum divides 6
-ValueError: RaggedShard(dims=(0,), local_units=(1, 1, 2)) has 3 local_units, but mesh dimension 0 has 2 ranks: give one unit count per rank
-ValueError: RaggedShard(dims=(0,), local_units=(1, 4)) cannot cut shape (4, 3): its 4 slices along these dims do not divide into 5 units. Choose units whose sum divides 4
-ValueError: cannot redistribute a DTensor on a mesh of (2,) on cpu to another, (1, 2) on cpu: use the tensor's own
-ValueError: Shard(0) after a ragged placement over dims (0,) of the same tensor would cut its units. Shard first and keep units whole: use (StridedRaggedShard, Shard(0)) instead, or give the ragged placement at most 0 dims
+ValueError: RaggedShard(dims=(0,), local_units=(1, 3)) cannot cut shape (6, 3): its 6 slices over these dims do not divide into 4 units. Choose units whose sum divides 6
+ValueError: RaggedShard(dims=(0,), local_units=(1, 1, 2)) has 3 local_units, but mesh dimension 0 has 2 ranks: give one number of units per rank
+ValueError: RaggedShard(dims=(0,), local_units=(1, 4)) cannot cut shape (4, 3): its 4 slices over these dims do not divide into 5 units. Choose units whose sum divides 4
+ValueError: cannot redistribute a DTensor on a mesh of (2,) on cpu to a mesh of (1, 2) on cpu: use the tensor's own mesh
+ValueError: Shard(0) to the right of a ragged placement over dims (0,) would cut its units. Use (StridedRaggedShard, Shard(0)) instead, or give the ragged placement at most 0 dims
 ValueError: two ragged placements on one tensor: use one RaggedShard on a flattened mesh dimension instead
-ValueError: redistribution from (Partial(avg),) to (RaggedShard(dims=(0,), local_units=(1, 3)),): Partial('avg') needs floating point, got torch.int64""",  # noqa: E501
+ValueError: redistribution from (Partial(avg),) to (RaggedShard(dims=(0,), local_units=(1, 3)),): Partial('avg') needs floating point, got torch.int64: cast it""",  # noqa: E501
         )
 
 

@@ -63,7 +63,7 @@ class StridedRaggedShardTest(TestCase):
     def test_errors(self):
         self.assertExpectedInline(
             error_of(StridedRaggedShard, (0,), (1, 2), 0),
-            """ValueError: StridedRaggedShard split_factor must be a number of pieces >= 1, got 0""",
+            """ValueError: StridedRaggedShard split_factor must be an integer >= 1, the number of pieces, got 0""",
         )
 
     def test_beside_shard(self):
@@ -72,8 +72,8 @@ class StridedRaggedShardTest(TestCase):
         self.assertExpectedInline(
             "\n".join(errors),
             """\
-ValueError: StridedRaggedShard with split_factor=2 on a piece of shape (3, 4): uneven Shard(0) under a StridedRaggedShard has no meaning, dimension 0 must divide into 2 pieces. Use a dimension 0 (or a padded one) that the ranks of Shard(0) divide, or shard another dimension
-ValueError: Shard(0) over 2 ranks after a StridedRaggedShard with split_factor=3: the split_factor must be the number of ranks that shard dimension 0 to the right of it, or a multiple of it""",  # noqa: E501, B950
+ValueError: StridedRaggedShard with split_factor=2 on a piece of shape (3, 4): uneven Shard(0) under a StridedRaggedShard has no meaning. Dimension 0 must be a multiple of 2: pad it, or shard another dimension
+ValueError: Shard(0) over 2 ranks to the right of a StridedRaggedShard with split_factor=3: the split_factor must be the number of ranks that shard dimension 0 to its right, or a multiple of that number""",  # noqa: E501, B950
         )
 
     def test_random_cases_are_bitwise_right_and_move_the_least(self):
@@ -123,15 +123,15 @@ class FSDPPlacementTest(TestCase):
     def test_errors(self):
         self.assertExpectedInline(
             error_of(fsdp_placement, (9, 6), [Shard(0)], (2,), ranks=2),
-            """ValueError: dimension 0 of shape (9, 6) is sharded unevenly over 2 ranks: FSDP needs even pieces. Pad the dimension, or shard another one""",  # noqa: E501, B950
+            """ValueError: dimension 0 of shape (9, 6) is sharded unevenly over 2 ranks: FSDP needs even pieces. Pad the dimension, or shard another dimension""",  # noqa: E501, B950
         )
         self.assertExpectedInline(
             error_of(fsdp_placement, (8, 6), [Shard(1)], (2,), ranks=2, local_numels=(5, 19)),
-            """ValueError: local_numels (5, 19) cannot cut a local piece of shape (8, 3) over 2 ranks: give one number per rank, which add up to 24 and are multiples of 3 but for the last""",  # noqa: E501, B950
+            """ValueError: local_numels (5, 19) cannot cut a local piece of shape (8, 3) over 2 ranks: give one number per rank; they must add up to 24, and each cut must fall on a multiple of 3""",  # noqa: E501, B950
         )
         self.assertExpectedInline(
             error_of(fsdp_placement, (8, 6), [RaggedShard((0,), (1, 1))], (2,), ranks=2),
-            """ValueError: a tensor placed as RS(0)[1,1] cannot be sharded by FSDP too: redistribute to Replicate or Shard first""",  # noqa: E501, B950
+            """ValueError: FSDP cannot shard a tensor placed as RS(0)[1,1]: redistribute it to Replicate or Shard first""",  # noqa: E501, B950
         )
 
 

@@ -45,7 +45,7 @@ class SeriesTest(unittest.TestCase):
         self.assertEqual(build.apply_hunk(text, [" a", "+new", " b"], "file"), "a\nnew\nb\nc\n")
         self.assertEqual(build.apply_hunk(text, [" a", "-b", "+new"], "file"), "a\nnew\nc\n")
         for hunk, times in (([" a", " c", "+d"], 0), ([" a", "+b"], 2)):
-            with self.assertRaisesRegex(ValueError, f"stand there {times} times"):
+            with self.assertRaisesRegex(ValueError, f"occur {times} times"):
                 build.apply_hunk("a\nb\na\n", hunk, "file")
 
     def test_core_lines_are_listed_and_few(self):

@@ -1,4 +1,4 @@
-"""Ragged sharding for PyTorch: importing this package registers its placements with DTensor."""
+"""Ragged sharding for PyTorch. Importing this package registers its placements with DTensor."""
 
 from torch_ragged._register import register, registration_report
 

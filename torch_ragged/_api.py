@@ -1,4 +1,7 @@
-"""What the ragged placements bring to DTensor: how local tensors are checked, made, moved and differentiated."""
+"""The layout part of the ragged extension: it checks, makes, moves and differentiates local tensors for DTensor.
+
+It must raise errors of bad arguments before any communication.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,22 @@ __all__ = ["RaggedExtension", "ragged_extension"]
 
 
 class RaggedExtension(PlacementExtension):
-    """Layout and redistribution of DTensors of which a ragged placement cuts the storage."""
+    """Layout and redistribution of DTensors with a ragged placement."""
 
     def from_local(
         self, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], run_check: bool, shape: Any
     ) -> tuple[tuple[Placement, ...], torch.Size, tuple[int, ...]]:
-        """Refuse a local tensor that is not what ownership says; with ``run_check`` on every rank, by one object all-gather."""
+        """Check that a local tensor has the shape that ownership gives this rank.
+
+        With ``run_check``, an error on one rank is an error on every rank, by one object all-gather per mesh dimension.
+
+        Raises:
+            ValueError: ``shape`` is missing, the local tensor has another shape, or ranks gave different shapes or placements.
+        """
         if shape is None:
             raise ValueError(
-                "DTensor.from_local with a ragged placement needs the global shape: pass shape= (it cannot be told from 1-D "
-                "locals)"
+                "DTensor.from_local with a ragged placement needs the global shape: pass shape= (it does not follow from 1-D "
+                "local tensors)"
             )
         shape = torch.Size(shape)
         check = functools.partial(_local_placements, local, mesh, tuple(placements), shape)
@@ -45,17 +54,21 @@ class RaggedExtension(PlacementExtension):
     def distribute_tensor(
         self, tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], src_data_rank: Optional[int]
     ) -> DTensor:
-        """Ranks agree on the data of the source rank first, as for DTensor's own placements; one broadcast per mesh dim."""
+        """Broadcast the source rank's data, as for DTensor's own placements, then cut it. One broadcast per mesh dimension.
+
+        Raises:
+            ValueError: the placements do not fit the tensor or contain Partial, or ``tensor`` is a DTensor placed differently.
+        """
         normalized = normalize_placements(tuple(placements), tuple(tensor.shape), tuple(mesh.shape))
         if isinstance(tensor, DTensor):
             if (tensor.device_mesh, tensor.placements) != (mesh, normalized):
                 raise ValueError(
                     f"distribute_tensor of a DTensor with placements {tensor.placements} on {tensor.device_mesh} to "
-                    f"{normalized} on {mesh}: use redistribute"
+                    f"{normalized} on {mesh}: use DTensor.redistribute"
                 )
             return tensor
         if any(isinstance(p, Partial) for p in normalized):
-            raise ValueError(f"distribute_tensor to {normalized}: distribute to Replicate in place of Partial")
+            raise ValueError(f"distribute_tensor to {normalized}: use Replicate in place of Partial")
         whole = tensor.contiguous() if tensor.is_leaf else tensor
         replicated = distribute_tensor(whole, mesh, [Replicate()] * mesh.ndim, src_data_rank=src_data_rank)
         local = broadcast_local(replicated._local_tensor.detach(), mesh, tensor.shape, normalized)
@@ -65,10 +78,10 @@ class RaggedExtension(PlacementExtension):
     def local_shape_and_global_offset(
         self, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shape alone, with ``skip_offset``.
+        """The local shape of this rank, and no offset; ``skip_offset`` must be set.
 
         Raises:
-            ValueError: an offset is asked for, which no flat local tensor has.
+            ValueError: ``skip_offset`` is not set: a flat local tensor has no single offset.
         """
         if not skip_offset:
             raise ValueError(
@@ -83,12 +96,16 @@ class RaggedExtension(PlacementExtension):
     def redistribute(
         self, tensor: DTensor, mesh: Optional[DeviceMesh], placements: Sequence[Placement], **options: Any
     ) -> DTensor:
-        """Checks placements before any communication. The collectives are those of ``_redistribute``."""
+        """Check the placements before any communication, then issue the collectives of ``_redistribute``.
+
+        Raises:
+            ValueError: ``mesh`` is not the tensor's own, or the placements do not fit the tensor.
+        """
         own = tensor.device_mesh
         if mesh not in (None, own):
             given = [f"{tuple(one.shape)} on {one.device_type}" for one in (own, mesh)]  # type: ignore[union-attr]
             raise ValueError(
-                f"cannot redistribute a DTensor on a mesh of {given[0]} to another, {given[1]}: use the tensor's own"
+                f"cannot redistribute a DTensor on a mesh of {given[0]} to a mesh of {given[1]}: use the tensor's own mesh"
             )
         normalized = normalize_placements(tuple(placements), tensor.shape, own.shape)
         return _RaggedRedistribute.apply(tensor, normalized, *_options(**options))
@@ -148,7 +165,10 @@ def _local_placements(
 
 
 def _on_every_rank(mesh: DeviceMesh, shape: torch.Size, check: Callable[[], tuple[Placement, ...]]) -> tuple[Placement, ...]:
-    """The placements that ``check`` gives, or on every rank the errors of all. One small object all-gather per mesh dim."""
+    """The placements that ``check`` returns, or one ValueError on every rank with the errors of all ranks.
+
+    One small object all-gather per mesh dimension. All ranks reach it, because the errors of ``check`` are caught.
+    """
     try:
         found = check()
         answers = [(f"{tuple(shape)} {found}", "")]
@@ -160,7 +180,7 @@ def _on_every_rank(mesh: DeviceMesh, shape: torch.Size, check: Callable[[], tupl
         dist.all_gather_object(gathered, answers, group=group)
         answers = [answer for part in gathered for answer in part]
     problems = sorted({text for _, text in answers if text})
-    given = sorted({what for what, text in answers if not text})
+    given = sorted({layout for layout, text in answers if not text})
     if len(given) > 1:
         problems.append(f"ranks gave different shapes or placements: {', '.join(given)}")
     if problems:
@@ -176,7 +196,10 @@ def _options(
 
 
 class _RaggedRedistribute(torch.autograd.Function):
-    """To other placements; the gradient goes back, to Replicate for a Partial. Differentiable any number of times."""
+    """Redistribute to other placements. The gradient gets the old placements, with Replicate instead of Partial.
+
+    It is differentiable any number of times. Forward and backward issue the collectives of ``_redistribute``.
+    """
 
     @staticmethod
     def forward(ctx, tensor, placements, async_op, forward_dtype, backward_dtype, is_explicit=True):  # type: ignore[no-untyped-def]
@@ -199,7 +222,7 @@ class _RaggedRedistribute(torch.autograd.Function):
 
 
 def _recorded(local: torch.Tensor, source: Any, target: Any, is_explicit: bool) -> contextlib.AbstractContextManager[Any]:
-    """Show the redistribution in ``DebugMode``, as torch's own ones are: ``trace: RS(0)[1,2,0,1]->R``."""
+    """Show the redistribution in ``DebugMode``, as torch shows its own: ``trace: RS(0)[1,2,0,1]->R``."""
     mode = dtensor_redistribute.get_active_debug_mode()
     if mode is None:
         return contextlib.nullcontext()
@@ -208,13 +231,13 @@ def _recorded(local: torch.Tensor, source: Any, target: Any, is_explicit: bool) 
 
 
 def _reduced(local: torch.Tensor, mesh: DeviceMesh, dim: int, placement: Placement) -> torch.Tensor:
-    """A local tensor pending a reduction over a mesh dimension, reduced as its Partial says."""
+    """Reduce a pending local tensor over mesh dimension ``dim`` with the method of its Partial."""
     reduced = placement._reduce_value(local, mesh, dim)  # type: ignore[attr-defined]
     return reduced.wait() if isinstance(reduced, AsyncCollectiveTensor) else reduced
 
 
 def _is_unusual_partial(placement: Placement) -> bool:
-    """A Partial that only torch knows to reduce: its norm and mask partials, and products."""
+    """Whether only torch can reduce this Partial: norm partials, mask partials, and products."""
     if not isinstance(placement, Partial):
         return False
     return placement.reduce_op not in REDUCTIONS or type(placement)._reduce_value is not Partial._reduce_value

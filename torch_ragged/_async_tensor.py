@@ -1,4 +1,4 @@
-"""Local tensors whose data is under way and must be unpacked when it is there."""
+"""Local tensors whose data is in flight and must be unpacked after the wait. Nothing here issues a collective."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _aten = torch.ops.aten
 
 
 def async_local(pending: Pending) -> AsyncCollectiveTensor:
-    """A tensor that waits on use; torch's own where the data needs no unpacking."""
+    """A tensor that waits at first use. If the data needs no unpacking, it is torch's own AsyncCollectiveTensor."""
     if pending.unpack is None:
         return AsyncCollectiveTensor(pending.data.view(pending.local_shape))
     return _AsyncLocal(pending)
 
 
 class _AsyncLocal(AsyncCollectiveTensor):
-    """A local tensor whose data is under way and must be unpacked when it is there: first use waits and unpacks."""
+    """A local tensor whose data is in flight: the first use waits and unpacks."""
 
     __slots__ = ["pending"]
     pending: Pending
@@ -56,7 +56,7 @@ class _AsyncLocal(AsyncCollectiveTensor):
         (first, *rest) = args
         if func in (_aten.detach.default, _aten.alias.default) or (
             func is _aten.view.default and isinstance(first, _AsyncLocal) and tuple(rest[0]) == tuple(first.shape)
-        ):  # What to_local() makes of a local tensor: nothing is used yet.
+        ):  # to_local() calls these ops, which use no element yet.
             return _AsyncLocal(dataclasses.replace(first.pending, unpack=lambda _: first.trigger_wait(), in_flight=False))
         wait = functools.partial(pytree.tree_map_only, AsyncCollectiveTensor, lambda tensor: tensor.trigger_wait())
         return func(*wait(args), **wait(kwargs or {}))

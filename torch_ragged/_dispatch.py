@@ -1,4 +1,7 @@
-"""How an op on ragged DTensors finds its sharding, and runs: what they bring to ``torch/distributed/tensor/_dispatch.py``."""
+"""The operator part of the ragged extension: it finds the sharding of an op and runs the op on local tensors.
+
+It extends ``torch/distributed/tensor/_dispatch.py``. It must give the result of a single device or raise; no wrong values.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ from torch_ragged._random import agree_on_state, before_draw, part_of
 from torch_ragged.placement_types import has_ragged, normalize_placements
 
 _aten = torch.ops.aten
-# Ops for which torch's cache key lacks an argument that is a size of the output, or a tensor given by keyword.
+# For these ops, torch's cache key lacks an argument that gives a size of the output, or a tensor given by keyword.
 _INCOMPLETE_KEYS = (
     _aten.histc.default,
     _aten.histogram.bin_ct,
@@ -67,18 +70,18 @@ _fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 @dataclass
 class RaggedSharding(OutputSharding):
-    """An OutputSharding that tells how the op runs on the local tensors, once they are as ``redistribute_schema`` says.
+    """An OutputSharding that also runs the op on the local tensors, after they are placed as ``redistribute_schema`` says.
 
     Attributes:
-        run: computes the local outputs; the op itself where None.
-        draws: whether it draws random numbers.
+        run: computes the local outputs; if None, the op itself does.
+        draws: whether the op draws random numbers.
     """
 
     run: Callable[..., Any] | None = None
     draws: bool = False
 
     def local_results(self, op: Any, op_info: Any) -> Any:
-        """Redistribute the local arguments as ``redistribute_schema`` says and run the op on them."""
+        """Redistribute the local arguments as ``redistribute_schema`` says, then run the op on them."""
         if self.draws:
             before_draw(op, op_info)
         schema, values = self.redistribute_schema, self.use_val_from_redistribute_schema
@@ -90,7 +93,7 @@ class RaggedSharding(OutputSharding):
 
 
 class RaggedOps(OpExtension):
-    """Operators on ragged DTensors: the rules of ``_ops``, asked through DTensor's dispatcher."""
+    """Operators on ragged DTensors: DTensor's dispatcher asks the rules of ``_ops``."""
 
     def propagate(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], op_info: OpInfo, try_cache: bool
@@ -99,7 +102,7 @@ class RaggedOps(OpExtension):
         return _dispatch_ragged(op, args, kwargs, op_info.schema, try_cache and not _are_we_tracing())
 
     def dispatch(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Without the C++ cache, which does not serve ops that have a handler."""
+        """Run the op without the C++ cache, which does not serve ops with a handler."""
         dispatcher = DTensor._op_dispatcher
         op_info = dispatcher.unwrap_to_op_info(op, args, kwargs)
         answer = _dispatch_ragged(op, args, kwargs, op_info.schema)  # type: ignore[arg-type]
@@ -109,16 +112,17 @@ class RaggedOps(OpExtension):
         local = dispatcher._dispatch_get_local_results_slow_path(op, args, op_info)
         return dispatcher.wrap(local, answer.output_spec)
 
-    @_disable_dynamo  # A graph breaks here, as for random ops; it cannot trace a placement that is made in it either.
+    @_disable_dynamo  # The graph breaks here, as for random ops; Dynamo cannot trace a placement made inside a graph.
     def factory(
         self, function: Callable[..., Any], size: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement], **options: Any
     ) -> DTensor:
-        """Constants are made at their local shape. Others, such as random numbers, are made whole, and the rank keeps its part.
+        """Make constants at their local shape. Make other tensors, such as random numbers, whole; the rank keeps its part.
 
-        Ranks must be seeded alike, as for all random ops (``_random``). No communication.
+        Ranks must be seeded alike, as for all random ops (``_random``). It issues no collective, with one exception: on an
+        accelerator, the first draw broadcasts rank 0's random state.
 
         Raises:
-            ValueError: the placements do not fit to the size, or one is pending a reduction; the layout is not strided.
+            ValueError: the placements do not fit the size or contain Partial, or the layout is not strided.
         """
         name, layout, requires_grad = function.__name__, options.pop("layout"), options.pop("requires_grad")
         if layout is not torch.strided:
@@ -142,7 +146,7 @@ class RaggedOps(OpExtension):
 
 
 class _Propagation:
-    """What rules ask of torch, for one call (the protocol ``_ops.Torch``)."""
+    """Torch's answers to the questions of rules, for one call; it implements the protocol ``_ops._rules.Torch``."""
 
     def __init__(self, schema: OpSchema) -> None:
         self._schema = schema
@@ -150,14 +154,14 @@ class _Propagation:
     @functools.cached_property
     def metas(self) -> Any:
         schema, kwargs = self._schema, dict(self._schema.kwargs_schema)
-        if isinstance(kwargs.get("generator"), torch.Generator):  # Some ops refuse it for meta tensors, which need none.
+        if isinstance(kwargs.get("generator"), torch.Generator):  # Some ops raise if meta tensors come with a generator.
             kwargs["generator"] = None
             schema = OpSchema(schema.op, schema.args_schema, kwargs, schema_info=schema.schema_info)
         return _output_metas(schema)
 
     @functools.cached_property
     def _from_the_left(self) -> OpSchema:
-        """The schema with a non-negative ``dim``: some of torch's rules take -1 for no dimension that is sharded."""
+        """The schema with a non-negative ``dim``: some of torch's rules do not recognise -1 as a sharded dimension."""
         specs = _specs(self._schema.args_schema)
         args = list(self._schema.args_schema)
         for position, argument in enumerate(self._schema.op._schema.arguments[: len(args)]):
@@ -194,7 +198,7 @@ class _Propagation:
 
 
 def _output_metas(schema: OpSchema) -> Any:
-    """The metadata of what one device would return: torch is asked once for all placements, of which there may be thousands."""
+    """The metadata of a single device's outputs. One answer serves all placements, of which there may be thousands."""
     propagate = DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_non_cached
     arguments = (schema.args_schema, tuple(schema.kwargs_schema.items()))
     key = None if _are_we_tracing() else _without_placements(arguments)  # Sizes may be symbols while torch traces.
@@ -210,7 +214,7 @@ def _output_metas(schema: OpSchema) -> Any:
 
 
 def _without_placements(argument: Any) -> Any:
-    """What an argument says of outputs' metadata: all but how its tensors are placed. None where it is of an unknown kind."""
+    """The cache key of an argument without the placements of its tensors; None if its type is unknown."""
     if isinstance(argument, DTensorSpec):
         return argument.tensor_meta, argument.mesh.device_type
     if isinstance(argument, (list, tuple)):
@@ -225,7 +229,7 @@ _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layou
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Have torch not report shapes that do not fit together, where that is an answer."""
+    """A context in which torch logs and warns nothing: here, shapes that do not fit together are an answer, not an error."""
     silent = _fake_tensor_log.disabled
     _fake_tensor_log.disabled = True
     try:
@@ -238,7 +242,7 @@ def _quiet() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4096)
 def _shapes_by_torch(schema: OpSchema) -> tuple[tuple[int, ...] | None, ...] | None:
-    """The shapes of the op's outputs; None where its arguments do not fit together."""
+    """The shapes of the op's outputs; None if its arguments do not fit together."""
     try:
         with _quiet():
             metas = DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_non_cached(schema)
@@ -250,7 +254,7 @@ def _shapes_by_torch(schema: OpSchema) -> tuple[tuple[int, ...] | None, ...] | N
 
 @functools.lru_cache(maxsize=4096)
 def _layouts_by_torch(schema: OpSchema) -> tuple[Layout | None, ...] | None:
-    """The outputs of torch's own rule; None where it has none, or would redistribute an argument first."""
+    """The outputs of torch's own rule; None if torch has no rule, or its rule would redistribute an argument first."""
     try:
         with _quiet():
             answer = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
@@ -267,7 +271,7 @@ def _specs(arguments: Any) -> list[DTensorSpec]:
 
 
 def _resized(meta: TensorMeta | None, shape: Sequence[int]) -> TensorMeta | None:
-    """``meta`` with another shape, its dimensions in the same order in memory."""
+    """``meta`` with another shape and the same order of dimensions in memory."""
     if meta is None or tuple(meta.shape) == tuple(shape):
         return meta
     stride = list(meta.stride)
@@ -278,7 +282,7 @@ def _resized(meta: TensorMeta | None, shape: Sequence[int]) -> TensorMeta | None
 
 
 def _with_specs(schema: OpSchema, specs: Sequence[DTensorSpec]) -> OpSchema:
-    """``schema`` with other specs in the place of those of its positional arguments."""
+    """``schema`` with ``specs`` instead of the specs among its positional arguments."""
     replacements = iter(specs)
     leaves, tree = pytree.tree_flatten(schema.args_schema)
     leaves = [next(replacements) if isinstance(leaf, DTensorSpec) else leaf for leaf in leaves]
@@ -286,9 +290,13 @@ def _with_specs(schema: OpSchema, specs: Sequence[DTensorSpec]) -> OpSchema:
 
 
 def _dispatch_ragged(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], schema: OpSchema, try_cache: bool = False) -> Any:
-    """The sharding of an op on ragged DTensors, or its decomposed result.
+    """The sharding of an op on ragged DTensors, or the result of its decomposition.
 
-    The C++ dispatcher caches and runs the sharding; ``try_cache`` where it has no key for the call, so cannot.
+    The C++ dispatcher caches and runs the sharding. If it has no key for the call, ``try_cache`` uses the cache of this module.
+
+    Raises:
+        NotImplementedError: the op cannot run on these placements; the text says what to redistribute to.
+        RuntimeError: an argument is bad.
     """
     result = call_per_mesh(op, args, kwargs)
     function = decomposition_of(op)
@@ -305,12 +313,12 @@ def _dispatch_ragged(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sch
         return _gathered(op, schema, why)
     except NotImplementedError:
         raise
-    except Exception as error:  # As torch does: a bad argument, found on the global shapes, on every rank alike.
+    except Exception as error:  # As in torch. Global shapes show a bad argument, so all ranks raise.
         raise RuntimeError(f"{error}\n\nSharding propagation failed for {schema}") from error
 
 
 def _cached_sharding(op: Any, schema: OpSchema) -> tuple[OutputSharding | None, str]:
-    """:func:`_local_sharding` from a cache, whose keys hold the mesh itself: an equal one may be of other process groups."""
+    """:func:`_local_sharding` from a cache. Keys have the id of a mesh, because an equal mesh may have other process groups."""
     meshes = {id(spec.mesh) for spec in _specs((schema.args_schema, schema.kwargs_schema))}
     key = (*sorted(meshes), schema)
     if key not in _shardings:
@@ -324,13 +332,15 @@ _shardings: dict[Any, tuple[OutputSharding | None, str]] = {}
 
 
 def _local_sharding(op: Any, schema: OpSchema) -> tuple[OutputSharding | None, str]:
-    """The sharding under which the op runs on local tensors, or why it does not."""
+    """The sharding with which the op runs on local tensors, or None and the reason."""
     specs = _specs(schema.args_schema)
     rules = rules_of(op)
     if any(spec.mesh != specs[0].mesh for spec in specs):
-        rules = [rule for rule in rules if rule is list_rule]  # Index by index: call_per_mesh found that one sharding serves.
+        rules = [
+            rule for rule in rules if rule is list_rule
+        ]  # It works per index: call_per_mesh found that one sharding serves.
         if not rules:
-            raise ValueError(f"{op}: its DTensors are on different meshes: {[spec.mesh for spec in specs]}")
+            raise ValueError(f"{op}: its DTensors are on different meshes {[s.mesh for s in specs]}: put them on one")
     _hash_scalars(op)
     call = OpCall(op, schema.args_schema, schema.kwargs_schema, _Propagation(schema))
     why = ""
@@ -343,15 +353,15 @@ def _local_sharding(op: Any, schema: OpSchema) -> tuple[OutputSharding | None, s
 
 
 def _hash_scalars(op: Any) -> None:
-    """Have the C++ cache look at non-tensor arguments too, for ops that torch has no rule (so no cache key) for."""
+    """Add non-tensor arguments to the C++ cache key of an op for which torch has no rule, and so no key."""
     if not any(op in table for table in _key_tables()):
         _key_tables()[0][op] = _complete_key(op)
 
 
 def complete_keys() -> None:
-    """Have the C++ cache tell apart calls that differ in a tensor given by keyword (``out=``), or in the size of an output.
+    """Complete the C++ cache keys of torch's ops with tensors given by keyword (``out=``) and sizes of outputs.
 
-    It changes torch's tables; the hook on them in ``_register`` calls it once.
+    It changes torch's tables. The hook on these tables in ``_register`` calls it once.
     """
     for op in _INCOMPLETE_KEYS:
         for table in _key_tables()[1:]:
@@ -366,14 +376,14 @@ def complete_keys() -> None:
 
 
 def _key_tables() -> list[dict[Any, RuntimeSchemaInfo]]:
-    """Torch's tables of what belongs to the cache key of an op beside its positional tensors."""
+    """Torch's tables of the arguments that belong to an op's cache key in addition to its positional tensors."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     second = getattr(propagator, "op_to_schema_info_for_single_dim_strategy", None)
     return [propagator.op_to_schema_info] + ([second] if second is not None else [])
 
 
 def _complete_key(op: Any) -> RuntimeSchemaInfo:
-    """All arguments belong to the key, but for a generator, which has no hash: it changes no sharding."""
+    """A key with all arguments except generators, which have no hash and do not change the sharding."""
     names = [a.name for a in op._schema.arguments if a.kwarg_only and "Generator" not in str(a.type)]
     has_list = any("[]" in str(a.type) or "List[Tensor]" in str(a.type) for a in op._schema.arguments)
     return RuntimeSchemaInfo(1, static_kwargkey=names or None, needs_pytree=has_list)
@@ -412,11 +422,13 @@ def _output_spec(mesh: DeviceMesh, placements: tuple[Any, ...], meta: TensorMeta
 
 
 def _gathered(op: Any, schema: OpSchema, why: str) -> OutputSharding:
-    """DTensor's way for an op with no local one: replicate the ragged tensors, and ask torch.
+    """DTensor's way for an op that cannot run on local tensors: replicate the ragged tensors, then ask torch.
+
+    The dispatcher then issues the collectives of these redistributions.
 
     Raises:
-        NotImplementedError: the op writes to or aliases an argument, draws random numbers beside a tensor that is sharded or
-            pending a reduction, or torch has no rule for it.
+        NotImplementedError: the op writes to or aliases a ragged argument; it draws random numbers and another argument is
+            sharded or pending a reduction; or torch has no rule for it.
     """
     specs = _specs((schema.args_schema, schema.kwargs_schema))
     if _writes_to_ragged(op, schema) or returns_alias(op) or _ragged_specs_by_keyword(schema):
@@ -435,7 +447,7 @@ def _gathered(op: Any, schema: OpSchema, why: str) -> OutputSharding:
         raise unsupported(op, specs, "DTensor itself has no sharding rule for it") from error
     wanted = answer.redistribute_schema or gathered
     if op._schema.is_mutable and any(a != b for a, b in zip(given, _specs(wanted.args_schema)) if not has_ragged(a.placements)):
-        raise unsupported(op, specs, "the tensor that it writes to would have to be redistributed")
+        raise unsupported(op, specs, "the tensor that it writes to would need a redistribution")
     if is_random(op) and not _draws_alike(specs, _specs(wanted.args_schema)):
         raise unsupported(op, specs, why)
     outputs = [spec and spec.placements for spec in pytree.tree_leaves(answer.output_spec)]
@@ -447,7 +459,7 @@ def _gathered(op: Any, schema: OpSchema, why: str) -> OutputSharding:
 
 
 def _draws_alike(given: list[DTensorSpec], wanted: list[DTensorSpec]) -> bool:
-    """Whether every rank sees what a single device sees, so that all draw the same numbers for the same elements."""
+    """Whether every rank has the whole arguments, so that all ranks draw the numbers of a single device."""
     usual = not any(has_ragged_rows(spec.placements) or any(p.is_partial() for p in spec.placements) for spec in given)
     return usual and all(p.is_replicate() for spec in wanted for p in spec.placements)
 

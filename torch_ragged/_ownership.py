@@ -1,8 +1,8 @@
-"""Ownership: which elements of a tensor a mesh coordinate holds, and where they lie in its local tensor.
+"""Ownership: which elements of a tensor each mesh coordinate holds, and at which offsets of its local tensor.
 
-This is the single source for local shapes, redistribution, checkpoint chunks and debug pictures. It is pure
-integer arithmetic: it knows neither processes, nor tensors, nor placements. A placement describes itself to
-this module as one *cut* per mesh dimension (:class:`Whole`, :class:`Chunk` or :class:`Run`).
+It is pure integer arithmetic and must not depend on processes, tensors or placements. Local shapes, redistribution, checkpoint
+chunks and debug pictures all follow from it. A placement describes itself to this module as one *cut* per mesh dimension
+(:class:`Whole`, :class:`Chunk` or :class:`Run`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Run:
 
     ``ndims`` is the length of the dimension prefix whose slices may not be cut; ``units[r]`` is the number of
     units of rank ``r``. With a ``split_factor`` tensor dimension 0 is first cut into that many even pieces, and each
-    rank gets its run of every piece (StridedRaggedShard); a ``Chunk(0)`` to the right then chooses among the pieces.
+    rank gets its run of every piece (StridedRaggedShard). A ``Chunk(0)`` on a mesh dimension to the right then selects pieces.
     """
 
     ndims: int
@@ -71,9 +71,9 @@ Cut = Union[Whole, Chunk, Run]
 
 @dataclass(frozen=True)
 class Box:
-    """A box of the global tensor (one offset and one size per dimension), at a place in the local tensor.
+    """A box of the global tensor (one offset and one size per dimension), and where it lies in the local tensor.
 
-    ``local_offset`` and ``local_strides`` count elements of the local tensor's storage, as ``torch.as_strided`` does.
+    ``local_offset`` and ``local_strides`` count elements of the local tensor's storage, as for ``torch.as_strided``.
     """
 
     offsets: tuple[int, ...]
@@ -90,8 +90,7 @@ class Box:
 class Owned:
     """What one mesh coordinate holds: the shape of its local tensor and the boxes in it, in storage order.
 
-    ``flat`` says whether the local tensor is 1-D (some cut is a :class:`Run`) or an array of as many dimensions as
-    the tensor.
+    If ``flat``, the local tensor is 1-D (some cut is a :class:`Run`). Otherwise it has as many dimensions as the tensor.
     """
 
     local_shape: tuple[int, ...]
@@ -119,7 +118,7 @@ def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def run_range(numel: int, units: Units, index: int) -> tuple[int, int]:
-    """Start and stop of rank ``index`` in a flat range of ``numel`` elements cut by ``units`` (section 2 of the design)."""
+    """Start and stop of rank ``index`` in a flat range of ``numel`` elements cut by ``units``, as RaggedShard defines it."""
     unit = numel // units.total
     return unit * units.before(index), unit * units.before(index + 1)
 
@@ -127,7 +126,7 @@ def run_range(numel: int, units: Units, index: int) -> tuple[int, int]:
 def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cut the flat row-major interval ``[start, stop)`` of ``shape`` into boxes, in storage order.
 
-    At most ``2 * ndim - 1`` boxes come out: a ragged head, whole slices, a ragged tail, for every dimension::
+    The result has at most ``2 * ndim - 1`` boxes: a ragged head, whole slices and a ragged tail, for every dimension::
 
         shape (4, 6), interval [4, 21)         . . . . H H
                                                M M M M M M
@@ -165,7 +164,7 @@ def boxes_of_interval(shape: Sequence[int], start: int, stop: int) -> list[tuple
 def owned(shape: tuple[int, ...], mesh_shape: tuple[int, ...], cuts: tuple[Cut, ...], coordinate: tuple[int, ...]) -> Owned:
     """What the rank at ``coordinate`` of a mesh of ``mesh_shape`` owns of a tensor of ``shape`` under ``cuts``.
 
-    Cuts apply from left to right, each to the piece that the cuts before it left over.
+    Cuts apply from left to right, each to the piece that the previous cuts leave.
 
     Raises:
         ValueError: the cuts have no meaning together (two runs; a chunk of a dimension that a run may cut; uneven
@@ -185,10 +184,10 @@ def owned_near(
     mesh_dims: tuple[int, ...],
     other: Owned,
 ) -> list[tuple[int, Owned]]:
-    """What the ranks own that differ from ``coordinate`` in ``mesh_dims`` only, less those that share nothing with ``other``.
+    """A superset of the ranks whose elements overlap ``other``. Ranks differ from ``coordinate`` only in ``mesh_dims``.
 
     Returns:
-        the index of each rank, in row-major order over ``mesh_dims``, and what it owns; perhaps some that share nothing too.
+        for each rank: its index, in row-major order over ``mesh_dims``, and what it owns.
     """
     if not other.numel:
         return []
@@ -198,22 +197,22 @@ def owned_near(
     pieces = [(0, _Piece(shape))]
     for mesh_dim, (cut, parts) in enumerate(zip(cuts, mesh_shape)):
         free, smaller = mesh_dim in mesh_dims, []
-        for position, piece in pieces:
+        for rank, piece in pieces:
             for index in piece.indices_near(cut, parts, bounds) if free else (coordinate[mesh_dim],):
                 part = piece if isinstance(cut, Whole) else piece.copy()
                 part.apply(cut, parts, index)
                 if part.may_share(bounds):
-                    smaller.append((position * parts + index if free else position, part))
+                    smaller.append((rank * parts + index if free else rank, part))
         pieces = smaller
-    return [(position, piece.owned()) for position, piece in pieces]
+    return [(rank, piece.owned()) for rank, piece in pieces]
 
 
 class _Piece:
-    """What is left of a tensor while cuts are applied one after another.
+    """The part of a tensor that remains while cuts are applied one after another.
 
-    ``segments[d]`` are the index ranges (start, stop) of dimension ``d`` that are left, in order: one, unless a
-    strided chunk took several. ``_runs`` are the flat intervals that a run took of the first ``_ndims``
-    dimensions of the piece, one per piece of a strided run.
+    ``segments[d]`` are the remaining index ranges (start, stop) of dimension ``d``, in order: one range, or several after a
+    strided chunk. ``_run`` is the run that was applied, if any. ``_prefix`` is the shape of the leading dimensions that it
+    cuts. ``_runs`` are the remaining flat intervals of that prefix, one per piece of a strided run.
     """
 
     def __init__(self, shape: Sequence[int]) -> None:
@@ -232,14 +231,14 @@ class _Piece:
         return other
 
     def may_share(self, bounds: Sequence[tuple[int, int]]) -> bool:
-        """Whether some element may lie in the box of ``bounds``: (start, stop) of each dimension."""
+        """Whether an element may lie in the box of ``bounds``: (start, stop) of each dimension."""
         for ranges, (low, high) in zip(self.segments, bounds):
             if not any(start < high and low < stop for start, stop in ranges):
                 return False
         return self._run is None or bool(self._runs_near(bounds))
 
     def _runs_near(self, bounds: Sequence[tuple[int, int]]) -> Sequence[int]:
-        """Which of the run's pieces may have elements in the box of ``bounds``; all where it is not plain."""
+        """The indices of the run's pieces that may have elements in the box of ``bounds``; all indices in complex cases."""
         if not self._prefix or len(self.segments[0]) > 1:
             return range(len(self._runs))
         inner, first = math.prod(self._prefix[1:]), self.segments[0][0][0]
@@ -247,7 +246,7 @@ class _Piece:
         return [piece for piece, (start, stop) in enumerate(self._runs) if start < high and low < stop]
 
     def indices_near(self, cut: Cut, parts: int, bounds: Sequence[tuple[int, int]]) -> Iterable[int]:
-        """The ranks, of ``parts`` under ``cut``, that may own elements in the box of ``bounds``; all where it is not plain."""
+        """The ranks, of ``parts`` under ``cut``, that may own elements in the box of ``bounds``; all ranks in complex cases."""
         dim = cut.dim if isinstance(cut, Chunk) else 0
         if self._run and cut == Chunk(0) and len(self._runs) % parts == 0:
             return sorted({piece * parts // len(self._runs) for piece in self._runs_near(bounds)})
@@ -258,7 +257,7 @@ class _Piece:
         if isinstance(cut, Chunk):
             step = -(-(stop - start) // parts) or 1
             return range(parts) if cut.split_factor > 1 else range(low // step, min(-(-high // step), parts))
-        rows = (stop - start) // cut.split_factor  # Of each piece, if the run is strided.
+        rows = (stop - start) // cut.split_factor  # The rows of each piece, if the run is strided.
         inner = math.prod(self.shape[1 : cut.ndims])
         unit = rows * inner // cut.units.total
         if not (cut.ndims and unit) or high - low > rows:
@@ -271,7 +270,7 @@ class _Piece:
         return sorted(near)
 
     def indices_of_all_shapes(self, cut: Cut, parts: int) -> Iterable[int]:
-        """Ranks, of ``parts`` under ``cut``, whose pieces have all the shapes that there are."""
+        """A few ranks, of ``parts`` under ``cut``, whose pieces together have every shape that occurs."""
         if not isinstance(cut, Chunk):
             return (0,)
         if cut.split_factor > 1 or cut.dim >= len(self.segments):
@@ -281,7 +280,7 @@ class _Piece:
         return {0, min(after_full_ones, parts - 1), parts - 1}
 
     def apply(self, cut: Cut, parts: int, index: int) -> None:
-        """Keep what the rank at ``index`` of ``parts`` gets of this piece under ``cut``."""
+        """Keep only the part of this piece that the rank at ``index`` of ``parts`` gets under ``cut``."""
         if isinstance(cut, Chunk):
             self._apply_chunk(cut, parts, index)
         elif isinstance(cut, Run):
@@ -290,7 +289,7 @@ class _Piece:
     def _apply_chunk(self, cut: Chunk, parts: int, index: int) -> None:
         shape = self.shape
         if cut.dim >= len(shape):
-            raise ValueError(f"Shard({cut.dim}) on a tensor of {len(shape)} dimensions: it has no dimension {cut.dim}")
+            raise ValueError(f"Shard({cut.dim}) on a tensor of {len(shape)} dimensions: shard a dimension that the tensor has")
         if parts == 1:
             return
         if self._run is not None and cut.dim < max(self._run.ndims, self._run.split_factor > 1):
@@ -310,14 +309,13 @@ class _Piece:
         if cut != Chunk(0) or strided == 1:
             name = f"Shard({cut.dim})" if cut.split_factor == 1 else f"_StridedShard({cut.dim})"
             raise ValueError(
-                f"{name} after a ragged placement over dims {tuple(range(ndims))} of the same tensor would cut "
-                "its units. Shard first and keep units whole: use (StridedRaggedShard, Shard(0)) instead, or give the "
-                f"ragged placement at most {cut.dim} dims"
+                f"{name} to the right of a ragged placement over dims {tuple(range(ndims))} would cut its units. Use "
+                f"(StridedRaggedShard, Shard(0)) instead, or give the ragged placement at most {cut.dim} dims"
             )
         if len(self._runs) % parts:
             raise ValueError(
-                f"Shard(0) over {parts} ranks after a StridedRaggedShard with split_factor={strided}: the split_factor must "
-                "be the number of ranks that shard dimension 0 to the right of it, or a multiple of it"
+                f"Shard(0) over {parts} ranks to the right of a StridedRaggedShard with split_factor={strided}: the "
+                "split_factor must be the number of ranks that shard dimension 0 to its right, or a multiple of that number"
             )
         keep = len(self._runs) // parts
         self._runs = self._runs[index * keep : (index + 1) * keep]
@@ -329,8 +327,8 @@ class _Piece:
         if cut.split_factor > 1 and (not shape or shape[0] % cut.split_factor):
             raise ValueError(
                 f"StridedRaggedShard with split_factor={cut.split_factor} on a piece of shape {shape}: uneven Shard(0) under "
-                f"a StridedRaggedShard has no meaning, dimension 0 must divide into {cut.split_factor} pieces. Use a "
-                "dimension 0 (or a padded one) that the ranks of Shard(0) divide, or shard another dimension"
+                f"a StridedRaggedShard has no meaning. Dimension 0 must be a multiple of {cut.split_factor}: pad it, or shard "
+                "another dimension"
             )
         rows = shape[0] // cut.split_factor if shape else 1
         check_units((rows, *shape[1:]) if shape else (), cut)
@@ -339,12 +337,12 @@ class _Piece:
         self._run, self._prefix = cut, shape[: cut.ndims]
         if cut.ndims or cut.split_factor == 1:
             self._runs = [(piece * prefix + start, piece * prefix + stop) for piece in range(cut.split_factor)]
-        else:  # Each piece is one unit: runs of whole pieces of dimension 0.
+        else:  # Each piece is one unit, so a run holds whole pieces of dimension 0.
             self._prefix = shape[:1]
             self._runs = [(piece * rows + start * rows, piece * rows + stop * rows) for piece in range(cut.split_factor)]
 
     def collapsed_shape(self) -> tuple[int, ...]:
-        """The shape, with the prefix that a run cut as one dimension."""
+        """The shape; if a run cuts a prefix, the prefix counts as one dimension."""
         if self._run is None:
             return self.shape
         return (sum(stop - start for start, stop in self._runs), *self.shape[len(self._prefix) :])
@@ -354,31 +352,33 @@ class _Piece:
         if self._run is None:
             return Owned(shape, tuple(self._boxes([0] * len(shape), shape, 0, row_major(shape))), flat=False)
         boxes: list[Box] = []
-        rest, position = shape[len(self._prefix) :], 0
+        rest, local_offset = shape[len(self._prefix) :], 0
         inner = math.prod(rest)
         for start, stop in _joined(self._runs):
             for offsets, sizes in boxes_of_interval(self._prefix, start, stop) if inner else []:
                 local = (*sizes, *rest)
-                boxes += self._boxes([*offsets, *(0,) * len(rest)], local, position, row_major(local))
-                position += math.prod(local)
+                boxes += self._boxes([*offsets, *(0,) * len(rest)], local, local_offset, row_major(local))
+                local_offset += math.prod(local)
         return Owned((inner * sum(stop - start for start, stop in self._runs),), tuple(boxes), flat=True)
 
-    def _boxes(self, offsets: Sequence[int], sizes: Sequence[int], position: int, strides: tuple[int, ...]) -> Iterator[Box]:
-        """The global boxes of a box of this piece, which lies at ``position`` in the local tensor."""
-        if all([len(ranges) == 1 for ranges in self.segments]):  # One box, in well under half the time.
+    def _boxes(
+        self, offsets: Sequence[int], sizes: Sequence[int], local_offset: int, strides: tuple[int, ...]
+    ) -> Iterator[Box]:
+        """The global boxes of a box of this piece, which starts at ``local_offset`` of the local tensor."""
+        if all([len(ranges) == 1 for ranges in self.segments]):  # The common case is one box: it takes less than half the time.
             starts = tuple([ranges[0][0] + offset for ranges, offset in zip(self.segments, offsets)])
-            yield Box(starts, tuple(sizes), position, strides)
+            yield Box(starts, tuple(sizes), local_offset, strides)
             return
         ranges = []
         for dim, (offset, size) in enumerate(zip(offsets, sizes)):
-            place, parts = 0, []
+            index, parts = 0, []
             for start, stop in _within(self.segments[dim], offset, offset + size) or [(self._start(dim), self._start(dim))]:
-                parts.append((start, stop - start, place))
-                place += stop - start
+                parts.append((start, stop - start, index))
+                index += stop - start
             ranges.append(parts)
         for box in itertools.product(*ranges):
-            starts, lengths, places = zip(*box) if box else ((), (), ())
-            local = position + sum(place * stride for place, stride in zip(places, strides))
+            starts, lengths, indices = zip(*box) if box else ((), (), ())
+            local = local_offset + sum(index * stride for index, stride in zip(indices, strides))
             yield Box(tuple(starts), tuple(lengths), local, strides)
 
     def _start(self, dim: int) -> int:
@@ -386,7 +386,7 @@ class _Piece:
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Index ranges with empty ones left out and neighbours joined."""
+    """Index ranges without the empty ones; neighbours are joined."""
     result: list[tuple[int, int]] = []
     for start, stop in ranges:
         if start < stop:
@@ -395,12 +395,12 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _within(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """The part ``[start, stop)`` of the concatenation of index ranges; empty ranges are left out, neighbours joined."""
-    result, position = [], 0
+    """The part ``[start, stop)`` of the concatenation of index ranges; empty ranges are left out, neighbours are joined."""
+    result, before = [], 0
     for first, last in ranges:
-        low, high = max(start, position), min(stop, position + last - first)
-        result.append((first + low - position, first + high - position))
-        position += last - first
+        low, high = max(start, before), min(stop, before + last - first)
+        result.append((first + low - before, first + high - before))
+        before += last - first
     return _joined(result)
 
 
@@ -415,20 +415,23 @@ def piece_shape(
 
 
 def is_nested(inner: Cut, outer: Cut) -> bool:
-    """Whether ``inner`` cuts the pieces that ``outer``, on a mesh dimension to its left, leaves over.
+    """Whether ``inner`` cuts the pieces that ``outer``, on a mesh dimension to its left, leaves.
 
-    Otherwise the two are orthogonal: what a rank owns under one does not depend on the other.
+    If not, the two are orthogonal: the part that a rank owns under one cut does not depend on the other.
     """
     if not isinstance(outer, Chunk):
-        return False  # A chunk beside a run takes other dimensions, or chooses among a strided run's pieces.
+        return False  # A chunk to the right of a run cuts other dimensions, or selects pieces of a strided run.
     if isinstance(inner, Chunk):
         return inner.dim == outer.dim
     return isinstance(inner, Run) and outer.dim < max(inner.ndims, inner.split_factor > 1)
 
 
 def check_cuts(shape: tuple[int, ...], mesh_shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> None:
-    """Raise ``ValueError`` unless every rank of the mesh can own a piece under ``cuts``, as :func:`owned` does."""
-    pieces = [_Piece(shape)]  # Uneven chunks leave pieces of different shapes: one of each is checked further.
+    """Raise the ``ValueError`` of :func:`owned` if ``cuts`` are illegal for any rank of the mesh.
+
+    All ranks check all shapes of pieces, so all ranks raise the same error.
+    """
+    pieces = [_Piece(shape)]  # Uneven chunks leave pieces of different shapes: one piece of each shape is checked further.
     for cut, parts in zip(cuts, mesh_shape):
         by_shape: dict[tuple[int, ...], _Piece] = {}
         for piece in pieces:
@@ -444,11 +447,11 @@ def check_units(shape: tuple[int, ...], cut: Run) -> None:
     name = "RaggedShard" if cut.split_factor == 1 else "StridedRaggedShard"
     dims = tuple(range(cut.ndims))
     if cut.ndims > len(shape):
-        raise ValueError(f"{name} over dims {dims} on a tensor of shape {shape}: it has only {len(shape)} dimensions")
+        raise ValueError(f"{name} over dims {dims} on a tensor of shape {shape}: give at most {len(shape)} dims")
     prefix, total = math.prod(shape[: cut.ndims]), cut.units.total
     if prefix % total:
         piece = "" if cut.split_factor == 1 else f"each of the {cut.split_factor} pieces of "
         raise ValueError(
             f"{name}(dims={dims}, local_units={cut.units!r}) cannot cut {piece}shape {shape}: its {prefix} "
-            f"slices along these dims do not divide into {total} units. Choose units whose sum divides {prefix}"
+            f"slices over these dims do not divide into {total} units. Choose units whose sum divides {prefix}"
         )

@@ -1,26 +1,26 @@
 """The extension protocol: a placement may bring its own rules, and DTensor asks it for them.
 
-DTensor knows by heart what Shard, Replicate and Partial mean. A placement of another kind names a
-:class:`PlacementExtension`, in its class attribute ``extension``, and wherever DTensor would look at the kind of a placement,
-it asks the extension in place of its own code. ``Placement.extension`` is None (a hook of ``_register`` sets it), so placements
-that name none, torch's own, pay for one look at that attribute::
+It must not change the results or collectives of plain DTensors. DTensor's code contains the meaning of Shard, Replicate and
+Partial. A placement of another type names a :class:`PlacementExtension` in its class attribute ``extension``. Wherever DTensor
+would check the type of a placement, it asks the extension instead of its own code. ``Placement.extension`` is None (a hook of
+``_register`` sets it), so torch's own placements pay for one read of that attribute::
 
     extension = extension_of(placements)
     if extension is not None:
         return extension.distribute_tensor(tensor, mesh, placements, src_data_rank)
 
-One extension answers for all placements of a tensor: it knows its own kind and what may stand beside it.
+One extension answers for all placements of a tensor: it knows its own placements and the placements that they combine with.
 
 ==========================  =============================================================================================
-part                        what it answers
+part                        questions that it answers
 ==========================  =============================================================================================
-:class:`PlacementExtension`  layout: which local tensor a rank holds, how to make it, how to move it
-:class:`OpExtension`         operators and factories: how one runs on local tensors, how its outputs are placed
-:class:`CheckpointExtension`  which boxes of the tensor a rank holds, for torch.distributed.checkpoint
+:class:`PlacementExtension`  layout: which local tensor does a rank hold, how is it made, how is it moved
+:class:`OpExtension`         operators and factories: how do they run on local tensors, how are their outputs placed
+:class:`CheckpointExtension`  which boxes of the tensor does a rank hold, for torch.distributed.checkpoint
 ==========================  =============================================================================================
 
-A part that an extension does not bring is an error that says so, never DTensor's own rule: that would take the placement
-for another.
+If an extension does not bring a part, DTensor raises an error that says so. DTensor's own rule never runs, because it would
+mistake the placement for another.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class OpExtension:
     def propagate(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], op_info: OpInfo, try_cache: bool
     ) -> Any:
-        """The sharding of an op, or its result. Called when the dispatcher's cache of shardings has no answer.
+        """The sharding of an op, or its result. It is called when the dispatcher's cache of shardings has no answer.
 
         Returns:
-            an OutputSharding, which the dispatcher caches under the op's schema and runs; one that has a method
-            ``local_results(op, op_info)`` runs the op on the local tensors itself. Or what the op returns, as DTensors.
+            an OutputSharding, which the dispatcher caches under the op's schema and runs. If it has a method
+            ``local_results(op, op_info)``, this method runs the op on the local tensors. Or the op's results, as DTensors.
 
         Raises:
             NotImplementedError: the op cannot run; the text says what to redistribute to.
@@ -66,16 +66,16 @@ class OpExtension:
         raise NotImplementedError
 
     def dispatch(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an op for which the dispatcher has a handler of its own, which takes the place of sharding rules."""
+        """The result of an op for which the dispatcher has a handler of its own instead of sharding rules."""
         raise NotImplementedError
 
     def factory(
         self, function: Callable[..., Any], size: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement], **options: Any
     ) -> DTensor:
-        """``torch.distributed.tensor.zeros`` and the like: the DTensor of what ``function`` makes on one device.
+        """``torch.distributed.tensor.zeros``, ``rand`` and others: the DTensor with the values of ``function`` on one device.
 
         Args:
-            function: ``torch.zeros`` and the like.
+            function: ``torch.zeros``, ``torch.rand`` and others.
             size: the global shape.
             options: as ``torch.distributed.tensor`` passes them on: dtype, layout, requires_grad, fill_value of ``full``.
         """
@@ -83,7 +83,7 @@ class OpExtension:
 
 
 class CheckpointExtension:
-    """What ranks hold, for torch.distributed.checkpoint (DCP). No method communicates."""
+    """The boxes that a rank holds, for torch.distributed.checkpoint (DCP). No method may communicate."""
 
     def create_write_items(self, fqn: str, tensor: DTensor) -> list[Any]:
         """DCP's ``WriteItem`` of each box that this rank holds."""
@@ -98,21 +98,22 @@ class CheckpointExtension:
         raise NotImplementedError
 
     def from_full(self, tensor: DTensor, full: torch.Tensor, device: torch.device) -> DTensor:
-        """``tensor``, or one like it on ``device`` if it is a meta tensor, with the values of ``full``.
+        """``tensor`` with the values of ``full``; if ``tensor`` is a meta tensor, a new one on ``device``.
 
         Args:
-            full: a plain tensor of the global shape, which every rank has.
+            full: a plain tensor of the global shape, equal on every rank.
         """
         raise NotImplementedError
 
 
 class PlacementExtension:
-    """What a family of placements brings to DTensor in place of DTensor's own rules.
+    """The rules that a family of placements brings to DTensor instead of DTensor's own rules.
 
-    ``placements`` are all placements of a tensor, one per mesh dimension; at least one of them is of the family.
+    ``placements`` are all placements of a tensor, one per mesh dimension; at least one of them belongs to the family.
 
     Attributes:
-        ops, checkpoint: the other parts; None where the family does not bring them.
+        ops: the operator part; None if the family does not bring it.
+        checkpoint: the checkpoint part; None if the family does not bring it.
     """
 
     ops: Optional[OpExtension] = None
@@ -121,30 +122,30 @@ class PlacementExtension:
     def from_local(
         self, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], run_check: bool, shape: Any
     ) -> tuple[tuple[Placement, ...], torch.Size, tuple[int, ...]]:
-        """Check a local tensor that a DTensor is to be made of.
+        """Check the local tensor of a new DTensor.
 
         Args:
-            run_check: whether ranks must agree, which may communicate.
+            run_check: whether ranks must agree; if set, the method may communicate.
             shape: the global shape; None if it was not given.
 
         Returns:
             the normalised placements, the global shape and the global stride.
 
         Raises:
-            ValueError: the local tensor is not what this rank holds of such a tensor.
+            ValueError: the local tensor does not have the shape that this rank holds of such a tensor.
         """
         raise self._lacks("DTensor.from_local")
 
     def distribute_tensor(
         self, tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], src_data_rank: Optional[int]
     ) -> DTensor:
-        """``distribute_tensor``; the arguments are not checked yet."""
+        """``distribute_tensor``. The method must check the arguments."""
         raise self._lacks("distribute_tensor")
 
     def local_shape_and_global_offset(
         self, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shape of the local tensor, and the offset of the one box of the global tensor that it is."""
+        """The shape of the local tensor, and its offset in the global tensor if it is one box of it."""
         raise self._lacks("compute_local_shape_and_global_offset")
 
     def redistribute(
@@ -159,59 +160,59 @@ class PlacementExtension:
         """Move a local tensor from or to such placements.
 
         Args:
-            async_op: whether the result may be a tensor that waits when it is used.
-            is_explicit: whether the user asked for it, for ``DebugMode``.
+            async_op: whether the result may be a tensor that waits at first use.
+            is_explicit: whether the user called redistribute, for ``DebugMode``.
         """
         raise self._lacks("redistribution")
 
     def to_local_gradient(
         self, spec: DTensorSpec, placements: Optional[Sequence[Placement]], gradient: torch.Tensor
     ) -> DTensor:
-        """The gradient of a DTensor of ``spec``, of the local ``gradient`` of its ``to_local()``.
+        """The gradient of a DTensor with ``spec``, made from the local ``gradient`` of its ``to_local()``.
 
         Args:
-            placements: of the gradient, where the user gave them.
+            placements: the placements of the gradient; None if the user gave none.
         """
         raise self._lacks("the backward of DTensor.to_local")
 
     def rank_hash(self, spec: DTensorSpec) -> str:
-        """What tells apart the ranks whose compiled graphs differ; ranks of one machine share graphs on disk."""
+        """A text that differs between ranks if their compiled graphs differ; ranks of one machine share graphs on disk."""
         return ""
 
     def op_extension(self, op: Any) -> OpExtension:
-        """``ops``.
+        """The operator part.
 
         Raises:
-            NotImplementedError: the placements bring none.
+            NotImplementedError: the placements bring no operator part.
         """
         if self.ops is None:
             raise self._lacks(str(op))
         return self.ops
 
     def checkpoint_extension(self) -> CheckpointExtension:
-        """``checkpoint``.
+        """The checkpoint part.
 
         Raises:
-            NotImplementedError: the placements bring none.
+            NotImplementedError: the placements bring no checkpoint part.
         """
         if self.checkpoint is None:
             raise self._lacks("torch.distributed.checkpoint")
         return self.checkpoint
 
-    def _lacks(self, what: str) -> NotImplementedError:
-        return NotImplementedError(f"{type(self).__name__} brings no rule for {what}: redistribute to Replicate or Shard first")
+    def _lacks(self, name: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} brings no rule for {name}: redistribute to Replicate or Shard first")
 
 
 def extension_of(placements: Sequence[Placement]) -> Optional[PlacementExtension]:
-    """What answers for a tensor under ``placements``; None if DTensor itself does."""
-    for placement in placements:  # Asked of every redistribution of plain DTensors: nothing is called here.
+    """The extension that answers for a tensor under ``placements``; None if DTensor itself answers."""
+    for placement in placements:  # Every redistribution of plain DTensors runs this, so it calls no function.
         if placement.extension is not None:  # type: ignore[attr-defined]
             return placement.extension  # type: ignore[attr-defined]
     return None
 
 
 def extension_of_op(op_info: OpInfo) -> Optional[PlacementExtension]:
-    """What answers for an op with such arguments; None if DTensor itself does."""
+    """The extension that answers for an op with the arguments of ``op_info``; None if DTensor itself answers."""
     assert op_info.schema is not None
     for values in (op_info.flat_args_schema, op_info.schema.kwargs_schema.values()):
         for value in values:
@@ -221,9 +222,9 @@ def extension_of_op(op_info: OpInfo) -> Optional[PlacementExtension]:
 
 
 def ask_extensions(handlers: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """The dispatcher's handlers of ops, so that arguments whose placements bring their own operators are not given to them.
+    """The dispatcher's handlers of ops, wrapped: if a placement brings its own operators, the extension runs instead.
 
-    Those that do not look at placements stay as they are.
+    Handlers that do not read placements stay as they are.
     """
     aten = torch.ops.aten
     of_any_placement = {aten.is_same_size.default, aten.as_strided.default, aten.is_pinned.default}

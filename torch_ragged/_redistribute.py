@@ -1,23 +1,24 @@
-"""Redistribution to and from the ragged placements: a pair of placements -> a plan of steps -> collectives.
+"""Redistribution to and from the ragged placements: a pair of placements gives a plan of steps.
+
+It must not make the full tensor on a rank unless the target says Replicate. An element travels only if its owner changes.
 
 ==================================  ===============================================================================
 change                              step
 ==================================  ===============================================================================
-cut -> Replicate                    all-gather if the pieces are even; else one uneven all-to-all, or one broadcast per
-                                    owner where an all-to-all would need a much larger send buffer
+cut -> Replicate                    all-gather if the pieces are even; otherwise one uneven all-to-all, or one broadcast per
+                                    owner if an all-to-all would need a much larger send buffer
 Replicate -> cut                    local copy
-cut -> another cut                  one uneven all-to-all, on the flattened mesh where several mesh dimensions take part; an
-                                    element travels only if its owner changes
-Partial -> cut                      reduce-scatter if the pieces are even; else uneven all-to-alls and a local reduction in
-                                    rank order, or one reduce per owner where these would be too many
+cut -> another cut                  one uneven all-to-all, on the flattened mesh if several mesh dimensions take part
+Partial -> cut                      reduce-scatter if the pieces are even; otherwise uneven all-to-alls and a local reduction
+                                    in rank order, or one reduce per owner if that takes fewer collectives
 Partial -> Replicate                all-reduce
 cut or Replicate -> Partial         local: every other rank contributes the identity of the reduction
-equal ownership                     nothing: the local tensor is aliased
+equal ownership                     none: the local tensor is aliased
 ==================================  ===============================================================================
 
-A cut is any of Shard, _StridedShard, RaggedShard, StridedRaggedShard. Where a cut on one mesh dimension is nested in one that
-is pending a reduction on another, the reduction is an all-reduce. Collectives go through ``torch.ops._c10d_functional``, so
-that they trace and CommDebugMode counts them.
+A cut is any of Shard, _StridedShard, RaggedShard, StridedRaggedShard. If a cut on one mesh dimension is nested in the cut that
+a pending reduction on another mesh dimension would make, the reduction is an all-reduce. Collectives are operators of
+``torch.ops._c10d_functional``, so that torch.compile traces them and CommDebugMode counts them.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from torch_ragged.placement_types import cuts_of, has_ragged
 
 __all__ = ["REDUCTIONS", "Pending", "all_to_all", "broadcast_local", "mesh_group", "plan", "redistribute_local"]
 
-# Above this ratio of send (or receive) buffer to tensor, one collective per owner is used instead of one all-to-all.
+# If the send (or receive) buffer of one all-to-all exceeds the tensor by this factor, other collectives are used.
 _MAX_BUFFER_RATIO = 2
 
 _IDENTITY = {"sum": -0.0, "avg": -0.0, "max": -math.inf, "min": math.inf}
 REDUCTIONS = frozenset(_IDENTITY)
-"""The reductions of a Partial that are redistributed here."""
+"""The reductions of a Partial that this module redistributes."""
 
 
-# What every backend sends and reduces.
+# The dtypes that every backend sends and reduces.
 _CARRIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _CARRIED |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 
@@ -66,27 +67,28 @@ def plan(
     target: tuple[Placement, ...],
     coordinate: tuple[int, ...],
 ) -> tuple[Step, ...]:
-    """The steps by which the rank at ``coordinate`` turns ``source`` into ``target`` placements.
+    """The steps by which the rank at ``coordinate`` changes ``source`` to ``target`` placements.
 
-    Its cost grows with the number of ranks, not with the size of the tensor; plans are cached.
+    Kinds and order of the steps are equal on all ranks: they depend on the placements and not on ``coordinate``. The cost of a
+    plan grows with the number of ranks, not with the size of the tensor. Plans are cached.
     """
     route = Route(shape, mesh_shape, coordinate, cuts_of(source))
     pairs = list(enumerate(zip(source, target)))
     reductions = {i: s.reduce_op for i, (s, t) in pairs if isinstance(s, Partial) and s != t}
     fills = {i: t.reduce_op for i, (s, t) in pairs if isinstance(t, Partial) and s != t}
     goal = list(cuts_of(target))
-    for i in fills:  # A piece that can stay where it is until the fill need not be gathered.
+    for i in fills:  # If a piece can keep its owner until the fill, it need not be all-gathered.
         kept = [*goal[:i], route.cuts[i], *goal[i + 1 :]]
         if route.is_free(i, kept):
             goal = kept
     only_cuts = all(isinstance(a, Whole) for i, (a, b) in enumerate(zip(route.cuts, goal)) if a != b and i not in reductions)
     if only_cuts and all(route.is_free(i, goal) for i in reductions):
-        route.move(tuple(Whole() if i in reductions else cut for i, cut in enumerate(goal)))  # Local: less to reduce.
+        route.move(tuple(Whole() if i in reductions else cut for i, cut in enumerate(goal)))  # A local cut, so less to reduce.
     for i, operation in reductions.items():
         onto_owners = route.is_free(i, route.replace(i, goal[i]))
         route.reduce(i, operation, goal[i] if onto_owners else Whole())
     route.move(tuple(goal))
-    for i, operation in reversed(fills.items()):  # A cut that is nested in another becomes pending before it.
+    for i, operation in reversed(fills.items()):  # A nested cut must become pending before the cut that contains it.
         route.fill(i, operation)
     return tuple(route.steps)
 
@@ -96,14 +98,14 @@ def plan(
 
 @dataclass
 class Pending:
-    """A local tensor whose data may still be under way.
+    """A local tensor whose data may still be in flight.
 
     Attributes:
-        data: the local tensor's elements, or what the collective fills.
+        data: the elements of the local tensor, or the tensor that the collective fills.
         local_shape: the shape of the local tensor.
-        unpack: makes a flat local tensor of ``data`` once it is there; None where it is that already.
-        in_flight: whether ``data`` is to be waited for.
-        dtype: of the local tensor, where ``data`` carries it as another type.
+        unpack: makes the flat local tensor from the completed ``data``; None if ``data`` is that tensor.
+        in_flight: whether ``data`` must be waited for.
+        dtype: the dtype of the local tensor, if ``data`` carries it as another dtype.
     """
 
     data: torch.Tensor
@@ -113,7 +115,7 @@ class Pending:
     dtype: torch.dtype | None = None
 
     def wait(self) -> torch.Tensor:
-        """The local tensor."""
+        """Wait for the data if it is in flight, and return the local tensor."""
         data = _c10d().wait_tensor(self.data) if self.in_flight else self.data
         return (data if self.unpack is None else self.unpack(data)).view(self.local_shape)
 
@@ -125,24 +127,26 @@ def redistribute_local(
     source: tuple[Placement, ...],
     target: tuple[Placement, ...],
 ) -> Pending:
-    """Move ``local`` from ``source`` to ``target`` placements.
+    """Move ``local`` from ``source`` to ``target`` placements, by the collectives of the table above.
 
     Args:
-        local: the local tensor under ``source``; 1-D where ``source`` holds a ragged placement.
+        local: the local tensor under ``source``; 1-D if ``source`` contains a ragged placement.
         shape: the global shape.
 
     Returns:
-        the local tensor under ``target``, perhaps still under way. It aliases ``local`` if both own the same elements.
+        the local tensor under ``target``, perhaps still in flight. It aliases ``local`` if both own the same elements.
 
     Raises:
-        ValueError: a placement is of an unknown kind, averages integers, or reduces numbers of a type that has no such order
-            or that no backend adds.
+        ValueError: the type of a placement is unknown, a Partial averages integers, or a Partial reduces numbers of a dtype
+            without that order, or of a dtype that no backend adds.
     """
     if local.dtype not in _CARRIED:
         return _redistribute_as_carried(local, mesh, shape, source, target)
     pairs = [p for p, q in (*zip(source, target), *zip(target, source)) if p != q and isinstance(p, Partial)]
     if any(p.reduce_op == "avg" for p in pairs) and not (local.is_floating_point() or local.is_complex()):
-        raise ValueError(f"redistribution from {source} to {target}: Partial('avg') needs floating point, got {local.dtype}")
+        raise ValueError(
+            f"redistribution from {source} to {target}: Partial('avg') needs floating point, got {local.dtype}: cast it"
+        )
     coordinate = _coordinate(mesh)
     result = Pending(local, tuple(local.shape))
     for step in plan(tuple(shape), tuple(mesh.shape), source, target, coordinate):
@@ -162,10 +166,12 @@ def _redistribute_as_carried(
     source: tuple[Placement, ...],
     target: tuple[Placement, ...],
 ) -> Pending:
-    """The same for types that backends do not know: pairs of reals, or bytes, in a last dimension that is never cut."""
+    """The same for dtypes that backends do not know: as pairs of reals, or bytes, in a last dimension that is never cut."""
     operations = {p.reduce_op for p, q in (*zip(source, target), *zip(target, source)) if p != q and isinstance(p, Partial)}
     if not operations <= ({"sum", "avg"} if local.dtype in (torch.complex64, torch.complex128) else set()):
-        raise ValueError(f"redistribution from {source} to {target}: {local.dtype} has no {', '.join(sorted(operations))}")
+        raise ValueError(
+            f"redistribution from {source} to {target}: cannot reduce {local.dtype} by {', '.join(sorted(operations))}: cast it"
+        )
     local = local.resolve_conj().resolve_neg()
     parts = torch.view_as_real(local) if operations else local.contiguous().unsqueeze(-1).view(torch.uint8)
     width, dtype = parts.shape[-1], local.dtype
@@ -183,17 +189,17 @@ def _redistribute_as_carried(
 def broadcast_local(
     tensor: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: tuple[Placement, ...]
 ) -> torch.Tensor:
-    """What this rank holds, under ``placements``, of the replicated ``tensor`` expanded to ``shape``.
+    """This rank's local tensor, under ``placements``, of the replicated ``tensor`` expanded to ``shape``.
 
-    Only elements of this rank are made, the expansion is never materialised. No communication.
+    Only the elements of this rank are made; the expansion is never materialised. No communication.
     """
     coordinate = _coordinate(mesh)
     mine = owned(tuple(shape), tuple(mesh.shape), cuts_of(placements), coordinate)
     expanded = tensor.expand(tuple(shape))
     result = tensor.new_empty(mine.numel)
     for box in mine.boxes:
-        place = result.as_strided(box.sizes, box.local_strides, box.local_offset)
-        place.copy_(expanded[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))])
+        part = result.as_strided(box.sizes, box.local_strides, box.local_offset)
+        part.copy_(expanded[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))])
     return result.view(mine.local_shape)
 
 
@@ -201,7 +207,7 @@ def _run_move(step: Move, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
     if step.stays:
         return Pending(flat, step.local_shape)
     packed = _pack(flat, step.sends)
-    if packed is flat:  # A new tensor, as redistribution gives everywhere but for equal ownership.
+    if packed is flat:  # Only equal ownership may give an alias.
         packed = flat.clone()
     unpack = _unpacking(step.receives, step.local_shape)
     return Pending(packed if unpack is None else unpack(packed), step.local_shape)
@@ -235,7 +241,7 @@ def _run_gather(step: Gather, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
 
 
 def _run_reduce(step: Reduce, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
-    """A sum's order of additions over uneven owners is the rank order; backends choose it for even ones."""
+    """Reduce onto owners. If owners are uneven, sums add in rank order; if they are even, the backend chooses the order."""
     group, rank = mesh_group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
     size, splits = mesh.size(step.mesh_dim), None if step.splits is None else tuple(step.splits)
     average = step.operation == "avg"
@@ -273,7 +279,10 @@ def _run_reduce(step: Reduce, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
 def _reduce_in_rounds(
     packed: torch.Tensor, splits: tuple[int, ...], rank: int, kernel: str, group: dist.ProcessGroup, rounds: int
 ) -> torch.Tensor:
-    """Reduce a slice of every owner's interval at a time, so that the largest owner needs no buffer of a row per rank."""
+    """Reduce one slice of every owner's interval per round: otherwise the largest owner needs a full-length row per rank.
+
+    The number of rounds is equal on all ranks: it follows from ``splits``, which all ranks know.
+    """
     size, pieces, reduced = len(splits), packed.split(splits), []
     for turn in range(rounds):
         ranges = [(split * turn // rounds, split * (turn + 1) // rounds) for split in splits]
@@ -285,7 +294,7 @@ def _reduce_in_rounds(
 
 
 def _reduce_rows(rows: torch.Tensor, operation: str) -> torch.Tensor:
-    """Reduce row by row, so that the order of additions is the rank order whatever the length."""
+    """Reduce row by row: then the order of additions is the rank order for any length."""
     combine: Any = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[operation]
     return functools.reduce(combine, rows.unbind(0))
 
@@ -303,7 +312,7 @@ def _run_fill(step: Fill, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
 
 
 def _fill_value(dtype: torch.dtype, operation: str) -> float | int | bool:
-    """The identity of a reduction; minus zero for sums, so that even a sum of -0.0 comes back bitwise."""
+    """The identity of a reduction. For sums it is minus zero, so that even -0.0 comes back bitwise."""
     if dtype.is_floating_point or dtype.is_complex:
         return _IDENTITY[operation]
     if dtype == torch.bool:
@@ -330,14 +339,14 @@ def _view(flat: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def _covers(parts: Sequence[Part], numel: int) -> bool:
-    """Whether the parts are the whole storage in order: then nothing is packed or unpacked."""
+    """Whether the parts are the whole storage in order, so that nothing needs packing or unpacking."""
     if not parts:
         return numel == 0
     return len(parts) == 1 and parts[0].is_contiguous and parts[0].numel == numel
 
 
 def _pack(flat: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
-    """The parts of a local tensor, one after another; ``flat`` itself where they are that."""
+    """The parts of a local tensor, one after another; ``flat`` itself if the parts cover it in order."""
     if _covers(parts, flat.numel()):
         return flat
     if not parts:
@@ -346,7 +355,7 @@ def _pack(flat: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
 
 
 def _unpacking(parts: Sequence[Part], local_shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What makes the flat local tensor of its parts, one after another; None where these are that."""
+    """A function that makes the flat local tensor from its packed parts; None if the packed parts are that tensor."""
     numel = math.prod(local_shape)
     if _covers(parts, numel):
         return None
@@ -378,9 +387,9 @@ def all_to_all(
 
 
 def _reduce(tensor: torch.Tensor, operation: str, root: int, group_name: str) -> torch.Tensor:
-    """Reduce onto rank ``root`` of a group: the reduced tensor there, nothing of use elsewhere. One ``dist.reduce``.
+    """Reduce onto rank ``root`` of a group, by one ``dist.reduce``. On other ranks the result has no defined values.
 
-    torch's functional collectives have none: this one is an operator of its own where torch.compile traces it.
+    torch's functional collectives lack this collective. If torch.compile traces, it is an operator of its own.
     """
     result = tensor.clone()
     dist.reduce(result, group=_groups[group_name], group_dst=root, op=getattr(dist.ReduceOp, operation.upper()))
@@ -398,9 +407,12 @@ def _(tensor: torch.Tensor, operation: str, root: int, group_name: str) -> torch
 
 
 def mesh_group(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> dist.ProcessGroup:
-    """The group of the ranks that differ from this one in ``mesh_dims`` only, in mesh order.
+    """The group of the ranks that differ from this rank only in ``mesh_dims``, in mesh order.
 
-    Groups over several dimensions are made when first needed, by their members alone, and kept as long as the world's is.
+    A group over several mesh dimensions is made at first use, by its members alone, and lives as long as the world's group.
+
+    Raises:
+        NotImplementedError: the ranks of several mesh dimensions are not in ascending order; torch sorts the ranks of a group.
     """
     if len(mesh_dims) == 1:
         return mesh.get_group(mesh_dims[0])
@@ -408,7 +420,7 @@ def mesh_group(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> dist.ProcessGrou
     ranks = tuple(mesh.mesh[where].flatten().tolist())
     if list(ranks) != sorted(ranks):
         raise NotImplementedError(
-            f"redistribution over mesh dimensions {mesh_dims} of {mesh}: its ranks are not in ascending order. Use a mesh "
+            f"redistribution over mesh dimensions {mesh_dims} of {mesh}: the ranks are not in ascending order. Use a mesh "
             "whose ranks ascend, or redistribute one mesh dimension at a time"
         )
     return group_of(ranks)

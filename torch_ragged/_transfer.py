@@ -1,15 +1,15 @@
-"""Transfer plans: what one rank packs, sends, receives and unpacks to change the placements of a tensor.
+"""Transfer plans: the parts that one rank packs, sends, receives and unpacks to change the placements of a tensor.
 
-A plan is a sequence of steps, each one collective at most, made from ownership alone: pure integers, no tensors and
-no processes. Most steps happen on one mesh dimension while the other dimensions keep their cuts; such a step is solved as a
-1-D problem on the piece of the tensor that the other dimensions leave over. Where both sides cut that piece into
-consecutive stretches of its storage (RaggedShard, Shard(0)), the splits follow from the boundaries, and nothing is packed::
+A plan follows from ownership alone and must not depend on tensors or processes. It is a sequence of steps, each with at most
+one collective. Most steps change one mesh dimension while the other dimensions keep their cuts. Such a step is a 1-D
+problem on the piece of the tensor that the other dimensions leave. If both sides cut that piece into consecutive
+stretches of its storage (RaggedShard, Shard(0)), the splits follow from the boundaries, and nothing is packed::
 
     before | 0 0 0 1 1 1 2 2 2 |     rank 0 sends 1 element to itself and 2 to rank 1,
     after  | 0 1 1 1 1 1 1 2 2 |     rank 2 sends 1 to rank 1 and 2 to itself
 
-Where one side cuts columns (``Shard(d)``), storage order is kept too, and a rank's stretch is spread over the columns' owners.
-Only strided cuts, and exchanges over several mesh dimensions, are worked out box by box.
+If one side cuts columns (``Shard(d)``), storage order is kept too, and a rank's stretch is spread over the columns' owners.
+Only strided cuts, and exchanges over several mesh dimensions, are computed box by box.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["Exchange", "Fill", "Gather", "Move", "Part", "Reduce", "Route", "Ste
 
 
 class Part(NamedTuple):
-    """A part of a local tensor's storage, as ``torch.as_strided`` describes it; contiguous ones are 1-D."""
+    """A part of a local tensor's storage, described as for ``torch.as_strided``; a contiguous part is 1-D."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -62,7 +62,10 @@ _FEW = 64  # ranks
 
 @dataclass(frozen=True)
 class Move:
-    """No communication: ``sends`` of the old local tensor become ``receives`` of the new one; an alias if ``stays``."""
+    """No communication: ``sends`` of the old local tensor become ``receives`` of the new one.
+
+    If ``stays``, the new local tensor is an alias of the old one.
+    """
 
     sends: tuple[Part, ...]
     receives: tuple[Part, ...]
@@ -74,8 +77,8 @@ class Move:
 class Exchange:
     """One uneven all-to-all over ``mesh_dims``: an element travels only if its owner changes.
 
-    ``send_splits[p]`` elements of the packed ``sends`` go to peer ``p``, ``receive_splits[p]`` come from it and fill
-    ``receives`` of the new local tensor in order.
+    ``send_splits[p]`` elements of the packed ``sends`` go to peer ``p``. ``receive_splits[p]`` elements come from peer ``p``.
+    They fill ``receives`` of the new local tensor in order.
     """
 
     mesh_dims: tuple[int, ...]
@@ -88,7 +91,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Gather:
-    """Every rank of ``mesh_dim`` gets everyone's ``sends``: ``splits[p]`` elements of peer ``p`` fill ``receives``."""
+    """Every rank of ``mesh_dim`` gets the ``sends`` of all ranks: ``splits[p]`` elements of peer ``p`` fill ``receives``."""
 
     mesh_dim: int
     splits: Sequence[int]
@@ -101,7 +104,7 @@ class Gather:
 class Reduce:
     """Reduce over ``mesh_dim`` by ``operation``, straight onto owners: peer ``p`` gets ``splits[p]`` of the ``sends``.
 
-    What is reduced fills ``receives``. ``splits`` is None for a reduction that everybody gets (all-reduce).
+    The reduced elements fill ``receives``. If ``splits`` is None, all ranks get all elements (all-reduce).
     """
 
     mesh_dim: int
@@ -114,9 +117,9 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Fill:
-    """No communication: a local tensor that is whole on ``mesh_dim``, this rank's part of it and the identity elsewhere.
+    """No communication: make a local tensor that is whole on ``mesh_dim``: this rank's part, and the identity elsewhere.
 
-    ``was_whole`` says that the old local tensor was whole too, so that one rank's contribution may be enough.
+    If ``was_whole``, the old local tensor was whole too, so one rank's contribution may be enough.
     """
 
     mesh_dim: int
@@ -131,9 +134,9 @@ Step = Union[Move, Exchange, Gather, Reduce, Fill]
 
 
 class Route:
-    """The steps from one set of cuts to another, for the rank at ``coordinate``; built by one method call a step.
+    """The steps from one set of cuts to another, for the rank at ``coordinate``; one method call builds each step.
 
-    Every rank of the mesh builds the same kinds of steps in the same order: they depend on cuts, not on coordinates.
+    Every rank of the mesh builds the same kinds of steps in the same order, because they depend on cuts and not on coordinates.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class Route:
         return (*self.cuts[:mesh_dim], cut, *self.cuts[mesh_dim + 1 :])
 
     def is_free(self, mesh_dim: int, cuts: Sequence[Cut]) -> bool:
-        """Whether ``cuts`` mean something, and ``mesh_dim`` could be cut otherwise without a change on other dimensions."""
+        """Whether ``cuts`` are legal, and another cut of ``mesh_dim`` would not change ownership on other mesh dimensions."""
         if any(is_nested(inner, cuts[mesh_dim]) for inner in cuts[mesh_dim + 1 :]):
             return False
         try:
@@ -160,7 +163,7 @@ class Route:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def move(self, target: tuple[Cut, ...]) -> None:
-        """Change ownership: no step at all, a local one, gathers, or one exchange."""
+        """Change ownership to ``target``: by no step, by a local step, by all-gathers, or by one exchange."""
         if target == self.cuts:
             return
         changed = [i for i, (old, new) in enumerate(zip(self.cuts, target)) if old != new]
@@ -174,8 +177,8 @@ class Route:
         if not crossed:
             self._stay(target)
         elif affected == changed == crossed and all(isinstance(target[i], Whole) for i in changed):
-            # What was cut last is gathered first, so that each gather is orthogonal to the rest. A strided run is orthogonal to
-            # the chunks that choose among its pieces, and contiguous while these choose: it goes before them.
+            # The last cut is all-gathered first, so that each all-gather is orthogonal to the remaining cuts. A strided run is
+            # orthogonal to the chunks that select its pieces, and contiguous as long as they do: it comes before these chunks.
             for i in sorted(changed, key=lambda i: (not _is_strided(self.cuts[i]), -i)):
                 self._gather(i)
         elif affected == changed == crossed and len(changed) == 1:
@@ -185,7 +188,7 @@ class Route:
         self.cuts = target
 
     def reduce(self, mesh_dim: int, operation: str, cut: Cut) -> None:
-        """Reduce what is pending on ``mesh_dim`` onto the owners that ``cut`` gives it."""
+        """Reduce the pending values on ``mesh_dim`` onto their owners under ``cut``."""
         local_shape = self._owned(self.replace(mesh_dim, cut)).local_shape
         if isinstance(cut, Whole):
             everything = _everything(math.prod(local_shape))
@@ -210,7 +213,7 @@ class Route:
         self.cuts = self.replace(mesh_dim, cut)
 
     def fill(self, mesh_dim: int, operation: str) -> None:
-        """Become pending on ``mesh_dim``: each rank contributes what it holds."""
+        """Make the tensor pending on ``mesh_dim``: each rank contributes the elements that it holds."""
         target = self.replace(mesh_dim, Whole())
         here, there = self._owned(self.cuts), self._owned(target)
         pairs = common_parts(here, there)
@@ -222,7 +225,7 @@ class Route:
     def _stay(self, target: tuple[Cut, ...]) -> None:
         here, there = self._owned(self.cuts), self._owned(target)
         pairs = common_parts(here, there)
-        # The decision to alias needs no agreement: nothing is communicated.
+        # Ranks may decide differently here, because neither a copy nor an alias communicates.
         stays = _contents(here) == _contents(there)
         sends, receives = _merged(p for p, _ in pairs), _merged(p for _, p in pairs)
         self.steps.append(Move(sends, receives, there.local_shape, stays))
@@ -250,7 +253,7 @@ class Route:
         self.cuts = target
 
     def _exchange_dim(self, mesh_dim: int, target: tuple[Cut, ...]) -> None:
-        """An exchange on one mesh dimension, the cuts of the others being orthogonal to it."""
+        """An exchange on one mesh dimension; the cuts of all other mesh dimensions are orthogonal to it."""
         size, rank = self.mesh_shape[mesh_dim], self.coordinate[mesh_dim]
         local_shape = self._owned(target).local_shape
         shape, before = self._piece(mesh_dim, self.cuts[mesh_dim])
@@ -271,7 +274,7 @@ class Route:
         self.steps.append(step)
 
     def _exchange(self, mesh_dims: tuple[int, ...], target: tuple[Cut, ...]) -> None:
-        """An exchange among the ranks that differ in ``mesh_dims`` only, in row-major order of these."""
+        """An exchange among the ranks that differ only in ``mesh_dims``, in row-major order over ``mesh_dims``."""
         here, there = self._owned(self.cuts), self._owned(target)
         if self._all_stay(mesh_dims, target):
             self.steps.append(Move((), (), there.local_shape, stays=True))
@@ -283,7 +286,10 @@ class Route:
         self.steps.append(_exchange_of(mesh_dims, size, sends, receives, there.local_shape))
 
     def _all_stay(self, mesh_dims: tuple[int, ...], target: tuple[Cut, ...]) -> bool:
-        """Whether no rank of the group owns anything new. Peers decide alike, since each looks at all until one differs."""
+        """Whether no rank of the group owns a new element.
+
+        It is equal on all ranks of the group, because each rank checks every peer until one differs.
+        """
         ranges = [range(size) if i in mesh_dims else (self.coordinate[i],) for i, size in enumerate(self.mesh_shape)]
         pairs = (
             [owned(self.shape, self.mesh_shape, cuts, where) for cuts in (self.cuts, target)]
@@ -297,11 +303,11 @@ class Route:
         return owned(self.shape, self.mesh_shape, cuts, self.coordinate)
 
     def _piece(self, mesh_dim: int, cut: Cut) -> tuple[tuple[int, ...], Cut]:
-        """The shape that the cuts of the other mesh dimensions leave over, and ``cut`` in terms of it."""
+        """The shape of the piece that the cuts of the other mesh dimensions leave, and ``cut`` in terms of that piece."""
         others = self.replace(mesh_dim, Whole())
         shape = piece_shape(self.shape, self.mesh_shape, others, self.coordinate)
         run = next((other for other in others if isinstance(other, Run)), None)
-        if run is not None and isinstance(cut, Chunk):  # The prefix that the run cuts is one dimension of the piece.
+        if run is not None and isinstance(cut, Chunk):  # In the piece, the prefix that the run cuts is one dimension.
             return shape, Chunk(max(cut.dim - max(run.ndims, run.split_factor > 1) + 1, 0), cut.split_factor)
         if isinstance(cut, Run) and cut.split_factor > 1:
             chosen = math.prod(size for i, size in enumerate(self.mesh_shape) if i > mesh_dim and self.cuts[i] == Chunk(0))
@@ -314,7 +320,7 @@ class Route:
 
 @lru_cache(maxsize=4096)
 def _stretches(shape: tuple[int, ...], cut: Cut, size: int) -> Units | None:
-    """The elements of each of ``size`` ranks, if the storage of ``shape`` is cut into one stretch a rank, in rank order."""
+    """The elements of each of ``size`` ranks if ``cut`` gives each rank one stretch of the storage of ``shape``, else None."""
     if isinstance(cut, Run) and cut.split_factor == 1:
         return cut.units.scaled(math.prod(shape) // cut.units.total)
     if isinstance(cut, Chunk) and cut.split_factor == 1 and math.prod(shape[: cut.dim]) == 1:
@@ -329,7 +335,7 @@ def _differences(bounds: Sequence[int]) -> tuple[int, ...]:
 
 
 def _splits(counts: Units) -> Sequence[int]:
-    """What a step keeps of the elements of each rank: of few ranks a tuple, which is read faster; of many their runs."""
+    """The elements of each rank in the form that a step stores: for few ranks a tuple, which is faster to read; else runs."""
     return counts if len(counts) > _FEW else tuple(counts)
 
 
@@ -349,32 +355,33 @@ def _exchange_stretches(mesh_dim: int, old: Units, new: Units, rank: int, local_
 
 @dataclass(frozen=True)
 class _Columns:
-    """A storage of rows of ``row`` elements, each cut into the same columns: ``bounds`` within a row, one stretch a rank.
+    """A storage of rows of ``row`` elements, all cut into the same columns: ``bounds`` within a row, one column per rank.
 
-    A rank's local tensor holds its columns of all rows, in storage order.
+    A rank's local tensor holds its column of all rows, in storage order.
     """
 
     row: int
     bounds: tuple[int, ...]
 
     def counts(self, rank: int, bounds: Sequence[int]) -> tuple[int, ...]:
-        """How many elements of each stretch of storage between ``bounds`` are in the columns of ``rank``."""
+        """The number of elements of each stretch of storage between ``bounds`` that lie in the column of ``rank``."""
         row, first, last = self.row, self.bounds[rank], self.bounds[rank + 1]
         width = last - first
-        # A conditional costs half of min and max: there may be a thousand bounds.
+        # A conditional costs half as much as min and max, and there may be a thousand bounds.
         return _differences([x // row * width + (first if (c := x % row) < first else last if c > last else c) for x in bounds])
 
     def splits(self, start: int, stop: int) -> tuple[int, ...]:
-        """How many elements of the stretch ``[start, stop)`` are in the columns of each rank."""
+        """The number of elements of the stretch ``[start, stop)`` that lie in the column of each rank."""
         row = self.row
         before, after, rows = start % row, stop % row, stop // row - start // row
         total = [rows * x + (x if x < after else after) - (x if x < before else before) for x in self.bounds]
         return _differences(total)
 
     def spread(self, start: int, stop: int) -> tuple[Part, ...]:
-        """The stretch ``[start, stop)`` as parts of a tensor that holds just it: rank by rank, each in storage order.
+        """The stretch ``[start, stop)`` as parts of a tensor that holds only this stretch: rank by rank, each in storage order.
 
-        A column that the stretch starts or stops within gives up to three parts; neighbours in the same rows are one part::
+        If the stretch starts or stops inside a column, the column gives up to three parts. Neighbours in the same rows are one
+        part::
 
             columns  0 0 1 1 2 2 3 3     column 0 is one part, column 1 two parts,
                            x x x x x     columns 2 and 3 are one
@@ -403,7 +410,7 @@ class _Columns:
 
 @lru_cache(maxsize=4096)
 def _columns(shape: tuple[int, ...], cut: Cut, size: int) -> _Columns | None:
-    """The columns into which ``cut`` cuts the storage of ``shape``; None if it cuts stretches, or the storage is empty."""
+    """The columns into which ``cut`` cuts the storage of ``shape``; None if it cuts stretches or the storage is empty."""
     if not isinstance(cut, Chunk) or cut.split_factor > 1 or not math.prod(shape) or math.prod(shape[: cut.dim]) == 1:
         return None
     width, inner = shape[cut.dim], math.prod(shape[cut.dim + 1 :])
@@ -416,7 +423,7 @@ def _columns(shape: tuple[int, ...], cut: Cut, size: int) -> _Columns | None:
 def _exchange_columns(
     mesh_dim: int, stretches: Units, columns: _Columns, rank: int, local_shape: tuple[int, ...], to_columns: bool
 ) -> Step:
-    """Between stretches of storage and columns."""
+    """An exchange from stretches of storage to columns, or back."""
     rows, widths = stretches.total // columns.row, _differences(columns.bounds)
     bounds = [0, *itertools.accumulate(stretches)]
     if all(
@@ -439,8 +446,8 @@ def _exchange_columns(
 def _exchange_boxes(
     mesh_dims: tuple[int, ...], peers: Sequence[tuple[Owned, ...]], rank: int, local_shape: tuple[int, ...]
 ) -> Step:
-    """Between any two ownerships: ``peers`` are what each rank of the group holds before and after."""
-    if all(_contents(before) == _contents(after) for before, after in peers):  # Peers decide alike: each looks at all.
+    """An exchange between any two ownerships; ``peers`` is what each rank of the group holds before and after."""
+    if all(_contents(before) == _contents(after) for before, after in peers):  # Equal on all ranks: each checks all peers.
         return Move((), (), local_shape, stays=True)
     here, there = peers[rank]
     sends = {peer: common_parts(here, after) for peer, (_, after) in enumerate(peers)}
@@ -455,7 +462,7 @@ def _exchange_of(
     receives: dict[int, list[_Pair]],
     local_shape: tuple[int, ...],
 ) -> Step:
-    """The common parts with each of ``size`` peers, in ascending order; peers with none may be missing."""
+    """The exchange of the common parts with each of ``size`` peers, in ascending order; peers without any may be missing."""
     return Exchange(
         mesh_dims,
         _numels(sends, size),
@@ -471,12 +478,12 @@ def _is_strided(cut: Cut) -> bool:
 
 
 def _contents(piece: Owned) -> list[object]:
-    """What is where in a local tensor, whatever its number of dimensions."""
+    """The boxes of a local tensor that hold elements; they do not depend on its number of dimensions."""
     return [box for box in piece.boxes if box.numel]
 
 
 def common_parts(source: Owned, target: Owned) -> list[_Pair]:
-    """The common parts of two local tensors, as parts of either, in storage order of the source, then of the target."""
+    """The common parts of two local tensors, each as a part of both: in storage order of the source, then of the target."""
     pairs = []
     for s, t in itertools.product(source.boxes, target.boxes):
         starts = tuple(map(max, s.offsets, t.offsets))
@@ -486,8 +493,10 @@ def common_parts(source: Owned, target: Owned) -> list[_Pair]:
     return pairs  # type: ignore[return-value]
 
 
-def _part(position: int, origin: Sequence[int], strides: Sequence[int], starts: Sequence[int], sizes: tuple[int, ...]) -> Part:
-    offset = position + sum([(a - o) * stride for a, o, stride in zip(starts, origin, strides)])
+def _part(
+    local_offset: int, origin: Sequence[int], strides: Sequence[int], starts: Sequence[int], sizes: tuple[int, ...]
+) -> Part:
+    offset = local_offset + sum([(a - o) * stride for a, o, stride in zip(starts, origin, strides)])
     numel = 1
     for size, stride in zip(reversed(sizes), reversed(strides)):
         if size != 1 and stride != numel:
@@ -504,7 +513,7 @@ def _numels(peers: dict[int, list[_Pair]], size: int) -> tuple[int, ...]:
 
 
 def _merged(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Neighbours in storage become one part."""
+    """The parts, with neighbours in storage joined."""
     result: list[Part] = []
     for part in parts:
         last = result[-1] if result else None

@@ -1,4 +1,4 @@
-"""RaggedShard, and how any placement describes its cut of a tensor to ``_ownership``."""
+"""RaggedShard, and the cut by which each placement describes itself to ``_ownership``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ragged_types: set[type] = set()
 
 
 class _Ragged(Placement):
-    """What ragged placements share: an immutable value of dims and units, compared by relative units."""
+    """The base of ragged placements: an immutable value of dims and units. Units compare as ratios: (1, 1) equals (2, 2)."""
 
     __slots__ = ("_dims", "_hash", "_key", "_units")
 
@@ -32,7 +32,7 @@ class _Ragged(Placement):
     _key: tuple[Any, ...]
     _hash: int
     redistribute_view: Callable[..., torch.Tensor] | None = None
-    """Moves local tensors that are not flat; None for those that ``_redistribute`` plans for."""
+    """Moves local tensors that are not flat; None if ``_redistribute`` plans for the placement."""
 
     def __init_subclass__(cls) -> None:
         _ragged_types.add(cls)
@@ -60,12 +60,12 @@ class _Ragged(Placement):
 
     @property
     def local_units(self) -> tuple[int, ...]:
-        """The units of each rank, as given: a new tuple at each call. :attr:`units` is the same without its cost."""
+        """The units of each rank, as given. Each call makes a new tuple; :attr:`units` has the same values at no such cost."""
         return tuple(self._units)
 
     @property
     def units(self) -> Units:
-        """The units of each rank as runs of ranks that have equally many: their memory does not grow with the ranks."""
+        """The units of each rank, kept as runs of ranks with equal units: their memory does not grow with the ranks."""
         return self._units
 
     @property
@@ -81,7 +81,7 @@ class _Ragged(Placement):
         """This placement with non-negative ``dims`` for a tensor of ``ndim`` dimensions.
 
         Raises:
-            ValueError: the dims are no prefix of the dimensions of such a tensor.
+            ValueError: the dims are not a prefix of the dimensions of such a tensor.
         """
         dims = tuple(d + ndim if d < 0 else d for d in self._dims)
         if dims != tuple(range(len(dims))) or len(dims) > ndim:
@@ -91,7 +91,7 @@ class _Ragged(Placement):
         return self if dims == self._dims else self.replace_dims(dims)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}")
+        raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}; make a new placement")
 
     def __copy__(self: _Self) -> _Self:
         return self
@@ -114,20 +114,20 @@ class _Ragged(Placement):
 class RaggedShard(_Ragged):
     """Cut a tensor's row-major storage into units and give each rank of a mesh dimension a run of them.
 
-    The tensor's leading dimensions ``dims`` hold ``P = prod(shape[:len(dims)])`` slices, which make
-    ``U = sum(local_units)`` equal units; rank ``r`` owns ``local_units[r]`` of them, after those of the ranks
-    before it. Its local tensor is 1-D and contiguous. A (4, 3) tensor under ``RaggedShard((0,), (1, 2, 0, 1))``::
+    The tensor's leading dimensions ``dims`` hold ``P = prod(shape[:len(dims)])`` slices. These form
+    ``U = sum(local_units)`` equal units. Rank ``r`` owns ``local_units[r]`` units, which follow the units of rank ``r - 1``.
+    Its local tensor is 1-D and contiguous. A (4, 3) tensor under ``RaggedShard((0,), (1, 2, 0, 1))``::
 
         row 0   | a0 a1 a2 |   rank 0: [a0 a1 a2]
         row 1   | b0 b1 b2 |   rank 1: [b0 b1 b2 c0 c1 c2]
         row 2   | c0 c1 c2 |   rank 2: []
         row 3   | d0 d1 d2 |   rank 3: [d0 d1 d2]
 
-    It is a value: hashable, comparable (units are relative, ``(1, 1)`` equals ``(2, 2)``), picklable. It is not
-    a ``Shard``, so code that handles ``Shard`` never takes it for one.
+    It is a value: hashable, picklable and comparable (units are relative: ``(1, 1)`` equals ``(2, 2)``). It is not
+    a ``Shard``, so code that handles ``Shard`` never mistakes it for one.
 
-    Beside it on other mesh dimensions may stand Replicate, Partial, Shard to its left (applied first), and
-    ``Shard(d)`` to its right for ``d >= len(dims)``.
+    Legal placements on other mesh dimensions are Replicate, Partial, any Shard to its left (applied first), and
+    ``Shard(d)`` with ``d >= len(dims)`` to its right.
 
     Source: veScale-FSDP's RaggedShard; RFC pytorch#169320.
 
@@ -137,7 +137,7 @@ class RaggedShard(_Ragged):
         local_units: one integer >= 0 per rank of the mesh dimension, not all zero.
 
     Raises:
-        ValueError: ``dims`` is no prefix, a unit is negative, or all units are zero.
+        ValueError: ``dims`` is not a prefix, a unit is negative, or all units are zero.
         TypeError: a dimension or unit is not an integer.
     """
 
@@ -171,8 +171,8 @@ def _int_tuple(placement: str, name: str, values: Sequence[int]) -> tuple[int, .
 
 
 def has_ragged(placements: Sequence[Placement]) -> bool:
-    """Whether any of the placements is a ragged one."""
-    for placement in placements:  # Asked of every redistribution of plain DTensors: isinstance takes four times as long.
+    """Whether any of the placements is ragged."""
+    for placement in placements:  # Every redistribution of plain DTensors runs this: isinstance takes four times as long.
         if type(placement) in _ragged_types:
             return True
     return False
@@ -181,11 +181,13 @@ def has_ragged(placements: Sequence[Placement]) -> bool:
 def normalize_placements(
     placements: tuple[Placement, ...], shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[Placement, ...]:
-    """Check placements that hold a ragged one against a tensor shape and a mesh shape; normalise negative dims.
+    """Check placements, one of them ragged, against a tensor shape and a mesh shape; normalise negative dims.
+
+    It is integer arithmetic without communication: all ranks that pass the same arguments get the same result or error.
 
     Raises:
-        ValueError: there is not one placement per mesh dimension, a ragged placement has not one unit count per
-            rank, its units do not divide the tensor, or the placements have no meaning together.
+        ValueError: the number of placements is not the number of mesh dimensions, the number of units is not the number of
+            ranks, the units do not divide the tensor, or the placements have no meaning together.
     """
     units = tuple([placement.units.key for placement in placements if isinstance(placement, _Ragged)])
     return _normalized(placements, units, shape, mesh_shape)
@@ -195,16 +197,16 @@ def normalize_placements(
 def _normalized(
     placements: tuple[Placement, ...], units: tuple[Any, ...], shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[Placement, ...]:
-    """As above; ``units`` are the placements', by which equal ones may differ in what they divide."""
+    """As above. ``units`` completes the cache key: (1, 1) and (2, 2) make equal placements, legal for other tensors."""
     if len(placements) != len(mesh_shape):
         raise ValueError(
-            f"placements must name one placement per mesh dimension: got {len(placements)} for a mesh of shape {mesh_shape}"
+            f"placements must have one placement per mesh dimension: got {len(placements)} for a mesh of shape {mesh_shape}"
         )
     result = tuple(_normalize(p, i, len(shape), size) for i, (p, size) in enumerate(zip(placements, mesh_shape)))
     check_cuts(tuple(shape), tuple(mesh_shape), cuts_of(result))
     operations = {p.reduce_op for p in result if isinstance(p, Partial)}
     if len(operations) > 1 and not operations <= {"sum", "avg"}:
-        raise ValueError(f"{result} mixes reductions that do not commute: reduce one mesh dimension first")
+        raise ValueError(f"{result} mixes reductions that do not commute: redistribute one of them to Replicate first")
     return result
 
 
@@ -213,7 +215,7 @@ def _normalize(placement: Placement, mesh_dim: int, ndim: int, size: int) -> Pla
         if len(placement.units) != size:
             raise ValueError(
                 f"{placement!r} has {len(placement.units)} local_units, but mesh dimension {mesh_dim} has "
-                f"{size} ranks: give one unit count per rank"
+                f"{size} ranks: give one number of units per rank"
             )
         return placement.normalize(ndim)
     if isinstance(placement, _StridedShard) and placement.dim < 0:
@@ -227,7 +229,7 @@ def cuts_of(placements: tuple[Placement, ...]) -> tuple[Cut, ...]:
     """The cut of each placement, for :func:`torch_ragged._ownership.owned`.
 
     Raises:
-        ValueError: a placement is of a kind that is unknown here.
+        ValueError: the type of a placement is unknown here.
     """
     cuts: list[Cut] = []
     for placement in placements:
@@ -241,6 +243,6 @@ def cuts_of(placements: tuple[Placement, ...]) -> tuple[Cut, ...]:
             cuts.append(Whole())
         else:
             raise ValueError(
-                f"{placement} cannot stand beside a ragged placement: use Replicate, Partial, Shard or a ragged placement"
+                f"{placement} cannot be combined with a ragged placement: use Replicate, Partial, Shard or a ragged placement"
             )
     return tuple(cuts)

@@ -1,4 +1,4 @@
-"""RaggedShard on top of tensor or expert parallelism, and which ragged placement FSDP takes for a tensor."""
+"""StridedRaggedShard, for FSDP on top of tensor or expert parallelism, and the choice of FSDP's placement for a tensor."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["StridedRaggedShard", "fsdp_placement"]
 class StridedRaggedShard(_Ragged):
     """RaggedShard of a tensor that was first cut by ``Shard(0)`` on mesh dimensions to the right.
 
-    Tensor or expert parallelism shards first, FSDP second, yet FSDP's mesh dimension comes first: dimension 0 is
+    Tensor or expert parallelism shards first and FSDP second, but FSDP's mesh dimension comes first. So dimension 0 is
     cut into ``split_factor`` even pieces, and each rank owns its run of units of *every* piece. ``Shard(0)`` over
-    ``split_factor`` ranks to the right then chooses one piece. A (4, 2) tensor on a (2, 2) mesh under
+    ``split_factor`` ranks to the right then selects one piece. A (4, 2) tensor on a (2, 2) mesh under
     ``(StridedRaggedShard((0, 1), (1, 3), split_factor=2), Shard(0))``::
 
                           mesh column 0             mesh column 1
@@ -30,13 +30,13 @@ class StridedRaggedShard(_Ragged):
         row 2  | c0 c1 |
         row 3  | d0 d1 |  rows 0-1 are piece 0, rows 2-3 piece 1
 
-    Where nothing chooses (``Replicate`` to the right), the 1-D local tensor holds the runs of all pieces in order.
+    If no mesh dimension to the right shards dimension 0, the 1-D local tensor holds the runs of all pieces in order.
 
-    Source: veScale-FSDP's StridedRaggedShard; torch's ``_StridedShard`` is the like for even shards.
+    Source: veScale-FSDP's StridedRaggedShard; torch's ``_StridedShard`` is its equivalent for even shards.
 
     Args:
         dims, local_units: as for :class:`RaggedShard`, of each piece.
-        split_factor: number of pieces: the ranks that shard dimension 0 to the right (or a multiple).
+        split_factor: the number of pieces: the number of ranks that shard dimension 0 to the right, or a multiple of it.
 
     Raises:
         ValueError: as :class:`RaggedShard`; ``split_factor`` is less than 1.
@@ -50,7 +50,7 @@ class StridedRaggedShard(_Ragged):
     def __init__(self, dims: Sequence[int], local_units: Sequence[int], split_factor: int) -> None:
         (factor,) = _int_tuple("StridedRaggedShard", "split_factor", (split_factor,))
         if factor < 1:
-            raise ValueError(f"StridedRaggedShard split_factor must be a number of pieces >= 1, got {factor}")
+            raise ValueError(f"StridedRaggedShard split_factor must be an integer >= 1, the number of pieces, got {factor}")
         object.__setattr__(self, "_split_factor", factor)
         super().__init__(dims, local_units, factor)
 
@@ -85,27 +85,29 @@ def fsdp_placement(
     granularity: int = 1,
     local_numels: Sequence[int] | None = None,
 ) -> RaggedShard | StridedRaggedShard:
-    """The ragged placement by which FSDP shards a tensor that tensor or expert parallelism may have sharded before.
+    """The ragged placement with which FSDP shards a tensor that tensor or expert parallelism may have sharded before.
 
-    It is to stand to the left of ``placements``, on a mesh dimension of ``ranks``: ``[fsdp_placement(...), *placements]``.
+    Put it to the left of ``placements``, on a mesh dimension of ``ranks``: ``[fsdp_placement(...), *placements]``.
 
     ======================  ==========================================================================================
-    ``placements`` hold     result
+    ``placements`` contain  result
     ======================  ==========================================================================================
     no Shard                RaggedShard over the fewest leading dimensions whose slices are whole in every cut
-    ``Shard(0)``            the same of each of its pieces: StridedRaggedShard with a split_factor of their number
+    ``Shard(0)``            the same for each piece: StridedRaggedShard, whose split_factor is the number of pieces
     ``Shard(d)``, d > 0     at most ``d`` dimensions; cuts fall on multiples of ``lcm(granularity, prod(local_shape[d:]))``
     ======================  ==========================================================================================
 
     Args:
-        shape, placements, mesh_shape: the tensor's global shape, how it is placed, and on a mesh of what shape.
+        shape: the tensor's global shape.
+        placements: the tensor's placements before FSDP.
+        mesh_shape: the shape of the mesh of ``placements``.
         ranks: the size of FSDP's mesh dimension.
         granularity: elements of the local piece that stay together; cuts fall on multiples of it.
-        local_numels: elements of the local piece for each rank; as even as the granularity allows where None.
+        local_numels: elements of the local piece for each rank; if None, as even as the granularity allows.
 
     Raises:
-        ValueError: the tensor is sharded unevenly, or by a placement beside which no ragged one can stand; the
-            ``local_numels`` do not add up, or cut where the granularity or a sharded dimension forbids it.
+        ValueError: the tensor is sharded unevenly, or has a placement that no ragged one can be combined with; the
+            ``local_numels`` do not add up to the piece, or cut inside a block or a sharded dimension.
     """
     shape, mesh_shape = tuple(shape), tuple(mesh_shape)
     placed = normalize_placements(tuple(placements), shape, mesh_shape)
@@ -120,7 +122,7 @@ def fsdp_placement(
     if len(local_numels) != ranks or edges[-1] != numel or any(edge % block and edge != numel for edge in edges):
         raise ValueError(
             f"local_numels {tuple(local_numels)} cannot cut a local piece of shape {tuple(local)} over {ranks} ranks: give one "
-            f"number per rank, which add up to {numel} and are multiples of {block} but for the last"
+            f"number per rank; they must add up to {numel}, and each cut must fall on a multiple of {block}"
         )
     if not numel:
         units, dims = (1,) + (0,) * (ranks - 1), 0
@@ -134,19 +136,17 @@ def fsdp_placement(
 def _even_piece(
     shape: tuple[int, ...], placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[list[int], int]:
-    """The local shape that even shards leave over, and the number of pieces into which they cut dimension 0."""
+    """The local shape after the even shards of ``placements``, and the number of pieces into which they cut dimension 0."""
     local, pieces = list(shape), 1
     for placement, size in zip(placements, mesh_shape):
         if isinstance(placement, (_Ragged, _StridedShard)):
-            raise ValueError(
-                f"a tensor placed as {placement} cannot be sharded by FSDP too: redistribute to Replicate or Shard first"
-            )
+            raise ValueError(f"FSDP cannot shard a tensor placed as {placement}: redistribute it to Replicate or Shard first")
         if isinstance(placement, Shard):
             dim = placement.dim
             if local[dim] % size:
                 raise ValueError(
                     f"dimension {dim} of shape {shape} is sharded unevenly over {size} ranks: FSDP needs even pieces. Pad the "
-                    "dimension, or shard another one"
+                    "dimension, or shard another dimension"
                 )
             local[dim] //= size
             pieces *= size if dim == 0 else 1

@@ -1,11 +1,11 @@
 """Make the patch series from the package's sources: ``make patches``, or ``python upstream/build.py --out FOLDER``.
 
-Patches are never kept in git: they are made where they are needed, in seconds.
+It must not change the installed torch. Git keeps no patch, because making them takes seconds.
 
 A patch adds files of the package, under torch's names (``series.py``), and edits torch's own files as ``core/`` says. An edit
-there is a hunk without line numbers: its lines of context and those that it takes away must stand together in the file
-exactly once, so that one text serves every release. Patches are made in a repository of their own with fixed author and
-date: the same inputs give the same bytes.
+in ``core/`` is a hunk without line numbers. Its context lines and removed lines must occur together exactly once in the file,
+so that one text serves every release. Patches are made in a temporary repository with a fixed author and date: the same inputs
+give the same bytes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ DOCUMENTS = "docs/source"
 _AUTHOR = "torch_ragged contributors"
 _DATE = "2026-01-01T00:00:00+0000"
 _IDENTITY = {
-    **{f"GIT_{who}_NAME": _AUTHOR for who in ("AUTHOR", "COMMITTER")},
-    **{f"GIT_{who}_EMAIL": "torch_ragged@users.noreply.github.com" for who in ("AUTHOR", "COMMITTER")},
-    **{f"GIT_{who}_DATE": _DATE for who in ("AUTHOR", "COMMITTER")},
+    **{f"GIT_{role}_NAME": _AUTHOR for role in ("AUTHOR", "COMMITTER")},
+    **{f"GIT_{role}_EMAIL": "torch_ragged@users.noreply.github.com" for role in ("AUTHOR", "COMMITTER")},
+    **{f"GIT_{role}_DATE": _DATE for role in ("AUTHOR", "COMMITTER")},
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_SYSTEM": os.devnull,
 }
@@ -42,13 +42,13 @@ _IDENTITY = {
 
 
 def in_torch(text: str) -> str:
-    """The text of one of the package's files, with torch's names for its modules; long imports are broken."""
+    """The text of one of the package's files, with torch's names for its modules; long imports are split into lines."""
     text = re.sub(r"\btorch_ragged(?:\.[A-Za-z_]\w*)*", lambda match: _module_and_rest(match[0]), text)
     return re.sub(r"^( *)from (\S+) import ([^(\n]+)$", _broken, text, flags=re.MULTILINE)
 
 
 def _module_and_rest(name: str) -> str:
-    """The longest beginning of a dotted name that is a module of the package, in torch, and what follows it."""
+    """A dotted name with its longest prefix that is a module of the package replaced by torch's name for that module."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         path = ROOT.joinpath(*parts[:length])
@@ -67,7 +67,7 @@ def _broken(match: re.Match[str]) -> str:
 
 
 def new_files(step: Step) -> Iterator[tuple[str, str]]:
-    """Path in torch's repository and text of each file that a patch adds, but for those that ``core/`` has whole."""
+    """The path in torch's repository and the text of each file that a patch adds, except files that ``core/`` has in full."""
     for path in step.source_files():
         parts = path.relative_to(ROOT).with_suffix("").parts
         is_package = parts[-1] == "__init__"
@@ -88,7 +88,7 @@ def message(step: Step) -> str:
 
 
 def edits(step: Step) -> list[tuple[str, list[list[str]]]]:
-    """Path and hunks, as lists of lines, for each file of torch's that a patch edits, or adds in whole."""
+    """The path and the hunks, as lists of lines, of each file of torch that a patch edits or adds in full."""
     result = []
     for block in step.core.read_text().split("\n--- ")[1:]:
         path, _, body = block.partition("\n")
@@ -101,7 +101,7 @@ def apply_hunk(text: str, hunk: list[str], where: str) -> str:
     """``text`` with one edit.
 
     Raises:
-        ValueError: the lines that it looks for do not stand in the text exactly once.
+        ValueError: the context and removed lines do not occur in the text exactly once.
     """
     old = "\n".join(line[1:] for line in hunk if line[:1] != "+")
     new = "\n".join(line[1:] for line in hunk if line[:1] != "-")
@@ -109,12 +109,12 @@ def apply_hunk(text: str, hunk: list[str], where: str) -> str:
         return text + new + "\n"
     times = f"\n{text}\n".count(f"\n{old}\n")
     if times != 1:
-        raise ValueError(f"{where}: these lines stand there {times} times, must be once:\n{old}")
+        raise ValueError(f"{where}: these lines occur {times} times, but must occur once. Give the hunk other context:\n{old}")
     return f"\n{text}\n".replace(f"\n{old}\n", f"\n{new}\n")[1:-1]
 
 
 def changed_lines() -> dict[str, dict[str, tuple[int, int]]]:
-    """For each patch and each file that torch has: lines added and removed."""
+    """The lines added and removed, for each patch and each file that torch already has."""
     return {
         step.name: {
             path: tuple(sum(line[:1] == sign for hunk in hunks for line in hunk) for sign in "+-")  # type: ignore[misc]
@@ -133,7 +133,7 @@ def _is_new(path: str) -> bool:
 
 
 def build(site_packages: Path) -> dict[str, str]:
-    """Name and text of each patch, made against the torch in ``site_packages``."""
+    """The name and text of each patch, made against the torch in ``site_packages``."""
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder)
         _git(repository, "init", "-q")
@@ -157,10 +157,10 @@ def build(site_packages: Path) -> dict[str, str]:
 
 
 def write(folder: Path) -> list[Path]:
-    """Make the patches against the installed torch and write them to ``folder``; their files, in the order of the series."""
+    """Make the patches against the installed torch and write them to ``folder``; returns their paths in series order."""
     _, site_packages = installed()
     patches = build(site_packages)
-    for path in folder.glob("*.patch"):  # Of a series that had other names.
+    for path in folder.glob("*.patch"):  # Older patches may have other names.
         path.unlink()
     for name, text in patches.items():
         _write(folder / name, text)
@@ -183,7 +183,7 @@ def _git(folder: Path, *arguments: str, stdin: str | None = None) -> None:
 
 
 def installed() -> tuple[str, Path]:
-    """The version of the torch of this Python, and the folder that it is in. It is not imported."""
+    """The version of this Python's torch, and the folder that contains it. Torch is not imported."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
     site_packages = Path(spec.origin).parents[1]
@@ -194,7 +194,7 @@ def installed() -> tuple[str, Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "out/patches", help="the folder that the patches are written to")
+    parser.add_argument("--out", type=Path, default=ROOT / "out/patches", help="the folder for the patches")
     folder = parser.parse_args().out
     write(folder)
     for step, files in changed_lines().items():

@@ -1,11 +1,11 @@
-"""``make upstream``: whether the series applies to the installed torch, works, and changes nothing else there.
+"""``make upstream``: check that the series applies to the installed torch, works, and does not change plain DTensor programs.
 
-The installed torch stays as it is: what is patched is a copy, made of hard links.
+It must not change the installed torch: the patches go to a copy, made of hard links.
 
 1. The patches are made from the package's sources, and apply to a copy of torch.
-2. Each of the first five, with those before it, passes the tests that it brings, with no ``torch_ragged`` in sight.
-3. All of them pass this package's tests: it recognises torch's placements, installs nothing, and its modules are torch's.
-4. Plain DTensor programs, and torch's own DTensor checks, give the same on the patched torch as on the stock one.
+2. Each of the first five patches, together with the patches before it, passes its own tests without ``torch_ragged``.
+3. With all patches, this package passes its tests. It finds torch's placements, installs no hook, and uses torch's modules.
+4. Plain DTensor programs, and torch's own DTensor checks, give the same results on the patched torch and on the stock torch.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from build import TESTS, changed_lines, installed, write
 from series import ALONE, RELEASES, ROOT, SERIES
 from tree import patched_tree
 
-# The package's tests of placements, redistribution, operators and checkpoints, and of training on all of these.
+# The package's tests of placements, redistribution, operators, checkpoints, and of training with all of them.
 PACKAGE_TESTS = (
     "test_placement_extension test_placement_types test_strided_ragged_shard test_redistribute test_redistribute_autograd "
     "test_ops test_row_ops test_everyday test_checkpoint test_checkpoint_interop test_fsdp_training"
 ).split()
 LINES = 400
-"""Core lines that the series may touch."""
+"""The series must change fewer lines than this in torch's own files."""
 
 
 def run(title: str, command: list[str], tree: Path | None, path: tuple[Path, ...] = (), folder: Path = ROOT) -> str:
-    """Run a command under the torch in ``tree`` (the installed one where None); its standard output.
+    """Run a command with the torch in ``tree`` (if None, the installed torch) and return its standard output.
 
     Raises:
-        SystemExit: it failed.
+        SystemExit: the command failed.
     """
     start = time.monotonic()
     search = os.pathsep.join(map(str, ([tree] if tree else []) + list(path)))
@@ -57,40 +57,42 @@ def pytest(title: str, tests: list[str], tree: Path, path: tuple[Path, ...] = ()
 
 
 def result_of(title: str, command: list[str], tree: Path | None) -> dict[str, Any]:
-    """What a program prints after ``RESULT``."""
+    """The JSON that a program prints after ``RESULT``."""
     lines = run(title, command, tree, folder=ROOT / "upstream").splitlines()
     return json.loads(next(line for line in lines if line.startswith("RESULT ")).removeprefix("RESULT "))
 
 
 def same_on_both(title: str, command: list[str], tree: Path) -> None:
-    """Raises:
-    SystemExit: the program gives something else on the patched torch.
+    """Run a program on the stock torch and on the patched torch, and compare its results.
+
+    Raises:
+        SystemExit: the results differ.
     """
     stock, patched = (result_of(f"{title}, {kind}", command, where) for kind, where in (("stock", None), ("patched", tree)))
     different = [name for name in stock | patched if json.dumps(stock.get(name)) != json.dumps(patched.get(name))]
     if different:
-        raise SystemExit(f"{title}: not the same on the patched torch: {different}")
-    print(f"{title}: {len(stock)} results, the same on both")
+        raise SystemExit(f"{title}: these results differ on the patched torch: {different}")
+    print(f"{title}: {len(stock)} results, equal on both")
 
 
 def check_series() -> None:
     version, _ = installed()
     if not version.startswith(RELEASES):
-        raise SystemExit(f"the series is for torch {' and '.join(RELEASES)}, found {version}")
+        raise SystemExit(f"the series is for torch {' and '.join(RELEASES)}, found {version}: install one of these")
     lines = sum(sum(counts) for files in changed_lines().values() for counts in files.values())
     if lines >= LINES:
-        raise SystemExit(f"the series touches {lines} lines of torch's files, must be under {LINES}")
-    print(f"torch {version}: {len(SERIES)} patches, which touch {lines} lines of torch's own files")
+        raise SystemExit(f"the series changes {lines} lines of torch's own files, but must change fewer than {LINES}")
+    print(f"torch {version}: {len(SERIES)} patches, which change {lines} lines of torch's own files")
 
 
 def _folder(path: str) -> Path:
-    return Path(path).resolve()  # Programs run in other folders.
+    return Path(path).resolve()  # Absolute, because programs run in other folders.
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=_folder, default=ROOT / "out/upstream", help="where patches and copies of torch go")
-    parser.add_argument("--quick", action="store_true", help="of the tests, those of the protocol and the placement only")
+    parser.add_argument("--out", type=_folder, default=ROOT / "out/upstream", help="the folder for patches and copies of torch")
+    parser.add_argument("--quick", action="store_true", help="run only the tests of the protocol and the placements")
     options = parser.parse_args()
     check_series()
     version, _ = installed()

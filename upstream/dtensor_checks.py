@@ -1,7 +1,8 @@
-"""Torch's own DTensor checks (``torch.testing._internal``) as a program: what each op, layer and model gives; prints JSON.
+"""A program with torch's own DTensor checks (``torch.testing._internal``): it prints the results of ops and models as JSON.
 
-``check.py`` runs it on the stock torch and on the patched one, which must print the same: values, placements, collectives, and
-the errors of what DTensor does not do. Every case is also compared with a single device, as in torch's tests.
+``check.py`` runs it on the stock torch and on the patched torch. Both must print the same values, placements, collectives, and
+errors of unsupported calls. The program must not import ``torch_ragged``. As in torch's tests, models are compared with a
+single device.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from torch.utils import _pytree as pytree
 
 RANKS = 2
 OUTCOMES = "DTENSOR_CHECKS"
-"""The environment variable that names the file to which rank 0 writes what it found."""
+"""The environment variable that names the file to which rank 0 writes the outcomes."""
 
-# A sample of every kind: element-wise, reductions, matmuls, views, indexing, softmax and norms, sorting, random.
+# Ops of every family: element-wise, reductions, matmuls, views, indexing, softmax and norms, sorting, random.
 OPS = set(
     "abs add addmm all amax argmax baddbmm bmm cat chunk clamp clone cumsum diagonal div dot eq exp expand flatten gather "
     "index index_add index_select isfinite le linalg.vector_norm log_softmax logsumexp masked_fill matmul max mean min mm mul "
@@ -46,7 +47,7 @@ SAMPLES = 4  # of each op
 
 
 def described(result: Any) -> list[Any]:
-    """Placements and values of every output; the latter gathered."""
+    """The placements and the full values of every output. One all-gather per sharded output."""
     leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     return [
         [str(leaf.placements), leaf.full_tensor().tolist()] if isinstance(leaf, DTensor) else ["", leaf.tolist()]
@@ -55,7 +56,7 @@ def described(result: Any) -> list[Any]:
 
 
 def outcome(function: Any, *arguments: Any, **keywords: Any) -> Any:
-    """What a call gives, and the collectives that it took; or the type of its error."""
+    """The result of a call and its collectives, or the type of its error."""
     try:
         with CommDebugMode() as mode:
             result = function(*arguments, **keywords)
@@ -122,7 +123,7 @@ class DTensorChecks(DTensorTestBase):
         parallel = Transformer.parallelize(parallel, mesh, use_seq_parallel=False)
         tokens = torch.randint(arguments.vocab_size, (2, arguments.max_seq_len))
         dist.broadcast(tokens, src=0)
-        with sdpa_kernel(SDPBackend.MATH):  # DTensor has no rule for that of the CPU, nor for its mask.
+        with sdpa_kernel(SDPBackend.MATH):  # DTensor has no rule for the CPU's attention, nor for its mask.
             expected, result = one(tokens), parallel(tokens)
             self.assertEqual(expected, result, atol=1e-4, rtol=1e-4)
             result.sum().backward()

@@ -1,10 +1,11 @@
-"""Runs torch's own tests of FSDP2 on CPU ranks, with torch's ``fully_shard`` or this package's; writes what each case gives.
+"""Run torch's own tests of FSDP2 on CPU ranks, with torch's ``fully_shard`` or this package's, and write the outcomes.
 
     python upstream/fsdp2_checks.py FOLDER [FILE or FILE::PART ...] --with fsdp2|ragged|ragged-shard0 --json OUTCOMES
 
-FOLDER holds torch's test files (``test/distributed/_composable/fsdp`` and others). They are changed in memory only: ``cuda``
-becomes ``cpu`` and ``nccl`` becomes ``gloo``. A case runs on as many ranks as it asks for GPUs, at least two, one case at a
-time, in processes of its own. ``docs/fsdp2_tests.md`` is made from the outcomes; a case that fails with FSDP2 tells nothing.
+FOLDER holds torch's test files (``test/distributed/_composable/fsdp`` and others). They must not change on disk: in memory,
+``cuda`` becomes ``cpu`` and ``nccl`` becomes ``gloo``. A case runs on as many ranks as it asks for GPUs, at least two. Cases
+run one after another, in processes of their own. ``docs/fsdp2_tests.md`` is made from the outcomes. If a case fails with FSDP2,
+its outcome with this package has no meaning.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ import torch.testing._internal.common_utils as common_utils
 import torch.testing._internal.distributed._tensor.common_dtensor as common_dtensor
 from torch.distributed.tensor import Shard
 
-DEVICES, MOST = 2, 8  # What a case sees: as many as it asks for, in these bounds.
+DEVICES, MOST = 2, 8  # A case sees as many devices as it asks for, within these bounds.
 
 
 def swap(shard_dim0: bool) -> None:
-    """What programs import from ``torch.distributed.fsdp`` becomes what ``torch_ragged.fsdp`` has by that name."""
+    """Replace the public names of ``torch.distributed.fsdp`` by the same names of ``torch_ragged.fsdp``."""
     import torch_ragged.fsdp as ours
     from torch_ragged.fsdp.comm import _collectives
 
-    # The collectives of GPUs, which the tests count: gloo has another reduce-scatter here.
+    # The tests count the collectives of GPUs; over gloo this package uses another reduce-scatter.
     _collectives._is_gloo = lambda *_: False
     names = {name: getattr(ours, name) for name in set(torch_fsdp.__all__) & set(ours.__all__)}
     del names["FSDPModule"]  # Ours is a subclass of torch's.
@@ -56,7 +57,7 @@ def swap(shard_dim0: bool) -> None:
 
 
 def with_shard_dim0(fully_shard: Any) -> Any:
-    """``fully_shard`` that places parameters as FSDP2 does, where the caller does not say how."""
+    """``fully_shard``, which places parameters as FSDP2 does if the caller gives no ``shard_placement_fn``."""
 
     @functools.wraps(fully_shard)
     def call(*args: Any, **keywords: Any) -> Any:
@@ -67,7 +68,7 @@ def with_shard_dim0(fully_shard: Any) -> Any:
 
 
 def with_gpus(number: int, **_: Any) -> Any:
-    """In place of ``skip_if_lt_x_gpu``: notes how many ranks the case is for."""
+    """Replaces ``skip_if_lt_x_gpu``: it records the number of ranks of the case."""
 
     def decorated(function: Any) -> Any:
         function.gpus = number
@@ -77,7 +78,7 @@ def with_gpus(number: int, **_: Any) -> Any:
 
 
 def pretend() -> None:
-    """CPU ranks in place of GPUs; forked, where torch spawns processes or starts threads, so that all of them see this."""
+    """Make CPU ranks look like GPUs. Where torch spawns processes or starts threads, it forks, so that all ranks see this."""
     fork = torch.multiprocessing.get_context("fork").Process
     common_distributed.MultiProcessTestCase._spawn_processes = lambda self: self._start_processes(fork)
     common_fsdp.FSDPTestMultiThread = common_fsdp.FSDPTest
@@ -96,13 +97,13 @@ def pretend() -> None:
 
 
 def see(devices: int) -> None:
-    """Sets how many GPUs there seem to be."""
+    """Set the number of GPUs that tests see."""
     torch.cuda.device_count = torch.cpu.device_count = torch.accelerator.device_count = lambda: devices
     common_fsdp.DEVICE_COUNT = common_dtensor.NUM_DEVICES = devices
 
 
 def load(path: Path) -> types.ModuleType:
-    """The test file as a module, with the CPU for a GPU."""
+    """The test file as a module that uses the CPU instead of a GPU."""
     text = path.read_text()
     text = re.sub(r"torch\.device\(.cuda., [\w.]+(\(\))?\)", 'torch.device("cpu")', text)
     text = re.sub(r"([\"'])cuda(:\d)?\1", r"\1cpu\1", text)
@@ -126,7 +127,7 @@ def cases(module: types.ModuleType) -> dict[str, unittest.TestCase]:
 
 
 def run(test: unittest.TestCase, report: int) -> None:
-    """Runs a case in this process; its output and outcome go to ``report``."""
+    """Run a case in this process; its output and outcome go to the file descriptor ``report``."""
     os.setpgid(0, 0)
     os.dup2(report, 1)
     os.dup2(report, 2)
@@ -142,7 +143,7 @@ def run(test: unittest.TestCase, report: int) -> None:
 
 
 def outcome(test: unittest.TestCase, timeout: float) -> tuple[str, str]:
-    """Outcome and output of a case, which is ended with all of its ranks after ``timeout`` seconds."""
+    """The outcome and output of a case. After ``timeout`` seconds, the case is killed with all its ranks."""
     with tempfile.TemporaryFile("w+") as report:
         child = os.fork()
         if child == 0:
@@ -167,10 +168,10 @@ def outcome(test: unittest.TestCase, timeout: float) -> tuple[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("names", nargs="*", help="file names; ::PART takes the cases with PART in their names")
+    parser.add_argument("names", nargs="*", help="file names; ::PART selects the cases with PART in their names")
     parser.add_argument("--with", dest="which", choices=("fsdp2", "ragged", "ragged-shard0"), required=True)
-    parser.add_argument("--json", type=Path, required=True, help="outcomes are added to those in it")
-    parser.add_argument("--logs", type=Path, help="a folder for the output of cases that do not pass")
+    parser.add_argument("--json", type=Path, required=True, help="the file to which outcomes are added")
+    parser.add_argument("--logs", type=Path, help="the folder for the output of cases that do not pass")
     parser.add_argument("--timeout", type=float, default=150.0, help="seconds per case")
     options = parser.parse_intermixed_args()
     torch.set_num_threads(1)

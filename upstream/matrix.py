@@ -1,10 +1,10 @@
-"""The test suite on several versions of torch, one after the other: ``make matrix``.
+"""Run the test suite on several versions of torch, one after another: ``make matrix``.
 
     python upstream/matrix.py --venvs out/venvs --json out/matrix.json --write [--versions 2.13.0] [--tests FILE ...]
 
-Each version has its own environment in ``--venvs``, t211, t213 and so on, made where it is not there yet. Results are kept in
-the JSON file by version and file of tests, so that a run can be taken up again, or done in parts. ``--write`` makes
-docs/compatibility.md of them.
+Each version has its own environment in ``--venvs``: t211, t213 and so on. If it is missing, it is made; it must never be the
+environment of the caller. The JSON file keeps the results by version and test file, so that a run can continue or be done in
+parts. ``--write`` writes docs/compatibility.md from them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ DOCUMENT = ROOT / "docs/compatibility.md"
 
 
 def environment(venvs: Path, version: str) -> Path:
-    """The Python of a version's environment, with torch, this package and what its tests need; made if it is not there."""
+    """The Python of a version's environment, with torch and the test requirements; made if it is missing."""
     folder = venvs / f"t{''.join(version.split('.')[:2])}"
     python = folder / "bin/python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", f"torch=={version}", f"{ROOT}[test]"], check=True)
-        subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "torch_ragged"], check=True)  # What is tested is ROOT.
+        subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "torch_ragged"], check=True)  # Tests use ROOT.
     return python
 
 
 def run(python: Path, tests: list[str]) -> dict[str, Any]:
-    """What the test files give there: about the environment, and counts per file."""
+    """The results of the test files: the versions of the environment, and counts per file."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     variables["PATH"] = os.pathsep.join([str(python.parent), variables["PATH"]])
     about = "import json, platform, torch; print(json.dumps([torch.__version__, platform.python_version()]))"
@@ -48,13 +48,13 @@ def run(python: Path, tests: list[str]) -> dict[str, Any]:
         report = Path(folder) / "report.xml"
         options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", f"--junitxml={report}", "-o", "junit_family=xunit1"]
         done = subprocess.run([python, "-m", "pytest", *options, *tests], cwd=ROOT, env=variables, check=False)
-        if done.returncode not in (0, 1):  # Neither passed nor failed: nothing was run.
-            raise SystemExit(f"pytest of {python} ended with {done.returncode}")
+        if done.returncode not in (0, 1):  # Not 0 or 1 (passed or failed): no test ran.
+            raise SystemExit(f"pytest of {python} ended with {done.returncode} and ran no test: see its output above")
         return {"torch": version, "python": release, "files": summary(ElementTree.parse(report).getroot())}
 
 
 def summary(report: ElementTree.Element) -> dict[str, dict[str, Any]]:
-    """Per file of a JUnit report: counts, seconds, failures, and skips with their reasons."""
+    """For each file of a JUnit report: counts, seconds, failures, and skips with their reasons."""
     files: dict[str, dict[str, Any]] = {}
     for case in report.iter("testcase"):
         file = case.get("file") or case.get("classname", "").replace(".", "/") + ".py"
@@ -72,7 +72,7 @@ def summary(report: ElementTree.Element) -> dict[str, dict[str, Any]]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """A line per version, as Markdown."""
+    """A Markdown table with one line per version."""
     lines = ["| torch | Python | files of tests | passed | failed | skipped | minutes |", "|---|---|---|---|---|---|---|"]
     every = {path.name for path in (ROOT / "test").glob("test_*.py")}
     for found in (results[version] for version in VERSIONS if version in results):
@@ -93,8 +93,8 @@ def document(results: dict[str, dict[str, Any]]) -> str:
     """The text of docs/compatibility.md."""
     parts = [
         "# Versions of torch",
-        "Written by `make matrix` (`upstream/matrix.py`): this package's everyday tests on each version, on CPU, where it "
-        "extends a stock torch. Minutes are of a shared machine. Torch's own tests of FSDP2: [fsdp2_tests.md](fsdp2_tests.md).",
+        "Written by `make matrix` (`upstream/matrix.py`): this package's everyday tests on each version, on CPU, with a stock "
+        "torch. Minutes were measured on a shared machine. Torch's own tests of FSDP2: [fsdp2_tests.md](fsdp2_tests.md).",
         table(results),
     ]
     absent = [version for version in VERSIONS if version not in results]
@@ -107,21 +107,21 @@ def document(results: dict[str, dict[str, Any]]) -> str:
         if listed:
             parts.append(f"On {version}:\n\n" + "\n".join(listed))
     parts.append(
-        f"The patches of `upstream/` are for {' and '.join(RELEASES)}; `make upstream` tests them. A newer torch than these is "
-        "a warning if all that the package extends has the layout that it knows, and an `ImportError` that names what has not."
+        f"The patches of `upstream/` are for {' and '.join(RELEASES)}; `make upstream` tests them. On a newer torch, if "
+        "all that the package extends has the expected layout, the import warns. If not, it raises an `ImportError`."
     )
     return "\n\n".join(parts) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--venvs", type=Path, default=ROOT / "out/venvs", help="the folder of the versions' environments")
+    parser.add_argument("--venvs", type=Path, default=ROOT / "out/venvs", help="the folder with the versions' environments")
     parser.add_argument(
-        "--versions", nargs="*", default=VERSIONS, choices=VERSIONS, help="those to run now; none with --write alone"
+        "--versions", nargs="*", default=VERSIONS, choices=VERSIONS, help="the versions to run; give none to write only"
     )
-    parser.add_argument("--tests", nargs="*", default=[], help="files of tests; all of them by default")
-    parser.add_argument("--json", type=Path, default=ROOT / "out/matrix.json", help="where results are kept")
-    parser.add_argument("--resume", action="store_true", help="leave out versions that the JSON file has")
+    parser.add_argument("--tests", nargs="*", default=[], help="test files; by default all")
+    parser.add_argument("--json", type=Path, default=ROOT / "out/matrix.json", help="the file that keeps the results")
+    parser.add_argument("--resume", action="store_true", help="skip versions that are in the JSON file")
     parser.add_argument("--write", action="store_true", help="write docs/compatibility.md")
     options = parser.parse_args()
     results = json.loads(options.json.read_text()) if options.json.exists() else {}

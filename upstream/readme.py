@@ -1,4 +1,4 @@
-"""The table of README.md that lists the lines of torch's own files which the series touches: ``python upstream/readme.py``."""
+"""Write the table of README.md with the lines that the series changes in torch's own files: ``python upstream/readme.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BEGIN, _END = "<!-- core lines: upstream/readme.py -->\n", "<!-- end -->\n"
 
 
 def table() -> str:
-    """The lines added and removed, per patch and file."""
+    """A Markdown table of the lines added and removed, per patch and file."""
     rows = [(step, path, *counts) for step, files in changed_lines().items() for path, counts in files.items()]
     lines = [f"| {step} | `{path}` | {plus} | {minus} |" for step, path, plus, minus in rows]
     total = f"| all | | {sum(row[2] for row in rows)} | {sum(row[3] for row in rows)} |"
@@ -22,7 +22,7 @@ def table() -> str:
 
 
 def with_table(text: str) -> str:
-    """The text of the README with the table as it is now."""
+    """``text``, the README, with a new table."""
     before, _, rest = text.partition(_BEGIN)
     return before + _BEGIN + table() + _END + rest.partition(_END)[2]
 

@@ -1,6 +1,6 @@
-"""What the patches are made of: for each, the package's files that it adds to torch, and the tests that come with them.
+"""The patches: for each, the package's files that it adds to torch, and its tests. It must not import torch or the package.
 
-The messages and the edits of torch's own files are in ``core/``, under the patches' names.
+The messages and the edits of torch's own files are in ``core/``, under the names of the patches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RELEASES = ("2.13", "2.15")
 """The releases of torch that the series applies to."""
 
 ALONE = 5
-"""The first so many patches, the placements without FSDP, stand alone."""
+"""The number of patches, from the first, that work without the later ones: the placements without FSDP."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Step:
     """A patch of the series.
 
     Attributes:
-        name: its number and subject, in file names.
-        sources: the package's files that it adds, as patterns relative to ``torch_ragged``.
-        tests: the files that it adds, relative to ``test``; those not named ``test_*`` are their helpers.
-        documents: files of ``upstream`` that it adds to torch's documentation.
+        name: the number and subject, for file names.
+        sources: the package's files that the patch adds, as patterns relative to ``torch_ragged``.
+        tests: the test files that the patch adds, relative to ``test``; files not named ``test_*`` are helpers.
+        documents: the files of ``upstream`` that the patch adds to torch's documentation.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Step:
 
     @property
     def core(self) -> Path:
-        """The message, and the edits of files that torch has."""
+        """The file with the message and the edits of torch's own files."""
         return ROOT / "upstream/core" / f"{self.name}.diff"
 
 
@@ -107,7 +107,7 @@ SERIES = (
 
 
 def _names() -> ModuleType:
-    """The package's table of names, without the package, which needs a torch."""
+    """The module with the package's table of names, loaded without the package, which needs a torch."""
     path = ROOT / "torch_ragged/_register/_upstream.py"
     spec = importlib.util.spec_from_file_location("names", path)
     assert spec is not None and spec.loader is not None

@@ -1,4 +1,4 @@
-"""A copy of the installed torch with patches of the series, made of hard links: the installed one stays as it is."""
+"""A copy of the installed torch, made of hard links, with patches of the series. The installed torch must not change."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["patched_tree"]
 
 
 def patched_tree(folder: Path, patches: Sequence[Path]) -> Path:
-    """Put torch, with ``patches``, into ``folder``, which is made anew; for PYTHONPATH.
+    """Make ``folder`` anew with torch and ``patches``, for use in PYTHONPATH.
 
-    Files are linked, or copied where that cannot be (another file system). Those that patches name are always copies, though
-    ``git apply`` too puts a new file in the place of the one that it patches, as Python does with its compiled files.
+    Files are linked, or copied if links are impossible (another file system). Files that patches name are always copied, so
+    no tool writes through a link to the installed torch. ``git apply``, and Python for compiled files, make new files anyway.
     """
     _, site_packages = installed()
     shutil.rmtree(folder, ignore_errors=True)
@@ -41,10 +41,10 @@ def patched_tree(folder: Path, patches: Sequence[Path]) -> Path:
 
 
 def apply(patch: Path, folder: Path, *options: str) -> None:
-    """``git apply``, as if ``folder`` were in no repository, where git would look for the patch's paths.
+    """Run ``git apply`` in ``folder``. If git saw a repository around ``folder``, it would resolve the patch's paths there.
 
     Raises:
-        RuntimeError: it does not apply.
+        RuntimeError: the patch does not apply.
     """
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
     command = ["git", "apply", "--whitespace=nowarn", *options, str(patch.resolve())]

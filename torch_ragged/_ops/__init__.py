@@ -1,8 +1,9 @@
 """Sharding rules of ops on ragged DTensors, by op family, as in ``torch/distributed/tensor/_ops``.
 
-A rule looks at an :class:`OpCall` and answers with a :class:`Sharding`: how its tensor arguments must be placed for
-the op to run on local tensors, and how the outputs are placed then. An op that has no such rule but is made of ops
-that do has a *decomposition*: a function on DTensors. An op with neither raises ``NotImplementedError``.
+A rule must not give an answer that could make a wrong value, shape or stride. It reads an :class:`OpCall` and returns a
+:class:`Sharding`: the placements that tensor arguments need for the op to run on local tensors, and the placements of the
+outputs. A *decomposition* computes an op by a function on DTensors. If an op has no decomposition and all its rules raise
+:class:`NoLocalWay`, ``_dispatch`` replicates the ragged arguments or raises ``NotImplementedError``.
 """
 
 import torch
@@ -54,10 +55,10 @@ __all__ = [
 
 
 def rules_of(op: torch._ops.OpOverload) -> list[Rule]:
-    """The rules that may answer for ``op``, best first: its own or its family's, that of views, that of whole rows."""
+    """The rules that may answer for ``op``, best first: its own or its family's, the rule of views, the rule of whole rows."""
     own = rule_of(op)
     if own is None and (family := family_rule(op)) is not None:
-        own = rule(op)(family)  # Found by the op's name: once.
+        own = rule(op)(family)  # Registered, so that the search by name runs once.
     first = [own] if own is not None else []
     if returns_alias(op) and own is None:
         return [view_rule]

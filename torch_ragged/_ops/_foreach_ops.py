@@ -1,7 +1,7 @@
 """Foreach and fused ops over DTensors of several meshes, as an optimizer over FSDP groups on two meshes issues them.
 
-DTensor lets the tensors at each index of the lists be on a mesh of their own. One sharding serves all indices if each scalar
-has the same value on all ranks of its index. Otherwise the op is called once per mesh.
+In DTensor, the tensors at one index of the lists may be on another mesh than the tensors at other indices. If each scalar has
+the same value on all ranks of its index, one sharding serves all indices. Otherwise the op is called once per mesh.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["call_per_mesh"]
 def call_per_mesh(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a list op over several meshes, by one call per mesh; ``NotImplemented`` if one sharding serves all of them.
 
-    A scalar may be on another mesh than the tensors at its index, if it is replicated on all ranks of their mesh.
+    If a scalar is replicated on all ranks of the mesh of an index, it may be on another mesh.
 
     Raises:
-        ValueError: other tensors at one index are on different meshes.
+        ValueError: tensors at one index, other than such scalars, are on different meshes.
     """
     if not op._schema.name.startswith(("aten::_foreach_", "aten::_fused_")) or len(op._schema.returns) > 1:
         return NotImplemented
@@ -57,7 +57,7 @@ def _is_list(arg: Any) -> bool:
 
 
 def _mesh_of(column: Sequence[Any], default: DeviceMesh) -> DeviceMesh:
-    """The mesh of the tensors at one index: of the first DTensor that is more than a scalar."""
+    """The mesh of the tensors at one index: the mesh of the first DTensor that is not a scalar."""
     dtensors = [t for t in column if isinstance(t, DTensor)]
     return next((t.device_mesh for t in (*(t for t in dtensors if t.dim()), *dtensors)), default)
 
@@ -65,8 +65,8 @@ def _mesh_of(column: Sequence[Any], default: DeviceMesh) -> DeviceMesh:
 def _is_one_sharding(pairs: Iterable[tuple[Any, DeviceMesh]], meshes: list[DeviceMesh]) -> bool:
     """Whether one sharding serves all ``pairs`` of a tensor and the mesh that it is needed on.
 
-    The dispatcher runs nothing on a rank outside of the first mesh. It caches a plain scalar as replicated there, so that it
-    cannot be told from a DTensor that is.
+    The dispatcher runs nothing on a rank outside the first mesh. It caches a plain scalar as replicated on the first mesh, so
+    it cannot tell the scalar from a replicated DTensor.
     """
     if any(mesh.get_coordinate() is None for mesh in meshes):
         return False
@@ -74,7 +74,7 @@ def _is_one_sharding(pairs: Iterable[tuple[Any, DeviceMesh]], meshes: list[Devic
 
 
 def _is_on(tensor: torch.Tensor, own: DeviceMesh, mesh: DeviceMesh) -> bool:
-    """Whether a tensor on its ``own`` mesh can be used on ``mesh`` as it is."""
+    """Whether a tensor on its ``own`` mesh can be used on ``mesh`` without a change."""
     if own == mesh:
         return True
     if tensor.numel() != 1 or (isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)):
@@ -83,7 +83,7 @@ def _is_on(tensor: torch.Tensor, own: DeviceMesh, mesh: DeviceMesh) -> bool:
 
 
 def _of_mesh(arg: Any, mesh: DeviceMesh, indices: list[int], op: Any) -> Any:
-    """The part of an argument that the call for the tensors at ``indices``, on ``mesh``, takes."""
+    """The part of an argument for the call on ``mesh``, which computes the tensors at ``indices``."""
     if isinstance(arg, (list, tuple)) and arg:
         return [_of_mesh(arg[index], mesh, [], op) for index in indices]
     if not isinstance(arg, DTensor) or arg.device_mesh == mesh:
@@ -92,7 +92,7 @@ def _of_mesh(arg: Any, mesh: DeviceMesh, indices: list[int], op: Any) -> Any:
         return arg._local_tensor
     raise ValueError(
         f"{op}: DTensors at one index of its lists are on different meshes, {mesh} and {arg.device_mesh}: put them on one; "
-        "only a scalar that is replicated on all ranks of the mesh may be on another"
+        "only a scalar that is replicated on all ranks of the mesh may be on another mesh"
     )
 
 
@@ -101,10 +101,10 @@ def _ranks(mesh: DeviceMesh) -> set[int]:
 
 
 def _on_one_mesh(norms: list[DTensor]) -> list[DTensor]:
-    """Norms as ``clip_grad_norm_`` can stack them: those of other meshes reduced, and replicated on the mesh of the first.
+    """Norms that ``clip_grad_norm_`` can stack: norms of other meshes are reduced and replicated on the mesh of the first.
 
-    One collective for each dimension of another mesh. If the meshes have different ranks, the norms stay on their own: none is
-    replicated on another mesh, and ``torch.stack`` raises an error that names both meshes.
+    It issues one collective for each dimension of another mesh. If the meshes have different ranks, the norms stay on their own
+    meshes, and ``torch.stack`` raises an error that names both meshes.
     """
     first = norms[0].device_mesh
     others = [mesh for mesh in dict.fromkeys(norm.device_mesh for norm in norms) if mesh != first]

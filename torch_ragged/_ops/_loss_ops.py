@@ -1,7 +1,7 @@
-"""Losses with ``reduction="mean"``, and the likelihood loss of ``cross_entropy``: local sums, divided by the global number.
+"""Losses with ``reduction="mean"``, and the likelihood loss of ``cross_entropy``: local sums divided by the global number.
 
-A kernel that averages divides by the number of local rows. The average of such averages, which torch's rule for ``Shard`` gives
-before 2.15, is wrong for rows of different weights and ranks of different numbers of rows.
+No kernel here may average, because it would divide by the number of local rows. Before 2.15, torch's rule for ``Shard``
+averages these averages. That is wrong if rows have different weights or ranks have different numbers of rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch_ragged._ops._rules import argument_position, decomposition, wide
 
 aten = torch.ops.aten
 
-_NONE, _MEAN, _SUM = range(3)  # As aten numbers reductions.
+_NONE, _MEAN, _SUM = range(3)  # The numbers of aten's enum.
 
 
 def _reduction(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -25,7 +25,7 @@ def _reduction(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _call(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], reduction: int) -> Any:
-    """The op with another ``reduction``."""
+    """Call the op with another ``reduction``."""
     position = argument_position(op, "reduction")
     if position < len(args):
         return op(*args[:position], reduction, *args[position + 1 :], **kwargs)
@@ -41,7 +41,7 @@ def _call(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     aten.binary_cross_entropy_with_logits.default,
 )
 def mean_loss(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """The average of an element-wise loss. Pending a sum; no communication."""
+    """The average of an element-wise loss; the result is pending a sum. No communication."""
     return aten.mean.default(_call(op, args, kwargs, _NONE)) if _reduction(op, args, kwargs) == _MEAN else NotImplemented
 
 
@@ -53,7 +53,7 @@ def mean_loss(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     aten.binary_cross_entropy_backward.default,
 )
 def mean_loss_backward(op: torch._ops.OpOverload, gradient: Any, *args: Any, **kwargs: Any) -> Any:
-    """That of the sum, of a gradient divided by the number of elements. No communication."""
+    """The backward of the sum, for a gradient divided by the number of elements. No communication."""
     if _reduction(op, (gradient, *args), kwargs) != _MEAN:
         return NotImplemented
     dtype, count = args[0].dtype, math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
@@ -64,9 +64,9 @@ def mean_loss_backward(op: torch._ops.OpOverload, gradient: Any, *args: Any, **k
 
 @decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def nll_loss_forward(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """The average: pending a sum, divided by the weight of all rows. One all-reduce of that weight, which backward needs too.
+    """The average: the loss, pending a sum, divided by the weight of all rows. One all-reduce of that weight.
 
-    Under ``Shard(0)``, backward issues this all-reduce.
+    Backward needs the weight too. Under torch's ``Shard(0)``, backward issues this all-reduce.
     """
     if _reduction(op, args, kwargs) != _MEAN:
         return NotImplemented
@@ -79,7 +79,10 @@ def nll_loss_forward(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> An
 
 @decomposition(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 def nll_loss_backward(op: torch._ops.OpOverload, gradient: Any, *args: Any, **kwargs: Any) -> Any:
-    """Without the total weight, which divides the gradient of an average, and is not used otherwise. No communication."""
+    """The backward, which divides the gradient of an average by the total weight and ignores that weight otherwise.
+
+    No communication.
+    """
     weight, reduction = args[-1], _reduction(op, (gradient, *args), kwargs)
     if reduction == _MEAN:
         return _call(op, (gradient / weight, *args), kwargs, _SUM)

@@ -1,4 +1,7 @@
-"""Reductions over all elements: local, then pending (Partial), or one gather of a value per rank."""
+"""Reductions over all elements: a local result that is pending (Partial), or one all-gather of a value per rank.
+
+No rule may all-gather the tensor itself.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _pending(spec: Any, pending: Any, call: OpCall) -> tuple[Any, ...]:
-    """Output placements: replicated dimensions stay, sharded ones are pending a reduction."""
+    """Output placements: replicated mesh dimensions stay replicated, sharded ones become pending a reduction."""
     if any(isinstance(p, Partial) and (call.op is not aten.sum.default or pending != p) for p in spec.placements):
         raise NoLocalWay("a Partial tensor must be reduced first")
     return tuple(p if p.is_replicate() else pending for p in spec.placements)
@@ -34,10 +37,10 @@ def _norm_placement(order: float) -> Partial | NormPartial:
 
 @rule(aten.linalg_vector_norm.default)
 def vector_norm_rule(call: OpCall) -> Sharding:
-    """The p-norm over all elements; 0 < p < inf and p = 0."""
+    """The p-norm over all elements, for 0 <= p < inf."""
     (spec,) = tensor_leaves(call)
     if call.argument("dim") or call.argument("keepdim", False) or not 0 <= call.argument("ord", 2) < math.inf:
-        raise NoLocalWay("its norms are over some dimensions, or of an order that does not add up over shards")
+        raise NoLocalWay("its norms are over some dimensions only, or their order has no sum over shards")
     return Sharding([(spec.placements, None)], _pending(spec, _norm_placement(call.argument("ord", 2)), call))
 
 
@@ -78,7 +81,7 @@ def sum_dim(op: torch._ops.OpOverload, tensor: DTensor, dim: Any = None, keepdim
 
 @decomposition(aten.mean.default)
 def mean(op: torch._ops.OpOverload, tensor: DTensor, *, dtype: torch.dtype | None = None) -> Any:
-    """Sum over number: shards of different lengths have no mean of means. Accumulated in float32 at least."""
+    """The sum divided by the number of elements, since shards may differ in length. It accumulates at least in float32."""
     result = dtype or tensor.dtype
     if not (result.is_floating_point or result.is_complex):
         raise RuntimeError(f"mean(): could not infer output dtype. Input dtype must be floating point, got {result}")
@@ -88,7 +91,7 @@ def mean(op: torch._ops.OpOverload, tensor: DTensor, *, dtype: torch.dtype | Non
 
 @decomposition(aten.mean.dim)
 def mean_dim(op: torch._ops.OpOverload, tensor: DTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """As above where a dimension that is cut is averaged; on whole rows it is torch's own."""
+    """The same if all cut dimensions are averaged. Other averages are left to torch's rule."""
     if _is_whole(tensor, dim):
         return _kept(tensor, keepdim, aten.mean.default(tensor, dtype=dtype))
     dims = {d % tensor.ndim for d in ([dim] if isinstance(dim, int) else dim)}
@@ -119,7 +122,7 @@ def extreme_dim(op: torch._ops.OpOverload, tensor: DTensor, dim: Any = (), keepd
 
 @decomposition(aten.all.default, aten.any.default)
 def all_or_any(op: torch._ops.OpOverload, tensor: DTensor) -> Any:
-    """Whether all (any) elements are true: the smallest (largest) of them."""
+    """Whether all (any) elements are true: the smallest (largest) element."""
     if not tensor.numel():
         return NotImplemented
     result = _extreme(tensor != 0, "amin" if op is aten.all.default else "amax")
@@ -127,7 +130,7 @@ def all_or_any(op: torch._ops.OpOverload, tensor: DTensor) -> Any:
 
 
 def _is_whole(tensor: Any, dim: Any) -> bool:
-    """Whether ``dim`` names all dimensions of a ragged tensor (none named means all)."""
+    """Whether ``dim`` names all dimensions of a tensor; an empty ``dim`` means all."""
     if not isinstance(tensor, DTensor):
         return False
     dims = [dim] if isinstance(dim, int) else list(dim or [])
@@ -135,12 +138,15 @@ def _is_whole(tensor: Any, dim: Any) -> bool:
 
 
 def _kept(tensor: Any, keepdim: bool, result: Any) -> Any:
-    """``result`` of a reduction over all elements, dimensions kept as size 1 where asked."""
+    """``result`` of a reduction over all elements; with ``keepdim``, all dimensions are kept with size 1."""
     return result.view([1] * tensor.ndim) if keepdim else result
 
 
 def _extreme(tensor: Any, kind: str) -> Any:
-    """Largest or smallest element, NaN included: one gather of a value per rank; owners of nothing give none."""
+    """The largest or smallest element, where NaN wins: one all-gather of a value per rank.
+
+    A rank without elements contributes the least (largest) value of the dtype. An all-reduce may drop a NaN.
+    """
     if not has_ragged(tensor.placements):
         return getattr(torch, kind)(tensor)
     if any(isinstance(p, Partial) for p in tensor.placements) or not tensor.numel() or tensor.dtype.is_complex:
@@ -158,5 +164,5 @@ def _extreme(tensor: Any, kind: str) -> Any:
         own = local.new_full((1,), low if kind == "amax" else high)
     mesh = tensor.device_mesh
     spread = [p if p.is_replicate() else Shard(0) for p in tensor.placements]
-    everyone = DTensor.from_local(own, mesh, spread, run_check=False).full_tensor()
-    return DTensor.from_local(getattr(everyone, kind)(), mesh, run_check=False)
+    values = DTensor.from_local(own, mesh, spread, run_check=False).full_tensor()
+    return DTensor.from_local(getattr(values, kind)(), mesh, run_check=False)

@@ -1,7 +1,8 @@
-"""Element-wise ops and their in-place, ``out=``, foreach and fused-optimizer forms: no communication among equals.
+"""Element-wise ops and their in-place, ``out=``, foreach and fused-optimizer forms.
 
-One tensor leads (the one written to, else the first ragged one); every other of its shape is redistributed to the
-leader's placements, and replicated ones broadcast to its shape locally.
+If all tensors have the same placements, no op here may communicate. One tensor leads: the tensor that is written to, otherwise
+the first ragged one. Other tensors of its shape are redistributed to its placements. Replicated tensors of smaller shapes are
+broadcast to its shape locally.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Wanted = tuple[tuple[Placement, ...], "torch.Size | None"]
 
 
 def family_rule(op: torch._ops.OpOverload) -> Rule | None:
-    """The rule of an op that is element-wise by torch's own tags, or the foreach or fused form of such ops."""
+    """The rule of an op that torch tags as element-wise, or of its foreach or fused form; None for other ops."""
     name = op._schema.name.split("::")[-1]
     if op.namespace not in ("aten", "prims") or torch.Tag.nondeterministic_seeded in op.tags:
         return None
@@ -59,7 +60,7 @@ def pointwise_rule(call: OpCall) -> Sharding:
 
 
 def list_rule(call: OpCall) -> Sharding:
-    """Lists of tensors, index by index: the tensors at one index follow the one of the first list, on its mesh."""
+    """Lists of tensors: at each index, all tensors follow the leader of that index, on its mesh."""
     lists = [arg for arg in call.args if isinstance(arg, (list, tuple)) and arg and hasattr(arg[0], "placements")]
     columns = list(zip(*lists))
     leaders = [_leader(call, column) for column in columns]
@@ -80,13 +81,13 @@ def list_rule(call: OpCall) -> Sharding:
 
 
 def _leader(call: OpCall, specs: Any) -> Spec:
-    """The tensor that decides shape and placements."""
+    """The tensor that decides the shape and placements of the outputs."""
     ragged = [spec for spec in specs if has_ragged(spec.placements)]
     if any(has_ragged_rows(spec.placements) for spec in ragged):
-        raise NoLocalWay("strided views take part as rows only")
+        raise NoLocalWay("strided views can only run as rows")
     leader = specs[0] if call.is_inplace or not ragged else ragged[0]
     if any(isinstance(p, Partial) for p in leader.placements):
-        raise NoLocalWay("a Partial tensor cannot take part before it is reduced")
+        raise NoLocalWay("a Partial tensor must be reduced first")
     shape = torch.broadcast_shapes(*(spec.shape for spec in specs)) if ragged else leader.shape
     if tuple(shape) != tuple(leader.shape):
         raise NoLocalWay(f"a ragged tensor cannot be broadcast to {tuple(shape)}")
@@ -105,7 +106,7 @@ def _follow(call: OpCall, spec: Spec, leader: Spec, specs: Any) -> Wanted:
     if not spec.shape:
         return _replicated(spec)
     if not _is_replicated(spec) or not has_ragged(leader.placements):
-        raise NoLocalWay(f"only a replicated tensor can be broadcast, to a ragged {tuple(leader.shape)}")
+        raise NoLocalWay(f"only a replicated tensor can be broadcast to a ragged {tuple(leader.shape)}")
     return leader.placements, leader.shape
 
 
@@ -114,5 +115,5 @@ def _is_replicated(spec: Spec) -> bool:
 
 
 def _replicated(spec: Spec) -> Wanted:
-    """A scalar broadcasts to local tensors as it is, once it is the same, and reduced, on every rank."""
+    """The placements of a scalar: replicated, because a local op broadcasts it, so it must be equal on every rank."""
     return (Replicate(),) * spec.mesh.ndim, None

@@ -1,9 +1,10 @@
-"""Ops on whole rows: softmax, norms and sorts of inner dimensions, matrix products with a replicated weight, and so on.
+"""Ops on whole rows: softmax, norms and sorts of inner dimensions, matrix products with a replicated weight, and others.
 
-A rank that holds whole slices of the leading dimensions holds what ``Shard`` of these dimensions would give it, if only
-``Shard`` knew other sizes than ``torch.chunk``'s. So torch's own rule for ``Shard`` says whether an op treats the cut
-dimensions as batch dimensions. It is asked about *other numbers of rows* than there are: an op whose arguments depend on that
-number does not pass. Then the op runs on the local tensor viewed as rows, with no communication.
+It keeps no list of ops and must not communicate. A rank with whole slices of the leading dimensions holds the same kind of
+piece as under ``Shard`` of these dimensions, only with another size than ``torch.chunk``'s. So torch's own rule for ``Shard``
+tells whether an op treats the cut dimensions as batch dimensions. The question is asked with *other numbers of rows* than the
+true one, so an op with an argument that depends on that number fails. If the op passes, it runs on the local tensor viewed as
+rows.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ __all__ = ["row_rule"]
 
 @dataclass(frozen=True)
 class _Input:
-    """How a tensor argument takes part: placements to give it, and the rows that it is cut into then."""
+    """A tensor argument, the placements to redistribute it to, and the rows that these cut it into (None if replicated)."""
 
     spec: Spec
     placements: tuple[Placement, ...]
@@ -51,7 +52,7 @@ class _Input:
 
 @dataclass(frozen=True)
 class _Output:
-    """A local output: how it is cut into rows (None if it is pending a sum, or the same on all), this rank's shape of them."""
+    """A local output: its rows (None if it is pending a sum or equal on all ranks) and this rank's local shape of the rows."""
 
     meta: Meta
     placements: tuple[Placement, ...]
@@ -63,28 +64,28 @@ class _Output:
         return self.rows is not None and self.rows.flat
 
     def store(self, local: torch.Tensor, alias: bool) -> torch.Tensor:
-        if local.dtype != self.meta.dtype:  # An argument has another type than its DTensor says: torch's, yet ranks must agree.
+        if local.dtype != self.meta.dtype:  # A local argument had another dtype than its DTensor; ranks must agree.
             local = local.to(self.meta.dtype)
         if self.flat:
             return local.view(-1) if alias else local.reshape(-1)
         return local if alias or self.local_shape is None else _in_order(local, self.meta.stride)
 
     def of_nothing(self, device: torch.device) -> torch.Tensor:
-        """The output of a rank that has no rows; no kernel needs to know what to do with none."""
+        """The output of a rank without rows; the op is not called there, because kernels may not support zero rows."""
         if self.local_shape is None:
             return torch.zeros(self.meta.shape, dtype=self.meta.dtype, device=device)
         return torch.empty(0 if self.flat else self.local_shape, dtype=self.meta.dtype, device=device)
 
 
 def _in_order(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """``local`` with its dimensions in memory in the order of ``stride``, so that views of it can be what is declared."""
+    """``local`` with its dimensions in the memory order of ``stride``, so that later views of it have the declared strides."""
     order = sorted(range(local.dim()), key=lambda dim: -stride[dim])
     moved = local.permute(order)
     return local if moved.is_contiguous() else moved.contiguous().permute(sorted(range(local.dim()), key=order.__getitem__))
 
 
 def row_rule(call: OpCall) -> Sharding:
-    """Run an op on whole rows, where it treats the dimensions that are cut as batch dimensions."""
+    """Run an op on whole rows if it treats the cut dimensions as batch dimensions."""
     specs = tensor_leaves(call)
     ragged = [spec for spec in specs if has_ragged(spec.placements)]
     if not ragged or any(has_ragged(getattr(v, "placements", ())) for v in pytree.tree_leaves(call.kwargs)):
@@ -94,7 +95,7 @@ def row_rule(call: OpCall) -> Sharding:
     if averages(call):
         raise NoLocalWay("it averages over all elements")
     if call.argument("beta", 1) == 0:
-        raise NoLocalWay("it does not look at its first argument, nor checks its shape, while kernels do")
+        raise NoLocalWay("beta=0 is not supported: the kernel would still check the shape of the first argument")
     leader = specs[0] if call.is_inplace else ragged[0]
     rows = rows_of(leader)
     if rows is None:
@@ -113,10 +114,10 @@ def _with(placements: Sequence[Placement], mesh_dim: int, placement: Placement) 
 
 
 def _choices(spec: Spec, leader: Spec, rows: Rows) -> list[_Input]:
-    """How ``spec`` can stand beside the leader, which is cut as ``rows``; no way for a ragged tensor with other rows.
+    """The legal inputs for ``spec`` beside the leader, which is cut as ``rows``; empty for a ragged tensor with other rows.
 
-    A tensor that is not ragged is replicated, or cut as the leader is where it has dimensions of the same sizes: on the left,
-    on the right, then anywhere.
+    A tensor that is not ragged is replicated. If it has dimensions of the sizes of the leader's cut dimensions, it may also be
+    cut like the leader: dimensions are matched from the left, from the right, then anywhere.
     """
     same = [leader.shape[dim] for dim in rows.dims]
     clean = [p if isinstance(p, (Replicate, Partial)) else Replicate() for p in spec.placements]
@@ -142,7 +143,7 @@ def _choices(spec: Spec, leader: Spec, rows: Rows) -> list[_Input]:
 
 
 def _arrangements(choices: list[list[_Input]]) -> Iterator[list[_Input]]:
-    """One choice per tensor: the same for all first, then, of few tensors, every combination."""
+    """One choice per tensor. Choices of the same index for all tensors come first; then, for few tensors, every combination."""
     if not all(choices):
         return
     uniform = ([own[min(k, len(own) - 1)] for own in choices] for k in range(3))
@@ -157,9 +158,9 @@ def _arrangements(choices: list[list[_Input]]) -> Iterator[list[_Input]]:
 
 
 def _outputs(call: OpCall, inputs: list[_Input], leader: Spec, rows: Rows) -> list[Optional[_Output]] | None:
-    """Where torch puts the outputs when each cut dimension is sharded; None if it cannot.
+    """The placements of torch's outputs if each cut dimension is sharded in turn; None if torch has no rule for that.
 
-    It is asked about one and three slices per rank, so that answers serve any number of slices.
+    Torch is asked about one and three slices per rank, so that the answer serves any number of slices.
     """
     ranks = max(leader.mesh.size(rows.mesh_dim), 2)
     ratios, answers = [], []
@@ -187,7 +188,7 @@ def _outputs(call: OpCall, inputs: list[_Input], leader: Spec, rows: Rows) -> li
 
 
 def _runs_on_rows(call: OpCall, inputs: list[_Input], rows: Rows, outputs: list[Optional[_Output]]) -> bool:
-    """Whether the op takes local tensors of one row and of several, for what they are: some look for sizes of 1, or fit."""
+    """Whether the op gives the expected shapes for one row and for three: some ops treat sizes of 1 in a special way."""
     for count in (1, 3):
 
         def local(own: Rows | None, shape: Sequence[int]) -> tuple[int, ...]:
@@ -203,7 +204,7 @@ def _runs_on_rows(call: OpCall, inputs: list[_Input], rows: Rows, outputs: list[
 def _output(
     call: OpCall, meta: Meta, layouts: Sequence[Layout], leader: Spec, rows: Rows, ratios: list[Fraction]
 ) -> _Output | None:
-    """The output that torch's ``layouts`` agree on, each asked about ``ratios`` of the true number of slices; None if none."""
+    """The output that all of torch's ``layouts`` imply, or None. Each layout has ``ratios`` of the true number of slices."""
     placed = {_with(placements, rows.mesh_dim, Replicate()) for placements, _ in layouts}
     if len(placed) != 1:
         return None
@@ -229,7 +230,10 @@ def _output(
 
 
 def _output_placement(call: OpCall, meta: Meta, dims: tuple[int, ...], leader: Spec, rows: Rows) -> tuple[Placement, bool]:
-    """The placement of an output cut along ``dims``: flat where these lead a row-major tensor. The leader's own if it fits."""
+    """The placement of an output cut along ``dims``, and whether it is flat; the leader's own placement if it fits.
+
+    It is flat if ``dims`` are the leading dimensions of a row-major tensor.
+    """
     own: Any = leader.placements[rows.mesh_dim]
     if call.is_inplace:
         return own, not isinstance(own, RaggedRows)
@@ -255,7 +259,7 @@ def _sharding(call: OpCall, inputs: list[_Input], outputs: list[Optional[_Output
     elif len(returns) == 1 and not is_list:
         placements = placements[0]
     has_rows = any(i.rows is not None and rows.count(i.spec) for i in inputs)
-    # What does not depend on the rows is the same on a rank that has none: the op computes it from no rows.
+    # An output that does not depend on the rows is equal on all ranks, so a rank without rows must compute it too.
     has_rows |= any(o is not None and o.rows is None and o.placements[rows.mesh_dim].is_replicate() for o in outputs)
     return Sharding(wanted, placements, _runner(call, shapes, outputs, is_list, has_rows))
 

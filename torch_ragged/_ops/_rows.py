@@ -1,4 +1,7 @@
-"""Whole rows: which slices of a ragged tensor each rank holds, and the placement of views that leave storage order."""
+"""Whole rows: the slices of a ragged tensor that each rank holds, and RaggedRows, the placement of strided views.
+
+Users must not create RaggedRows; only ops do.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,17 @@ __all__ = ["RaggedRows", "Rows", "flat_cut", "flat_placement", "has_ragged_rows"
 class RaggedRows(_Ragged):
     """A strided view of a RaggedShard tensor: any dimensions ``dims`` are cut into units, the local tensor has all dimensions.
 
-    Views such as ``t()``, ``x[:, :3]`` and ``split`` of inner dimensions give it where the result is not row-major, so
-    that no flat local tensor can alias it. A (3, 4) tensor ``x.t()`` of a (4, 3) ``x`` under
-    ``RaggedShard((0,), (1, 2, 0, 1))`` is under ``RaggedRows((1,), (1, 2, 0, 1))``::
+    Views such as ``t()``, ``x[:, :3]`` and ``split`` of inner dimensions have this placement if the result is not row-major,
+    because no flat local tensor can alias it. A (4, 3) tensor ``x`` under ``RaggedShard((0,), (1, 2, 0, 1))`` has a (3, 4)
+    ``x.t()`` under ``RaggedRows((1,), (1, 2, 0, 1))``::
 
         rank 0    rank 1   rank 2  rank 3
         | a0 |  | b0 c0 |   |  |   | d0 |
         | a1 |  | b1 c1 |   |  |   | d1 |
         | a2 |  | b2 c2 |   |  |   | d2 |
 
-    Where several dimensions are cut together, the outermost in storage first, the local tensor has size 1 in all of them
-    but the last. Ops make it; it is not for ``distribute_tensor``. ``redistribute`` to Replicate or Shard leads back.
+    If several dimensions are cut together, ``dims`` has the outermost in storage first, and the local tensor has size 1 in all
+    of them except the last. ``distribute_tensor`` does not accept it. ``redistribute`` to Replicate or Shard leads back.
     """
 
     __slots__ = ()
@@ -46,7 +49,7 @@ class RaggedRows(_Ragged):
     @property
     def cut(self) -> Run:
         raise ValueError(
-            f"{self!r} is the placement of a strided view of whole rows, for which flat local tensors have no place: "
+            f"{self!r} is the placement of a strided view of whole rows, which flat local tensors cannot hold: "
             "redistribute it to Replicate or Shard first"
         )
 
@@ -64,15 +67,15 @@ class RaggedRows(_Ragged):
 
 
 def has_ragged_rows(placements: Sequence[Placement]) -> bool:
-    """Whether the local tensor is a strided view with all dimensions, in place of a flat one."""
+    """Whether the local tensor is a strided view with all dimensions instead of a flat tensor."""
     return any(isinstance(p, RaggedRows) for p in placements)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The cut of a tensor into whole slices over ``dims``: rank ``r`` of ``mesh_dim`` holds ``counts[r]`` of them.
+    """The cut of a tensor into whole slices over ``dims``: rank ``r`` of ``mesh_dim`` holds ``counts[r]`` slices.
 
-    ``dims`` is a prefix of the dimensions where the local tensor is ``flat``.
+    If the local tensor is ``flat``, ``dims`` is a prefix of the tensor's dimensions.
     """
 
     mesh_dim: int
@@ -81,7 +84,7 @@ class Rows:
     flat: bool
 
     def count(self, spec: Spec) -> int:
-        """The number of slices of this rank; 0 on a rank that is not in the mesh."""
+        """The number of slices of this rank; 0 on a rank outside the mesh."""
         coordinate = spec.mesh.get_coordinate()
         return self.counts[coordinate[self.mesh_dim]] if coordinate is not None else 0
 
@@ -95,7 +98,7 @@ class Rows:
 
 
 def _only_ragged(spec: Spec) -> tuple[int, RaggedShard | RaggedRows] | None:
-    """The mesh dimension and placement of the one ragged cut of a tensor that no other mesh dimension shards."""
+    """The mesh dimension and placement of a ragged cut; None if another mesh dimension shards the tensor too."""
     sharded = [(i, p) for i, p in enumerate(spec.placements) if not isinstance(p, (Replicate, Partial))]
     mesh_dim, placement = sharded[0] if len(sharded) == 1 else (0, None)
     return (mesh_dim, placement) if isinstance(placement, (RaggedShard, RaggedRows)) else None
@@ -104,7 +107,7 @@ def _only_ragged(spec: Spec) -> tuple[int, RaggedShard | RaggedRows] | None:
 def rows_of(spec: Spec) -> Rows | None:
     """The whole slices that ranks hold, over as few leading dimensions as the units allow.
 
-    None where there are none: a 0-D or empty tensor, or one that another mesh dimension shards too.
+    None if the tensor is 0-D or empty, or if another mesh dimension shards it too.
     """
     only = _only_ragged(spec)
     if only is None or not spec.shape:
@@ -124,7 +127,10 @@ def rows_of(spec: Spec) -> Rows | None:
 
 
 def flat_cut(spec: Spec) -> tuple[int, Units] | None:
-    """The mesh dimension that cuts the row-major storage, and the number of elements of each rank; None if views or others."""
+    """The mesh dimension that cuts the row-major storage, and the number of elements of each rank.
+
+    None for strided views, and if another mesh dimension shards the tensor too.
+    """
     only = _only_ragged(spec)
     if only is None or isinstance(only[1], RaggedRows):
         return None
@@ -133,7 +139,7 @@ def flat_cut(spec: Spec) -> tuple[int, Units] | None:
 
 
 def flat_placement(shape: Sequence[int], counts: Units) -> RaggedShard:
-    """The placement over as few dimensions as possible under which ranks hold ``counts`` elements of the storage."""
+    """The placement, over as few dimensions as possible, under which ranks hold ``counts`` elements of the storage."""
     if not counts.total:
         return RaggedShard(tuple(range(len(shape))), Units([(1, len(counts))]))
     for length in range(min(len(shape), 1), len(shape) + 1):
@@ -150,12 +156,12 @@ def redistribute_rows(
     source: tuple[Placement, ...],
     target: tuple[Placement, ...],
 ) -> torch.Tensor:
-    """:func:`redistribute_local` from or to a strided view, by way of the tensor with its cut dimensions in front.
+    """:func:`redistribute_local` from or to a strided view, on a permuted tensor with the cut dimensions in front.
 
-    Issues the collectives of that redistribution.
+    It issues the collectives of that redistribution.
 
     Raises:
-        ValueError: the other placement is a ragged one, which has no meaning with the dimensions in another order.
+        ValueError: another placement is ragged, which has no meaning for the permuted dimensions.
     """
     views = {p for p in (*source, *target) if isinstance(p, RaggedRows)}
     (view,) = views if len(views) == 1 else (None,)

@@ -1,4 +1,4 @@
-"""What a rule sees, what it answers, and the table of rules."""
+"""The arguments and the result of a rule, and the tables of rules and decompositions. It must not know any rule."""
 
 from __future__ import annotations
 
@@ -66,19 +66,19 @@ Layout = tuple[tuple[Placement, ...], Sequence[int]]
 
 
 class Torch(Protocol):
-    """What rules ask of torch's own sharding propagation. Answers are cached."""
+    """Questions of rules to torch's own sharding propagation. Answers are cached."""
 
     def output_meta(self) -> list[Optional[Meta]]:
-        """Metadata of the outputs that one device would give."""
+        """Metadata of the outputs of a single device."""
 
     def output_layouts(self, inputs: Sequence[Layout]) -> Optional[Sequence[Optional[Layout]]]:
-        """The outputs of torch's own rule, were the tensor arguments placed and shaped as ``inputs`` say.
+        """The outputs of torch's own rule for tensor arguments with the placements and shapes of ``inputs``.
 
-        None where torch has no rule for that, or would redistribute an argument first.
+        None if torch has no rule for them, or its rule would redistribute an argument first.
         """
 
     def output_shapes(self, shapes: Sequence[Sequence[int]]) -> Optional[Sequence[Optional[Sequence[int]]]]:
-        """The shapes of the outputs that one device would give for tensor arguments of ``shapes``; None if it would raise."""
+        """The shapes of a single device's outputs for tensor arguments of ``shapes``; None if a single device would raise."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class OpCall:
         return self.name.endswith("_") and not self.name.endswith("__")
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """The value of argument ``name``: as given, else as the schema says; ``default`` where it says nothing."""
+        """The value of argument ``name``: as given, otherwise the schema's default, otherwise ``default``."""
         position = argument_position(self.op, name)
         if position < 0:
             return default
@@ -130,12 +130,12 @@ class Sharding:
     """The answer of a rule.
 
     Attributes:
-        inputs: placements wanted of each tensor argument, in the order of the flattened positional arguments,
-            and the shape to broadcast it to (its own where None).
-        outputs: placements of the output; a list of them (None for an output that is None) for an op that returns
-            several; None for one that returns no tensor.
-        run: computes the local outputs from the local arguments; the op itself where None.
-        meshes: the mesh of each of the outputs; that of the first argument where None.
+        inputs: for each tensor argument, in the order of the flattened positional arguments: the placements that it needs, and
+            the shape to broadcast it to (None: its own shape).
+        outputs: the placements of the output. For an op with several outputs, a list (an item is None if that output is None).
+            For an op that returns no tensor, None.
+        run: computes the local outputs from the local arguments; if None, the op itself does.
+        meshes: the mesh of each output; if None, all outputs are on the mesh of the first argument.
     """
 
     inputs: Sequence[tuple[tuple[Placement, ...], Optional[torch.Size]]]
@@ -145,7 +145,7 @@ class Sharding:
 
 
 class NoLocalWay(Exception):
-    """A rule cannot run this call on local tensors; the text says why."""
+    """Raised by a rule that cannot run this call on local tensors; the text says why."""
 
 
 Rule = Callable[[OpCall], Sharding]
@@ -166,7 +166,7 @@ def rule(*ops: torch._ops.OpOverload) -> Callable[[Rule], Rule]:
 
 
 def decomposition(*ops: torch._ops.OpOverload) -> Callable[[Decomposition], Decomposition]:
-    """Register the decorated function on DTensors, called with the op first, in place of ``ops``."""
+    """Register the decorated function as the decomposition of ``ops``: it gets the op, then the op's arguments as DTensors."""
 
     def register(function: Decomposition) -> Decomposition:
         for op in ops:
@@ -177,12 +177,12 @@ def decomposition(*ops: torch._ops.OpOverload) -> Callable[[Decomposition], Deco
 
 
 def rule_of(op: torch._ops.OpOverload) -> Rule | None:
-    """The rule registered for ``op``, if there is one."""
+    """The rule registered for ``op``; None if no rule is."""
     return _rules.get(op)
 
 
 def decomposition_of(op: torch._ops.OpOverload) -> Decomposition | None:
-    """The function on DTensors that computes ``op``, if it has one. ``NotImplemented`` from it leaves the op to its rule."""
+    """The decomposition of ``op``, or None. If the decomposition returns ``NotImplemented``, the op's rules answer."""
     return _decompositions.get(op)
 
 
@@ -197,14 +197,14 @@ def is_random(op: torch._ops.OpOverload) -> bool:
 
 
 def returns_alias(op: torch._ops.OpOverload) -> bool:
-    """Whether an output of the op shares memory with an argument that it does not write to (a view)."""
-    if op.overloadpacket is torch.ops.aten._unsafe_view:  # A view, of a tensor that nobody else has.
+    """Whether the op is a view: an output shares memory with an argument that the op does not write to."""
+    if op.overloadpacket is torch.ops.aten._unsafe_view:  # Its schema does not declare the alias.
         return True
     return any(value.alias_info is not None and not value.alias_info.is_write for value in op._schema.returns)
 
 
 def fits_out(call: OpCall, placements: Sequence[Optional[OutputPlacements]]) -> bool:
-    """Whether the outputs have the placements of the tensors given as ``out=``, if any are."""
+    """Whether each tensor given as ``out=`` has the placements of its output."""
     given = [call.kwargs.get(a.name) for a in call.op._schema.arguments if a.is_out]
     return all(out is None or tuple(out.placements) == wanted for out, wanted in zip(given, placements))
 
@@ -215,12 +215,12 @@ def averages(call: OpCall) -> bool:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to add elements of ``dtype`` in: their sum may overflow, and lose digits, where their average does not."""
+    """The dtype in which elements of ``dtype`` are added: a 16-bit sum may overflow or lose digits even if the average fits."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def writes_statistics(op: torch._ops.OpOverload) -> bool:
-    """Whether the op updates running statistics, though its schema does not say so: it must not see a gathered copy."""
+    """Whether the op updates running statistics. Its schema does not declare this, and it must not get a replicated copy."""
     return any(argument.name == "running_mean" for argument in op._schema.arguments)
 
 
@@ -235,7 +235,7 @@ def is_row_major(meta: Meta) -> bool:
 
 
 def unsupported(op: torch._ops.OpOverload, specs: Sequence[Spec], why: str = "") -> NotImplementedError:
-    """The error of an op that cannot run on ragged DTensors, with the way out."""
+    """The error of an op that cannot run on ragged DTensors; it says what to redistribute to."""
     given = ", ".join(f"{tuple(s.shape)} {''.join(map(str, s.placements))}" for s in specs)
     return NotImplementedError(
         f"{op} is not supported on a DTensor with RaggedShard placements{why and ': ' + why} (got {given}). Redistribute "

@@ -1,4 +1,4 @@
-"""Copies, casts, fills and factories: they run on the local tensors as they are."""
+"""Copies, casts, fills and factories, which run on the local tensors, and ops that return one value to every rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ rule(
     aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default, aten.new_empty_strided.default
 )
 def new_factory_rule(call: OpCall) -> Sharding:
-    """A tensor of the same shape is cut as the old one (DTensor's way), of another shape it is replicated."""
+    """A new tensor of the same shape gets the argument's placements, as in DTensor; of another shape it is replicated."""
     (spec,) = tensor_leaves(call)
     (meta,) = call.torch.output_meta()
     clean = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
@@ -66,7 +66,7 @@ def new_factory_rule(call: OpCall) -> Sharding:
 
 @decomposition(aten.eye.out, aten.eye.m_out)
 def eye(op: torch._ops.OpOverload, *sizes: int, out: DTensor) -> DTensor:
-    """``nn.init.eye_``: every rank makes all of it and keeps its own. No communication."""
+    """``nn.init.eye_``: every rank makes the whole matrix and keeps its own part. No communication."""
     if tuple(out.shape) != (sizes[0], sizes[-1]):
         raise unsupported(op, [out], f"out= must have the shape of the result, {(sizes[0], sizes[-1])}")  # type: ignore
     whole = torch.eye(sizes[0], sizes[-1], dtype=out.dtype, device=out.device)
@@ -76,7 +76,7 @@ def eye(op: torch._ops.OpOverload, *sizes: int, out: DTensor) -> DTensor:
 
 @decomposition(aten._local_scalar_dense.default)
 def item(op: torch._ops.OpOverload, tensor: DTensor) -> Any:
-    """``item()``: every rank gets the value of the owner. One broadcast."""
+    """``item()``: every rank gets the owner's value. One broadcast."""
     return op(tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim).to_local())
 
 
@@ -91,7 +91,10 @@ def equal(op: torch._ops.OpOverload, left: DTensor, right: DTensor) -> bool:
 
 @decomposition(aten._amp_foreach_non_finite_check_and_unscale_.default)
 def unscale_(op: torch._ops.OpOverload, tensors: list[DTensor], found: torch.Tensor, inverse: torch.Tensor) -> None:
-    """``GradScaler.unscale_``: local, then one all-reduce per mesh of whether any rank found an infinity or NaN."""
+    """``GradScaler.unscale_``: it runs locally, then one all-reduce per mesh dimension tells whether any rank found inf or NaN.
+
+    So all ranks skip the optimizer step, or no rank does.
+    """
     here, scale = (t.to_local() if isinstance(t, DTensor) else t for t in (found, inverse))
     op([t.to_local() if isinstance(t, DTensor) else t for t in tensors], here, scale)
     for mesh in dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor)):

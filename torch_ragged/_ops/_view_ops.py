@@ -1,8 +1,8 @@
-"""Views: outputs that share memory with their input. No communication, or an error.
+"""Views: ops with outputs that share memory with their input. They must not communicate or copy; they run locally or raise.
 
-A view whose outputs are row-major takes intervals of the flat storage; each rank's part of them is an interval of its
-local tensor, whatever the view is called (``view``, ``unsqueeze``, ``x[2:5]``, ``unbind``). Other views keep whole rows and
-give strided local tensors (:class:`RaggedRows`): they run on rows, see ``_row_ops``.
+If the outputs of a view are row-major, they are intervals of the flat storage, for every such op (``view``, ``unsqueeze``,
+``x[2:5]``, ``unbind``). Each rank's part is an interval of its local tensor. Other views keep whole rows and give strided
+local tensors (:class:`RaggedRows`): they run on rows, see ``_row_ops``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["view_rule"]
 
 aten = torch.ops.aten
 
-# Views whose local sizes differ from the global ones that they are called with, or that look for sizes of 1.
+# Views that are called with global sizes, from which local sizes differ, or that treat sizes of 1 in a special way.
 _RESHAPES = {aten.view, aten._unsafe_view, aten._reshape_alias, aten.squeeze, aten.unsqueeze}
 
 
@@ -33,7 +33,7 @@ def view_rule(call: OpCall) -> Sharding:
     """A view of one ragged tensor: intervals of its flat storage, or strided rows."""
     specs = tensor_leaves(call)
     if len(specs) != 1 or torch.Tag.inplace_view in call.op.tags:
-        raise NoLocalWay("a view that changes its argument's shape in place cannot be told to all ranks")
+        raise NoLocalWay("it has several tensor arguments, or changes the shape of its argument in place")
     (spec,) = specs
     outputs = _outputs_on_one_device(call)
     plain = all(out.dtype == spec.tensor_meta.dtype and not (out.is_conj() or out.is_neg()) for out in outputs)
@@ -45,7 +45,9 @@ def view_rule(call: OpCall) -> Sharding:
     rows = rows_of(spec)
     if rows is None:
         if cut is None:
-            raise NoLocalWay("several mesh dimensions cut it: no placement tells which ranks would hold a part of it")
+            raise NoLocalWay(
+                "several mesh dimensions cut its argument: no placement describes a part that only some ranks hold"
+            )
         raise NoLocalWay("its output would not be row-major, and ranks do not hold whole rows")
     packet = call.op.overloadpacket
     if packet in _RESHAPES or packet is aten.expand:
@@ -58,7 +60,7 @@ def _is_list(call: OpCall) -> bool:
 
 
 def _is_same(spec: Spec, out: torch.Tensor) -> bool:
-    """Whether a view shows its argument as it is, so that it means the same under any placements."""
+    """Whether a view has the shape, stride and offset of its argument, so that it is legal under any placements."""
     return out.shape == spec.shape and out.stride() == tuple(spec.tensor_meta.stride) and not out.storage_offset()
 
 
@@ -106,10 +108,10 @@ def _intervals(spec: Spec, cut: tuple[int, Units], outputs: list[torch.Tensor], 
 
 
 def _interval_placement(spec: Spec, mesh_dim: int, out: torch.Tensor, counts: Units) -> RaggedShard:
-    """The placement of a view: the argument's own where it still means the same cut.
+    """The placement of a view: the argument's own if it still means the same cut.
 
     Raises:
-        NoLocalWay: slices that one rank held as a whole would be merged into dimensions that several share.
+        NoLocalWay: the view would merge slices that one rank holds whole into dimensions that several ranks share.
     """
     placement: Any = spec.placements[mesh_dim]
     smallest = flat_placement(out.shape, counts)
@@ -132,7 +134,7 @@ def _interval_placement(spec: Spec, mesh_dim: int, out: torch.Tensor, counts: Un
 
 
 def _reshaped_rows(spec: Spec, rows: Rows, out: torch.Tensor, expands: bool) -> Sharding:
-    """``view``, ``squeeze``, ``expand`` and the like: on this rank's number of rows."""
+    """``view``, ``squeeze``, ``expand`` and similar views, on this rank's number of rows."""
     count = rows.count(spec)
     before = rows.local_shape(spec.shape, count) if rows.flat else None
     if expands:
@@ -153,7 +155,7 @@ def _reshaped_rows(spec: Spec, rows: Rows, out: torch.Tensor, expands: bool) -> 
 
 
 def _regroup(before: Sequence[int], rows: Rows, after: Sequence[int]) -> tuple[tuple[int, ...], Units]:
-    """The dimensions that are cut after a reshape, and each rank's number of slices over them."""
+    """The cut dimensions after a reshape, and each rank's number of slices over them."""
     first, last = rows.dims[0], rows.dims[-1]
     if rows.dims == tuple(range(first, last + 1)):
         inner = math.prod(before[last + 1 :])
@@ -171,7 +173,7 @@ def _regroup(before: Sequence[int], rows: Rows, after: Sequence[int]) -> tuple[t
 
 @rule(aten.slice_backward.default, aten.select_backward.default)
 def view_backward_rule(call: OpCall) -> Sharding:
-    """Zeros around the gradient of a slice: inside the rows, or around an interval of rows."""
+    """The gradient of a slice with zeros around it: inside each row, or before and after an interval of rows."""
     (spec,) = tensor_leaves(call)
     sizes, dim, is_select = tuple(call.args[1]), call.args[2] % len(call.args[1]), call.op is aten.select_backward.default
     rows = rows_of(spec)
@@ -195,7 +197,7 @@ def view_backward_rule(call: OpCall) -> Sharding:
 
 
 def _zeros_around(spec: Spec, cut: tuple[int, Units], sizes: tuple[int, ...], start: int) -> Sharding:
-    """The gradient at ``start`` of a flat storage of ``sizes``; the first and last owners own the zeros beside it too."""
+    """The gradient at offset ``start`` of a flat storage of ``sizes``. First and last owner also own the zeros around it."""
     mesh_dim, counts = cut
     coordinate = spec.mesh.get_coordinate()
     mine = coordinate[mesh_dim] if coordinate is not None else -1

@@ -1,12 +1,12 @@
-"""The only door into torch: everything that importing this package changes there is a hook, and stands in the report.
+"""The hooks that importing this package installs in torch. Every change of torch is a hook and is listed in the report.
 
-The hooks have DTensor ask placements for the rules that they bring. They add the protocol of
-``torch_ragged._placement_extension`` to a stock torch. Each is one small function, under the name of the torch function that
-it extends, why, and the patch of ``upstream/`` that makes it unnecessary. A hook acts only where a placement brings its own
-rules; everything else goes to torch's own code as before. On import each hook's target is checked, so that an unknown layout
-of torch's internals is an ImportError and never a wrong answer later.
+No other module may change torch. The hooks add the protocol of ``torch_ragged._placement_extension`` to a stock torch, so that
+DTensor asks placements for their rules. Each hook is one small function. Its entry names the torch function that it extends,
+the reason, and the patch of ``upstream/`` that makes it unnecessary. A hook acts only if a placement brings its own
+rules. All other calls go to torch's own code as before. On import each hook's target is checked: if a version of torch has
+unknown internals, the import fails with an ImportError and gives no wrong results later.
 
-A torch that has the patches has the placements too: there nothing is installed, and this package's modules are torch's.
+A torch with the patches has the placements. There no hook is installed, and this package's modules are torch's.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import warnings
 
 import torch
 
-from torch_ragged._register._upstream import adopt, is_upstream
+from torch_ragged._register._upstream import is_upstream, use_modules_of_torch
 
-adopt()  # First of all: whoever imports a module of this package shall get torch's, where torch has it.
+use_modules_of_torch()  # It runs first, so that later imports of this package's modules get torch's, if torch has them.
 
 from torch_ragged._register._hook import Hook, hooks  # noqa: E402
 
@@ -28,13 +28,13 @@ _installed: list[Hook] = []
 
 
 def register() -> None:
-    """Install every hook, or none; none where torch has the placements itself.
+    """Install all hooks. If torch has the placements itself, or a check fails, install none.
 
     Raises:
-        ImportError: torch is older than 2.11, or a hook's target has not the layout that this package knows.
+        ImportError: torch is older than 2.11, or this package does not know the layout of a hook's target.
 
     Warns:
-        UserWarning: torch is newer than 2.15, but all targets have the layout that this package knows.
+        UserWarning: torch is newer than 2.15, and this package knows the layout of all targets.
     """
     if _installed or is_upstream():
         return
@@ -47,14 +47,14 @@ def register() -> None:
         unknown = [hook.target for hook in hooks if not hook.is_known()]
         if not unknown:
             _import_extensions()
-    except (ImportError, AttributeError) as error:  # What they import has gone.
+    except (ImportError, AttributeError) as error:  # This torch lacks a name that the modules import.
         raise ImportError(_unknown(str(error))) from error
     if unknown:
-        raise ImportError(_unknown(f"{unknown[0]} has another layout"))
+        raise ImportError(_unknown(f"{unknown[0]} has an unknown layout"))
     if version > _NEWEST:
         warnings.warn(
-            f"torch_ragged was checked on torch 2.11 to 2.15, not on {torch.__version__}; all that it extends has the layout "
-            "that it knows. Run its tests before you rely on it",
+            f"torch_ragged was checked on torch 2.11 to 2.15, not on {torch.__version__}. All that it extends has the "
+            "expected layout. Run its tests before you rely on it",
             stacklevel=2,
         )
     for hook in hooks:
@@ -63,22 +63,22 @@ def register() -> None:
 
 
 def _import_extensions() -> None:
-    """Have the modules imported that say what the placements bring."""
+    """Import the modules in which the placements register their extension."""
     from torch_ragged import _api, _checkpoint, _dispatch, _random  # noqa: F401
 
 
-def _unknown(what: str) -> str:
+def _unknown(problem: str) -> str:
     return (
-        f"torch_ragged cannot extend torch {torch.__version__}: {what}, which is unknown (checked on 2.11 to 2.15). Install a "
-        "torch of these versions, or a newer torch_ragged"
+        f"torch_ragged cannot extend torch {torch.__version__}: {problem} (checked on 2.11 to 2.15). Install one of these "
+        "versions of torch, or a newer torch_ragged"
     )
 
 
 def registration_report() -> str:
-    """All that this package changes in torch, one hook per line: what of torch, why, the patch that makes it unnecessary."""
+    """A text with all changes of torch, one hook per line: its target, the reason, the patch that makes it unnecessary."""
     if is_upstream():
         return (
-            f"torch {torch.__version__} has the placements itself; no hooks; torch.load takes their names in torch_ragged too"
+            f"torch {torch.__version__} has the placements itself; no hooks; torch.load also accepts their torch_ragged names"
         )
     lines = [f"torch {torch.__version__} (checked: 2.11, 2.13, 2.15); {len(_installed)} hooks"]
     lines += [f"  {hook.target}: {hook.why} [{hook.patch}]" for hook in _installed]

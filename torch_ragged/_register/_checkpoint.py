@@ -1,4 +1,4 @@
-"""Hooks on checkpoints: ``torch/distributed/checkpoint``, ``_state_dict_utils.py``, and what ``DTensor`` tells them."""
+"""Hooks on checkpoints: ``torch/distributed/checkpoint``, ``_state_dict_utils.py``, and the checkpoint methods of DTensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_ragged._register._hook import CHECKPOINT, PROTOCOL, has, hook
 
 @hook(
     "DTensor.data_ptr",
-    "around a view into a buffer it gives the view's offset, which copy.deepcopy takes for memory of its own",
+    "around a view into a buffer it returns the view's offset, which copy.deepcopy takes for separate memory",
     CHECKPOINT,
     lambda: callable(DTensor.data_ptr),
 )
@@ -59,7 +59,7 @@ def _install_checkpoint() -> None:
 
 @hook(
     "_state_dict_utils._distribute_tensors",
-    "it cuts a broadcast tensor into one box per rank",
+    "it would cut a broadcast tensor into one box per rank",
     PROTOCOL,
     lambda: has(state_dict_utils._distribute_tensors, "local_state_dict", "keys", "device", "pg"),
 )
@@ -87,7 +87,7 @@ def _extension_of_pair(value: object) -> PlacementExtension | None:
 
 @hook(
     "HuggingFaceStorageWriter.prepare_global_plan, write_data",
-    "of several chunks of a tensor on one rank, a safetensors file would hold the last only",
+    "if a rank holds several chunks of a tensor, a safetensors file would keep only the last one",
     CHECKPOINT,
     lambda: (
         has(HuggingFaceStorageWriter.prepare_global_plan, "self", "plans")

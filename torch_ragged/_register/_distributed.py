@@ -1,4 +1,4 @@
-"""The hook on ``torch/distributed/distributed_c10d.py``: names of process groups that only their members make."""
+"""The hook on ``torch/distributed/distributed_c10d.py``: names of process groups that only their members create."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_ragged._register._hook import PLACEMENT, has, hook
 
 @hook(
     "distributed_c10d._process_group_name",
-    "members of a group must give it one name, though each may be in another number of groups",
+    "members of a group must give it the same name, even if they are in different numbers of groups",
     PLACEMENT,
     lambda: has(distributed_c10d._process_group_name, "ranks", "use_hashed_name"),
 )

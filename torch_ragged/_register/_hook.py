@@ -1,4 +1,4 @@
-"""What a hook is, and how one extends a function of torch."""
+"""The type of a hook, and the way in which a hook extends a function of torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ CHECKPOINT = "0005-ragged-shard-checkpoint"
 
 @dataclass(frozen=True)
 class Hook:
-    """One extension of torch: what is extended, why, and the upstream patch that would make it unnecessary."""
+    """One extension of torch.
+
+    Attributes:
+        target: the name of the torch function or attribute that is extended.
+        why: the reason, for the report.
+        patch: the upstream patch that makes the hook unnecessary.
+        check: whether the target has the layout that the hook was written for.
+        install: extends the target.
+    """
 
     target: str
     why: str
@@ -33,7 +41,7 @@ class Hook:
         """Whether the target has the layout that the hook was written for."""
         try:
             return self.check()
-        except AttributeError:  # The target has gone.
+        except AttributeError:  # This torch lacks the target.
             return False
 
 
@@ -41,7 +49,7 @@ hooks: list[Hook] = []
 
 
 def hook(target: str, why: str, patch: str, check: Callable[[], bool]) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Make the decorated function, which installs it, a hook."""
+    """Register the decorated function as the ``install`` of a new hook."""
 
     def add(install: Callable[[], None]) -> Callable[[], None]:
         hooks.append(Hook(target, why, patch, check, install))
@@ -51,21 +59,21 @@ def hook(target: str, why: str, patch: str, check: Callable[[], bool]) -> Callab
 
 
 def has(function: Any, *parameters: str) -> bool:
-    """Whether ``function`` still takes these parameters."""
+    """Whether ``function`` is callable and takes these parameters."""
     return callable(function) and set(parameters) <= set(inspect.signature(function).parameters)
 
 
 def extend_in_place(function: Any, guard: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Have calls for which ``guard`` holds go to ``make(original)``; for everyone, those included who imported the name before.
+    """Send calls for which ``guard`` holds to ``make(original)``, also in modules that imported the function's name before.
 
-    The function object keeps its identity, signature and defaults; its code becomes::
+    The function object keeps its identity, signature and defaults. Its code becomes::
 
         if guard:
             return make(original)(...)
         return original(...)
 
     Args:
-        guard: an expression in the function's parameters and ``extension_of``. Other calls pay for a frame and for it, no more.
+        guard: an expression in the function's parameters and ``extension_of``. Other calls pay only for a frame and the guard.
     """
     original = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__

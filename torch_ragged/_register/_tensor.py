@@ -1,4 +1,4 @@
-"""Hooks on ``torch/distributed/tensor``: each function asks the placements' extension first, where they bring one."""
+"""Hooks on ``torch/distributed/tensor``: if placements bring an extension, it answers instead of the function's own code."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from torch_ragged.strided_placement_types import StridedRaggedShard
 
 
 def _extension(*placements: Any) -> PlacementExtension:
-    """What answers for these placements, where a guard has found that something does."""
+    """The first extension of these placements; a guard has found that there is one."""
     return next(found for found in map(extension_of, placements) if found is not None)
 
 
 @hook(
     "Placement.extension",
-    "None for torch's own placements; RaggedShard and its like name what answers for them",
+    "None for torch's own placements; ragged placements name the extension that answers for them",
     PROTOCOL,
     lambda: getattr(Placement, "extension", None) is None,
 )
@@ -67,7 +67,7 @@ def _install_from_local() -> None:
 
 @hook(
     "_api.compute_global_tensor_info",
-    "from_local takes the shape () for none given",
+    "from_local treats the global shape () as not given",
     PROTOCOL,
     lambda: callable(getattr(dtensor_api, "compute_global_tensor_info", None)),
 )
@@ -82,7 +82,7 @@ def _install_global_tensor_info() -> None:
 
 @hook(
     "distribute_tensor",
-    "cut a tensor as a placement says that brings its own rules",
+    "cut a tensor by the rules that its placement brings",
     PROTOCOL,
     lambda: has(dtensor_api.distribute_tensor, "tensor", "device_mesh", "placements"),
 )
@@ -97,7 +97,7 @@ def _install_distribute_tensor() -> None:
 
 @hook(
     "_api._dtensor_init_helper",
-    "zeros, full, rand and the like make local tensors as Shard has them, and draw as for Shard",
+    "zeros, full, rand and others would make local tensors, and draw, as for Shard",
     PROTOCOL,
     lambda: has(dtensor_api._dtensor_init_helper, "init_op", "size", "device_mesh", "placements", "kwargs"),
 )
@@ -118,7 +118,7 @@ def _install_factories() -> None:
 
 @hook(
     "_api._ToTorchTensor.backward",
-    "the global stride of a gradient cannot be told from its local",
+    "the global stride of a gradient does not follow from its local tensor",
     PROTOCOL,
     lambda: has(dtensor_api._ToTorchTensor.backward, "ctx", "grad_output"),
 )
@@ -137,7 +137,7 @@ def _install_to_local_backward() -> None:
 
 @hook(
     "_utils.compute_local_shape_and_global_offset",
-    "it takes an unknown placement for Replicate",
+    "it would mistake an unknown placement for Replicate",
     PROTOCOL,
     lambda: has(dtensor_utils.compute_local_shape_and_global_offset, "global_shape", "mesh", "placements"),
 )
@@ -151,7 +151,7 @@ def _install_local_shape() -> None:
 
 @hook(
     "_pytree.register_constant",
-    "torch.compile guards on placements: before 2.13 only on those that it knows, or on constants",
+    "torch.compile guards on placements; before 2.13 only on placements that it knows, or on constants",
     PROTOCOL,
     lambda: callable(pytree.register_constant),
 )
@@ -163,7 +163,7 @@ def _install_constants() -> None:
 
 @hook(
     "DTensorSpec._stable_hash",
-    "ranks of one machine share compiled graphs on disk, but what they compile may differ",
+    "ranks of one machine share compiled graphs on disk, but ragged ranks compile different graphs",
     PROTOCOL,
     lambda: not hasattr(DTensorSpec, "_stable_hash") or has(DTensorSpec._stable_hash, "self"),
 )
@@ -216,7 +216,7 @@ def _install_redistribute_local_tensor() -> None:
 
 @hook(
     "OpDispatcher._propagate_op_sharding_dispatch_slow_path, _dispatch_get_local_results_slow_path",
-    "sharding rules of ops on placements that bring their own, and how these run on local tensors",
+    "ask placements for their own sharding rules, and run ops on local tensors as these rules say",
     PROTOCOL,
     lambda: (
         has(dtensor_dispatch.OpDispatcher._propagate_op_sharding_dispatch_slow_path, "args", "kwargs", "op_info", "try_cache")
@@ -248,7 +248,7 @@ def _install_dispatch() -> None:
 
 @hook(
     "OpDispatcher._custom_op_handlers",
-    "handlers that look at placements would take one for another",
+    "handlers that read placements would mistake one for another",
     PROTOCOL,
     lambda: isinstance(getattr(DTensor._op_dispatcher, "_custom_op_handlers", None), dict),
 )
@@ -259,7 +259,7 @@ def _install_op_handlers() -> None:
 
 @hook(
     "ShardingPropagator.op_to_schema_info, op_to_schema_info_for_single_dim_strategy",
-    "the dispatcher's cache keys lack a tensor given by keyword or a size of the output; some ops get one at first use",
+    "the dispatcher's cache keys lack tensors given by keyword or sizes of the output; some ops get a key at first use",
     OPERATORS,
     lambda: isinstance(getattr(DTensor._op_dispatcher.sharding_propagator, "op_to_schema_info", None), dict),
 )
@@ -269,7 +269,7 @@ def _install_keys() -> None:
 
 @hook(
     "_C._dynamo.eval_frame.set_code_exec_strategy",
-    "between two graphs, dynamo would compile what the dispatcher calls here, random numbers included; torch's it leaves alone",
+    "between two graphs, Dynamo would compile the functions that the dispatcher calls here, random draws included",
     OPERATORS,
     lambda: callable(eval_frame.set_code_exec_strategy) and {"DEFAULT", "SKIP"} <= set(eval_frame._FrameAction.__members__),
 )
@@ -292,7 +292,7 @@ def _install_safe_globals() -> None:
 
 @hook(
     "ops.ragged_shard.reduce",
-    "a new operator: torch.compile needs one for a reduction onto one rank, and torch's functional collectives lack one",
+    "a new operator: torch.compile needs one for a reduction onto one rank, which torch's functional collectives lack",
     PLACEMENT,
     lambda: has(torch.library.custom_op, "name", "mutates_args"),
 )
@@ -302,7 +302,7 @@ def _install_reduce() -> None:
 
 @hook(
     "_random._rng_tracker",
-    "where ragged DTensors draw from, as a single device would; torch's own way counts the elements of Shard's shards",
+    "ragged DTensors draw the numbers of a single device; torch's own way counts the elements of Shard's shards",
     OPERATORS,
     lambda: (
         hasattr(dtensor_random, "_rng_tracker")
@@ -311,4 +311,4 @@ def _install_reduce() -> None:
     ),
 )
 def _install_random() -> None:
-    """Nothing to install: ``_random`` reads and makes the tracker, which this hook's check knows."""
+    """Nothing to install: ``_random`` reads and makes the tracker; this hook checks its layout and lists it."""

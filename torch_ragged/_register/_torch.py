@@ -1,4 +1,7 @@
-"""Private functions of torch that this package calls, each the same in the versions named; what torch calls has hooks."""
+"""Wrappers of private torch functions that this package calls. Each names the torch versions in which it is the same.
+
+Nothing here may change torch: functions that torch itself calls are extended by hooks.
+"""
 
 from __future__ import annotations
 
@@ -38,30 +41,30 @@ __all__ = [
 ]
 
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass
-"""A context in which attributes and operations of tensor subclasses are those of tensors, and as fast. (2.11 to 2.15)"""
+"""A context in which tensor subclasses behave as plain tensors, at the speed of plain tensors. (2.11 to 2.15)"""
 
 is_autocast = torch._C._is_any_autocast_enabled
 """Whether any device's autocast is on. (2.11 to 2.15)"""
 
 functorch_is_active = torch._C._are_functorch_transforms_active
-"""Whether a functorch transform is. (2.11 to 2.15)"""
+"""Whether a functorch transform is active. (2.11 to 2.15)"""
 
 unsafe_view = torch.ops.aten._unsafe_view.default
-"""A view that autograd takes for a new tensor, as torch's own matmuls return: no in-place operation changes its base. (2.11 to
-2.15)"""
+"""A view that autograd treats as a new tensor, as torch's own matmuls return it. For autograd, an in-place operation on it does
+not change its base. (2.11 to 2.15)"""
 
 will_run_node = torch._C._will_engine_execute_node
-"""Whether the backward under way comes to a node. (2.11 to 2.15)"""
+"""Whether the current backward pass will run a node. (2.11 to 2.15)"""
 
 grouped_mm = torch._grouped_mm
-"""The matmul of groups of rows with their own matrices; ``F.grouped_mm`` in newer versions too. (2.11 to 2.15)"""
+"""The matmul of groups of rows, each with its own matrix; newer versions also have ``F.grouped_mm``. (2.11 to 2.15)"""
 
 
 def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """The mesh of the dimensions of ``meshes``, which are slices of one mesh, in turn. No communication. (2.11 to 2.15)
+    """One mesh with the mesh dimensions of ``meshes``, in order. No communication. (2.11 to 2.15)
 
     Raises:
-        RuntimeError: they are not slices of one mesh, or have dimensions in common.
+        RuntimeError: ``meshes`` are not slices of one mesh, or have dimensions in common.
     """
     return DeviceMesh._concatenate(list(meshes))
 
@@ -72,45 +75,48 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """The local tensor itself, detached: what ``to_local()`` gives without gradients, in a tenth of the time. (2.11 to 2.15)"""
+    """The local tensor, detached, as from ``to_local()`` without gradients, in a tenth of the time. (2.11 to 2.15)"""
     return tensor._local_tensor
 
 
 def flatten(mesh: DeviceMesh) -> DeviceMesh:
-    """All dimensions of ``mesh`` as one, under its dimensions' names joined; makes one process group. (2.11 to 2.15)
+    """``mesh`` with all its dimensions as one; its name joins their names. It makes one process group. (2.11 to 2.15)
 
     Raises:
-        ValueError: ``mesh`` has no names.
+        ValueError: the dimensions of ``mesh`` have no names.
     """
     if mesh.ndim == 1:
         return mesh
     if mesh.mesh_dim_names is None:
-        raise ValueError(f"{mesh} has no names: pass mesh_dim_names to init_device_mesh")
+        raise ValueError(f"{mesh} has no dimension names: pass mesh_dim_names to init_device_mesh")
     return mesh._flatten("_".join(mesh.mesh_dim_names))
 
 
 def storage_ids(tensor: torch.Tensor) -> list[int]:
-    """What identifies the storage of a tensor: of each tensor inside, for a wrapper subclass. No data is read. (2.11 to 2.15)
+    """The identity of a tensor's storage; for a wrapper subclass, of each tensor inside. No data is read. (2.11 to 2.15)
 
     A wrapper such as AsyncCollectiveTensor has no data pointer of its own. Sparse tensors have no storage.
     """
     if is_traceable_wrapper_subclass(tensor):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # A DTensor's mesh may be among them.
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # A part may also be a DTensor's mesh.
         return [each for part in parts if isinstance(part, torch.Tensor) for each in storage_ids(part)]
     has_storage = tensor.layout == torch.strided and torch._C._has_storage(tensor)
     return [tensor.untyped_storage()._cdata] if has_storage else []
 
 
 def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which Dynamo neither traces nor breaks a graph for: for module hooks. (2.11 to 2.15)
+    """``function``, hidden from Dynamo, which neither traces it nor breaks a graph for it: for module hooks. (2.11 to 2.15)
 
-    Unlike ``torch.compiler.disable`` it imports Dynamo at the first call only.
+    Unlike ``torch.compiler.disable`` it imports Dynamo only at the first call.
     """
     return torch._disable_dynamo(function)
 
 
 def profiler_range(what: str, name: str) -> AbstractContextManager[object]:
-    """A range for ``torch.profiler``, named ``torch_ragged::what (name)``; free while none records. (2.11 to 2.15)"""
+    """A range for ``torch.profiler`` with the name ``torch_ragged::what (name)``. If no profiler records, it is free.
+
+    (2.11 to 2.15)
+    """
     if not torch.autograd.profiler._is_profiler_enabled:
         return _NO_RANGE
     return torch.profiler.record_function(f"torch_ragged::{what} ({name})")
@@ -120,24 +126,25 @@ _NO_RANGE: AbstractContextManager[object] = nullcontext()
 
 
 def register_composable(api: Any, module: nn.Module, state: object) -> None:
-    """Enter ``module`` as one that ``api``, a composable API such as torch's ``fully_shard``, was applied to. (2.11 to 2.15)
+    """Record in torch that ``api``, a composable API such as torch's ``fully_shard``, was applied to ``module``. (2.11 to 2.15)
 
-    For ``fully_shard``: torch's ``replicate`` leaves the parameters of such modules alone, its ``fully_shard`` refuses them,
-    and ``fully_shard.state(module)``, which the pipeline schedules of torch 2.11 to 2.13 call, returns ``state``.
+    For ``fully_shard`` this has three effects. Torch's ``replicate`` skips the parameters of such modules. Torch's
+    ``fully_shard`` raises for them. ``fully_shard.state(module)``, which pipeline schedules of torch 2.11 to 2.13 call,
+    returns ``state``.
     """
     module.__dict__.setdefault(STATE_KEY, OrderedDict())[api.__wrapped__] = state
     module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[api.__name__] = RegistryItem()
 
 
 def backward_id() -> int:
-    """What tells the backward pass that this code runs in from others; -1 outside of any. (2.11 to 2.15)"""
+    """The number of the backward pass that runs this code; -1 outside of backward. (2.11 to 2.15)"""
     return torch._C._current_graph_task_id()
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What carries the collectives of ``group`` for tensors on ``device``. (2.11 to 2.15)
+    """The backend that carries the collectives of ``group`` for tensors on ``device``. (2.11 to 2.15)
 
-    A group without backends per device, such as that of torch's multi-threaded tests, carries them itself.
+    If a group has no backends per device, as in torch's multi-threaded tests, the result is the group itself.
     """
     try:
         return group._get_backend(device)

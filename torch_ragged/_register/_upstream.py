@@ -1,4 +1,7 @@
-"""A torch that has the patches of ``upstream/``: it is recognised, and this package's modules are torch's there."""
+"""Support for a torch with the patches of ``upstream/``: there, this package's modules are torch's.
+
+It must not import torch at the top: ``upstream/series.py`` loads this file without a torch.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-__all__ = ["IN_TORCH", "adopt", "is_upstream", "torch_name"]
+__all__ = ["IN_TORCH", "is_upstream", "torch_name", "use_modules_of_torch"]
 
 IN_TORCH = {
     "torch_ragged._placement_extension": "torch.distributed.tensor._placement_extension",
@@ -17,11 +20,11 @@ IN_TORCH = {
     "torch_ragged.fsdp": "torch.distributed.fsdp._ragged",
     "torch_ragged": "torch.distributed.tensor._ragged",
 }
-"""Where the patches put this package's modules: the name, or the beginning of it, here and in torch. The first that fits."""
+"""The names of this package's modules, or of packages that contain them, and their names in torch. The first match counts."""
 
 
 def torch_name(module: str) -> str:
-    """The name in torch of one of this package's modules, whether or not torch has it."""
+    """The name in torch of one of this package's modules, even if this torch lacks it."""
     for ours, theirs in IN_TORCH.items():
         if module == ours or module.startswith(ours + "."):
             return theirs + module.removeprefix(ours)
@@ -29,31 +32,31 @@ def torch_name(module: str) -> str:
 
 
 def is_upstream() -> bool:
-    """Whether torch has the placements, and with them the extension protocol."""
+    """Whether torch has the placements and the extension protocol."""
     return importlib.util.find_spec(IN_TORCH["torch_ragged"]) is not None
 
 
-def adopt() -> None:
-    """Have the names of this package's modules stand for torch's, where torch has them: one class of each, torch's own.
+def use_modules_of_torch() -> None:
+    """Replace this package's modules in ``sys.modules`` by torch's, if torch has them, so that no class exists twice.
 
-    Packages stay this one's: their ``__init__`` files take all that they offer from modules.
+    The ``__init__`` files of packages are not replaced, because they import their names from these modules.
     """
     if not is_upstream():
         return
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         name = ".".join([root.name, *path.relative_to(root).with_suffix("").parts])
-        if not path.stem.startswith(("__", "_triton")) and _has(torch_name(name)):  # Those need Triton, and hold no classes.
+        if not path.stem.startswith(("__", "_triton")) and _has(torch_name(name)):  # Modules for Triton have no classes.
             sys.modules[name] = importlib.import_module(torch_name(name))
-    _let_load(
+    _allow_loading(
         "torch_ragged.placement_types.RaggedShard",
         "torch_ragged.strided_placement_types.StridedRaggedShard",
         "torch_ragged._units.Units",
     )
 
 
-def _let_load(*names: str) -> None:
-    """Have ``torch.load(weights_only=True)`` take these names, under which a stock torch saved the placements."""
+def _allow_loading(*names: str) -> None:
+    """Let ``torch.load(weights_only=True)`` accept these names, under which a stock torch saved the placements."""
     import torch
 
     for name in names:
@@ -64,5 +67,5 @@ def _let_load(*names: str) -> None:
 def _has(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # Nor the package that it would be in.
+    except ModuleNotFoundError:  # Torch lacks the package of the module, too.
         return False
