@@ -19,11 +19,12 @@ from torch_ragged._register._torch import register_composable
 from torch_ragged.fsdp.comm._agreement import agreement
 from torch_ragged.fsdp.comm._choice import Traffic, check_name, choose
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, GradientReductionHandle
+from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
 from torch_ragged.fsdp.core._keeper import Keeper
 from torch_ragged.fsdp.core._mesh import device_of
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._persistent_buffers import SLOTS, allocator, check_ready, make_persistent, make_transient
+from torch_ragged.fsdp.core._reduction_handle import GradientReductionHandle
 
 __all__ = ["FSDPModule", "check_reshard_after_forward", "make_fsdp_module", "share_comm_ctx"]
 

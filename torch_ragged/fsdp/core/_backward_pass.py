@@ -68,11 +68,13 @@ class BackwardPass:
         Raises:
             RuntimeError: the root module was deleted.
         """
+        # Any hook may be the first in a pass: which one it is differs between ranks, and what it does must not.
         if self.is_running:
             return
         root = self._root()
         if root is None:
             raise RuntimeError("the root of this fully_shard module was deleted: run the module's forward before backward")
+        # A pass that raised has left gradients, which would be added to those of this pass.
         root.drop_raised_backward()
         running = _Running(root)
         self._running = weakref.ref(running)
@@ -86,6 +88,7 @@ class BackwardPass:
 
     def reach(self, order: ForwardOrder) -> None:
         """Backward has reached a call in ``order``: all of a forward that ran later has been passed."""
+        # Autograd runs later forwards first, so the calls of orders reached before are all passed, on every rank.
         if order not in self._orders:
             self.finish_orders()
             order.restart()
@@ -102,6 +105,7 @@ class BackwardPass:
 
     def pause(self) -> None:
         """The pass is over; others may follow before ``finalize_backward``."""
+        # Not running: the next backward queues a callback of its own.
         self.is_unfinished, self._running = True, None
 
     def finish(self) -> None:

@@ -56,6 +56,7 @@ class FSDPCommContext:
 
         Only for those that hold a second buffer, as over gloo. On a GPU this would block the stream without saving memory.
         """
+        # Waiting does not finish them: finishing issues HSDP's all-reduce, at a moment that has to be equal on all ranks.
         excess = len(self.reducing) - max_reductions + 1
         for entry in self.reducing[: max(0, excess)]:
             for gradients in entry:
@@ -67,6 +68,7 @@ class FSDPCommContext:
 
     def finish_reductions(self, max_reductions: int) -> None:
         """Before a reduce-scatter is issued: finish the oldest ones, so that fewer than ``max_reductions`` are in flight."""
+        # Oldest first: the order in which they were issued is the order in which they end.
         while len(self.reducing) >= max_reductions:
             for gradients in self.reducing.pop(0):
                 gradients.finish_reduction()

@@ -134,7 +134,7 @@ class DBuffer:
 
     def tensor(self, index: int) -> torch.Tensor:
         """The part of tensor ``index`` in this buffer, as a view of it with a version counter of its own."""
-        flat = self.flat.data
+        flat = self.flat.data  # Autograd must not see that the buffer is filled again under a tensor that it saved.
         if self.is_sharded:
             start, stop = self.layout.local_range(index, self.rank)
             begin = max(self.layout.offsets[index] - self.rank * self.layout.shard_numel, 0)
@@ -169,6 +169,7 @@ class DBuffer:
         the CPU, straight into its slice of this buffer and gathered in place.
         """
         self.allocate()
+        # The cast goes to the rank's own slot, so the all-gather finds its input there, and sends param_dtype.
         source = sharded.flat
         if (source.dtype, source.device) != (self.flat.dtype, self.flat.device):
             source = scaled_copy_(self.shard(), source, non_blocking=True)

@@ -103,13 +103,14 @@ class ForwardOrder:
         self._come_to(-1)
 
     def _come_to(self, event: int) -> None:
+        # From the latest event on down: the order in which ranks that have these gradients run their hooks.
         for index in range(self._at - 1, event, -1):
-            self._at = index
+            self._at = index  # Before the calls below, which may come back here.
             position, is_exit = self._events[index]
             state = self.states[position]
             if is_exit and state.reduces_unused:
                 self._skipped.add(position)
                 state.pre_backward(self, position)
-            elif position in self._skipped:
+            elif position in self._skipped:  # Of a call that this rank reached, autograd calls post-backward.
                 state.post_backward(is_last=self.is_first(position))
         self._at = min(self._at, event)

@@ -84,6 +84,7 @@ class FSDPParamGroup:
         self._allocate(local_of(first).device, first.dtype)
         self.params = [self._init_param(index, found) for index, found in enumerate(plan.params)]
         self.shards.params = self.params
+        # Before the unsharded parameters: these are made with the gradient buffer as the target of their matmuls.
         self.gradients = GradientBuffers(self.params, self.layout, self.rank, plan.dp.has_replicas, self.memory)
         self.gradients.place(self.device, self.param_dtype, self.reduce_dtype, self.sharded)
         self.collectives = self.process_groups
@@ -236,6 +237,7 @@ class FSDPParamGroup:
                     f"{', '.join(missing)} on the meta device: materialise all parameters before forward, with "
                     "to_empty(device=...) and reset_parameters(), or load_state_dict(..., assign=True)"
                 )
+            # Before the shards are read: a write after this makes the group outdated, also while the all-gather is in flight.
             self._gathered_versions = [param.sharded._version for param in self.params]
             with self._freed_on_error(), profiler_range("all_gather", self.fqn):
                 self._all_gather = self.keeper.all_gather(self.shards, self.encoding, self._gathered_versions, self.collectives)
@@ -248,6 +250,7 @@ class FSDPParamGroup:
                     self._init_unsharded_param(0, self.params[0], self.params[0].distribution.gathered(made))
             self.keeper.drop()  # The all-gather has read it.
             self._move_to(ShardedState.UNSHARDED)
+            # Registered last: if anything above raises, the modules still have the sharded parameters.
             with as_plain_tensors():
                 for param in self.params:
                     param.register(param.unsharded)
@@ -293,8 +296,10 @@ class FSDPParamGroup:
             RuntimeError: a parameter was written to or replaced while it was unsharded, which would be lost.
         """
         was_gathered, was_unsharded = self.is_gathered, self.is_unsharded
+        # First: if the wait below raises, the group is sharded all the same, and the next unshard issues a new all-gather.
         if was_gathered:
             self._move_to(ShardedState.SHARDED)
+        # An all-gather in flight writes to the buffer that is freed below.
         if self._all_gather is not None:
             with self._freed_on_error():
                 self._wait_for_all_gather()
@@ -307,6 +312,7 @@ class FSDPParamGroup:
             changed = self._restore_changed() if was_unsharded else []
         self._free_unsharded()
         self.register_sharded()
+        # Raised at the end, so that the group is sharded and can be used again.
         if changed:
             raise RuntimeError(
                 f"{', '.join(changed)} changed while unsharded by fully_shard (written to in place, converted or replaced); "
@@ -343,6 +349,7 @@ class FSDPParamGroup:
     def finish_gradients(self, used_anywhere: list[bool]) -> None:
         """Set ``.grad``; an optimizer may change the parameters now."""
         self.gradients.finish(used_anywhere)
+        # All ranks set .grad in the same pass, so what they keep gathered is out of date on all of them.
         self.keeper.invalidate()
 
     @property
@@ -379,6 +386,7 @@ class FSDPParamGroup:
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
         """Deregister this group's parameters from the modules for a while."""
+        # An entry of None keeps the name's turn in the module's order of parameters.
         for module, name in [pair for param in self.params for pair in param.registered_names]:
             module._parameters[name] = None
         self.is_hidden = True
@@ -407,6 +415,7 @@ class FSDPParamGroup:
             if self.is_meta:
                 self._load_if_all(replaced)
                 return
+            # All are checked, then all are cloned, then all are loaded: they may be views of this buffer, in another order.
             values = [self._replacement(index, self.orig_dtype) for index in replaced]
             for index, value, copy in zip(replaced, values, [value.clone() for value in values]):
                 self._load(index, copy, value.requires_grad)
@@ -457,6 +466,7 @@ class FSDPParamGroup:
         """
         dtype = dtype or self.orig_dtype
         values = [self._replacement(index, dtype) for index in replaced]
+        # A buffer has one dtype and one device, so it is made when the last parameter is there.
         if len(values) < len(self.params) or any(value.is_meta for value in values):
             return
         placements = [param.sharded.placements for param in self.params]  # type: ignore[attr-defined]
@@ -469,9 +479,10 @@ class FSDPParamGroup:
 
     def _put(self, index: int, parameter: nn.Parameter) -> None:
         """Make the object ``parameter`` a view of the sharded buffer."""
+        # Optimizers hold the parameter as an object: it stays, and its contents are exchanged.
         inside = nn.Parameter(self.shards.dtensor(index, self.params[index].distribution), parameter.requires_grad)
         vars(inside).update(vars(parameter))
-        gradient, parameter.grad = parameter.grad, None
+        gradient, parameter.grad = parameter.grad, None  # It would be exchanged too.
         torch.utils.swap_tensors(parameter, inside)
         parameter.grad = gradient
 
@@ -488,6 +499,7 @@ class FSDPParamGroup:
             ValueError: to another device than the mesh's (than the CPU, if offloaded), or to shared memory.
             RuntimeError: to another dtype, while there are gradients that are not in ``.grad`` yet.
         """
+        # The function may be anything; an empty tensor tells where it moves parameters, and costs nothing.
         device = self.sharded.flat.device
         probe = function(torch.empty(0, dtype=self.orig_dtype, device=device))
         offloads = isinstance(self._plan.offload, CPUOffloadPolicy)
@@ -551,6 +563,7 @@ class FSDPParamGroup:
 
     def _rebuild(self, device: torch.device, dtype: torch.dtype, values: list[torch.Tensor] | None) -> None:
         """New buffers, with ``values`` as this rank's part of each parameter."""
+        # The old buffers go before the new ones come: both together may not fit.
         self.encoding.free(keeps_buffer=False)
         self._allocate(device, dtype)
         self.keeper.reset()

@@ -31,7 +31,7 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._tensors import map_tensors, tensors_in
 from torch_ragged.fsdp.core._used_params import used_anywhere
 
-__all__ = ["STATE", "FSDPState", "FSDPStateContext", "GradientReductionHandle"]
+__all__ = ["STATE", "FSDPState", "FSDPStateContext"]
 
 STATE = "_ragged_fsdp_state"
 """The attribute under which a module keeps its state."""
@@ -72,14 +72,17 @@ class FSDPStateContext:
     def start_iteration(self) -> None:
         """The root's forward begins."""
         for state in self.states:
+            # An optimizer on a stream of its own may still write to the shards that the next all-gathers read.
             event, state.post_optim_event = state.post_optim_event, None
             if event is not None:
                 event.wait()
             state.refresh()
+        # Prefetching goes by the last forward: all ranks have run that one whole, in the same order.
         self.last_order, self.order = self.order, ForwardOrder()
 
     def drop_unused_prefetches(self) -> None:
         """The root's forward is over, and no backward follows: reshard what was prefetched for modules that did not run."""
+        # Ranks prefetch by the same order, so they have issued the same all-gathers, and drop the same.
         for state in self.states:
             if state.comm.forget_gathering(state):
                 state.reshard()
@@ -95,15 +98,18 @@ class FSDPStateContext:
 
     def pause_backward(self) -> None:
         """A backward pass is over; others may follow before ``finalize_backward``."""
+        # Modules that backward did not reach on this rank may have been reached on others: take part for them.
         self.backward.finish_orders()
         for state in self.states:
             state.post_backward(is_last=True)
+        # Even if gradients were reduced: the same parameters serve the next pass, so what is resident stays.
         self._mark_accumulating(True)
         self.backward.pause()
 
     def start_reductions(self) -> None:
         """Reduce the gradients that no module's post-backward has reduced."""
         self.backward.finish_orders()
+        # In the order of modules, not of gradients: autograd's order may differ between ranks.
         for state in reversed(self.states):
             state.post_backward(is_last=True)
             state.reduce_gradients()
@@ -115,9 +121,11 @@ class FSDPStateContext:
         """
         with profiler_range("root_post_backward_callback", self.states[0].fqn):
             self.start_reductions()
+            # Shards that replicas do not reduce are kept apart from .grad. No reduction outlives its backward.
             for group in self.groups:
                 if group.gradients.keeps_shards:
                     group.gradients.finish_reduction()
+            # Equal on all ranks, as are the collectives below: groups are reduced where pre-backward ran, on any rank.
             reduced = [group for group in self.groups if group.gradients.was_reduced]
             for mesh in dict.fromkeys(group.dp.key for group in reduced):
                 members = [group for group in reduced if group.dp.key == mesh]
@@ -127,6 +135,7 @@ class FSDPStateContext:
             self._mark_accumulating(not reduced and any(group.is_trainable for group in self.groups))
             for state in self.states:
                 state.end_backward()
+            # Last: if anything above raises, the pass counts as one that raised, and its gradients are dropped.
             self.backward.finish()
 
     def _mark_accumulating(self, is_accumulating: bool) -> None:
@@ -266,12 +275,14 @@ class FSDPState:
         self._still_to_run = set(self.modules)
         if self._must_refresh or any(group.is_outdated for group in self.groups):
             self.reshard()
+        # After resharding: the user's parameters are registered in the modules then, and all-gathers read the shards.
         for group in self.groups:
             group.load_replaced()
             group.expire_resident()
 
     def unshard(self) -> None:
         """All-gather the parameters, unless they are unsharded, and register them in the modules."""
+        # Issue all before waiting for one: the all-gathers of a module's groups are in flight together.
         for group in self.groups:
             group.unshard(wait=False)
         for group in self.groups:
@@ -283,6 +294,7 @@ class FSDPState:
         self.comm.forget_gathering(self)
         for group in self.groups:
             group.reshard(keep)
+        # A part that was kept is of these values: a forward that begins without a backward in between drops it.
         self._must_refresh = any(group.keeper.holds_part for group in self.groups)
 
     def reset(self) -> None:
@@ -303,7 +315,7 @@ class FSDPState:
         if self._in_backward and context.backward.is_running:  # Activation checkpointing recomputes this call.
             return args, kwargs
         context.drop_raised_backward()
-        if not context.backward.is_running:
+        if not context.backward.is_running:  # Otherwise a forward inside backward: the iteration goes on.
             if self.is_root:
                 context.start_iteration()
             elif not context.in_forward:  # The user calls this module by itself.
@@ -316,6 +328,7 @@ class FSDPState:
             if self.groups:
                 self.unshard()
                 self._must_refresh = True
+                # After the wait for this module: its all-gather is not delayed by the next one's.
                 for neighbour in self._prefetch(self.forward_prefetch, context.last_order, call.position, step=1):
                     neighbour._must_refresh = True  # It may never be called.
         if torch.is_grad_enabled():
@@ -340,6 +353,7 @@ class FSDPState:
         """
         states = self._next(order.states if order else [], position, step) if chosen is None else chosen
         started = []
+        # All that is asked below is equal on all ranks: the order, what is in flight, and whose turn the slots are.
         for state in states:
             is_gathered = all(group.is_gathered for group in state.groups)
             can_start = all(group.has_slot for group in state.groups)
@@ -371,10 +385,12 @@ class FSDPState:
             return output
         call = self.calls.pop() if self.calls else Call(None, self)
         tensors, opaque = tensors_in(output)
+        # If no output can start pre-backward, but an opaque one may hide a tensor that does, nothing would unshard again.
         needs_backward = torch.is_grad_enabled()
         must_stay = needs_backward and not self._watch_outputs(tensors, context, call) and opaque
         if any(group.holds(tensor) for group in self.groups for tensor in tensors):
             must_stay = True  # The output is a parameter or a view of one.
+        # Modules that share their groups reshard once, after the last of them.
         self._still_to_run.discard(module)
         if self.is_root and not needs_backward:
             context.drop_unused_prefetches()
@@ -406,6 +422,7 @@ class FSDPState:
             return False
         if call.order is not None:
             call.order.watch_exit(call.position)
+        # Hooks hold the context of the forward: the module may have another root when backward comes.
         for tensor in watched:
             tensor.register_hook(functools.partial(self._pre_backward, context, call))
             base = tensor._base
@@ -426,6 +443,7 @@ class FSDPState:
             return
         call.begun_in = backward_id()
         if call.order is not None:
+            # First for the later calls that this rank's backward has skipped: other ranks unshard and reduce for them now.
             context.backward.reach(call.order)
             call.order.begin(call.position)
         self.pre_backward(call.order, call.position)
@@ -433,6 +451,7 @@ class FSDPState:
     def pre_backward(self, order: ForwardOrder | None, position: int) -> None:
         """Unshard for the backward of a call, and prefetch the module before. Same on all ranks: see ``ForwardOrder``."""
         self._in_backward = True
+        # Before anything can raise: a rank whose backward raises here must know what the other ranks reduce.
         self._expect_gradients()
         if self.groups and self.unshard_in_backward:
             with profiler_range("pre_backward", self.fqn):
@@ -481,8 +500,10 @@ class FSDPState:
             return
         self._in_backward = False
         with profiler_range("post_backward", self.fqn):
+            # Reshard first: the cast of the gradients, and what a reduction receives, may use the memory that this frees.
             if self.reshard_after_backward and (is_last or len(self.modules) == 1):
                 self.reshard()
+            # Gradients of all calls are reduced together, once.
             if is_last:
                 self.reduce_gradients()
 
@@ -490,12 +511,14 @@ class FSDPState:
         """Issue the reduce-scatters of the groups that backward has reached; or keep their gradients for a later pass."""
         groups = [group for group in self.groups if group.gradients.needs_reduction]
         if self._accumulates:
+            # Passes are added in reduce_dtype, so that their number does not cost precision.
             for group in groups:
                 group.gradients.note_accumulation()
                 group.gradients.widen()
             return
         if not groups:
             return
+        # Bounds the memory of gradients in flight. Here, since all ranks get here in one order: HSDP's all-reduces follow.
         self.comm.finish_reductions(self.max_reductions)
         for group in groups:
             group.reduce_gradients()
@@ -565,34 +588,6 @@ class _PostBackward(torch.autograd.Function):
             ctx.state.watch_gradients(gradients)
         ctx.state._post_backward(ctx.call)
         return (None, None, *gradients)
-
-
-class GradientReductionHandle:
-    """A handle on reductions that :meth:`FSDPModule.finalize_backward` has issued."""
-
-    def __init__(self, context: FSDPStateContext) -> None:
-        self._context: FSDPStateContext | None = context
-        if context.backward.handle is not None:
-            raise RuntimeError("wait for the handle of the last finalize_backward before finalizing backward again")
-        if not context.is_initialized:  # No forward was run.
-            self._context = None
-            return
-        context.start_reductions()
-        context.backward.handle = self
-
-    def wait(self) -> None:
-        """Finish the reductions, set ``.grad`` and reshard. A second call does nothing.
-
-        Raises:
-            RuntimeError: ``reset_iter_state`` has dropped the reductions.
-        """
-        context, self._context = self._context, None
-        if context is None:
-            return
-        if context.backward.handle is not self:
-            raise RuntimeError("the gradients of this handle were dropped by reset_iter_state")
-        context.backward.handle = None
-        context.end_backward()
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

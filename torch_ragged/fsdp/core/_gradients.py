@@ -126,6 +126,7 @@ class GradientBuffers:
 
     def _take(self, index: int, unsharded: torch.Tensor) -> None:
         param = self._params[index]
+        # Autograd's tensor is let go as soon as it is copied: at most one gradient exists outside of the buffer.
         with as_plain_tensors():
             gradient, unsharded.grad = unsharded.grad, None
             if gradient is None:  # Backward came here with no gradient, or it was written in place.
@@ -143,6 +144,7 @@ class GradientBuffers:
         if gradient.dtype.itemsize > self.dtype.itemsize and self.dtype != self.reduce_dtype:
             self._keep_wide(index, gradient)
             return
+        # The one copy on a gradient's way: it casts too.
         view = self.views()[index]
         if param.has_gradient:
             view.add_(gradient)
@@ -179,7 +181,8 @@ class GradientBuffers:
 
     def views(self) -> list[torch.Tensor]:
         """The unreduced buffer's view of each parameter; the buffer is allocated if it is not."""
-        self.wait_for_reduction()  # It may still be read.
+        # A reduce-scatter in flight still reads the buffer. Waiting issues no collective, so each rank may do it when it has to.
+        self.wait_for_reduction()
         self._unreduced = self._allocated(self._unreduced, self.dtype)
         if not self._views:
             self._views = [self._unreduced.tensor(index) for index in range(len(self._params))]
@@ -218,6 +221,7 @@ class GradientBuffers:
         """``buffer``, or a new one, allocated."""
         if buffer is not None and buffer.is_allocated:
             return buffer
+        # Other groups' reductions may have to end first, so that their memory is free.
         self.comm.wait_for_room(self.max_reductions)
         if buffer is None:
             buffer = self._partial(dtype, pool=self.pool)
@@ -349,6 +353,7 @@ class GradientBuffers:
         output, self._output = self._output, None
         if output is None:
             return
+        # The all-reduce of an earlier reduction of this group: results are added in the order of the reductions.
         self._finish_all_reduce()
         if self._kept is not None:
             output.flat.add_(self._kept.flat)
@@ -418,12 +423,14 @@ class GradientBuffers:
     def drop(self) -> bool:
         """Forget the gradients that are not in ``.grad`` yet; says whether there were any."""
         had_any = self.is_pending
+        # Forgotten before they are waited for: waiting for a collective that failed raises.
         in_flight = [self._reduce_scatter, None if self._all_reduce is None else self._all_reduce[0]]
         for buffer in self._reduced_buffers():
             self._memory.reduced.note(-buffer.nbytes)
         self._state = GradientState.EMPTY
         self._reduce_scatter = self._output = self._all_reduce = self._reduced = self._kept = None
         self._wide.clear()
+        # Collectives that other ranks take part in have to end here too; their input is freed after that only.
         for work in in_flight:
             if work is not None:
                 work.wait()

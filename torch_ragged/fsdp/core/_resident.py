@@ -52,6 +52,7 @@ class Resident(Keeper):
 
     def all_gather(self, shards: Shards, encoding: Encoding, versions: list[int], collectives: Collectives) -> Work:
         """Fill the gathered buffer, in full only if what is resident is not that of ``versions`` of the parameters."""
+        # Versions count operations, which are the same on all ranks: they agree on whether to gather across nodes.
         is_current, self._versions = versions == self._versions, versions
         if self.keeps_buffer:
             return done if is_current else encoding.all_gather(shards, collectives)
@@ -65,6 +66,7 @@ class Resident(Keeper):
                 self._log.note(self._flat.nbytes)
             mine = self._flat.narrow(0, sharded.rank // per_node * shard, shard)
             scaled_copy_(mine, sharded.flat, non_blocking=True)
+            # The all-gather within the node reads what this one brings.
             collectives.all_gather(self._flat, mine, self.levels.across).wait()
         parts = zip(gathered.flat.split(per_node * shard), self._flat.split(shard))
         return wait_all([collectives.all_gather(node, part, self.levels.within) for node, part in parts])

@@ -35,6 +35,7 @@ class Slab:
         Raises:
             RuntimeError: another holder uses it.
         """
+        # Waiting would not help: what frees the slot is this rank's own later work.
         if not self.is_free_for(holder):
             raise RuntimeError(
                 f"{self._of} is in use by another group. Groups take turns in a module's persistent buffers: "

@@ -18,6 +18,7 @@ def used_anywhere(groups: Sequence[FSDPParamGroup]) -> Iterator[bool]:
 
     A rank reads the answer only if it has a parameter without a gradient, so that it does not block on a GPU.
     """
+    # Issued on all ranks, also by one that knows the answer: another rank may need this rank's part of it.
     local = [param.was_used for group in groups for param in group.params]
     flags = torch.ones(len(local), dtype=torch.uint8, device=groups[0].device)
     start = 0
@@ -30,6 +31,7 @@ def used_anywhere(groups: Sequence[FSDPParamGroup]) -> Iterator[bool]:
         groups[0].collectives.all_reduce_max(flags).wait()
     if all(local):
         return iter(local)
+    # A frozen parameter has no gradient on any rank.
     trainable = [param.sharded.requires_grad for group in groups for param in group.params]
     if all(used or not needed for used, needed in zip(local, trainable)):
         return iter(local)
