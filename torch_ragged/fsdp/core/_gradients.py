@@ -181,7 +181,7 @@ class GradientBuffers:
 
     def views(self) -> list[torch.Tensor]:
         """The unreduced buffer's view of each parameter; the buffer is allocated if it is not."""
-        # A reduce-scatter in flight still reads the buffer. Waiting issues no collective, so each rank may do it when it has to.
+        # A reduce-scatter in flight still reads the buffer. Each rank may wait when it has to: waiting issues no collective.
         self.wait_for_reduction()
         self._unreduced = self._allocated(self._unreduced, self.dtype)
         if not self._views:
