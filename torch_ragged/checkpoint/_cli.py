@@ -118,9 +118,10 @@ def _diff(path: Path, other: Path, pattern: str, values: bool) -> int:
         a, b = first.tensors.get(name), second.tensors.get(name)
         if a != b:
             rows.append((name, _described(a), _described(b)))
-    alike = [n for n in names if n in first.tensors and n in second.tensors and first.tensors[n].what == second.tensors[n].what]
+    in_both = [n for n in names if n in first.tensors and n in second.tensors]
+    comparable = [name for name in in_both if first.tensors[name].what == second.tensors[name].what]
     if values:
-        for name in alike:
+        for name in comparable:
             difference = _value_difference(name, first.tensors[name], folders)
             if difference:
                 rows.append((name, "", difference))

@@ -155,7 +155,7 @@ def check_size(folder: Path, name: str, record: FileRecord) -> str:
 
 
 def check_blocks(path: Path, record: FileRecord, blocks: Sequence[int] | None = None) -> list[int]:
-    """The numbers of the blocks, among ``blocks`` (None: all), whose bytes have another checksum than ``record``.
+    """The numbers of the blocks, among ``blocks`` (None: all), with another checksum than in ``record``.
 
     Raises:
         CheckpointError: the file cannot be read.

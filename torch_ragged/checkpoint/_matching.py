@@ -72,8 +72,8 @@ def differences(wanted: Mapping[str, TensorRecord], saved: Mapping[str, TensorRe
         if name in saved and saved[name].what != record.what
     ]
     for count, name in enumerate(missing):
-        alike = [other for other in surplus if count < _GUESSES and saved[other].what == wanted[name].what][:_CANDIDATES]
-        closest = difflib.get_close_matches(name, alike, n=1, cutoff=0.5)
+        candidates = [other for other in surplus if count < _GUESSES and saved[other].what == wanted[name].what][:_CANDIDATES]
+        closest = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
         if closest:
             surplus.remove(closest[0])
             problems.append(f"{name} is not in the checkpoint, which has {closest[0]} of the same shape: was it renamed?")

@@ -110,7 +110,7 @@ class CheckpointReader(FileSystemReader):
         return self.metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Verify this rank's share of the files, and that each item of the plan lies in a file of the manifest.
+        """Verify this rank's share of the files, and that each item of the plan is in a file of the manifest.
 
         Raises:
             CheckpointError: a file is missing, truncated or damaged. DCP raises it on every rank, before any tensor is read.

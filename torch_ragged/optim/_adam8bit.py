@@ -109,7 +109,7 @@ class Adam8bit(RaggedOptimizer):
 
     The global shape alone decides whether a parameter has blocks, and where they are (see :class:`BlockPolicy`). Therefore
     numerics do not depend on sharding: given equal gradients, parameters and states are bitwise equal for any number of ranks
-    on the same device type. The codes (uint8, placed as the parameter) and the scales (one per block, placed alike) are
+    on the same device type. The codes (uint8, placed as the parameter) and the scales (one per block, placed as the blocks) are
     DTensors, so checkpoints reshard. Parameters without blocks have float32 moments.
 
     If every rank holds only whole blocks, as with ``fully_shard(..., orig_param_policy=policy)``, ``step`` issues no

@@ -35,7 +35,7 @@ class BlockPolicy:
     A policy is also an ``orig_param_policy``: ``fully_shard(..., orig_param_policy=policy)`` keeps every block whole on one
     rank, so that the optimizer needs no communication. A parameter of two dimensions (a matrix) or three (a stack of matrices)
     has blocks if it has at least ``min_numel`` elements and its scales need at most 0.1 byte per element. Blocks at the lower
-    and the right edge of a matrix may be smaller. No block lies in two matrices.
+    and the right edge of a matrix may be smaller. No block is in two matrices.
 
     Args:
         block: (height, width) of a block. One integer is the width of blocks of height 1.
