@@ -136,7 +136,7 @@ def check_each_rank_gets_its_own(path):
     assert without.per_rank == {}
     more = with_loaders(3)
     more.per_rank["queue"] = None
-    assert "it holds no per_rank.queue" in error_of(checkpoint.load, f"{path}/sync", more)
+    assert "the checkpoint holds no per_rank.queue" in error_of(checkpoint.load, f"{path}/sync", more)
 
 
 def check_another_number_of_ranks(path):

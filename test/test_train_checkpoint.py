@@ -205,7 +205,7 @@ def check_fresh_optimizer(path):
     without.optimizer = without.scheduler = None
     checkpoint.load(path, without)  # The model alone.
     folder = checkpoint.save(path + "/model", without)
-    assert "it holds no scheduler" in error_of(checkpoint.load, folder, other)
+    assert "the checkpoint holds no scheduler" in error_of(checkpoint.load, folder, other)
     other.scheduler = None
     assert "optimizer.param_groups" in error_of(checkpoint.load, folder, other)
 

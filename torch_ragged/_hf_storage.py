@@ -1,7 +1,6 @@
 """Write several chunks of one tensor from one rank to safetensors files.
 
-A safetensors file must not contain a name twice. Therefore each round, which has at most one chunk per tensor, gets its own
-file.
+A safetensors file must not contain a name twice. Therefore each round, with at most one chunk per tensor, gets its own file.
 """
 
 from __future__ import annotations

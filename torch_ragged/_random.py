@@ -95,9 +95,8 @@ def part_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
 def random_rule(call: OpCall) -> Sharding:
     """Draw the whole tensor and keep this rank's shard.
 
-    Communicates only if a further tensor argument, such as a tensor of probabilities, has other placements: it is
-        redistributed.
-    If a tensor of probabilities has a value outside of [0, 1], only the rank that owns this value raises.
+    Communicates only to redistribute a further tensor argument, such as a tensor of probabilities, with other placements. If a
+    tensor of probabilities has a value outside of [0, 1], only the rank that owns this value raises.
 
     Raises:
         NoLocalWay: the first argument is a Partial, is a strided view, or is not ragged.

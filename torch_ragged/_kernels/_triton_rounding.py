@@ -1,7 +1,6 @@
 """Rounding to narrow floats in Triton: the GPU's conversions, or operations with equal results in Triton's interpreter.
 
-The GPU rounds to nearest, ties to even. The interpreter truncates and has no NaN of float8, so its conversions are not used
-alone.
+The GPU rounds to nearest, ties to even. The interpreter alone would truncate, and has no NaN of float8.
 """
 
 from __future__ import annotations

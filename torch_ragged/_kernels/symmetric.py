@@ -40,8 +40,8 @@ def gram(x: torch.Tensor, halves: bool = True) -> torch.Tensor:
 
 
 def polynomial(a: torch.Tensor, b: float, c: float, halves: bool = True) -> torch.Tensor:
-    """``b * a + c * a @ a`` for symmetric matrices. Kernel, rounding and error as for :func:`gram`; the error bound times
-    ``|c|``.
+    """``b * a + c * a @ a`` for symmetric matrices. :func:`gram` describes kernel and rounding; the error bound is ``|c|``
+    times that of ``a @ a``.
 
     Args:
         a: (M, M) or (B, M, M). If the kernel runs, ``a`` must be exactly symmetric, as results of :func:`gram` are.

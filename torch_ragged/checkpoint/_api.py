@@ -229,6 +229,7 @@ def load(
     except BaseException:
         request.forget()
         raise
+    # Tensors are filled: if a load_state_dict raises now, nothing can be undone, but all ranks raise.
     agree(request.apply, what, process_group)
     return reader.manifest
 

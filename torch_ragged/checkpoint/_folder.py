@@ -120,17 +120,18 @@ def resolve(path: Path) -> Path:
     if damaged:
         files = read_manifest(damaged[-1]).files  # If the manifest is the problem, this raises an error that says so.
         problems = list(filter(None, (check_size(damaged[-1], name, record) for name, record in files.items())))
-        raise CheckpointError("; ".join(problems) or f"{damaged[-1]} was not complete a moment ago: try again")
+        raise CheckpointError("; ".join(problems) or f"{damaged[-1]} was incomplete and is complete now: load again")
     if (path / ".metadata").exists():
-        read_manifest(path)
+        read_manifest(path)  # Raises: DCP wrote this checkpoint without a manifest, and the error names dcp.load.
     raise CheckpointError(f"{path} holds no complete checkpoint: expected folders step-<number> that checkpoint.save wrote")
 
 
 def publish(incomplete: Path, folder: Path) -> None:
-    """Make a verified checkpoint visible with one rename. The order of the steps keeps one complete checkpoint at any moment.
+    """Make a verified checkpoint visible with one rename.
 
-    A checkpoint that has the name already is first renamed to ``.replaced``, which still counts as complete, and is removed
-    last. After the rename the checkpoint is saved: a later failure is only logged as a warning.
+    If a complete checkpoint has the name already, readers find one of the two at any moment: the old one is first renamed to
+    ``.replaced``, where it still counts, and is removed last. After the rename of the new one, the checkpoint is saved: a later
+    failure is only logged as a warning.
     """
     sync_folder(incomplete)  # Before the rename: after a power loss, a visible checkpoint must have all its files.
     replaced = folder.with_name(folder.name + _REPLACED)

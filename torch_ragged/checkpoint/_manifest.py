@@ -199,7 +199,7 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         raise ValueError("files has no .metadata")
     unknown = body.keys() - {known.name for known in fields(Manifest)}
     if unknown:
-        raise ValueError(f"it has unknown fields {reprlib.repr(sorted(unknown))}")
+        raise ValueError(f"the manifest has unknown fields {reprlib.repr(sorted(unknown))}")
     for name, least in (("step", 0), ("consumed_tokens", 0), ("world_size", 1), ("format", 1)):
         _count(body[name], name, least)
     for name in ("fingerprint", "torch_version", "package_version"):
@@ -214,7 +214,10 @@ def _mesh_of(entry: Any) -> _Mesh:
     shape, ranks = _shape(mesh["shape"], "a mesh's shape"), _counts(mesh["ranks"], "a mesh's ranks")
     names = _texts(mesh["dim_names"], "a mesh's dim_names")
     if math.prod(shape) != len(ranks) or len(names) not in (0, len(shape)):
-        raise ValueError(f"a mesh of shape {reprlib.repr(shape)} has {len(ranks)} ranks and {len(names)} names")
+        raise ValueError(
+            f"a mesh of shape {reprlib.repr(shape)} has {len(ranks)} ranks and {len(names)} names, expected one rank per "
+            "coordinate, and no names or one per dimension"
+        )
     return shape, names, ranks
 
 
@@ -228,7 +231,10 @@ def _tensor_of(name: str, entry: Any, meshes: list[_Mesh]) -> TensorRecord:
         raise ValueError(f"{name}'s mesh is {index}, but there are {len(meshes)} meshes")
     placements = _texts(tensor["placements"], f"{name}'s placements")
     if len(placements) != len(meshes[index][0]):
-        raise ValueError(f"{name} has {len(placements)} placements on a mesh of shape {reprlib.repr(meshes[index][0])}")
+        raise ValueError(
+            f"{name} has {len(placements)} placements on a mesh of shape {reprlib.repr(meshes[index][0])}, expected one per "
+            "dimension of the mesh"
+        )
     return TensorRecord(shape, dtype, placements, *meshes[index])
 
 

@@ -53,8 +53,8 @@ def rng_request(
     missing = sorted(set(generators) - set(manifest.rng))
     if missing:
         raise CheckpointError(
-            f"it holds no state of the random generators {missing}; it holds states of {sorted(manifest.rng)}: leave out of "
-            "TrainState.rng what it does not hold"
+            f"the checkpoint holds no state of the random generators {missing}; it holds states of {sorted(manifest.rng)}: "
+            "leave out of TrainState.rng what it does not hold"
         )
     source = rank if rank < manifest.world_size else 0
     wanted = {}

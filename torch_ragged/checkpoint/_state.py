@@ -265,8 +265,8 @@ class Request:
         missing = sorted(set(_object_names(state)) - set(held))
         if missing:
             raise CheckpointError(
-                f"it holds no {', '.join(missing)}; it holds {', '.join(held) or 'no such objects'}: to load the rest, leave "
-                "out of TrainState what it does not hold"
+                f"the checkpoint holds no {', '.join(missing)}; it holds {', '.join(held) or 'no such objects'}: to load the "
+                "rest, leave out of TrainState what it does not hold"
             )
         own: dict[str, dict[str, torch.Tensor]] = {}
         for name in state.per_rank:
@@ -319,7 +319,7 @@ class Request:
         self._values = _unpickled(self.objects["objects"])
         wanted = {name for name in _object_names(self.state) if not name.startswith("per_rank.")}
         if not isinstance(self._values, dict) or not wanted <= self._values.keys():
-            raise CheckpointError("it is damaged: its pickled objects are not those that its manifest names")
+            raise CheckpointError("the checkpoint is damaged: its pickled objects are not those that its manifest names")
         self._own: dict[str, Any] = {}
         for name in self.state.per_rank:
             sources = self._sources(name)
@@ -376,5 +376,5 @@ def _named(what: str) -> Iterator[None]:
 def _empty_like(metadata: Metadata, name: str) -> torch.Tensor:
     stored = metadata.state_dict_metadata.get(name)
     if not isinstance(stored, TensorStorageMetadata):
-        raise CheckpointError(f"it holds no {name!r}")
+        raise CheckpointError(f"the checkpoint holds no {name!r}")
     return torch.empty(stored.size, dtype=stored.properties.dtype)

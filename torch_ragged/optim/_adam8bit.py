@@ -114,8 +114,8 @@ class Adam8bit(RaggedOptimizer):
 
     If every rank holds only whole blocks, as with ``fully_shard(..., orig_param_policy=policy)``, ``step`` issues no
     collective. If a rank holds a part of a block, parameter and gradient are redistributed to whole blocks, and the parameter
-    back: three collectives per such parameter, and one per mesh that agrees on gradients. The first such step warns with the
-        cost.
+    back: three collectives per such parameter, and one per mesh that agrees on gradients. The first such step warns and
+    names the cost.
 
     A NaN or an infinity in a gradient makes the moments of its whole block invalid. If a gradient is missing on some ranks,
     these ranks skip the parameter. If the parameter's blocks are redistributed, a missing gradient counts as zero instead.
@@ -126,8 +126,7 @@ class Adam8bit(RaggedOptimizer):
     Source: Dettmers et al., ICLR 2022; section 6.3 of the RaggedShard paper.
 
     Args:
-        params, lr, betas, eps: as in ``torch.optim.Adam``. ``lr``, ``betas``, ``eps`` and ``weight_decay`` can be set per
-            group.
+        params, lr, betas, eps: as in ``torch.optim.Adam``. Groups may set ``lr``, ``betas``, ``eps`` and ``weight_decay``.
         weight_decay: L2 penalty, added to the gradient (decoupled in :class:`AdamW8bit`).
         policy: a :class:`BlockPolicy`; None is the class attribute ``policy``, with blocks of 32 x 32. Pass the same policy to
             ``fully_shard`` as ``orig_param_policy``.
