@@ -227,7 +227,7 @@ class ForgedFilesTest(unittest.TestCase):
         forge(self.folder / "manifest.json", self.body)
         with mock.patch.object(_reader, "_stored_in", wraps=_reader._stored_in) as stored_in:
             text = error_of(checkpoint.load, self.folder, make_state(2))
-        self.assertIn(f"bytes 0 to {record['nbytes']} have another checksum", text)
+        self.assertIn(f"bytes 0 to {record['nbytes']} have a wrong checksum", text)
         self.assertEqual(stored_in.call_count, 1)
 
     def test_objects_that_the_manifest_names_and_the_pickle_lacks_are_refused(self):

@@ -98,7 +98,7 @@ def check_an_argument_of_one_rank_leaves_none_waiting(path):
     for call in (checkpoint.save, checkpoint.load):
         text = error_of(call, path, state)
         assert text.startswith("TypeError" if rank == 1 else "CheckpointError"), text
-        assert "what JSON can hold" in text, text
+        assert "that JSON can hold" in text, text
     state.data_position = None
     state.extra["bad"] = (lambda: None) if rank == 1 else None
     assert "pickling" in error_of(checkpoint.save, path, state) and os.listdir(path) == []
@@ -136,7 +136,7 @@ def check_each_rank_gets_its_own(path):
     assert without.per_rank == {}
     more = with_loaders(3)
     more.per_rank["queue"] = None
-    assert "it holds no per_rank.queue" in error_of(checkpoint.load, f"{path}/sync", more)
+    assert "the checkpoint holds no per_rank.queue" in error_of(checkpoint.load, f"{path}/sync", more)
 
 
 def check_another_number_of_ranks(path):

@@ -52,7 +52,7 @@ def check_refused_on_one_rank(path):
 
     state = make_state(1)
     state.extra = {"best": None} if rank == 0 else {"other": None}
-    refused(path, state, "it holds no extra.other", "(rank 1)")
+    refused(path, state, "the checkpoint holds no extra.other", "(rank 1)")
 
     state = make_state(1)
     state.rng = state.rng if rank == 0 else {**state.rng, "other": torch.Generator()}

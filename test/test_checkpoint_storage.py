@@ -155,7 +155,7 @@ class CleanupTest(unittest.TestCase):
         with mock.patch.object(shutil, "rmtree", side_effect=PermissionError(errno.EPERM, "not permitted", "x")):
             with self.assertLogs("torch_ragged.checkpoint", "WARNING") as log:
                 folder = checkpoint.save(self.path, small_state())
-        self.assertIn(f"{folder} is saved, but cleaning up after it failed: [Errno 1] not permitted: 'x'", log.output[0])
+        self.assertIn(f"{folder} is saved, but the cleanup after the save failed: [Errno 1] not permitted: 'x'", log.output[0])
         self.assertEqual(names_in(self.path), ["step-00000001", "step-00000001.replaced.deleting"])
         checkpoint.save(self.path, small_state(2))
         self.assertEqual(names_in(self.path), ["step-00000001", "step-00000002"])

@@ -357,13 +357,13 @@ ranks  elements  share      interval  pieces
         )
         self.assertExpectedInline(
             error_of(visualize, torch.zeros(2)),
-            """TypeError: visualize takes a DTensor, a sequence or a mapping of them, got Tensor""",
+            """TypeError: visualize takes a DTensor, or a sequence or mapping of DTensors, got Tensor""",
         )
         self.assertExpectedInline(
             error_of(visualize, [torch.zeros(2)]),
-            """TypeError: visualize takes DTensors, got Tensor: only they know who owns what""",
+            """TypeError: visualize takes DTensors, got Tensor: only a DTensor knows which rank owns what""",
         )
-        self.assertExpectedInline(error_of(visualize, []), """ValueError: visualize got no tensor: there is nothing to draw""")
+        self.assertExpectedInline(error_of(visualize, []), """ValueError: visualize got no tensor: pass at least one DTensor""")
 
 
 def show(path):

@@ -263,12 +263,12 @@ class PlannerTest(unittest.TestCase):
             (lambda: plan_layout([spec(1, 1)], 2, order="best"), "order must be 'auto' or 'default', got 'best'"),
             (lambda: plan_layout([spec(1, 1)], 2, threshold=-1), "threshold must be a fraction of the shard size, at least 0"),
             (lambda: plan_layout(mixed, 2), r"one buffer has one dtype, got torch.bfloat16 \(w\), torch.float32 \(norm\)"),
-            (lambda: spec(4, 0), "t: block of 0 elements, expected an integer of at least 1"),
-            (lambda: spec(4, 2.5), "t: block of 2.5 elements, expected an integer of at least 1"),
-            (lambda: spec(-4, 1), r"t: shape \(-4,\) has a negative size"),
-            (lambda: spec(4, 1, period=3), "t: 4 elements are not made of whole periods of 3 elements"),
+            (lambda: spec(4, 0), "t: block must be an integer of at least 1, got 0"),
+            (lambda: spec(4, 2.5), "t: block must be an integer of at least 1, got 2.5"),
+            (lambda: spec(-4, 1), r"t: sizes must be at least 0, got shape \(-4,\)"),
+            (lambda: spec(4, 1, period=3), "t: period must be 0 or divide its 4 elements, got 3"),
             (lambda: rows(0), r"rows\(\) takes positive integers, got 0"),
-            (lambda: rows(2, within="expert"), r"rows\(within=\) takes a dimension or None, got 'expert'"),
+            (lambda: rows(2, within="expert"), r"rows\(within=\) takes a dimension \(an integer\) or None, got 'expert'"),
             (lambda: blocks(2, -1), r"blocks\(\) takes positive integers, got -1"),
         ):
             with self.assertRaisesRegex(ValueError, words):

@@ -205,7 +205,7 @@ def check_fresh_optimizer(path):
     without.optimizer = without.scheduler = None
     checkpoint.load(path, without)  # The model alone.
     folder = checkpoint.save(path + "/model", without)
-    assert "it holds no scheduler" in error_of(checkpoint.load, folder, other)
+    assert "the checkpoint holds no scheduler" in error_of(checkpoint.load, folder, other)
     other.scheduler = None
     assert "optimizer.param_groups" in error_of(checkpoint.load, folder, other)
 
@@ -303,10 +303,10 @@ class ResumeTest(unittest.TestCase):
         for name, value, words in (
             ("step", -1, "step must be an int >= 0"),
             ("model", 3, "must be an nn.Module"),
-            ("optimizer", "adam", "must be an optimizer or several"),
+            ("optimizer", "adam", "must be an optimizer, several optimizers or None"),
             ("scheduler", 3, "must have state_dict"),
-            ("data_position", (1, 2), "what JSON can hold"),
-            ("data_position", object(), "what JSON can hold"),
+            ("data_position", (1, 2), "that JSON can hold"),
+            ("data_position", object(), "that JSON can hold"),
             ("rng", {"torch": torch.Generator()}, "other than torch, accelerator"),
         ):
             old = getattr(state, name)
@@ -415,7 +415,7 @@ class CommandLineTest(unittest.TestCase):
             code, text = self.run_cli("inspect", folder, "--draw", "--tensors", "model.experts")
             self.assertIn("model.experts float32\n(3, 5, 6) under RS(", text)
             self.assertIn("ranks  elements", text)
-            self.assertIn("no tensor is named none", self.run_cli("inspect", folder, "--tensors", "none")[1])
+            self.assertIn("no tensor has a name that matches none", self.run_cli("inspect", folder, "--tensors", "none")[1])
             self.assertEqual(self.run_cli("verify", path)[0], 0)
             self.assertIn("is whole: 3 files", self.run_cli("verify", path)[1])
             self.assertEqual(self.run_cli("diff", folder, folder)[0], 0)

@@ -1,7 +1,8 @@
-"""Checkpoint chunks of ragged DTensors, from ownership alone: no communication, no gather, no copy of the shard.
+"""Checkpoint chunks of ragged DTensors for torch.distributed.checkpoint (DCP).
 
-A run that cuts rows becomes at most ``2 * ndim - 1`` boxes (per piece, for a strided one); each is a view of the flat local
-tensor, contiguous but beside a _StridedShard, which torch.distributed.checkpoint (DCP) writes from and reads into.
+Chunks follow from ownership alone: nothing here communicates or copies the shard. A run that cuts rows becomes at most
+``2 * ndim - 1`` boxes; a strided run becomes at most so many per interval. Each box is a view of the flat local tensor, and DCP
+writes from it and reads into it. The view is contiguous, except if the tensor also has a _StridedShard.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["RaggedCheckpoint", "own_storage", "owned_boxes"]
 def owned_boxes(tensor: DTensor) -> tuple[Box, ...]:
     """The boxes of ``tensor`` that this rank holds, in the order of its local tensor.
 
-    A tensor without elements has one empty box, at the first rank, so that a checkpoint does not forget it.
+    If the tensor has no elements, the first rank of the mesh gets one empty box, so that a checkpoint contains the tensor.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -36,7 +37,7 @@ def owned_boxes(tensor: DTensor) -> tuple[Box, ...]:
 
 
 class RaggedCheckpoint(CheckpointExtension):
-    """One chunk per box, each a view of the local tensor."""
+    """DCP's protocol for ragged DTensors: one chunk per box, each a view of the local tensor."""
 
     def create_chunk_list(self, tensor: DTensor) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in owned_boxes(tensor)]
@@ -53,7 +54,8 @@ class RaggedCheckpoint(CheckpointExtension):
         ]
 
     def get_tensor_shard(self, tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
-        """
+        """The view of the local tensor for the chunk ``index``.
+
         Raises:
             ValueError: this rank holds no box at ``index.offset``.
         """
@@ -78,9 +80,10 @@ def _view(local: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same memory as the whole of a storage: DCP copies whatever is only a part of one before it writes it.
+    """A tensor on the memory of ``view`` whose storage has exactly these bytes. DCP copies a tensor that has a larger storage.
 
-    Only where that is on the CPU and contiguous. Writes through it do not count in the version of the tensor that was viewed.
+    If ``view`` is not on the CPU or not contiguous, it is returned unchanged. Autograd does not see writes through the result:
+    they do not increase the version counter of ``view``.
     """
     storage = view.untyped_storage()
     is_plain = type(view) is torch.Tensor and view.device.type == "cpu" and view.is_contiguous()

@@ -1,4 +1,4 @@
-"""Process groups of any ranks, made by their members alone."""
+"""Process groups of any set of ranks, created by their members only: the other ranks need not take part."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ import torch.distributed as dist
 __all__ = ["group_name", "group_of"]
 
 group_name: contextvars.ContextVar[str | None] = contextvars.ContextVar("group_name", default=None)
-"""The name of the process group that is being made: its members must agree on it, whatever other groups each of them has."""
+"""The name of the process group that :func:`group_of` creates. A hook on torch passes it on, because torch would derive a name
+from the number of existing groups, and members may have different numbers of groups."""
 
-# Weak, so that groups are forgotten when the world's is destroyed, and theirs with it.
+# Weak keys: when the default group is destroyed, all its groups are dropped too.
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 def group_of(ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
-    """The group of ``ranks``, in ascending order, for one ``purpose``; all members call it, in the same order of groups.
+    """The process group of ``ranks`` for one ``purpose``. The first call creates it; it lives as long as the default group.
 
-    It is made when first asked for, and kept as long as the world's is; of all ranks and for no purpose, it is the world's.
+    All members must call this function, for several groups in the same order. If ``ranks`` are all ranks and ``purpose`` is
+    empty, the default group is returned.
+
+    Args:
+        ranks: global ranks in ascending order.
+        purpose: groups of equal ranks and different purposes are different groups, with separate communicators.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -35,7 +41,7 @@ def group_of(ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
 
 def _make_group(world: dist.ProcessGroup, ranks: Sequence[int], key: str) -> dist.ProcessGroup:
     name = group_name.set("ragged_" + hashlib.sha1(key.encode(), usedforsecurity=False).hexdigest())
-    # A world that is bound to a device would split its communicator, which all of its ranks must take part in.
+    # If the default group is bound to a device, new_group would split its communicator: a collective of all ranks.
     device, world.bound_device_id = world.bound_device_id, None
     try:
         return dist.new_group(list(ranks), use_local_synchronization=True)

@@ -1,4 +1,7 @@
-"""Several chunks of a tensor on one rank in safetensors files, which name each tensor once: a file for each round of them."""
+"""Write several chunks of one tensor from one rank to safetensors files.
+
+A safetensors file must not contain a name twice. Therefore each round, with at most one chunk per tensor, gets its own file.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ __all__ = ["rounds_of", "write_rounds"]
 
 
 def rounds_of(items: list[WriteItem]) -> list[list[WriteItem]]:
-    """The write items, such that no round names a tensor twice."""
+    """Split write items into rounds, so that no round has two items of one tensor."""
     seen: Counter[str] = Counter()
     rounds: list[list[WriteItem]] = []
     for item in items:
@@ -26,20 +29,24 @@ def rounds_of(items: list[WriteItem]) -> list[list[WriteItem]]:
 
 
 def write_rounds(writer: Any, plan: SavePlan, planner: SavePlanner, rounds: list[list[WriteItem]]) -> Future[list[Any]]:
-    """Have a HuggingFaceStorageWriter write each round into files of its own; the global plan says how many ranks write.
+    """Make a HuggingFaceStorageWriter write each round to separate files.
+
+    File numbers are unique over all ranks: the global plan has the number of ranks that write, ``shards``, and each round adds
+    it to this rank's ``shard_index``.
 
     Raises:
-        ValueError: the writer saves full tensors, but there are chunks of one.
+        ValueError: the writer saves full tensors, but a tensor has several chunks.
     """
-    where = plan.storage_data
-    if "shard_index" not in where:
+    storage_plan = plan.storage_data
+    if "shard_index" not in storage_plan:
         raise ValueError(
-            f"{rounds[1][0].index.fqn} is sharded: make the HuggingFaceStorageWriter with save_distributed=True, or save "
-            "a full state dict"
+            f"HuggingFaceStorageWriter got several chunks of {rounds[1][0].index.fqn}, which is sharded: construct it with "
+            "save_distributed=True, or save a full state dict"
         )
     results: list[Any] = []
     for number, items in enumerate(rounds):
-        storage_data = {**where, "shard_index": where["shard_index"] + number * where["shards"]}
+        shard_index = storage_plan["shard_index"] + number * storage_plan["shards"]
+        storage_data = {**storage_plan, "shard_index": shard_index}
         results += writer.write_data(dataclasses.replace(plan, items=items, storage_data=storage_data), planner).value()
     future: Future[list[Any]] = Future()
     future.set_result(results)

@@ -1,4 +1,4 @@
-"""Fitting many things into little room; for text pictures."""
+"""Fit many items into a limited number of characters or lines, for text pictures. Computes with integers only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ T = TypeVar("T")
 
 
 def share(sizes: Sequence[int], room: int) -> list[int]:
-    """The sizes, if ``room`` is enough for them; else shares of ``room`` to scale, but at least one for each size."""
+    """``sizes`` if their sum is at most ``room``; otherwise numbers to scale whose sum is ``room``, each at least one.
+
+    If there are more sizes than ``room``, each gets one and the sum exceeds ``room``.
+    """
     total, free = sum(sizes), room - len(sizes)
     if total <= room:
         return list(sizes)
@@ -21,7 +24,10 @@ def share(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def ends(items: Sequence[T], room: int) -> tuple[Sequence[T], int, Sequence[T]]:
-    """All items if there is room; else the first and the last ones, and how many between them give way to one line."""
+    """The first items, the number of hidden items, and the last items, such that all fit into ``room`` lines.
+
+    If all items fit, all are first items. Otherwise one line is left for the number of hidden items.
+    """
     if len(items) <= room:
         return items, 0, ()
     head, tail = room // 2, (room - 1) // 2

@@ -1,15 +1,17 @@
-"""Random ops on ragged DTensors: the numbers of a single device, whatever the placement.
+"""Random ops on ragged DTensors: the result equals that of a single device, under any placements.
 
-A rank draws the numbers of the whole global tensor, with the generator given or else the device's default one, and keeps those
-of the elements that it owns. Values then depend on the generator's state only, not on world size, mesh, units or
-placement; the state afterwards is that of a single device, and replicas are equal. No communication. The price is one
-transient of the global tensor's size, in its dtype, and the time to fill it, which is small beside a training step; ops that
-look at values (``bernoulli`` of probabilities, dropout) need another one for these. ``torch.distributed.tensor.rand`` and
-``randn`` draw alike.
+Each rank draws the numbers of the whole global tensor, with the given generator or the device's default one. It keeps the
+numbers of the elements that it owns. Values therefore depend only on the generator's state, not on world size, mesh, units or
+placement. Afterwards, the generator has the state that a single device would have, and replicas are equal. The rules
+communicate only to redistribute arguments.
 
-Ranks must start from the same state: seed them alike, as with ``torch.manual_seed(0)`` on every rank. On CPU nothing checks
-that, as for any DTensor: ranks with other seeds keep pieces of other tensors, and replicas differ. On accelerators all ranks
-take rank 0's state before the first random op on a DTensor, which is DTensor's way. On meta tensors nothing is drawn.
+The cost is one temporary tensor of the global size and dtype, and the time to fill it, which is small compared to a training
+step. Ops that read values (``bernoulli`` of probabilities, dropout) need a second temporary tensor for these values.
+``torch.distributed.tensor.rand`` and ``randn`` draw in the same way.
+
+Ranks must start from equal states: call ``torch.manual_seed(0)``, for example, on every rank. On CPU nothing checks this, as
+for any DTensor: if seeds differ, ranks keep shards of different tensors, and replicas differ. On accelerators, DTensor gives
+all ranks rank 0's state before the first random op on a DTensor. On meta tensors nothing is drawn.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ __all__ = ["agree_on_state", "before_draw", "like_of_generator", "part_of", "ran
 
 _aten = torch.ops.aten
 
-# Ops whose outputs have the shape of their first argument, of which they look at nothing, its shape, its own values.
+# Outputs have the shape of the first argument. Samplers overwrite it, factories read its shape, the last ones read its values.
 _SAMPLERS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ bernoulli_ normal_functional".split()
 _FACTORIES = "rand_like randn_like randint_like".split()
 _OF_VALUES = "bernoulli native_dropout".split()
 
 
 def _register_rules() -> None:
-    """Give every op that is drawn here its rule, in all overloads but those with ``out=``."""
+    """Register the rules of all random ops, for all overloads except those with ``out=``."""
     for name in _SAMPLERS + _FACTORIES + _OF_VALUES:
         packet = getattr(_aten, name)
         for op in (getattr(packet, overload) for overload in packet.overloads()):
@@ -56,47 +58,48 @@ def _register_rules() -> None:
 
 
 class _Whole:
-    """This rank's part of a global tensor that is cut as a ragged ``spec`` says."""
+    """Copies between a global tensor and this rank's shard of it under a ragged ``spec``."""
 
     def __init__(self, spec: Spec) -> None:
         self.shape, mesh = tuple(spec.shape), spec.mesh
-        coordinate = mesh.get_coordinate()  # None on a rank outside of the mesh, which runs nothing.
-        place = tuple(coordinate) if coordinate is not None else (0,) * mesh.ndim
-        self._owned = owned(self.shape, tuple(mesh.shape), cuts_of(spec.placements), place)
+        here = mesh.get_coordinate()  # None on a rank outside of the mesh: it computes a spec, but runs no op.
+        coordinate = (0,) * mesh.ndim if here is None else tuple(here)
+        self._owned = owned(self.shape, tuple(mesh.shape), cuts_of(spec.placements), coordinate)
 
     def keep(self, whole: torch.Tensor, local: torch.Tensor | None = None) -> torch.Tensor:
-        """The part of ``whole`` that this rank owns, written to ``local`` where given."""
+        """Copy this rank's shard of ``whole`` to ``local``, or to a new tensor. Returns the shard."""
         local = whole.new_empty(self._owned.local_shape) if local is None else local
-        for ours, place in self._pieces(local, whole):
-            ours.copy_(place)
+        for in_local, in_whole in self._boxes(local, whole):
+            in_local.copy_(in_whole)
         return local
 
     def spread(self, local: torch.Tensor) -> torch.Tensor:
-        """A global tensor with the values of ``local`` where this rank owns them, and zeros elsewhere."""
+        """A new global tensor with this rank's elements from ``local``, and zeros for all other elements."""
         whole = local.new_zeros(self.shape)
-        for ours, place in self._pieces(local, whole):
-            place.copy_(ours)
+        for in_local, in_whole in self._boxes(local, whole):
+            in_whole.copy_(in_local)
         return whole
 
-    def _pieces(self, local: torch.Tensor, whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of the same elements in both."""
+    def _boxes(self, local: torch.Tensor, whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """For each box of this rank, its view in ``local`` and its view in ``whole``."""
         for box in self._owned.boxes:
-            ours = local.as_strided(box.sizes, box.local_strides, local.storage_offset() + box.local_offset)
-            yield ours, whole[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))]
+            in_local = local.as_strided(box.sizes, box.local_strides, local.storage_offset() + box.local_offset)
+            yield in_local, whole[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))]
 
 
 def part_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """This rank's part of a tensor that every rank made, as its local tensor."""
+    """This rank's local tensor under ``spec``, of a global tensor that every rank has."""
     return _Whole(spec).keep(whole)
 
 
 def random_rule(call: OpCall) -> Sharding:
-    """Draw the whole tensor, keep what this rank owns. No communication, unless given probabilities are placed otherwise.
+    """Draw the whole tensor and keep this rank's shard.
 
-    A probability outside of [0, 1] in a tensor of them is an error of the rank that owns it.
+    Communicates only to redistribute a further tensor argument, such as a tensor of probabilities, with other placements. If a
+    tensor of probabilities has a value outside of [0, 1], only the rank that owns this value raises.
 
     Raises:
-        NoLocalWay: the first argument is pending a reduction, a strided view, or not ragged.
+        NoLocalWay: the first argument is a Partial, is a strided view, or is not ragged.
     """
     leader, sharding = _leader(call), pointwise_rule(call)
     whole = _Whole(leader)
@@ -105,7 +108,8 @@ def random_rule(call: OpCall) -> Sharding:
     name, is_inplace = call.name, call.is_inplace
 
     def argument(position: int, local: torch.Tensor) -> torch.Tensor:
-        """What stands for a local argument. Others' probabilities do not matter: the same number is drawn for any."""
+        """A global tensor in place of a local argument. Probabilities of other ranks' elements are 0: an element's number is
+        drawn for any probability, so the state advances equally."""
         if position or name in _OF_VALUES:
             return whole.spread(local)
         return local.new_empty(()).expand(whole.shape) if name in _FACTORIES else local.new_empty(whole.shape)
@@ -122,7 +126,10 @@ def random_rule(call: OpCall) -> Sharding:
 
 
 def like_of_generator(op: torch._ops.OpOverload, tensor: DTensor, *bounds: Any, generator: Any, **options: Any) -> DTensor:
-    """``rand_like`` and the like from a generator that is given: what they are made of. Torch 2.11 finds no key for them."""
+    """``rand_like``, ``randn_like`` and ``randint_like`` with a given generator, as ``empty_like`` and a sampler in place.
+
+    A decomposition, because torch 2.11 finds no dispatch key for these overloads.
+    """
     result = _aten.empty_like.default(tensor, **options)
     name = op._schema.name.removeprefix("aten::")
     if name == "randint_like":
@@ -132,10 +139,10 @@ def like_of_generator(op: torch._ops.OpOverload, tensor: DTensor, *bounds: Any, 
 
 
 def rrelu_rule(call: OpCall) -> Sharding:
-    """Leaky ReLU of random slopes draws a number per negative element: it needs the values of all. One gather.
+    """Leaky ReLU with random slopes. It draws one number per negative element, so each rank needs all values: one all-gather.
 
     Raises:
-        NoLocalWay: as :func:`random_rule`, or the noise, which is written to, is placed otherwise.
+        NoLocalWay: as :func:`random_rule`; or the noise, which the op writes to, has other placements than its argument.
     """
     leader, sharding = _leader(call), pointwise_rule(call)
     noise_spec = tensor_leaves(call)[1]
@@ -153,7 +160,11 @@ def rrelu_rule(call: OpCall) -> Sharding:
 
 
 def _leader(call: OpCall) -> Spec:
-    """The argument whose elements get numbers."""
+    """The spec of the first tensor argument: one number per element of it is drawn.
+
+    Raises:
+        NoLocalWay: it is not ragged, or it is a strided view.
+    """
     leader = tensor_leaves(call)[0]
     if not has_ragged(leader.placements):
         raise NoLocalWay("its first argument would have to be redistributed")
@@ -163,11 +174,12 @@ def _leader(call: OpCall) -> Spec:
 
 
 def before_draw(op: Any, op_info: Any) -> None:
-    """See to it that ranks draw from equal states.
+    """Make ranks draw from equal states. Called before every random op on a ragged DTensor.
 
     Raises:
-        UnsupportedOperatorException: under torch.compile, which breaks the graph there, so that the op runs as it does
-            without. In a graph, inductor would draw other numbers, and a rank that owns none would drop the op and its draw.
+        UnsupportedOperatorException: under torch.compile. It then breaks the graph, and the op runs eagerly. In a graph,
+            inductor would draw other numbers. Also, a rank that owns no element would drop the op, and its generator would get
+            another state than those of the other ranks.
     """
     if TracingContext.try_get() is not None or get_proxy_mode() is not None:
         raise UnsupportedOperatorException(op)
@@ -175,9 +187,9 @@ def before_draw(op: Any, op_info: Any) -> None:
 
 
 def agree_on_state(mesh: DeviceMesh, device_type: str) -> None:
-    """On accelerators, make torch's tracker, which gives all ranks rank 0's state, if there is none."""
+    """On accelerators, create DTensor's random tracker if it does not exist. It broadcasts rank 0's state to all ranks."""
     nothing_to_share = device_type in ("cpu", "meta")
-    if nothing_to_share or dtensor_random._rng_tracker or _are_we_tracing():  # The last: fake tensors, which draw nothing.
+    if nothing_to_share or dtensor_random._rng_tracker or _are_we_tracing():  # Fake tensors draw nothing.
         return
     if dtensor_random.is_rng_supported_mesh(mesh):
         dtensor_random._rng_tracker = dtensor_random.OffsetBasedRNGTracker(mesh)

@@ -1,7 +1,7 @@
-"""Units: how many units each rank of a mesh dimension has, kept as runs of ranks that have equally many.
+"""Units: the number of units of each rank of a mesh dimension, stored as runs of ranks with equal numbers.
 
-A tensor of a large model lies on few of thousands of ranks: time and memory are those of the runs, not of the ranks. Only
-iteration takes time per rank. This module knows neither tensors nor processes.
+This module imports nothing of torch. A tensor of a large model is on few of thousands of ranks, so runs save time and memory:
+both grow with the number of runs. Only iteration takes time per rank.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 __all__ = ["Units"]
 
-_SHORT = 32  # Up to so many ranks the text has the units of each.
+_SHORT = 32  # Up to this number of ranks, repr and str have the units of each rank.
 
 
 class Units(Sequence[int]):
-    """One integer >= 0 per rank: an immutable value, indexed and iterated as a tuple of them is.
+    """One integer >= 0 per rank, immutable. Indexing and iteration work as for a tuple of integers.
 
     ``(0, 0, 0, 5, 7, 7, 0, 0)`` is four runs of ``(units, ranks)``::
 
         Units([(0, 3), (5, 1), (7, 2), (0, 2)])
 
     Args:
-        runs: ``(units, ranks)`` of each run, in rank order. Runs of no ranks are left out; equal neighbours are joined.
+        runs: ``(units, ranks)`` of each run, in rank order. Runs without ranks are dropped; equal neighbours are joined.
     """
 
     __slots__ = ("_ends", "_hash", "_sums", "_values")
@@ -46,14 +46,14 @@ class Units(Sequence[int]):
         self._set(tuple(values), tuple(ends))
 
     def _set(self, values: tuple[int, ...], ends: tuple[int, ...]) -> None:
-        """``values[i]`` are the units of each rank of run ``i``, which ends before rank ``ends[i]``."""
+        """Set the fields. Each rank of run ``i`` has ``values[i]`` units; the run ends before rank ``ends[i]``."""
         self._values, self._ends = values, ends
         self._sums = tuple(itertools.accumulate(map(operator.mul, values, self._lengths)))  # Units up to the end of each run.
         self._hash = hash((values, ends))
 
     @staticmethod
     def of(units: Sequence[int]) -> Units:
-        """A tuple of units as runs. No step of it is Python code per rank."""
+        """The Units of a sequence with one integer per rank. No Python code runs per rank."""
         if isinstance(units, Units):
             return units
         found, count = Units.__new__(Units), len(units)
@@ -69,17 +69,17 @@ class Units(Sequence[int]):
 
     @property
     def _lengths(self) -> Iterator[int]:
-        """The ranks of each run."""
+        """The number of ranks of each run."""
         return map(operator.sub, self._ends, (0, *self._ends))
 
     @property
     def values(self) -> tuple[int, ...]:
-        """The units of a rank of each run: every number that some rank has."""
+        """The units per rank of each run."""
         return self._values
 
     @property
     def key(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Plain tuples that are equal where the units are: they are compared and hashed without Python code."""
+        """Plain tuples that are equal if and only if the units are. Comparing and hashing them runs no Python code."""
         return self._values, self._ends
 
     @property
@@ -88,24 +88,24 @@ class Units(Sequence[int]):
         return self._sums[-1] if self._sums else 0
 
     def before(self, rank: int) -> int:
-        """The units of all ranks before ``rank``, which may be the number of ranks."""
+        """The sum of the units of all ranks before ``rank``, from 0 to the number of ranks."""
         run = bisect_left(self._ends, rank)
         return self._sums[run] - (self._ends[run] - rank) * self._values[run]
 
     def owner(self, unit: int) -> int:
-        """The rank that has unit number ``unit``, counted over the ranks in their order."""
+        """The rank that has unit number ``unit``. Units are numbered from 0 over the ranks in order."""
         run = bisect_right(self._sums, unit)
         return self._ends[run] - 1 - (self._sums[run] - 1 - unit) // self._values[run]
 
     def owners(self) -> Iterator[int]:
-        """The ranks that have units."""
+        """The ranks with at least one unit."""
         starts = (0, *self._ends)
         return itertools.chain.from_iterable(
             [range(start, end) for units, start, end in zip(self._values, starts, self._ends) if units]
         )
 
     def scaled(self, numerator: int, denominator: int = 1) -> Units:
-        """All units times a fraction that makes integers of them."""
+        """All units times ``numerator / denominator``. The products must be integers."""
         if not numerator:
             return Units([(0, len(self))])
         found = Units.__new__(Units)
@@ -113,7 +113,7 @@ class Units(Sequence[int]):
         return found
 
     def within(self, start: int, stop: int) -> Units:
-        """How many of the units with numbers in ``[start, stop)`` each rank has."""
+        """For each rank, the number of its units whose numbers are in ``[start, stop)``."""
         ranks, start, stop = len(self), max(start, 0), min(stop, self.total)
         if start >= stop:
             return Units([(0, ranks)])
@@ -136,11 +136,11 @@ class Units(Sequence[int]):
         if isinstance(rank, slice):
             return tuple(self)[rank]
         if not -len(self) <= rank < len(self):
-            raise IndexError(f"there is no rank {rank} of {len(self)}")
+            raise IndexError(f"rank {rank} is out of range: these are the units of {len(self)} ranks")
         return self._values[bisect_right(self._ends, rank % len(self))]
 
     def __iter__(self) -> Iterator[int]:
-        if len(self._values) == len(self):  # A run per rank, as on few ranks.
+        if len(self._values) == len(self):  # One run per rank.
             return iter(self._values)
         return itertools.chain.from_iterable(map(itertools.repeat, self._values, self._lengths))
 
@@ -158,7 +158,7 @@ class Units(Sequence[int]):
         return Units, (tuple(self.runs),)
 
     def __repr__(self) -> str:
-        """The tuple as Python reads it: ``(1, 2, 0, 1)``; of many ranks ``(0,) * 60 + (5, 7) + (0,) * 2``."""
+        """The tuple as a Python expression: ``(1, 2, 0, 1)``. For many ranks, ``(0,) * 60 + (5, 7) + (0,) * 2``."""
         if len(self) <= _SHORT:
             return repr(tuple(self))
         parts: list[str] = []
@@ -170,7 +170,7 @@ class Units(Sequence[int]):
         return " + ".join(parts)
 
     def __str__(self) -> str:
-        """The units with commas between them: ``1,2,0,1``; of many ranks ``0*60,5,7,0*2``."""
+        """The units, separated by commas: ``1,2,0,1``. For many ranks, ``0*60,5,7,0*2``."""
         if len(self) <= _SHORT:
             return ",".join(map(str, self))
         return ",".join(str(units) if ranks == 1 else f"{units}*{ranks}" for units, ranks in self.runs)

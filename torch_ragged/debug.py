@@ -1,4 +1,7 @@
-"""Pictures of who owns what: text for a terminal, SVG or PNG with matplotlib. From ownership alone, no communication."""
+"""Pictures of ownership: which rank owns which elements of a DTensor, as text, SVG or PNG.
+
+Pictures follow from ownership alone: nothing here reads values or communicates.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,9 @@ def visualize(
     max_width: int = 80,
     max_height: int = 24,
 ) -> str:
-    """Show who owns what of a DTensor: under any placements, on any mesh.
+    """Show which rank owns which elements of a DTensor, under any placements and on any mesh.
 
-    Every rank returns the same text; only the lowest rank of the mesh prints it (or writes the file)::
+    Every rank returns the same text. Only the lowest rank of the mesh prints it or writes the file::
 
         visualize(distribute_tensor(w, mesh, [RaggedShard((0,), (1, 2, 0, 1))]))
 
@@ -51,18 +54,18 @@ def visualize(
         3             3    25%   [9, 12)  [3:4, 0:3]
         rank 2 holds nothing
 
-    See :func:`visualize_sharding` on how to read it. No communication.
+    :func:`visualize_sharding` explains how to read it. No communication.
 
     Args:
-        tensors: a DTensor, several of them, or a mapping of names to DTensors (``dict(model.named_parameters())``).
-        file: where to draw it. A text stream; or a path, ending in ``.svg`` or ``.png``, for a picture to scale,
-            coloured by owner (the ``viz`` extra: ``pip install torch_ragged[viz]``). Default: standard output.
-        max_width: characters in a line.
-        max_height: lines of the drawing, and lines of the legend, of each tensor.
+        tensors: a DTensor, a sequence of DTensors, or a mapping of names to DTensors (``dict(model.named_parameters())``).
+        file: the target. A text stream gets the text. A path that ends in ``.svg`` or ``.png`` gets a picture to scale,
+            coloured by owner; it needs the ``viz`` extra: ``pip install torch_ragged[viz]``. None is standard output.
+        max_width: the most characters per line.
+        max_height: the most lines of the drawing, and of the legend, per tensor.
 
     Raises:
-        TypeError: something other than DTensors was given.
-        ValueError: no tensor was given; one is a strided view, such as ``t()``, of a ragged one; or ``file`` is a path with
+        TypeError: ``tensors`` contains something other than DTensors.
+        ValueError: no tensor was given; a tensor is a strided view of a ragged one, such as ``t()``; or ``file`` is a path with
             another ending.
         ImportError: ``file`` is a path and matplotlib is not installed.
     """
@@ -87,30 +90,31 @@ def visualize_sharding(
     max_width: int = 80,
     max_height: int = 24,
 ) -> str:
-    """The text of :func:`visualize` for a tensor that need not exist: no process group, no mesh, no memory.
+    """The text of :func:`visualize` for a tensor that need not exist: no process group, mesh or memory is needed.
 
-    The drawing shows the tensor as a matrix whose columns are the last dimension and whose rows are all others. A cell
-    names the rank that owns it: the first one, where several hold the same. One cell is one element where that fits, else
-    cells are to scale, but the smallest piece has one too. To the left stand the slices of the leading dimensions.
+    The drawing shows the tensor as a matrix. Its columns are the last dimension; its rows are all other dimensions. A cell has
+    the rank that owns it; if several ranks own it, the first one. If the tensor fits, one cell is one element. If not, cells
+    are to scale, and the smallest piece still gets one cell. The slices of the leading dimensions are on the left.
 
-    The legend gives the elements of each owner, their interval in row-major storage if they are one, and the pieces as
-    indices into the whole tensor. Ranks that hold the same pieces (``Replicate``, ``Partial``) share a line.
+    The legend has one line per owner: the number of its elements, their interval in row-major storage (if they form one), and
+    its pieces as indices into the whole tensor. A piece is a box of elements. Ranks that own equal pieces (``Replicate``,
+    ``Partial``) share a line.
 
     Args:
-        shape: the global shape; any number of dimensions.
+        shape: the global shape, with any number of dimensions.
         mesh_shape: the shape of the device mesh.
         placements: one placement per mesh dimension.
-        ranks: the ranks of the mesh in row-major order; 0, 1, 2, ... by default.
-        max_width: characters in a line.
-        max_height: lines of the drawing, and lines of the legend.
+        ranks: the ranks of the mesh in row-major order; None is 0, 1, 2, ...
+        max_width: the most characters per line.
+        max_height: the most lines of the drawing, and of the legend.
 
     Raises:
-        ValueError: the placements have no meaning for this shape and mesh, or ``ranks`` has not one rank per coordinate.
+        ValueError: the placements are illegal for this shape and mesh, or the number of ``ranks`` is not that of the mesh.
     """
     return _text(_make_picture(shape, mesh_shape, placements, ranks), max_width, max_height)
 
 
-# --- what to draw --------------------------------------------------------------------------------------------------
+# --- the model of a picture ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class _Piece:
 
     @property
     def index(self) -> str:
-        """``[0:1, 0:3]``, as one would index the whole tensor."""
+        """The index of the box in the whole tensor, such as ``[0:1, 0:3]``."""
         return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(self.starts, self.stops)) or '()'}]"
 
 
@@ -140,13 +144,13 @@ class _Row:
 
     @property
     def size(self) -> int:
-        """The number of rows of the matrix that this band stands for."""
+        """The number of rows of the matrix in this band."""
         return math.prod(stop - start for start, stop in self.slices)
 
 
 @dataclass(frozen=True)
 class _Picture:
-    """A tensor, the groups of ranks that hold the same pieces of it, those pieces, and the ranks that hold none."""
+    """A tensor, its owners, the pieces of each owner, and the ranks that own nothing. Ranks with equal pieces are one owner."""
 
     title: str
     shape: tuple[int, ...]
@@ -155,7 +159,7 @@ class _Picture:
     idle: tuple[int, ...]
 
     def rows(self) -> list[_Row]:
-        """The bands of the drawing, top to bottom. A tensor of fewer than two dimensions has one."""
+        """The bands of the drawing, from top to bottom. A tensor of fewer than two dimensions has one band."""
         pieces = [piece for held in self.pieces for piece in held]
         if not self.shape:
             pieces = [_Piece(piece.owner, (0,), (1,)) for piece in pieces]
@@ -170,12 +174,12 @@ def _named(tensors: Tensors) -> list[tuple[str, DTensor]]:
     elif isinstance(tensors, Sequence):
         named = [("", tensor) for tensor in tensors]
     else:
-        raise TypeError(f"visualize takes a DTensor, a sequence or a mapping of them, got {type(tensors).__name__}")
+        raise TypeError(f"visualize takes a DTensor, or a sequence or mapping of DTensors, got {type(tensors).__name__}")
     if not named:
-        raise ValueError("visualize got no tensor: there is nothing to draw")
+        raise ValueError("visualize got no tensor: pass at least one DTensor")
     for _, tensor in named:
         if not isinstance(tensor, DTensor):
-            raise TypeError(f"visualize takes DTensors, got {type(tensor).__name__}: only they know who owns what")
+            raise TypeError(f"visualize takes DTensors, got {type(tensor).__name__}: only a DTensor knows which rank owns what")
     return named
 
 
@@ -209,13 +213,13 @@ def _make_picture(
         tuple(_Piece(owner, offsets, tuple(map(sum, zip(offsets, sizes)))) for offsets, sizes in boxes)
         for owner, boxes in enumerate(held)
     ]
-    where = ", ".join(f"{dim}={size}" for dim, size in zip(mesh_dim_names, mesh_shape)) or ", ".join(map(str, mesh_shape))
-    title = f"{name and name + ': '}{shape} under {', '.join(map(str, placements))} on a mesh of ({where})"
+    mesh = ", ".join(f"{dim}={size}" for dim, size in zip(mesh_dim_names, mesh_shape)) or ", ".join(map(str, mesh_shape))
+    title = f"{name and name + ': '}{shape} under {', '.join(map(str, placements))} on a mesh of ({mesh})"
     return _Picture(title, shape, tuple(map(tuple, held.values())), tuple(pieces), tuple(idle))
 
 
 def _rows(pieces: list[_Piece], dim: int, last: int) -> list[_Row]:
-    """Cut dimension ``dim`` wherever a piece begins or ends; in each band only those pieces matter that lie in it."""
+    """Cut dimension ``dim`` at each start and stop of a piece, and each of the bands, with the pieces in it, along the next."""
     if dim == last:
         return [_Row((), _segments((p.starts[dim], p.stops[dim], p.owner) for p in pieces))]
     beginning: dict[int, list[_Piece]] = {}
@@ -230,7 +234,7 @@ def _rows(pieces: list[_Piece], dim: int, last: int) -> list[_Row]:
 
 
 def _segments(segments: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Segments in order; neighbours of one owner become one."""
+    """The segments in order, with adjacent segments of one owner joined."""
     joined: list[tuple[int, int, int]] = []
     for start, stop, owner in sorted(segments):
         if joined and joined[-1][1:] == (start, owner):
@@ -278,8 +282,8 @@ def _legend(picture: _Picture, max_height: int) -> list[str]:
     head, hidden, tail = ends(list(zip(picture.owners, picture.pieces)), max_height)
     for ranks, pieces in (*head, *tail):
         count = sum(piece.numel for piece in pieces)
-        where = " ".join(piece.index for piece in pieces)
-        table.append((_ranges(ranks), str(count), f"{100 * count / numel:.3g}%", _interval(pieces, picture.shape), where))
+        boxes = " ".join(piece.index for piece in pieces)
+        table.append((_ranges(ranks), str(count), f"{100 * count / numel:.3g}%", _interval(pieces, picture.shape), boxes))
     widths = [max(map(len, column)) for column in zip(*table)]
     lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:4], widths[1:4]), line[4]]) for line in table]
     if hidden:
@@ -293,7 +297,7 @@ def _idle(picture: _Picture) -> list[str]:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """``0-3, 7``"""
+    """Ranks as text, such as ``0-3, 7``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][-1] == rank - 1:
@@ -304,7 +308,7 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 
 def _interval(pieces: Sequence[_Piece], shape: tuple[int, ...]) -> str:
-    """The interval of row-major storage that the pieces fill; ``-`` if they are not one interval."""
+    """The interval of row-major storage that the pieces fill; ``-`` if they do not form one interval."""
     strides = row_major(shape)
     start = min(sum(map(operator.mul, piece.starts, strides)) for piece in pieces)
     stop = max(sum((s - 1) * stride for s, stride in zip(piece.stops, strides)) + 1 for piece in pieces)
@@ -315,12 +319,15 @@ def _interval(pieces: Sequence[_Piece], shape: tuple[int, ...]) -> str:
 
 
 def _save(pictures: Sequence[_Picture], path: str, draw: bool) -> None:
-    """Write the drawings, one below the other, to ``path``; the same bytes each time. Only check it unless ``draw``."""
+    """Write the drawings, one below the other, to ``path``; equal drawings give equal bytes.
+
+    If ``draw`` is False, only check that drawing is possible, so that all ranks raise the same errors.
+    """
     kind = os.path.splitext(path)[1]
     if kind not in (".svg", ".png"):
-        raise ValueError(f"visualize draws to a .svg or .png file, got {path!r}: give it one of these endings")
+        raise ValueError(f"visualize draws to a .svg or .png file, got {path!r}: use one of these endings")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(f"drawing {path!r} needs matplotlib: pip install 'torch_ragged[viz]', or leave out file=")
+        raise ImportError(f"drawing {path!r} needs matplotlib: run pip install 'torch_ragged[viz]', or do not pass file=")
     if not draw:
         return
     import matplotlib
@@ -330,16 +337,16 @@ def _save(pictures: Sequence[_Picture], path: str, draw: bool) -> None:
     for axes, picture in zip(figure.subplots(len(pictures), squeeze=False)[:, 0], pictures):
         _draw(axes, picture, matplotlib.colormaps["tab20"].colors)
     with matplotlib.rc_context({"svg.hashsalt": "torch_ragged", "svg.fonttype": "none"}):
-        whole = f"{path}.{os.getpid()}"  # Ranks of several meshes may write it: no reader shall see a half.
+        whole = f"{path}.{os.getpid()}"  # Then renamed: ranks of several meshes may write ``path`` at once.
         figure.savefig(whole, format=kind[1:], metadata={"Date": None} if kind == ".svg" else None)
     os.replace(whole, path)
 
 
 def _draw(axes: Any, picture: _Picture, colours: Sequence[Any]) -> None:
-    """Rectangles to scale, coloured by owner; the ranks of each owner stand in its largest one."""
+    """Draw rectangles to scale, coloured by owner. The ranks of an owner are written in its largest rectangle."""
     rows = picture.rows()
     height, top = sum(row.size for row in rows), 0
-    largest: dict[int, tuple[int, float, float, float]] = {}  # Per owner: the area, centre and font size.
+    largest: dict[int, tuple[int, float, float, float]] = {}  # By owner: area, centre and font size.
     for row in rows:
         for start, stop, owner in row.segments:
             axes.broken_barh([(start, stop - start)], (top, row.size), facecolors=[colours[owner % len(colours)]])

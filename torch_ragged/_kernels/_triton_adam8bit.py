@@ -1,7 +1,8 @@
 """8-bit Adam in one pass over memory: a kernel that dequantises, updates, quantises and writes the blocks of many parameters.
 
-Its twin is ``torch_ragged.optim._adam8bit.update_region``. A launch goes through a table of regions (parts of parameters that
-are made of whole blocks), so that the number of launches does not grow with that of parameters.
+Its twin is ``torch_ragged.optim._adam8bit.update_region``: both must round every operation equally. One launch handles a table
+of regions, which are parts of parameters made of whole blocks. Therefore the number of launches does not grow with the number
+of parameters.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from torch_ragged._kernels._triton_rounding import round_to
 __all__ = ["FLOATS", "INTEGERS", "PER_PROGRAM", "step_kernel", "step_regions"]
 
 PER_PROGRAM = 4
-"""Blocks that a program does, one after the other: what it reads of the table is read once for all of them."""
+"""Blocks per program, computed one after the other: the program reads the table once for all of them."""
 
 INTEGERS = (
     *("program", "param", "gradient", "m_codes", "m_scales", "v_codes", "v_scales"),
     *("rows", "columns", "blocks", "origin", "matrix_stride", "row_stride", "key"),
 )
-"""Of a region: its first program; addresses; sizes; where it is in the global tensor; the key of stochastic rounding."""
+"""Integers of a region: its first program, addresses, sizes, origin and strides in the global tensor, rounding key."""
 
 FLOATS = ("shrink", "decay", "beta1", "beta2", "rest1", "rest2", "eps", "step_size", "correction")
-"""Of a region's step: as ``AdamStep`` has them; ``rest`` is 1 - beta."""
+"""Floats of a region's step: those of ``AdamStep``; ``rest`` is 1 - beta."""
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -42,46 +43,46 @@ def _hash32(value):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _whole(values):  # type: ignore[no-untyped-def]
-    """``values`` from 0 to 255 rounded to integers, ties to even: the last bits after adding 2**23."""
+    """Round ``values`` in [0, 255] to integers, ties to even. After adding 2**23, the low bits are the integer."""
     return (values + 8388608.0).to(tl.int32, bitcast=True) & 255
 
 
 @triton.jit
 def _encode(normalized, dynamic: tl.constexpr, signed: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As ``encode`` of ``torch_ragged.optim._quantize``, the same operations in the same order."""
+    """``encode`` of ``torch_ragged.optim._quantize``, with equal operations in equal order."""
     if not dynamic:
         if signed:
             return _whole(tl.maximum(normalized * 128.0 + 127.0, 0.0)).to(tl.uint8)
         return _whole(normalized * 255.0).to(tl.uint8)
     magnitude = tl.abs(normalized)
-    place = magnitude * (1e6 / 0.9) + 8 / 9
+    line = magnitude * (1e6 / 0.9) + 8 / 9
     for decade in tl.static_range(1, 7):
-        place = tl.minimum(place, magnitude * (1e6 / 0.9 * 0.2**decade) + 8 / 9 * 2**decade)
+        line = tl.minimum(line, magnitude * (1e6 / 0.9 * 0.2**decade) + 8 / 9 * 2**decade)
     if not signed:
-        place = place * 2.0 - 1.0
-    whole = (place - 0.5) + 8388608.0
+        line = line * 2.0 - 1.0
+    whole = (line - 0.5) + 8388608.0
     cell = whole.to(tl.int32, bitcast=True) & 255
     is_first = (cell & (cell - 1 if signed else cell + 1)) == 0
-    cell = tl.where(is_first & (place - (whole - 8388608.0) < 0.2), cell - 1, cell)
+    cell = tl.where(is_first & (line - (whole - 8388608.0) < 0.2), cell - 1, cell)
     if not signed:
-        return tl.where(place >= 254.75, 255, cell).to(tl.uint8)
-    cell = tl.where(place >= 127.75, 128, cell)
+        return tl.where(line >= 254.75, 255, cell).to(tl.uint8)
+    cell = tl.where(line >= 127.75, 128, cell)
     return tl.where(normalized < 0.0, 127 - tl.minimum(cell, 127), 127 + cell).to(tl.uint8)
 
 
 @triton.jit
-def _requantize(moment, inside, codes, scales, at, place, dynamic: tl.constexpr, signed: tl.constexpr):  # type: ignore[no-untyped-def]
-    # As integers magnitudes have the order of the numbers, and NaN is the largest.
+def _requantize(moment, inside, codes, scales, at, block, dynamic: tl.constexpr, signed: tl.constexpr):  # type: ignore[no-untyped-def]
+    # A maximum of floats may drop a NaN. As integers, magnitudes have the same order, and NaN is the largest.
     largest = tl.max(moment.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     scale = tl.where(largest < 2.0**-126, 0.0, largest)
     inverse = tl.where(scale == 0.0, 0.0, tl.div_rn(1.0, tl.where(scale == 0.0, 1.0, scale)))
     tl.store(codes + at, _encode(moment * inverse, dynamic, signed), mask=inside)
-    tl.store(scales + place, scale)
+    tl.store(scales + block, scale)
 
 
 @triton.jit
 def _round_up_or_down(values, index, key):  # type: ignore[no-untyped-def]
-    """float32 ``values`` with the bits of a bfloat16, up as often as the remainder says."""
+    """Round float32 ``values`` to bfloat16 (in float32), up with the probability that makes the expected result exact."""
     noise = _hash32(index.to(tl.uint32) ^ _hash32((index >> 32).to(tl.uint32) ^ key.to(tl.uint32))) & 0xFFFF
     rounded = ((values.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return tl.where(tl.abs(values) < float("inf"), rounded, values)
@@ -116,7 +117,7 @@ def step_kernel(  # type: ignore[no-untyped-def]
     v_codes = tl.load(integers + 5).to(tl.pointer_type(tl.uint8))
     rows, columns = tl.load(integers + 7).to(tl.int32), tl.load(integers + 8).to(tl.int32)
     blocks = tl.load(integers + 9).to(tl.int32)
-    if vector > 1:  # No more than that for any of them: threads would have to exchange what they have loaded.
+    if vector > 1:  # An equal width for all tensors: otherwise threads would have to exchange the loaded elements.
         param, gradient = tl.multiple_of(param, vector * param_bytes), tl.multiple_of(gradient, vector * gradient_bytes)
         m_codes, v_codes, columns = (
             tl.multiple_of(m_codes, vector),
@@ -129,25 +130,25 @@ def step_kernel(  # type: ignore[no-untyped-def]
     beta1, beta2, rest1, rest2 = tl.load(floats + 2), tl.load(floats + 3), tl.load(floats + 4), tl.load(floats + 5)
     eps, step_size, correction = tl.load(floats + 6), tl.load(floats + 7), tl.load(floats + 8)
     bands, across = (rows + height - 1) // height, (columns + width - 1) // width
-    # One dimension, so that all accesses, look-ups in the books too, are laid out over the threads in the same order.
+    # One dimension, so that all accesses, including look-ups in the books, have one order of elements over the threads.
     element = tl.arange(0, tile_height * tile_width)
     in_block_row, in_block_column = element // tile_width, element % tile_width
     at = in_block_row * columns + in_block_column
     first = (program - tl.load(integers).to(tl.int32)) * per_program
     for number in range(per_program):
-        place = first + number
-        if place < blocks:
-            matrix, within = place // (bands * across), place % (bands * across)
+        block = first + number
+        if block < blocks:
+            matrix, within = block // (bands * across), block % (bands * across)
             row, column = (within // across) * height, (within % across) * width
             inside = (in_block_row < tl.minimum(rows - row, height)) & (in_block_column < tl.minimum(columns - column, width))
             start = (matrix.to(tl.int64) * rows + row) * columns + column
             p = tl.load(param + start + at, mask=inside, other=0.0).to(tl.float32)
             g = tl.load(gradient + start + at, mask=inside, other=0.0).to(tl.float32)
             m = tl.load(signed_book_ptr + tl.load(m_codes + start + at, mask=inside, other=0).to(tl.int32)) * tl.load(
-                m_scales + place
+                m_scales + block
             )
             v = tl.load(unsigned_book_ptr + tl.load(v_codes + start + at, mask=inside, other=0).to(tl.int32)) * tl.load(
-                v_scales + place
+                v_scales + block
             )
             g = g + p * decay
             m = tl.where(inside, m * beta1 + g * rest1, 0.0)
@@ -158,8 +159,8 @@ def step_kernel(  # type: ignore[no-untyped-def]
                 index += (row + in_block_row) * tl.load(integers + 12) + column + in_block_column
                 p = _round_up_or_down(p, index, tl.load(integers + 13))
             tl.store(param + start + at, round_to(p, param_type), mask=inside)
-            _requantize(m, inside, m_codes + start, m_scales, at, place, dynamic, True)
-            _requantize(v, inside, v_codes + start, v_scales, at, place, dynamic, False)
+            _requantize(m, inside, m_codes + start, m_scales, at, block, dynamic, True)
+            _requantize(v, inside, v_codes + start, v_scales, at, block, dynamic, False)
 
 
 def step_regions(
@@ -171,16 +172,16 @@ def step_regions(
     dynamic: bool,
     stochastic: bool,
 ) -> None:
-    """One launch on the device of ``books``, the current one.
+    """Step all regions with one launch. The device of ``books`` must be the current one.
 
     Args:
-        integers: of each region, :data:`INTEGERS` but the first.
-        floats: of each region, :data:`FLOATS`.
-        books: signed and unsigned.
-        types: of parameters and gradients.
-        block: height and width.
-        dynamic: which code; else linear.
-        stochastic: rounding, of bfloat16 parameters.
+        integers: for each region, :data:`INTEGERS` without the first.
+        floats: for each region, :data:`FLOATS`.
+        books: the signed and the unsigned code book.
+        types: the dtypes of parameters and gradients.
+        block: height and width of a block.
+        dynamic: True for the dynamic code book, False for the linear one.
+        stochastic: whether parameters, which are bfloat16 then, are rounded stochastically.
     """
     device = books[0].device
     columns, blocks = INTEGERS.index("columns") - 1, INTEGERS.index("blocks") - 1
@@ -207,17 +208,17 @@ def step_regions(
         tile_width=tile[1],
         per_program=PER_PROGRAM,
         num_warps=warps(tile),
-        enable_fp_fusion=False,  # Each operation of the twin rounds.
+        enable_fp_fusion=False,  # The twin rounds after each operation.
     )
 
 
 def vector_of(types: tuple[torch.dtype, torch.dtype]) -> int:
-    """Elements that a thread loads at once: 16 bytes of the wider of the two."""
+    """Elements per load of a thread: 16 bytes of the wider of the two dtypes."""
     return 16 // max(dtype.itemsize for dtype in types)
 
 
 def warps(tile: tuple[int, int]) -> int:
-    """Of a program: 8 elements per thread, where there are as many."""
+    """Warps of a program: 8 elements per thread, at least one warp and at most eight."""
     return max(1, min(8, tile[0] * tile[1] // 256))
 
 

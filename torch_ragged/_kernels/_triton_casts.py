@@ -1,4 +1,4 @@
-"""The kernel of :mod:`torch_ragged._kernels.casts`."""
+"""The Triton kernel of :mod:`torch_ragged._kernels.casts`, with the roundings of its twin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def scaled_copy_kernel(  # type: ignore[no-untyped-def]
 
 
 def scaled_copy_(out: torch.Tensor, source: torch.Tensor, scale: float, accumulate: bool) -> None:
-    """As the twin; of contiguous tensors with elements, on the current device."""
+    """The twin's operation, for contiguous tensors with at least one element, on the current device."""
     numel = out.numel()
     scaled_copy_kernel[(triton.cdiv(numel, _BLOCK),)](
         out,
@@ -39,5 +39,5 @@ def scaled_copy_(out: torch.Tensor, source: torch.Tensor, scale: float, accumula
         accumulates=accumulate,
         block=_BLOCK,
         num_warps=_WARPS,
-        enable_fp_fusion=False,  # The twin rounds the product and the sum.
+        enable_fp_fusion=False,  # The twin rounds the product before the sum.
     )

@@ -1,4 +1,7 @@
-"""The kernels of :mod:`torch_ragged._kernels.float8`: a program per tile, or per 64 tiles of one row."""
+"""The Triton kernels of :mod:`torch_ragged._kernels.float8`, with the roundings of their twins.
+
+One program handles one tile. If tiles are one row high, one program handles 64 tiles.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from torch_ragged._kernels.tiles import LARGEST, SMALLEST, TileTable
 __all__ = ["dequantize", "dequantize_kernel", "quantize", "quantize_kernel"]
 
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
-_WARPS = 8  # of a program that encodes
-_STEP_ROWS = 32  # of a tile that is decoded: its rows do not need each other
+_WARPS = 8  # Warps of a program that encodes.
+_STEP_ROWS = 32  # Rows that a program decodes at a time: rows are independent, and fewer need fewer registers.
 
 
 @triton.jit
-def _place(owners_ptr, numbers_ptr, aligned: tl.constexpr, height: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's run: where its values, codes and scales begin, its rows and columns; and the matrix, row and column."""
+def _tile(owners_ptr, numbers_ptr, aligned: tl.constexpr, height: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
+    """This program's run (offsets of values, codes and scales; rows; columns) and tile (matrix, first row, first column)."""
     program = tl.program_id(0)
     run = numbers_ptr + tl.load(owners_ptr + program).to(tl.int64) * 6
     within = program - tl.load(run)
@@ -46,21 +49,21 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     height: tl.constexpr,
     width: tl.constexpr,
 ):
-    values, codes, scales, rows, columns, matrix, row, column = _place(owners_ptr, numbers_ptr, aligned, height, width)
+    values, codes, scales, rows, columns, matrix, row, column = _tile(owners_ptr, numbers_ptr, aligned, height, width)
     at_row, at_column = row + tl.arange(0, height)[:, None], column + tl.arange(0, width)[None, :]
     inside = (at_row < rows) & (at_column < columns)
     at = (matrix * rows + at_row) * columns + at_column
     x = tl.load(values_ptr + values + at, mask=inside, other=0.0).to(tl.float32)
-    # As integers magnitudes have the order of the numbers, and NaN is the largest.
+    # A maximum of floats may drop a NaN. As integers, magnitudes have the same order, and NaN is the largest.
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     across = (columns + width - 1) // width
     if per_row:
         largest = tl.max(bits, axis=1, keep_dims=True).to(tl.float32, bitcast=True)
-        place = (matrix * rows + at_row) * across + column // width
+        at_scale = (matrix * rows + at_row) * across + column // width
         has_scale = at_row < rows
     else:
         largest = tl.max(tl.max(bits, axis=1, keep_dims=True), axis=0, keep_dims=True).to(tl.float32, bitcast=True)
-        place = (
+        at_scale = (
             (matrix * ((rows + height - 1) // height) + row // height) * across + column // width + tl.zeros((1, 1), tl.int64)
         )
         has_scale = tl.full((1, 1), 1, tl.int1)
@@ -68,10 +71,10 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale == 0.0, 1.0, scale))
     inverse = tl.where(scale == 0.0, 0.0, inverse)
     normalized = x * inverse
-    # Written so that a NaN stays one.
+    # Two comparisons instead of a clamp, because a comparison with NaN is false and so keeps the NaN.
     normalized = tl.where(normalized > _LARGEST, _LARGEST, tl.where(normalized < -_LARGEST, -_LARGEST, normalized))
     tl.store(codes_ptr + codes + at, to_float8(normalized), mask=inside)
-    tl.store(scales_ptr + scales + place, scale, mask=has_scale)
+    tl.store(scales_ptr + scales + at_scale, scale, mask=has_scale)
 
 
 @triton.jit
@@ -87,14 +90,14 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
     width: tl.constexpr,
     step: tl.constexpr,
 ):
-    values, codes, scales, rows, columns, matrix, row, column = _place(owners_ptr, numbers_ptr, aligned, height, width)
+    values, codes, scales, rows, columns, matrix, row, column = _tile(owners_ptr, numbers_ptr, aligned, height, width)
     at_column = column + tl.arange(0, width)[None, :]
     across = (columns + width - 1) // width
     for first in tl.static_range(0, height, step):
         at_row = row + first + tl.arange(0, step)[:, None]
         inside = (at_row < rows) & (at_column < columns)
         at = (matrix * rows + at_row) * columns + at_column
-        if per_row:  # Loaded as a vector: Triton would load a column anew for every element.
+        if per_row:  # Loaded as a vector: from a column, Triton would load the scale again for every element.
             lines = row + first + tl.arange(0, step)
             scale = tl.load(
                 scales_ptr + scales + (matrix * rows + lines) * across + column // width, mask=lines < rows, other=0.0
@@ -108,12 +111,12 @@ def dequantize_kernel(  # type: ignore[no-untyped-def]
 
 
 def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, table: TileTable) -> None:
-    """As the twin, on the current device."""
+    """The twin's operation, on the current device."""
     _launch(quantize_kernel, (values, codes, scales), table, num_warps=_WARPS)
 
 
 def dequantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, table: TileTable) -> None:
-    """As the twin, on the current device."""
+    """The twin's operation, on the current device."""
     _launch(dequantize_kernel, (values, codes, scales), table, step=_STEP_ROWS, num_warps=4)
 
 

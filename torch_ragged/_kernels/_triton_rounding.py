@@ -1,6 +1,6 @@
-"""Rounding to narrow floats in Triton: the GPU's own conversions, and what is equal to them in the interpreter.
+"""Rounding to narrow floats in Triton: the GPU's conversions, or operations with equal results in Triton's interpreter.
 
-Triton's interpreter cuts bits off where the GPU rounds to nearest, ties to even, and knows no NaN of float8.
+The GPU rounds to nearest, ties to even. The interpreter alone would truncate, and has no NaN of float8.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def _nearest(values, dropped: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 ``values`` without their ``dropped`` last bits, to nearest, ties to even; NaN and infinity as they are."""
+    """Round float32 ``values`` to ``dropped`` fewer bits, to nearest, ties to even. NaN and infinity are unchanged."""
     bits = values.to(tl.uint32, bitcast=True)
     rounded = (bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)) >> dropped << dropped
     return tl.where(tl.abs(values) < float("inf"), rounded.to(tl.float32, bitcast=True), values)
@@ -25,7 +25,7 @@ def _nearest(values, dropped: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def round_to(values, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 ``values`` in ``dtype``, to nearest, ties to even."""
+    """Round float32 ``values`` to ``dtype``, to nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
         values = _nearest(values, 16)
     return values.to(dtype)
@@ -36,7 +36,7 @@ def to_float8(values):  # type: ignore[no-untyped-def]
     """The e4m3 codes (uint8) of float32 ``values`` of at most 448, to nearest, ties to even; 127 or 255 for a NaN."""
     if INTERPRETED:
         magnitude = tl.abs(values)
-        # Below 2**-6 codes are multiples of 2**-9: the last bit of numbers from 2**14 on.
+        # Below 2**-6, codes are multiples of 2**-9, which is the last bit of float32 numbers near 2**14: adding 2**14 rounds.
         rounded = tl.where(magnitude < 0.015625, (magnitude + 16384.0) - 16384.0, _nearest(magnitude, 20))
         codes = tl.where(values == values, rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True), 127)
         sign = (values.to(tl.uint32, bitcast=True) >> 24) & 128

@@ -1,4 +1,7 @@
-"""A flat tensor scaled, cast and written or added to another: one read of each, one write, rounded once."""
+"""Scale and cast a tensor, and copy it to another tensor or add it: each element is read once, written once, rounded once.
+
+Never allocates on CUDA if the Triton kernel runs.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ def scaled_copy_(
 ) -> torch.Tensor:
     """``out = scale * source``, or ``out += scale * source``, computed in float32 and rounded to the dtype of ``out``.
 
-    On CUDA one Triton kernel, bitwise equal to the torch operations that run elsewhere. float32, bfloat16 and float16 have
-    it; other dtypes, devices that differ and tensors that are not contiguous go torch's way.
+    On CUDA, one Triton kernel runs, with results bitwise equal to the torch operations that run elsewhere. The kernel needs
+    contiguous tensors of float32, bfloat16 or float16 on one device. In all other cases the torch operations run.
 
     Args:
-        out, source: of one shape and any dtypes; ``source`` may be on another device.
-        scale: applied before the sum, its product rounded to float32.
-        accumulate: add to what ``out`` holds.
-        non_blocking: as of ``copy_``, where the devices differ.
+        out, source: tensors of equal shape and any dtypes. ``source`` may be on another device.
+        scale: the factor of ``source``. The product is rounded to float32 before the sum.
+        accumulate: if True, add to ``out``; if False, overwrite it.
+        non_blocking: the option of ``copy_``, used if the devices differ.
 
     Returns:
         ``out``.
@@ -32,7 +35,9 @@ def scaled_copy_(
         ValueError: the shapes differ.
     """
     if out.shape != source.shape:
-        raise ValueError(f"scaled_copy_ takes tensors of one shape, got {tuple(source.shape)} into {tuple(out.shape)}")
+        raise ValueError(
+            f"scaled_copy_ takes tensors of one shape, got source {tuple(source.shape)} and out {tuple(out.shape)}"
+        )
     is_ours = out.dtype in _DTYPES and source.dtype in _DTYPES and out.device == source.device
     if is_ours and runs_triton(out) and out.is_contiguous() and source.is_contiguous():
         if out.numel():

@@ -1,15 +1,16 @@
-"""Tiles of matrices as float8 codes, each tile with a scale.
+"""Quantise tiles of matrices to float8 codes with one float32 scale per tile.
 
-e4m3 ("fn": no infinities, largest value 448), as in Micikevicius et al., "FP8 Formats for Deep Learning" (2022). A tile's scale
-is its largest magnitude over 448, in float32; its codes are its values over the scale, rounded to nearest, ties to even.
+The codes are e4m3 ("fn": no infinities, largest value 448). Source: Micikevicius et al., "FP8 Formats for Deep Learning"
+(2022). The scale of a tile is its largest magnitude divided by 448. Its codes are its values divided by the scale, rounded to
+nearest, ties to even.
 
 ====================  ==========================================================================================
-a tile of             comes back as
+a tile of             is dequantised to
 ====================  ==========================================================================================
 zeros, or magnitudes  zeros (scale 0)
 below 2**-100
-finite values         values within 2**-4 of themselves, or within 2**-10 of the scale, and one rounding to the dtype
-a NaN or an infinity  NaN everywhere: it cannot be overlooked
+finite values         values with a relative error of 2**-4 or an error of 2**-10 scales, plus a rounding to the dtype
+a NaN or an infinity  NaN in all elements, so that the error is noticed
 ====================  ==========================================================================================
 """
 
@@ -29,15 +30,15 @@ def quantize(values: torch.Tensor, buffer: torch.Tensor, table: TileTable) -> No
     """Write the codes and scales of all runs of ``table``. One kernel launch on CUDA; no communication.
 
     Args:
-        values: flat, float32, bfloat16 or float16.
-        buffer: flat uint8: codes at bytes ``run.codes``, float32 scales at every fourth byte from 4 * ``run.scales`` on.
-        table: which values, and where their codes and scales go.
+        values: flat; float32, bfloat16 or float16.
+        buffer: flat uint8. The codes of a run start at byte ``run.codes``, its float32 scales at byte 4 * ``run.scales``.
+        table: the runs, with their offsets in ``values`` and ``buffer``.
     """
     _run("quantize", values, buffer, table)
 
 
 def dequantize(values: torch.Tensor, buffer: torch.Tensor, table: TileTable) -> None:
-    """The opposite of :func:`quantize`, with the same arguments: writes ``values``, rounded to their dtype."""
+    """The inverse of :func:`quantize`, with the same arguments: writes ``values``, rounded to their dtype."""
     _run("dequantize", values, buffer, table)
 
 
@@ -75,7 +76,7 @@ def _dequantize_run(
 
 
 def _tiles_of(matrices: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
-    """(matrices, rows, columns) as (matrices, tiles, height, tiles, width), zeros beyond the edges."""
+    """(matrices, rows, columns) as (matrices, tiles, height, tiles, width). Tiles beyond the edges are padded with zeros."""
     (height, width), (count, rows, columns) = tile, matrices.shape
     padding = (0, -columns % width, 0, -rows % height)
     if any(padding):

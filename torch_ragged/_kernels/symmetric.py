@@ -1,4 +1,4 @@
-"""Products whose result is symmetric: one triangle of tiles is computed, the other mirrored."""
+"""Products with symmetric results: the kernel computes one triangle of tiles and mirrors it to the other."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch_ragged._kernels._choice import AMPERE, device_of, runs_triton
 __all__ = ["SMALLEST", "gram", "polynomial"]
 
 SMALLEST = 4096
-"""Rows from which on the kernel is used: below, a triangle has too few tiles to keep a GPU busy. The matrix alone decides, not
-how many are in a batch, so that an optimizer's results do not depend on which rank computes with which others."""
+"""The fewest rows for which the kernel runs. With fewer, a triangle has too few tiles to keep a GPU busy. The size of the batch
+must not count: otherwise an optimizer's results would depend on which matrices one rank computes together."""
 
 
 def gram(x: torch.Tensor, halves: bool = True) -> torch.Tensor:
-    """``x @ x.mT``, of each matrix of a batch.
+    """``x @ x.mT`` for each matrix of a batch.
 
-    On CUDA, for bfloat16 matrices of at least :data:`SMALLEST` rows, a Triton kernel that computes half the tiles, and whose
-    result is exactly symmetric; else torch's product. Both accumulate in float32 and round once; what is rounded is within
-    ``K * 2**-24 * |x| @ |x|.mT`` of the exact product (K: the columns of ``x``).
+    On CUDA, if ``x`` is bfloat16 with at least :data:`SMALLEST` rows, a Triton kernel computes half of the tiles; its result is
+    exactly symmetric. Otherwise torch's product runs. Both sum in float32 and round the sum once. Before this rounding, the
+    error is at most ``K * 2**-24 * |x| @ |x|.mT``, where K is the number of columns of ``x``.
 
     Args:
         x: (M, K) or (B, M, K).
-        halves: False for torch's product in any case.
+        halves: if False, torch's product always runs.
 
     Returns:
         (M, M) or (B, M, M) in the dtype of ``x``.
@@ -40,10 +40,19 @@ def gram(x: torch.Tensor, halves: bool = True) -> torch.Tensor:
 
 
 def polynomial(a: torch.Tensor, b: float, c: float, halves: bool = True) -> torch.Tensor:
-    """``b * a + c * a @ a`` of symmetric matrices; otherwise as :func:`gram`, with the bound ``|c|`` times that of ``a @ a``.
+    """``b * a + c * a @ a`` for symmetric matrices. :func:`gram` describes kernel and rounding; the error bound is ``|c|``
+    times that of ``a @ a``.
 
     Args:
-        a: (M, M) or (B, M, M), exactly symmetric where the kernel is used, as :func:`gram` makes them.
+        a: (M, M) or (B, M, M). If the kernel runs, ``a`` must be exactly symmetric, as results of :func:`gram` are.
+        b, c: the coefficients.
+        halves: if False, torch's product always runs.
+
+    Returns:
+        a tensor of the shape and dtype of ``a``.
+
+    Raises:
+        ValueError: ``a`` has other than two or three dimensions, or its matrices are not square.
     """
     _check("polynomial", a)
     if a.shape[-1] != a.shape[-2]:

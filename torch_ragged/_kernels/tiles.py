@@ -1,4 +1,4 @@
-"""Where the tiles of matrices lie in flat memory, as a table that one kernel launch goes through."""
+"""The offsets of tiles of matrices in flat memory, as a table for one kernel launch. Computes with integers only."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 __all__ = ["LARGEST", "SMALLEST", "TileRun", "TileTable", "matrix_runs"]
 
 LARGEST = 448.0
-"""The largest float8 code of a tile, e4m3's."""
+"""The largest value of float8 e4m3."""
 
 SMALLEST = 2.0**-100
-"""A tile with no larger magnitude counts as zeros: the reciprocal of its scale could be infinite."""
+"""If all magnitudes of a tile are below this, it counts as zeros: the reciprocal of its scale could be infinite."""
 
 
 @dataclass(frozen=True)
 class TileRun:
-    """A contiguous run of matrices, each cut into tiles; those at the lower and right edge may be smaller.
+    """A contiguous run of matrices, each cut into tiles. Tiles at the lower and the right edge may be smaller.
 
     Attributes:
-        values: where it begins in a flat tensor of values.
-        codes: where it begins in a flat tensor of codes.
-        scales: where the scales of its tiles begin, row by row of tiles, matrix after matrix.
-        sizes: matrices, rows, columns.
+        values: the offset of the run in a flat tensor of values.
+        codes: the offset of the run in a flat tensor of codes.
+        scales: the offset of its first scale. Scales are ordered by matrix, row of tiles, column of tiles.
+        sizes: the numbers of matrices, rows and columns.
     """
 
     values: int
@@ -38,16 +38,16 @@ class TileRun:
         return math.prod(self.sizes)
 
     def grid(self, tile: tuple[int, int]) -> tuple[int, int, int]:
-        """Matrices, and tiles along the rows and columns of each."""
+        """The number of matrices, and of tiles along the rows and the columns of each matrix."""
         matrices, rows, columns = self.sizes
         return matrices, -(-rows // tile[0]), -(-columns // tile[1])
 
 
 def matrix_runs(start: int, stop: int, rows: int, columns: int) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """The interval from ``start`` to ``stop`` of a flat stack of matrices of ``rows`` x ``columns``, as runs.
+    """Split the interval [``start``, ``stop``) of a flat stack of ``rows`` x ``columns`` matrices into runs.
 
-    Whole rows only. Yields where each run begins in the stack, and its (matrices, rows, columns): the end of a matrix, whole
-    ones, the beginning of one; those that are there.
+    Both ends must be multiples of ``columns``. Yields (offset in the stack, (matrices, rows, columns)) for up to three runs:
+    the end of a matrix, whole matrices, the beginning of a matrix.
     """
     size = rows * columns
     while start < stop:
@@ -63,15 +63,15 @@ def matrix_runs(start: int, stop: int, rows: int, columns: int) -> Iterator[tupl
 
 
 class TileTable:
-    """Runs of tiles, and which program of a kernel does which part of them.
+    """Runs of tiles, and the assignment of their parts to the programs of a kernel.
 
     Args:
-        runs: of matrices with elements.
+        runs: the runs; each has at least one element.
         tile: height and width of a tile.
     """
 
     PROGRAM_ROWS = 64
-    """Rows that a program does where tiles are one row high."""
+    """Rows per program if tiles are one row high."""
 
     def __init__(self, runs: Sequence[TileRun], tile: tuple[int, int]) -> None:
         self.runs, self.tile = tuple(runs), tile
@@ -79,18 +79,18 @@ class TileTable:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether all rows begin at multiples of 16 values and codes, so that a thread may read 16 bytes at once."""
+        """Whether the offsets of all rows, in values and codes, are multiples of 16, so that a thread may read 16 bytes."""
         return all(run.values % 16 == run.codes % 16 == run.sizes[2] % 16 == 0 for run in self.runs)
 
     @property
     def program(self) -> tuple[int, int]:
-        """The rows and columns that a program does: a tile, or several of one row each."""
+        """The rows and columns per program: one tile, or several tiles of one row each."""
         return (self.tile[0] if self.tile[0] > 1 else self.PROGRAM_ROWS), self.tile[1]
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each program its run (int32), and for each run its numbers (int64, 6): copied to ``device`` the first time.
+        """The table on ``device``, copied in the first call: the run of each program (int32) and six int64 of each run.
 
-        The numbers: first program, ``values``, ``codes``, ``scales``, rows, columns.
+        The six numbers are: first program, ``values``, ``codes``, ``scales``, rows, columns.
         """
         if device not in self._on:
             numbers: list[tuple[int, ...]] = []

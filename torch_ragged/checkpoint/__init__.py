@@ -1,7 +1,8 @@
-"""Checkpoints to resume training from: complete or invisible, readable at any world size, by any placement.
+"""Save and resume training: a checkpoint is complete or invisible, and loads at any world size under any placements.
 
-A folder holds the checkpoints of a run, each a folder ``step-00000120`` in the format of torch.distributed.checkpoint (DCP), so
-that ``dcp.load`` reads it too, and a manifest: what was saved, by whom, and size and checksums of every file::
+This package imports only public DCP (torch.distributed.checkpoint), and never ``fsdp`` or ``optim``. The checkpoints of a run
+are in one folder. Each checkpoint is a folder ``step-00000120`` in DCP's format, so ``dcp.load`` can read it too. Its manifest
+lists the saved tensors and their placements, the versions of the writer, and the size and the checksums of every file::
 
     from torch_ragged import checkpoint
 
@@ -13,10 +14,13 @@ that ``dcp.load`` reads it too, and a manifest: what was saved, by whom, and siz
         checkpoint.save("out", state)
         checkpoint.keep("out", 3)
 
-``python -m torch_ragged.checkpoint inspect|verify|diff PATH`` shows them to people. Files by noun: ``_state`` (what is saved),
-``_same`` (values that must be the same on all ranks), ``_manifest``, ``_files`` (checksums), ``_writer`` and ``_reader`` (DCP's
-storage), ``_folder`` (a run's checkpoints), ``_api``, ``_cli``. Only public DCP is used, and only what a model and an optimizer
-offer as state dicts: any model on any DTensors goes.
+``python -m torch_ragged.checkpoint inspect|verify|diff PATH`` looks at a checkpoint from the command line. The model can be any
+module with any DTensors: only the state dicts of the model and of the optimizer are read and written.
+
+Files: ``_api`` (save, async_save, load), ``_state`` (the contents of a checkpoint), ``_same`` (values that must be equal on all
+ranks), ``_matching`` (does the checkpoint fit the model), ``_replicas`` (each replica reads a share), ``_rng`` (random states),
+``_manifest``, ``_files`` (checksums), ``_writer`` and ``_reader`` (DCP's storage), ``_folder`` (the checkpoints of a run),
+``_errors``, ``_cli``.
 """
 
 from torch_ragged.checkpoint._api import async_save, load, save

@@ -1,4 +1,4 @@
-"""``python -m torch_ragged.checkpoint``"""
+"""Entry point of ``python -m torch_ragged.checkpoint``."""
 
 import sys
 

@@ -1,4 +1,8 @@
-"""``save``, ``async_save`` and ``load``."""
+"""``save``, ``async_save`` and ``load``: the calls of a training script.
+
+Every step that can fail on one rank runs inside ``agree`` or ``raise_on_all``: no rank starts a collective that another rank,
+after an error, does not join.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +33,10 @@ from torch_ragged.checkpoint._writer import CheckpointWriter, SavePlannerOfViews
 
 __all__ = ["async_save", "load", "save"]
 
-_REFUSED = (TypeError, ValueError)  # Of an argument, on the rank that was given it. The others get a CheckpointError.
+# The rank that was given a bad argument raises one of these types. The other ranks raise a CheckpointError.
+_REFUSED = (TypeError, ValueError)
 
-_being_written: set[Path] = set()  # Folders that savers of this process write to in the background.
+_being_written: set[Path] = set()  # Folders that background saves of this process write to.
 
 
 def save(
@@ -43,29 +48,31 @@ def save(
 ) -> Path:
     """Save ``state`` as the checkpoint ``step-<state.step>`` in the folder ``path``, which all ranks share.
 
-    Each rank writes what it owns to one file; of replicas one writes. It is written beside, checksums are computed on
-    the way, synced, verified (presence and size of every file, a place for every element of every tensor), and it gets its name
-    as the last thing: whatever happens before, the checkpoint is not there, and what was there before is. One of the same step
-    is replaced. Leftovers of writers that died are removed.
+    Each rank writes its shards to one file in a folder ``*.incomplete``. Of replicas, one writes. The writer computes checksums
+    while it writes, syncs the files to disk, and verifies that every file has its size and that the files hold every element of
+    every tensor. The last action renames the folder. Until this rename, readers see the previous checkpoint, or none. A
+    checkpoint of the same step is replaced. Unfinished folders of writers that died are removed.
 
-    No tensor travels between ranks and the shard is not copied: ranks exchange DCP's plan and the checksums, as objects.
-    What one rank writes for all (steps, ``data_position``, scheduler, ``extra`` but for DTensors) must be the same on all
-    ranks: digests are compared before anything is written. Without a process group it is a checkpoint of one process.
+    Ranks exchange DCP's plan, digests and checksums, as objects. No tensor is sent between ranks, and no shard is copied. Some
+    values are written by one rank for all: ``step``, ``consumed_tokens``, ``data_position``, ``scheduler``, and ``extra``
+    without its DTensors. They must be equal on all ranks; their digests are compared before anything is written. Without a
+    process group, this process saves a checkpoint of one rank.
 
     Args:
-        path: made if it is not there. One run writes to it at a time.
-        state: what to save. Nothing is changed. What each rank has of its own goes into its ``per_rank``.
-        read_back: read every file again and compare checksums, before it gets its name. :func:`load` always does; here it would
-            find what the operating system does to bytes on their way.
-        process_group: the ranks that save; all of them where None.
+        path: the folder of the run's checkpoints. It is created if it does not exist. Only one run may write to it at a time.
+        state: what to save. Nothing in it is changed. Values that differ between ranks belong in its ``per_rank``.
+        read_back: read every file again and compare checksums before the rename. This finds bytes that the operating system or
+            the storage changed. :func:`load` always compares checksums.
+        process_group: the ranks that save; None is all ranks.
 
     Returns:
-        the checkpoint.
+        the folder of the checkpoint.
 
     Raises:
         TypeError, ValueError: a field of ``state`` cannot be saved.
-        CheckpointError: it could not be written, or ranks differ in what one writes for all. On every rank; the text names rank
-            and file, or the value. Once the checkpoint has its name, a failed cleanup is a warning in the log.
+        CheckpointError: the checkpoint could not be written, or ranks differ in a value that one rank writes for all. Every
+            rank raises it; the text names the rank and the file, or the value. If a cleanup fails after the rename, ``save``
+            succeeds and logs a warning.
     """
     tensors, writer = _prepare(Path(path), state, process_group)
     folder, what = writer.folder, f"saving {writer.folder}"
@@ -80,7 +87,8 @@ def save(
                 no_dist=not dist.is_initialized(),
             )
     except CheckpointError:
-        agree(lambda: _clean_up(folder, process_group), what, process_group)  # Gone when the first rank raises.
+        # A collective, so that no rank raises before rank 0 has removed the folder: the caller may save again at once.
+        agree(lambda: _clean_up(folder, process_group), what, process_group)
         raise
     return folder
 
@@ -92,28 +100,35 @@ def async_save(
     kind: str = "thread",
     process_group: dist.ProcessGroup | None = None,
 ) -> Future[Path]:
-    """:func:`save` in the background, from one staging copy of what this rank owns, which is made before it returns.
+    """Save as :func:`save` does, but in the background. Training may go on as soon as ``async_save`` returns.
 
-    Ranks exchange plan and checksums in the background too: give a ``process_group`` of its own, with a CPU backend, that
-    nothing else uses meanwhile. Wait for the result before the next save.
+    ``async_save`` copies the shards of this rank to the CPU before it returns. The background save issues collectives too, for
+    the plan and the checksums. Therefore it needs a separate ``process_group`` with a CPU backend, which nothing else uses
+    until the save has ended. Wait for the result before the next save.
 
     Args:
         path, state: as for :func:`save`.
-        kind: "thread" or "process". A process needs no time of this interpreter, but starting it takes seconds, the first time.
-        process_group: such a group; ``dist.new_group(backend="gloo")``. None only without a process group.
+        kind: "thread" or "process". A process does not compete with training for this interpreter's lock, but the first start
+            of the process takes seconds.
+        process_group: the separate group, such as ``dist.new_group(backend="gloo")``. None is legal only if torch.distributed
+            is not initialized.
 
     Returns:
-        a future of the checkpoint. Its ``result()`` raises a CheckpointError if it could not be written.
+        a future of the checkpoint's folder. If the save fails, ``result()`` raises a CheckpointError.
 
     Raises:
-        TypeError, ValueError: a field of ``state`` cannot be saved, ``kind`` is unknown, or there is no ``process_group``.
-        CheckpointError: it could not be started, or ranks differ in what one writes for all. On every rank.
+        TypeError, ValueError: a field of ``state`` cannot be saved, ``kind`` is unknown, or ``process_group`` is missing.
+        CheckpointError: the save could not be started, or ranks differ in a value that one rank writes for all. Every rank
+            raises it.
     """
     kinds = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
     if kind not in kinds:
         raise ValueError(f"async_save kind must be one of {sorted(kinds)}, got {kind!r}")
     if dist.is_initialized() and process_group is None:
-        raise ValueError("async_save needs a process group of its own: pass process_group=dist.new_group(backend='gloo')")
+        raise ValueError(
+            "async_save got no process_group. It needs a process group of its own, which training does not use: pass "
+            "process_group=dist.new_group(backend='gloo')"
+        )
     tensors, writer = _prepare(Path(path), state, process_group)
     folder, what = writer.folder, f"saving {writer.folder}"
     stager = DefaultStager(
@@ -123,7 +138,8 @@ def async_save(
     )
     _being_written.add(_key(folder))
     try:
-        staged: Any = agree(lambda: stager.stage(tensors), what, process_group)  # A rank that fails later would be waited for.
+        # Staged here and not by DCP: if staging failed inside dcp.async_save on one rank, the other ranks would hang.
+        staged: Any = agree(lambda: stager.stage(tensors), what, process_group)
         with _quiet():
             future: Any = dcp.async_save(
                 staged,
@@ -144,7 +160,7 @@ def async_save(
 
 
 class _Staged(AsyncStager):
-    """DCP's stager, of what is staged already."""
+    """A stager for ``dcp.async_save`` that copies nothing: ``async_save`` above has staged the tensors already."""
 
     _synchronize_after_execute = False
 
@@ -168,53 +184,58 @@ def load(
 ) -> Manifest:
     """Fill ``state`` from a checkpoint, on any number of ranks, under any placements.
 
-    Everything is checked before any parameter is changed: the manifest's version and checksum, presence, size and checksums of
-    every file (bytes are shared out over the ranks), and that names, shapes and dtypes of model and optimizer states are those
-    of the checkpoint. Then objects are unpickled and what is per rank is redistributed. If any of this fails on a rank,
-    parameters and optimizer states of all ranks are as they were. Tensors are filled in place; the ``load_state_dict`` of the
-    scheduler and the like are called last. An object that the checkpoint holds was pickled: load only what you trust.
+    ``load`` checks everything before it changes a parameter: the manifest's version and checksum; presence, size and checksums
+    of every file (each rank reads a share of the bytes); and that names, shapes and dtypes of the model's tensors and the
+    optimizer's states equal the saved ones. Then it unpickles objects and redistributes ``per_rank`` values. If one of these
+    steps fails on one rank, parameters and optimizer states of all ranks keep their values. After that, tensors are filled in
+    place. Each ``load_state_dict``, such as the scheduler's, is called last. The checkpoint contains pickles, and a pickle can
+    run any code: load only checkpoints that you trust.
 
     Args:
-        path: a checkpoint, or a folder of them: then the latest complete one.
-        state: parameters and optimizer states are filled in place; the other fields are set. A state without an optimizer or a
-            scheduler leaves the saved ones out.
-        spread: replicas (HSDP) read a share each and broadcast it, one broadcast per tensor and set of replicas: for storage
-            that is slower than the network. False: everybody reads what it holds. Without effect with a ``process_group``.
-        redistribute: what to do with ``state.per_rank`` at another number of ranks than saved it, by name: a function, which is
-            called on each rank with the list of all saved ranks' states (what ``state_dict`` returned, or the value); it
-            returns this rank's. Or None, which leaves this rank's as it is. Not used at the same number of ranks.
-        process_group: the ranks that load; all of them where None.
+        path: a checkpoint, or a folder of checkpoints. Of a folder, the latest complete one is loaded.
+        state: parameters and optimizer states are filled in place; the other fields are set. If ``state`` has no optimizer or
+            no scheduler, the saved one is not loaded.
+        spread: if True, each replica (HSDP) reads a share and broadcasts it to the other replicas, one broadcast per tensor.
+            This helps if the storage is slower than the network. If False, each rank reads all that it holds. Ignored if
+            ``process_group`` is given.
+        redistribute: how to load ``state.per_rank`` at another number of ranks than the checkpoint was saved with. Maps a name
+            of ``per_rank`` to a function or to None. The function runs on each rank. It takes the list of all saved ranks'
+            states (each the result of ``state_dict``, or the value) and returns this rank's. None keeps this rank's value.
+            Ignored at the same number of ranks.
+        process_group: the ranks that load; None is all ranks.
 
     Returns:
-        the manifest, which tells what was loaded.
+        the manifest of the checkpoint that was loaded.
 
     Raises:
-        TypeError, ValueError: ``state`` holds what could not be saved.
-        CheckpointError: there is no complete checkpoint, it is damaged, of a newer version or of another model, or ``per_rank``
-            is of another number of ranks. On every rank; the text names the file, the parameter or the object.
+        TypeError, ValueError: a field of ``state`` or ``redistribute`` has a wrong type or value.
+        CheckpointError: no complete checkpoint was found; the checkpoint is damaged, of a newer format or of another model; or
+            ``per_rank`` was saved by another number of ranks and ``redistribute`` does not name it. Every rank raises it; the
+            text names the file, the parameter or the object.
     """
     what, functions = f"loading {Path(path)}", dict(redistribute or {})
     rank, ranks = _rank_of(process_group), dist.get_world_size(process_group) if dist.is_initialized() else 1
     agree(lambda: _check_load(state, functions), what, process_group, own=_REFUSED)
-    # The checkpoint that rank 0 finds, on every rank: others might see a newer one already.
+    # Equal on all ranks because rank 0 alone chooses: another rank might already see a newer checkpoint.
     found = gather(lambda: str(resolve(Path(path))) if rank == 0 else "", what, process_group)[0]
     reader = agree(lambda: CheckpointReader(found), what, process_group)
     reader.group = process_group
     metadata = agree(reader.read_metadata, what, process_group)
     request = Request(state, functions, reader.manifest, rank, ranks)
     planner = CheckingPlanner(reader.manifest, spread=spread and dist.is_initialized() and process_group is None)
-    try:  # Another model is refused before every byte is read.
+    try:  # Compare with the model first: reading all bytes of a checkpoint of another model would waste minutes.
         agree(lambda: planner.set_up_planner(request.prepare(metadata), metadata), what, process_group)
         _fill(request, reader, planner, what)
     except BaseException:
         request.forget()
         raise
+    # Tensors are filled: if a load_state_dict raises now, nothing can be undone, but all ranks raise.
     agree(request.apply, what, process_group)
     return reader.manifest
 
 
 def _fill(request: Request, reader: CheckpointReader, planner: CheckingPlanner, what: str) -> None:
-    """Have DCP fill what is requested: objects first, which may turn out to be of no use, then tensors, in place."""
+    """Let DCP fill the request: objects first, because they can still be refused, then tensors, in place."""
 
     def fill(state_dict: dict[str, Any], planner: DefaultLoadPlanner) -> None:
         dcp.load(
@@ -228,7 +249,7 @@ def _fill(request: Request, reader: CheckpointReader, planner: CheckingPlanner, 
     with raise_on_all(what), _quiet():
         fill(request.objects, DefaultLoadPlanner())
         agree(request.unpack, what, reader.group)
-        reader.verify = False  # All files are verified by now.
+        reader.verify = False  # The first fill has verified all files.
         fill(request.tensors, planner)
         planner.shares.exchange()
 
@@ -248,7 +269,10 @@ def _rank_of(group: dist.ProcessGroup | None) -> int:
 
 
 def _prepare(path: Path, state: TrainState, group: dist.ProcessGroup | None) -> tuple[dict[str, Any], CheckpointWriter]:
-    """What to save, and the writer; and a folder without leftovers of those who died."""
+    """Check ``state`` and clear the folder. Returns the state dict to save and its writer.
+
+    Collective: every check is agreed on, so either all ranks go on to DCP or none does.
+    """
     what, rank = f"saving to {path}", _rank_of(group)
     agree(state.check, what, group, own=_REFUSED)
     contents = agree(lambda: Contents(state, rank), what, group)
@@ -258,16 +282,22 @@ def _prepare(path: Path, state: TrainState, group: dist.ProcessGroup | None) -> 
     manifest = Manifest(
         step=state.step,
         consumed_tokens=state.consumed_tokens,
-        data_position=copy.deepcopy(state.data_position),  # Training goes on while a background save has not written it.
+        data_position=copy.deepcopy(state.data_position),  # Training may change it before a background save writes it.
         objects=contents.names,
     )
     return contents.state_dict, CheckpointWriter(folder, manifest, rng_checksums(contents.rng))
 
 
 def _make_room(folder: Path, rank: int) -> None:
-    """Have rank 0 make the parent of ``folder`` and remove leftovers, of which none may be in the way."""
+    """Prepare a save to ``folder``: rank 0 creates its parent and removes unfinished folders of dead writers.
+
+    Raises:
+        CheckpointError: a background save of this process writes to ``folder``.
+    """
     if _key(folder) in _being_written:
-        raise CheckpointError(f"{folder} is being written in the background: wait for the result of async_save first")
+        raise CheckpointError(
+            f"{folder} is being written in the background: wait for the result of async_save, then save again"
+        )
     if rank == 0:
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder.parent.resolve(), _being_written)
@@ -275,19 +305,19 @@ def _make_room(folder: Path, rank: int) -> None:
 
 
 def _key(folder: Path) -> Path:
-    """Where a checkpoint is written, by a path that leads there through no link."""
+    """The folder that a save of ``folder`` writes to, without symbolic links: two paths to one folder give one key."""
     return incomplete_of(folder.parent.resolve() / folder.name)
 
 
 def _clean_up(folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Rank 0 frees the disk space of a failed save; that it failed is what matters."""
+    """On rank 0, remove the files of a failed save, to free disk space."""
     if _rank_of(group) == 0:
-        with suppress(OSError):
+        with suppress(OSError):  # The error of the save is the one to raise; the next save removes the files.
             discard(incomplete_of(folder))
 
 
 def _finish(done: Future[Any], result: Future[Path], stager: DefaultStager, what: str, folder: Path) -> None:
-    """Pass on how a save in the background ended."""
+    """Pass the outcome of a background save to ``result``, the future that the caller has."""
     _being_written.discard(_key(folder))
     try:
         with suppress(Exception):
@@ -296,7 +326,7 @@ def _finish(done: Future[Any], result: Future[Path], stager: DefaultStager, what
             done.result()
     except CheckpointError as error:
         result.set_exception(error)
-    except BaseException as error:  # Such as the end of the process that saves, or of a connection.
+    except BaseException as error:  # Not from DCP: for example, the saving process died, or a connection broke.
         failure = CheckpointError(f"{what}: {type(error).__name__}: {error}")
         failure.__cause__ = error
         result.set_exception(failure)
@@ -306,7 +336,7 @@ def _finish(done: Future[Any], result: Future[Path], stager: DefaultStager, what
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """DCP warns of a single process, and of names in a checkpoint that are not asked for: both are meant here."""
+    """Silence DCP's warning that torch.distributed is disabled: saving from a single process is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,4 +1,7 @@
-"""``python -m torch_ragged.checkpoint inspect|verify|diff``: a checkpoint for people. One process, no model needed."""
+"""``python -m torch_ragged.checkpoint inspect|verify|diff``: look at a checkpoint from the command line.
+
+Runs in one process, needs no model, unpickles no object and changes no file.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +25,27 @@ from torch_ragged.debug import visualize_sharding
 
 __all__ = ["main"]
 
-_HIDDEN = {"objects", "per_rank", "rng"}  # Pickled values and random states are told of, but not as tensors.
+_HIDDEN = {"objects", "per_rank", "rng"}  # Byte tensors of pickles and random states: not listed as tensors.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv``. Returns 0; 1 if a checkpoint is damaged, checkpoints differ or there is none."""
-    parser = argparse.ArgumentParser(prog="python -m torch_ragged.checkpoint", description="Look at a checkpoint.")
+    """Run the command line ``argv``. Returns the exit code: 1 if a checkpoint is damaged or missing, or if two differ; or 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_ragged.checkpoint", description="Show, verify or compare checkpoints."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    inspect = commands.add_parser("inspect", help="what it holds, and how each tensor was sharded")
+    inspect = commands.add_parser("inspect", help="show the contents and how each tensor was sharded")
     verify = commands.add_parser("verify", help="read every byte and compare checksums")
-    diff = commands.add_parser("diff", help="what differs between two checkpoints")
+    diff = commands.add_parser("diff", help="compare two checkpoints")
     for command in (inspect, verify, diff):
-        command.add_argument("path", type=Path, help="a checkpoint, or a folder of them: its latest")
-    diff.add_argument("other", type=Path, help="another one")
+        command.add_argument("path", type=Path, help="a checkpoint, or a folder of checkpoints (the latest is used)")
+    diff.add_argument("other", type=Path, help="the checkpoint to compare with")
     diff.add_argument("--values", action="store_true", help="compare values too, one tensor in memory at a time")
     for command in (inspect, diff):
-        command.add_argument("--tensors", default="*", metavar="PATTERN", help="only these, such as 'model.*.weight'")
-    inspect.add_argument("--draw", action="store_true", help="draw who owned what of each tensor")
+        command.add_argument(
+            "--tensors", default="*", metavar="PATTERN", help="only tensors with such names, for example 'model.*.weight'"
+        )
+    inspect.add_argument("--draw", action="store_true", help="draw which rank owned which part of each tensor")
     args = parser.parse_args(argv)
     try:
         if args.command == "inspect":
@@ -47,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 1
-    except BrokenPipeError:  # Into head.
+    except BrokenPipeError:  # The reader of stdout, such as ``head``, has ended: Python must not flush to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -72,7 +79,7 @@ def _inspect(path: Path, pattern: str, draw: bool) -> int:
     tensors = {name: t for name, t in named if fnmatch.fnmatchcase(name, pattern)}
     print()
     if not tensors:
-        print(f"no tensor is named {pattern}")
+        print(f"no tensor has a name that matches {pattern}")
     elif draw:
         print("\n\n".join(f"{name} {tensor.dtype}\n{_drawing(tensor)}" for name, tensor in tensors.items()))
     else:
@@ -111,24 +118,28 @@ def _diff(path: Path, other: Path, pattern: str, values: bool) -> int:
         a, b = first.tensors.get(name), second.tensors.get(name)
         if a != b:
             rows.append((name, _described(a), _described(b)))
-    alike = [n for n in names if n in first.tensors and n in second.tensors and first.tensors[n].what == second.tensors[n].what]
+    in_both = [n for n in names if n in first.tensors and n in second.tensors]
+    comparable = [name for name in in_both if first.tensors[name].what == second.tensors[name].what]
     if values:
-        for name in alike:
+        for name in comparable:
             difference = _value_difference(name, first.tensors[name], folders)
             if difference:
                 rows.append((name, "", difference))
     if len(rows) == 1:
-        print(f"no difference between {folders[0]} and {folders[1]}{'' if values else ' (values not compared: --values)'}")
+        print(f"no difference between {folders[0]} and {folders[1]}{'' if values else ' (values: only with --values)'}")
         return 0
     _table(rows)
     return 1
 
 
 def _value_difference(name: str, record: TensorRecord, folders: Sequence[Path]) -> str:
-    """How the values of a tensor differ; empty if they are bitwise the same."""
+    """How the values of a tensor differ between two checkpoints; empty if they are bitwise equal."""
     tensors, dtype = [], getattr(torch, record.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{name} is of dtype {record.dtype}, which torch {torch.__version__} does not have")
+        raise CheckpointError(
+            f"{name} has dtype {record.dtype}, which torch {torch.__version__} does not have: compare without --values, or "
+            "install a newer torch"
+        )
     for folder in folders:
         tensor = {name: torch.empty(record.shape, dtype=dtype)}
         with raise_on_all(f"reading {folder}"):
@@ -153,7 +164,7 @@ def _parameters(manifest: Manifest) -> int:
 
 
 def _parts(manifest: Manifest) -> list[str]:
-    """``model``, ``optimizer`` and the like, with the number of their tensors."""
+    """The top-level names, such as ``model`` and ``optimizer``, each with its number of tensors."""
     parts = sorted({name.partition(".")[0] for name in manifest.tensors} - _HIDDEN)
     counts = {part: sum(name.startswith(part + ".") for name in manifest.tensors) for part in parts}
     return [f"{part} ({count} tensors)" for part, count in counts.items()]
@@ -174,7 +185,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _placements(tensor: TensorRecord) -> str:
-    """The placements in short, those over many ranks cut off."""
+    """The placements as short text, cut off after 60 characters."""
     try:
         text = ", ".join(map(str, tensor.parsed_placements()))
     except ValueError:

@@ -1,4 +1,7 @@
-"""The error of this package, and how all ranks come to raise it when one does."""
+"""CheckpointError, and helpers with which all ranks raise it if one rank fails.
+
+These helpers never swallow an error: each error of each rank is in the text that all ranks raise.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the text names the file or the parameter. Raised on every rank."""
+    """A checkpoint could not be written or read. The text names the file or the parameter. Every rank raises it."""
 
 
 def listed(items: list[str], room: int = 5) -> str:
-    """The first ``room`` items, and how many more there are; one per line."""
+    """The first ``room`` items, one per line, and a last line that counts the rest."""
     lines = items[:room] + ([f"... and {len(items) - room} more"] if len(items) > room else [])
     return "\n  ".join(["", *lines])
 
@@ -27,22 +30,24 @@ def listed(items: list[str], room: int = 5) -> str:
 def gather(
     check: Callable[[], T], what: str, group: dist.ProcessGroup | None, own: tuple[type[Exception], ...] = ()
 ) -> list[T]:
-    """What ``check`` returns on each rank, or on every rank the errors of all. One object all-gather; none without a group.
+    """Call ``check`` on every rank and return all results, in rank order. If one rank fails, all ranks raise.
+
+    Issues one all-gather of objects; without an initialized process group, no collective.
 
     Args:
-        check: what it returns must pickle.
-        what: what failed, for the text of the error.
-        group: the ranks.
-        own: a rank whose own error is of one of these types raises that error itself.
+        check: a function without arguments. Its result must be picklable.
+        what: the action that fails if ``check`` raises, for the text of the error.
+        group: the ranks that call; None is the default group.
+        own: error types that the failing rank raises unchanged. The other ranks raise a CheckpointError.
 
     Raises:
-        CheckpointError: ``check`` raised on a rank.
+        CheckpointError: ``check`` raised on at least one rank. The text holds the errors of all ranks.
     """
     answer: tuple[Any, str] = (None, "")
     mine: Exception | None = None
     try:
         answer = check(), ""
-    except Exception as error:  # Whatever it is, the other ranks must hear of it.
+    except Exception as error:  # Any type: without this rank's answer, the other ranks would hang in the all-gather.
         mine, answer = error, (None, _text(error))
     answers = [answer]
     if dist.is_initialized():
@@ -57,10 +62,12 @@ def gather(
 
 
 def agree(check: Callable[[], T], what: str, group: dist.ProcessGroup | None, own: tuple[type[Exception], ...] = ()) -> T:
-    """What ``check`` returns here, or on every rank the errors of all, as :func:`gather` does. Results are not sent.
+    """Call ``check`` on every rank and return this rank's result. If one rank fails, all ranks raise.
+
+    As :func:`gather`, with one all-gather of objects, but only errors are sent: the result need not be picklable.
 
     Raises:
-        CheckpointError: ``check`` raised on a rank.
+        CheckpointError: ``check`` raised on at least one rank. The text holds the errors of all ranks.
     """
     results: list[T] = []
     gather(lambda: results.append(check()), what, group, own)
@@ -69,7 +76,7 @@ def agree(check: Callable[[], T], what: str, group: dist.ProcessGroup | None, ow
 
 @contextmanager
 def raise_on_all(what: str) -> Iterator[None]:
-    """DCP tells every rank what failed on which: raise it as a CheckpointError.
+    """Turn DCP's CheckpointException into a CheckpointError. DCP raises its error on every rank, so every rank raises here.
 
     Raises:
         CheckpointError: DCP raised.
@@ -82,11 +89,11 @@ def raise_on_all(what: str) -> Iterator[None]:
 
 
 def from_ranks(what: str, failures: dict[int, str]) -> str:
-    """One text for the errors of several ranks; those that are the same are told once."""
-    ranks: dict[str, list[int]] = {}
+    """One text for the errors of several ranks. If ranks have the same error, the text names it once, with all these ranks."""
+    ranks_of: dict[str, list[int]] = {}
     for rank, text in sorted(failures.items()):
-        ranks.setdefault(text, []).append(rank)
-    return "; ".join(f"{what}: {text} (rank {', '.join(map(str, which))})" for text, which in ranks.items())
+        ranks_of.setdefault(text, []).append(rank)
+    return "; ".join(f"{what}: {text} (rank {', '.join(map(str, ranks))})" for text, ranks in ranks_of.items())
 
 
 def _text(error: BaseException) -> str:

@@ -1,4 +1,7 @@
-"""Files that know their checksums: computed while they are written, one per block, so that ranks can share verifying them."""
+"""Files with checksums: one CRC-32 per block, computed while the file is written.
+
+One checksum per block, so that ranks can share the verification of a large file. Nothing here reads a file twice to hash it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from torch_ragged.checkpoint._errors import CheckpointError
 
 __all__ = ["BLOCK", "FileRecord", "HashingFileSystem", "check_blocks", "check_size", "sync_folder"]
 
-BLOCK = 32 * 1024 * 1024  # bytes of a block, which has a checksum of its own
+BLOCK = 32 * 1024 * 1024  # bytes per checksum
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,16 @@ class FileRecord:
 
 
 class _HashingFile:
-    """A binary file opened for writing, in order, that computes the CRC-32 of each block on the way."""
+    """A binary file, written from start to end, that computes the CRC-32 of each block during the writes.
+
+    Wraps ``raw``, a file that is open for writing. It has the methods that DCP and ``torch.save`` call, and no ``seek``.
+    """
 
     def __init__(self, raw: Any, path: Path, block: int) -> None:
         self.raw, self.path, self.block = raw, path, block
         self.nbytes = 0
-        self.asked = 0  # What nbytes would be if the last write had succeeded.
-        self.failure: OSError | None = None  # torch.save loses it: its zip writer raises an error of its own then.
+        self.asked = 0  # The value that nbytes would have if the last write had succeeded.
+        self.failure: OSError | None = None  # Kept here because torch.save's zip writer replaces it by another error.
         self.crcs: list[int] = []
 
     @property
@@ -50,7 +56,7 @@ class _HashingFile:
         try:
             written = self.raw.write(view)
             if written is not None and written != len(view):
-                raise OSError(errno.EIO, f"only {written} of {len(view)} bytes were taken", str(self.path))
+                raise OSError(errno.EIO, f"only {written} of {len(view)} bytes were written", str(self.path))
         except OSError as error:
             self.failure = self.failure or error
             raise
@@ -72,7 +78,7 @@ class _HashingFile:
         return self.nbytes
 
     def fileno(self) -> int:
-        self.flush()  # Who asks for it means to fsync.
+        self.flush()  # Callers pass the descriptor to os.fsync, which does not see Python's buffer.
         return self.raw.fileno()
 
     def close(self) -> None:
@@ -80,11 +86,11 @@ class _HashingFile:
 
 
 class HashingFileSystem(FileSystem):
-    """DCP's local file system, which records what it writes, and whose errors name the file.
+    """DCP's local file system, which also records size and checksums of the files it writes, and names the file in errors.
 
     Attributes:
-        records: of each file, by its name.
-        planned: the bytes that the next files will have in all, if they are known: told if the disk is full.
+        records: the record of each written file, by file name.
+        planned: the expected bytes of the next file; 0 if unknown. An error about a full disk names it.
     """
 
     def __init__(self, block: int = BLOCK) -> None:
@@ -105,7 +111,7 @@ class HashingFileSystem(FileSystem):
             with path.open(mode) as stream:
                 hashing = _HashingFile(stream, path, self.block)
                 yield hashing
-        except Exception as error:  # Writing, syncing and closing do not tell which file it was.
+        except Exception as error:  # Errors of write, fsync and close do not name the file.
             cause = (hashing and hashing.failure) or error
             if isinstance(cause, OSError):
                 needed = max(self.planned, hashing.asked if hashing else 0)
@@ -121,13 +127,13 @@ class HashingFileSystem(FileSystem):
 
 
 def _reason(error: OSError, path: Path, needed: int) -> str:
-    """Why ``path`` could not be written; of a full disk also how much was needed and how much is free."""
+    """Why ``path`` could not be written. If the disk is full, also how many bytes are needed, written and free."""
     reason = error.strerror or str(error)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return reason
     written = path.stat().st_size if path.exists() else 0
     text = f"{reason} (the disk is full: the file needs about {needed} bytes, {written} of them are written"
-    if error.errno == errno.EDQUOT or not hasattr(os, "statvfs"):  # What a quota leaves is not known.
+    if error.errno == errno.EDQUOT or not hasattr(os, "statvfs"):  # statvfs knows no quota.
         return text + ")"
     disk = os.statvfs(path.parent)
     inodes = ", no inode is free" if disk.f_files and not disk.f_favail else ""
@@ -135,13 +141,13 @@ def _reason(error: OSError, path: Path, needed: int) -> str:
 
 
 def check_size(folder: Path, name: str, record: FileRecord) -> str:
-    """What is wrong with the presence, the kind or the size of a file; empty if nothing is."""
+    """The problem if a file is missing, is no regular file or has a wrong size; empty if there is no problem."""
     try:
         status = (folder / name).stat()
     except OSError as error:
         return f"{folder / name} is missing ({error.strerror})"
-    if not stat.S_ISREG(status.st_mode):  # To open a pipe would wait for its writer.
-        return f"{folder / name} is no regular file"
+    if not stat.S_ISREG(status.st_mode):  # Opening a pipe would hang until it has a writer.
+        return f"{folder / name} is no regular file: expected a file that checkpoint.save wrote"
     if status.st_size != record.nbytes:
         kind = "truncated" if status.st_size < record.nbytes else "too long"
         return f"{folder / name} is {kind}: it has {status.st_size} bytes, expected {record.nbytes}"
@@ -149,7 +155,7 @@ def check_size(folder: Path, name: str, record: FileRecord) -> str:
 
 
 def check_blocks(path: Path, record: FileRecord, blocks: Sequence[int] | None = None) -> list[int]:
-    """The blocks of a file, out of ``blocks`` (all where None), whose bytes are not those that were written.
+    """The numbers of the blocks, among ``blocks`` (None: all), with another checksum than in ``record``.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -165,7 +171,7 @@ def check_blocks(path: Path, record: FileRecord, blocks: Sequence[int] | None = 
 
 
 def _crc(file: Any, start: int, nbytes: int) -> int:
-    """CRC-32 of a part of a file, or of what there is of it, through a small buffer."""
+    """CRC-32 of ``nbytes`` bytes from ``start``, or of fewer if the file ends earlier. Uses 1 MiB of memory at most."""
     crc, buffer = 0, memoryview(bytearray(min(nbytes, 1 << 20)))
     file.seek(start)
     while nbytes:
@@ -178,7 +184,7 @@ def _crc(file: Any, start: int, nbytes: int) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the entries of a folder on permanent storage: what was created, renamed or removed in it."""
+    """Write a folder's entries to permanent storage, so that creations, renames and removals in it survive a power loss."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

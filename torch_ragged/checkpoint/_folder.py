@@ -1,9 +1,12 @@
-"""The folder of a run's checkpoints: names, and what is complete.
+"""The folder of a run's checkpoints: the names in it, and which checkpoints are complete.
 
-A checkpoint is a folder ``step-00000120``. Other names are never taken for one: ``.incomplete`` is being written, or was when
-its writer died; ``.deleting`` is being removed. ``.replaced`` is a complete checkpoint whose step is being written anew; it
-counts only while there is no other of its step. Each may be a symbolic link to a folder elsewhere: then only the link is
-renamed or removed, never what it leads to.
+A checkpoint is a folder ``step-00000120``. Nothing here looks at the contents of tensors. Three endings mark other folders:
+
+- ``.incomplete``: a writer is writing it, or died while it wrote.
+- ``.deleting``: it is being removed.
+- ``.replaced``: a complete checkpoint whose step was saved again. It counts only if ``step-00000120`` itself is not complete.
+
+Each folder may be a symbolic link. Then the link is renamed or removed, never its target.
 """
 
 from __future__ import annotations
@@ -28,21 +31,20 @@ _INCOMPLETE, _REPLACED, _DELETING = ".incomplete", ".replaced", ".deleting"
 
 
 def folder_of(path: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` goes."""
+    """The folder of the checkpoint of ``step``."""
     return path / f"step-{step:08d}"
 
 
 def incomplete_of(folder: Path) -> Path:
-    """Where it is written before it is complete."""
+    """The folder that the checkpoint ``folder`` is written to before it is complete."""
     return folder.with_name(folder.name + _INCOMPLETE)
 
 
 def complete_in(path: Path) -> list[Path]:
-    """The complete checkpoints in ``path``, oldest first, one per step. Manifest and sizes are checked, contents are not."""
+    """The complete checkpoints in ``path``, oldest first, one per step. Checks manifests and file sizes, not checksums."""
     found: dict[int, Path] = {}
-    for folder in (
-        sorted(path.iterdir(), reverse=True) if path.is_dir() else ()
-    ):  # .replaced comes before the one that replaces it.
+    # In descending order .replaced comes before the folder that replaces it, which then overwrites it in ``found``.
+    for folder in sorted(path.iterdir(), reverse=True) if path.is_dir() else ():
         match = _NAME.fullmatch(folder.name)
         if match and _is_complete(folder):
             found[int(match[1])] = folder
@@ -58,26 +60,33 @@ def _is_complete(folder: Path) -> bool:
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint with the highest step in the folder ``path``; None without any.
+    """The complete checkpoint with the highest step in the folder ``path``; None if there is no complete one.
 
-    One with a missing or truncated file, or without a readable manifest, is passed over. Contents are verified by :func:`load`.
-    No communication: ranks that ask while another one writes may get different answers, so let :func:`load` choose.
+    A checkpoint is skipped if a file is missing or truncated, or if its manifest cannot be read. :func:`load` verifies
+    checksums. No communication: while a save runs, ranks may get different answers. Therefore pass the folder to :func:`load`,
+    which lets rank 0 choose.
     """
     complete = complete_in(Path(path))
     return complete[-1] if complete else None
 
 
 def keep(path: str | os.PathLike[str], n: int, *, process_group: dist.ProcessGroup | None = None) -> list[Path]:
-    """Remove all but the ``n`` newest complete checkpoints in the folder ``path``; call it on every rank.
+    """Remove all complete checkpoints in the folder ``path`` except the ``n`` newest. Call it on every rank.
 
-    Rank 0 removes; what other programs put there stays, and so does what a symbolic link leads to. One small object all-gather.
+    Rank 0 removes. Other files in the folder stay, and so do the targets of symbolic links. Issues one small all-gather of
+    objects.
+
+    Args:
+        path: the folder of the run's checkpoints.
+        n: how many checkpoints to keep.
+        process_group: the ranks that call; None is all ranks.
 
     Returns:
-        those that are kept, oldest first.
+        the checkpoints that are kept, oldest first.
 
     Raises:
-        ValueError: ``n`` is less than 1.
-        CheckpointError: one could not be removed.
+        ValueError: ``n`` is not an integer of at least 1.
+        CheckpointError: a checkpoint could not be removed. Every rank raises it.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"keep expects a number of checkpoints >= 1, got {n!r}")
@@ -95,10 +104,10 @@ def keep(path: str | os.PathLike[str], n: int, *, process_group: dist.ProcessGro
 
 
 def resolve(path: Path) -> Path:
-    """``path`` if it is a checkpoint itself, else the latest one in it.
+    """The checkpoint to read: ``path`` if it is one, or the latest complete checkpoint in it.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no complete checkpoint. The text says why.
     """
     if (path / MANIFEST).exists():
         return path
@@ -109,20 +118,22 @@ def resolve(path: Path) -> Path:
         raise CheckpointError(f"{path} is no folder: expected a checkpoint, or a folder of checkpoints")
     damaged = [folder for folder in sorted(path.iterdir()) if _NAME.fullmatch(folder.name)]
     if damaged:
-        files = read_manifest(damaged[-1]).files  # Its error says more.
+        files = read_manifest(damaged[-1]).files  # If the manifest is the problem, this raises an error that says so.
         problems = list(filter(None, (check_size(damaged[-1], name, record) for name, record in files.items())))
-        raise CheckpointError("; ".join(problems) or f"{damaged[-1]} was not complete a moment ago: try again")
+        raise CheckpointError("; ".join(problems) or f"{damaged[-1]} was incomplete and is complete now: load again")
     if (path / ".metadata").exists():
-        read_manifest(path)
+        read_manifest(path)  # Raises: DCP wrote this checkpoint without a manifest, and the error names dcp.load.
     raise CheckpointError(f"{path} holds no complete checkpoint: expected folders step-<number> that checkpoint.save wrote")
 
 
 def publish(incomplete: Path, folder: Path) -> None:
-    """Give a verified checkpoint its name: one rename. One of the same name stays complete under another until then.
+    """Make a verified checkpoint visible with one rename.
 
-    Once it has its name, it is saved: what fails after that is a warning in the log.
+    If a complete checkpoint has the name already, readers find one of the two at any moment: the old one is first renamed to
+    ``.replaced``, where it still counts, and is removed last. After the rename of the new one, the checkpoint is saved: a later
+    failure is only logged as a warning.
     """
-    sync_folder(incomplete)
+    sync_folder(incomplete)  # Before the rename: after a power loss, a visible checkpoint must have all its files.
     replaced = folder.with_name(folder.name + _REPLACED)
     if os.path.lexists(folder):
         _remove(replaced)
@@ -130,26 +141,26 @@ def publish(incomplete: Path, folder: Path) -> None:
     incomplete.rename(folder)
     try:
         sync_folder(folder.parent)
-        _remove(replaced)  # Only if the new name is on permanent storage.
+        _remove(replaced)  # After the sync: only then does the new name survive a power loss.
     except OSError as error:
-        _logger.warning("%s is saved, but cleaning up after it failed: %s", folder, error)
+        _logger.warning("%s is saved, but the cleanup after the save failed: %s", folder, error)
 
 
 def remove_leftovers(path: Path, in_use: set[Path]) -> None:
-    """Remove what writers that died left in the folder ``path``, but for folders ``in_use``.
+    """Remove the unfinished folders of dead writers in the folder ``path``, except the folders ``in_use``.
 
-    What cannot be removed is a warning in the log: it is in the way of no other checkpoint.
+    If one cannot be removed, a warning is logged: it blocks no other checkpoint.
     """
     for left in path.iterdir():
         if re.fullmatch(rf"step-\d{{8,}}({_REPLACED})?({_INCOMPLETE}|{_DELETING})", left.name) and left not in in_use:
             try:
                 discard(left)
             except OSError as error:
-                _logger.warning("%s is left of a save that failed and cannot be removed: %s", left, error)
+                _logger.warning("%s is left from a failed save and cannot be removed: %s", left, error)
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint; it is none from the first moment on."""
+    """Remove a checkpoint. It is renamed first, so that no reader sees a half-removed checkpoint."""
     if folder.is_dir() and not folder.is_symlink():
         deleting = folder.with_name(folder.name + _DELETING)
         discard(deleting)
@@ -159,7 +170,7 @@ def _remove(folder: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder with all that is in it, a file, or a symbolic link but not its target; fine if there is none."""
+    """Remove a folder and its contents, a file, or a symbolic link without its target. No error if ``path`` is missing."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,7 @@
-"""The manifest of a checkpoint: what was saved, under which placements, by whom; and size and checksums of every file."""
+"""The manifest of a checkpoint: its tensors and their placements, its writer, and size and checksums of every file.
+
+A manifest may come from another program. Reading one never evaluates code, and every field is checked before use.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +32,19 @@ from torch_ragged.strided_placement_types import StridedRaggedShard
 
 __all__ = ["FORMAT", "MANIFEST", "FileRecord", "Manifest", "TensorRecord", "describe", "fingerprint", "read_manifest"]
 
-_Mesh = tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]  # shape, names of dimensions, ranks
+_Mesh = tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]  # shape, names of mesh dimensions, ranks
 
-FORMAT = 1  # Readers refuse a higher one.
+FORMAT = 1  # Readers refuse a manifest with a higher number.
 MANIFEST = "manifest.json"
-_MAX_DIMS = 64  # Torch's own limit.
+_MAX_DIMS = 64  # the limit of torch
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Shape, dtype and, of a DTensor, how it was placed: ``mesh_ranks`` in row-major order of ``mesh_shape``."""
+    """Shape and dtype of a tensor; of a DTensor also its placements and its mesh.
+
+    ``mesh_ranks`` are in row-major order of ``mesh_shape``.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -56,24 +62,25 @@ class TensorRecord:
         """The placements as objects.
 
         Raises:
-            ValueError: one is of a kind that is unknown here.
+            ValueError: a placement is of a kind that this version does not know.
         """
         return tuple(map(_parse_placement, self.placements))
 
 
 @dataclass
 class Manifest:
-    """What a checkpoint holds. All fields are plain values.
+    """The contents of a checkpoint, as plain values.
 
     Attributes:
         step, consumed_tokens, data_position: as in :class:`TrainState`.
-        world_size: ranks that saved it.
-        tensors: by their names in the checkpoint: ``model.<fqn>``, ``optimizer.state.<fqn>.<state>``, ...
-        files: by name.
-        fingerprint: SHA-256 of name, shape and dtype of each tensor of the model.
-        objects: what is held beside tensors: ``scheduler``, ``extra.<name>``, ``per_rank.<name>``.
-        rng: of each random generator, whether its state was the "same" on all ranks or "each" rank had another.
-        torch_version, package_version, format: of the writer.
+        world_size: the number of ranks that saved it.
+        tensors: the record of each tensor, by its name in the checkpoint: ``model.<fqn>``, ``optimizer.state.<fqn>.<state>``,
+            ...
+        files: the record of each file except the manifest, by file name.
+        fingerprint: SHA-256 of name, shape and dtype of all tensors of the model.
+        objects: the names of the values that are not tensors: ``scheduler``, ``extra.<name>``, ``per_rank.<name>``.
+        rng: by random generator: "same" if all ranks had equal states, "each" if ranks had different states.
+        torch_version, package_version, format: the versions of the writer.
     """
 
     step: int = 0
@@ -91,11 +98,11 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files but the manifest itself."""
+        """The bytes of all files except the manifest."""
         return sum(file.nbytes for file in self.files.values())
 
     def to_json(self) -> str:
-        """JSON with a checksum of itself. Meshes, of which many tensors share one, are written once."""
+        """The manifest as JSON with its own checksum. A mesh that several tensors share is written once."""
         meshes: dict[tuple[Any, ...], int] = {}
         tensors = {}
         for name, tensor in sorted(self.tensors.items()):
@@ -117,20 +124,20 @@ class Manifest:
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """The manifest of the checkpoint in ``folder``. No communication.
 
-    Type and range of every field are checked: the file may come from another program.
+    Type and range of every field are checked, because the file may come from another program.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or a newer version of this package wrote it.
+        CheckpointError: there is no manifest, it is damaged, or a newer version of this package wrote it.
     """
     path = Path(folder) / MANIFEST
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # To open a pipe would wait for its writer.
+        if not stat.S_ISREG(path.stat().st_mode):  # Opening a pipe would hang until it has a writer.
             raise CheckpointError(f"{path} is no regular file: expected the manifest that torch_ragged.checkpoint.save wrote")
         text = path.read_text()
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}): expected a checkpoint of torch_ragged.checkpoint.save. One that "
-            "torch.distributed.checkpoint.save wrote is read by torch.distributed.checkpoint.load"
+            f"{path} cannot be read ({error.strerror}): expected a checkpoint of torch_ragged.checkpoint.save. If "
+            "torch.distributed.checkpoint.save wrote it, load it with torch.distributed.checkpoint.load"
         ) from error
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
@@ -139,8 +146,8 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         body = document["manifest"]
         if isinstance(body["format"], int) and body["format"] > FORMAT:
             raise CheckpointError(
-                f"{path} has format {body['format']}, written by torch_ragged {body.get('package_version')}, this version "
-                f"({torch_ragged.__version__}) reads up to {FORMAT}: install a newer torch_ragged"
+                f"{path} has format {body['format']}, written by torch_ragged {body.get('package_version')}. This version "
+                f"({torch_ragged.__version__}) reads formats up to {FORMAT}: install a newer torch_ragged"
             )
         if document["crc32"] != _checksum(body):
             raise CheckpointError(f"{path} is damaged: its checksum is {_checksum(body)}, expected {document['crc32']}")
@@ -153,10 +160,10 @@ T = TypeVar("T")
 
 
 def _of(kind: type[T], value: Any, what: str) -> T:
-    """``value``, which must be of exactly this type, as JSON has it.
+    """Return ``value`` if its type is exactly ``kind``. Not isinstance: JSON's ``true`` must not count as an int.
 
     Raises:
-        ValueError: it is of another.
+        ValueError: it has another type.
     """
     if type(value) is not kind:
         raise ValueError(f"{what} is {reprlib.repr(value)}, expected {kind.__name__}")
@@ -164,7 +171,7 @@ def _of(kind: type[T], value: Any, what: str) -> T:
 
 
 def _count(value: Any, what: str, least: int = 0) -> int:
-    """``value``, which must be an int from ``least`` on, of no more than 64 bits."""
+    """Return ``value`` if it is an int in [``least``, 2**63). Otherwise raises ValueError."""
     if not least <= _of(int, value, what) < 1 << 63:
         raise ValueError(f"{what} is {reprlib.repr(value)}, expected an int >= {least}")
     return value
@@ -192,7 +199,7 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         raise ValueError("files has no .metadata")
     unknown = body.keys() - {known.name for known in fields(Manifest)}
     if unknown:
-        raise ValueError(f"it has unknown fields {reprlib.repr(sorted(unknown))}")
+        raise ValueError(f"the manifest has unknown fields {reprlib.repr(sorted(unknown))}")
     for name, least in (("step", 0), ("consumed_tokens", 0), ("world_size", 1), ("format", 1)):
         _count(body[name], name, least)
     for name in ("fingerprint", "torch_version", "package_version"):
@@ -207,7 +214,10 @@ def _mesh_of(entry: Any) -> _Mesh:
     shape, ranks = _shape(mesh["shape"], "a mesh's shape"), _counts(mesh["ranks"], "a mesh's ranks")
     names = _texts(mesh["dim_names"], "a mesh's dim_names")
     if math.prod(shape) != len(ranks) or len(names) not in (0, len(shape)):
-        raise ValueError(f"a mesh of shape {reprlib.repr(shape)} has {len(ranks)} ranks and {len(names)} names")
+        raise ValueError(
+            f"a mesh of shape {reprlib.repr(shape)} has {len(ranks)} ranks and {len(names)} names, expected one rank per "
+            "coordinate, and no names or one per dimension"
+        )
     return shape, names, ranks
 
 
@@ -218,21 +228,24 @@ def _tensor_of(name: str, entry: Any, meshes: list[_Mesh]) -> TensorRecord:
         return TensorRecord(shape, dtype)
     index = _count(tensor["mesh"], f"{name}'s mesh")
     if index >= len(meshes):
-        raise ValueError(f"{name}'s mesh is {index}, but there are {len(meshes)}")
+        raise ValueError(f"{name}'s mesh is {index}, but there are {len(meshes)} meshes")
     placements = _texts(tensor["placements"], f"{name}'s placements")
     if len(placements) != len(meshes[index][0]):
-        raise ValueError(f"{name} has {len(placements)} placements on a mesh of shape {reprlib.repr(meshes[index][0])}")
+        raise ValueError(
+            f"{name} has {len(placements)} placements on a mesh of shape {reprlib.repr(meshes[index][0])}, expected one per "
+            "dimension of the mesh"
+        )
     return TensorRecord(shape, dtype, placements, *meshes[index])
 
 
 def _file_of(name: str, entry: Any) -> FileRecord:
     if name in ("", ".", "..") or "/" in name or "\0" in name or not name.isprintable():
-        raise ValueError(f"{reprlib.repr(name)} is no name of a file in the folder of the checkpoint")
+        raise ValueError(f"{reprlib.repr(name)} is no name of a file in the checkpoint's folder")
     record = _of(dict, entry, name)
     nbytes, block = _count(record["nbytes"], f"{name}'s nbytes"), _count(record["block"], f"{name}'s block", 1)
     checksums = _of(list, record["crc32"], f"{name}'s crc32")
-    if len(checksums) != -(-nbytes // block):  # With fewer, bytes would not be verified.
-        raise ValueError(f"{name} has {len(checksums)} checksums, expected {-(-nbytes // block)}, of {nbytes} bytes")
+    if len(checksums) != -(-nbytes // block):  # Too few checksums would leave bytes unverified.
+        raise ValueError(f"{name} has {len(checksums)} checksums, expected {-(-nbytes // block)} for {nbytes} bytes")
     return FileRecord(nbytes, tuple(int(crc, 16) for crc in _texts(checksums, f"{name}'s crc32")), block)
 
 
@@ -249,18 +262,18 @@ def describe(tensor: torch.Tensor) -> TensorRecord:
     return TensorRecord(shape, dtype, tuple(map(_placement_text, tensor.placements)), *_mesh(tensor.device_mesh))
 
 
-_meshes: WeakKeyDictionary[DeviceMesh, _Mesh] = WeakKeyDictionary()  # Asking a mesh for its ranks takes a while.
+_meshes: WeakKeyDictionary[DeviceMesh, _Mesh] = WeakKeyDictionary()  # Cached: a mesh's list of ranks is slow to read.
 
 
 def _mesh(mesh: DeviceMesh) -> _Mesh:
-    """Shape, names of dimensions and ranks."""
+    """Shape, names of mesh dimensions, and ranks of ``mesh``."""
     if mesh not in _meshes:
         _meshes[mesh] = tuple(mesh.shape), tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.flatten().tolist())
     return _meshes[mesh]
 
 
 def fingerprint(tensors: Mapping[str, TensorRecord]) -> str:
-    """SHA-256 over name, shape and dtype of each tensor of the model, in the order of their names."""
+    """SHA-256 over name, shape and dtype of each tensor of the model, sorted by name."""
     lines = [f"{name} {record.what}\n" for name, record in sorted(tensors.items()) if name.startswith("model.")]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -278,7 +291,11 @@ def _placement_text(placement: Placement) -> str:
 
 
 def _parse_placement(text: str) -> Placement:
-    """The placement of a text such as ``RaggedShard(dims=(0,), local_units=(1, 2))``, without evaluating it."""
+    """Parse a placement such as ``RaggedShard(dims=(0,), local_units=(1, 2))``. The text is never evaluated as code.
+
+    Raises:
+        ValueError: the text is no known placement.
+    """
     kinds = {kind.__name__: kind for kind in (RaggedShard, StridedRaggedShard, Shard, _StridedShard, Replicate, Partial)}
     try:
         call = ast.parse(text, mode="eval").body
@@ -290,16 +307,16 @@ def _parse_placement(text: str) -> Placement:
 
 
 _MOST_RANKS = 2**24
-"""Beyond any cluster: a forged number of units must not fill the memory."""
+"""More ranks than any cluster has. The limit keeps a forged manifest from filling the memory."""
 
 
 def _parse_value(node: ast.expr) -> Any:
-    """A literal, or a sum of multiples of tuples: the units of many ranks are ``(0,) * 60 + (5, 7) + (0,) * 2``."""
+    """A literal, or a sum of multiples of tuples: the units of many ranks are written ``(0,) * 60 + (5, 7) + (0,) * 2``."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _parse_value(node.left) + _parse_value(node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         units, times = ast.literal_eval(node.left), ast.literal_eval(node.right)
         if not isinstance(units, tuple) or len(units) * times > _MOST_RANKS:
-            raise ValueError("more units than there can be ranks")
+            raise ValueError(f"expected a tuple of units for at most {_MOST_RANKS} ranks")
         return units * times
     return ast.literal_eval(node)

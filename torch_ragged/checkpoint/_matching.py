@@ -1,4 +1,7 @@
-"""Whether a checkpoint is of this model: names, shapes and dtypes, told apart from renamed parameters."""
+"""Check that a checkpoint fits a model: names, shapes and dtypes. Guesses renamed parameters for the error text.
+
+Nothing here changes a tensor: the comparison uses records of tensors only.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,17 @@ from torch_ragged.checkpoint._replicas import ReplicaShares
 
 __all__ = ["CheckingPlanner", "differences"]
 
-_GUESSES, _CANDIDATES = 5, 1000  # Renamed parameters to look for, and names to compare each with: there may be very many.
+# At most so many renamed parameters are guessed, each among so many names: comparing all names of a large model takes minutes.
+_GUESSES, _CANDIDATES = 5, 1000
 
 
 class CheckingPlanner(DefaultLoadPlanner):
-    """DCP's planner, which first compares what is to be filled with the manifest; DCP tells all ranks what it raises.
+    """DCP's load planner, which first compares the tensors to fill with the manifest. If it raises, DCP raises on all ranks.
 
     Args:
-        manifest: of the checkpoint.
-        spread: whether replicas read a share each; what others read is there after ``shares.exchange()``.
+        manifest: the manifest of the checkpoint.
+        spread: whether each replica reads a share. If True, call ``shares.exchange()`` after the load: until then, tensors that
+            another replica reads for this rank are not filled.
     """
 
     def __init__(self, manifest: Manifest, spread: bool = False) -> None:
@@ -34,7 +39,7 @@ class CheckingPlanner(DefaultLoadPlanner):
         self.manifest, self.spread = manifest, spread
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Compare. Nothing is changed.
+        """Compare the tensors of ``state_dict`` with the manifest. Changes no tensor.
 
         Raises:
             CheckpointError: the checkpoint is of another model or another optimizer.
@@ -43,19 +48,20 @@ class CheckingPlanner(DefaultLoadPlanner):
         self.wanted = {name: describe(value) for name, value in self.state_dict.items() if isinstance(value, torch.Tensor)}
         problems = differences(self.wanted, self.manifest.tensors)
         if problems:
-            raise CheckpointError(f"the checkpoint is not of this model and optimizer:{listed(problems)}")
+            raise CheckpointError(f"the checkpoint does not fit this model and optimizer:{listed(problems)}")
 
     def create_local_plan(self) -> LoadPlan:
-        """The plan of this rank: what its replicas do not read for it."""
+        """The plan of this rank, without the tensors that another replica reads for it."""
         self.shares = ReplicaShares({n: value for n, value in self.state_dict.items() if n in self.wanted}, self.spread)
         plan = super().create_local_plan()
         return dataclasses.replace(plan, items=[item for item in plan.items if self.shares.reads(item.dest_index.fqn)])
 
 
 def differences(wanted: Mapping[str, TensorRecord], saved: Mapping[str, TensorRecord]) -> list[str]:
-    """What keeps tensors ``wanted`` from being filled with those that were ``saved``, a line each.
+    """Why the ``saved`` tensors cannot fill the ``wanted`` ones, one line per tensor; empty if they can.
 
-    Of the model all names must be the same; of the optimizer too, if any is wanted; of the rest, those wanted must be there.
+    The names of the model must be equal on both sides. So must the names of the optimizer, if any of its states is wanted. Of
+    all other tensors, only the wanted ones must be saved.
     """
     whole = {name.partition(".")[0] for name in wanted} & {"model", "optimizer"}
     missing = [name for name in wanted if name not in saved]
@@ -66,8 +72,8 @@ def differences(wanted: Mapping[str, TensorRecord], saved: Mapping[str, TensorRe
         if name in saved and saved[name].what != record.what
     ]
     for count, name in enumerate(missing):
-        alike = [other for other in surplus if count < _GUESSES and saved[other].what == wanted[name].what][:_CANDIDATES]
-        closest = difflib.get_close_matches(name, alike, n=1, cutoff=0.5)
+        candidates = [other for other in surplus if count < _GUESSES and saved[other].what == wanted[name].what][:_CANDIDATES]
+        closest = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
         if closest:
             surplus.remove(closest[0])
             problems.append(f"{name} is not in the checkpoint, which has {closest[0]} of the same shape: was it renamed?")

@@ -1,4 +1,7 @@
-"""Reading: DCP's file system reader, which verifies before anything is changed and copies from the mapped file."""
+"""DCP's file system reader, which verifies all files before it fills any tensor, and copies directly from mapped files.
+
+It finds the elements of a chunk in its archive and copies them as bytes. It does not read whole tensors into memory.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ __all__ = ["CheckpointReader", "damage"]
 
 
 def damage(folder: Path, manifest: Manifest, metadata: Metadata | None, rank: int = 0, ranks: int = 1) -> list[str]:
-    """What is wrong with the files of a checkpoint: all sizes, and this rank's share of the blocks' checksums."""
+    """The problems of the files of a checkpoint; empty if there is none.
+
+    Every rank checks the size of every file. Checksums are shared: rank ``rank`` of ``ranks`` reads its share of the blocks.
+    """
     problems = list(filter(None, (check_size(folder, name, record) for name, record in manifest.files.items())))
     if problems:
         return problems
@@ -36,26 +42,26 @@ def damage(folder: Path, manifest: Manifest, metadata: Metadata | None, rank: in
     mine: dict[str, list[int]] = {}
     for name, block in blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks]:
         mine.setdefault(name, []).append(block)
-    for name, part in mine.items():
+    for name, numbers in mine.items():
         record = manifest.files[name]
-        for first, last in _runs(check_blocks(folder / name, record, part)):
+        for first, last in _runs(check_blocks(folder / name, record, numbers)):
             start, stop = first * record.block, min((last + 1) * record.block, record.nbytes)
             inside = ", ".join(_stored_in(metadata, name, start, stop))
             problems.append(
-                f"{folder / name} is damaged: bytes {start} to {stop} have another checksum; they hold {inside or 'no tensor'}"
+                f"{folder / name} is damaged: bytes {start} to {stop} have a wrong checksum; they hold {inside or 'no tensor'}"
             )
     return problems
 
 
 def _runs(blocks: list[int]) -> list[tuple[int, int]]:
-    """First and last of each run of consecutive numbers in an ascending list."""
-    firsts = [block for place, block in enumerate(blocks) if place == 0 or blocks[place - 1] != block - 1]
-    lasts = [block for place, block in enumerate(blocks) if place + 1 == len(blocks) or blocks[place + 1] != block + 1]
+    """The first and the last number of each run of consecutive numbers in an ascending list."""
+    firsts = [block for i, block in enumerate(blocks) if i == 0 or blocks[i - 1] != block - 1]
+    lasts = [block for i, block in enumerate(blocks) if i + 1 == len(blocks) or blocks[i + 1] != block + 1]
     return list(zip(firsts, lasts))
 
 
 def _stored_in(metadata: Metadata | None, file: str, start: int, stop: int) -> list[str]:
-    """The names of what lies in these bytes of a file, a few at most."""
+    """The names of the first four tensors or objects in these bytes of a file, and the number of the rest."""
     stored = metadata.storage_data if metadata is not None else {}
     names = {
         index.fqn
@@ -67,17 +73,18 @@ def _stored_in(metadata: Metadata | None, file: str, start: int, stop: int) -> l
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads what :class:`CheckpointWriter` wrote, for ``dcp.load``.
+    """Reads a checkpoint of :class:`CheckpointWriter`, for ``dcp.load``.
 
-    Before any tensor is changed, every file's presence and size are checked on each rank, and checksums of all bytes, shared
-    out over the ranks. Then each rank copies what it needs from the mapped files to where it belongs: no staging copy.
+    Before any tensor is changed, each rank checks that every file exists and has its size. Each rank also reads a share of all
+    bytes and compares checksums. Then each rank copies the elements of its shards from the mapped files directly into the
+    tensors, without a staging copy.
 
     Args:
-        path: a checkpoint, or a folder of them, whose latest is taken.
-        verify: False leaves checksums out.
+        path: a checkpoint, or a folder of checkpoints. Of a folder, the latest complete one is read.
+        verify: if False, checksums are not compared.
 
     Raises:
-        CheckpointError: there is no checkpoint, or its manifest is damaged or of a newer version.
+        CheckpointError: no checkpoint was found, or its manifest is damaged or of a newer version.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
@@ -89,24 +96,24 @@ class CheckpointReader(FileSystemReader):
         self.metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP's metadata, verified.
+        """DCP's metadata, after a comparison of its checksums. It is a pickle: damaged bytes are not unpickled.
 
         Raises:
-            CheckpointError: it is missing or damaged.
+            CheckpointError: the file ``.metadata`` is missing or damaged.
         """
         if self.metadata is None:
             record = self.manifest.files[".metadata"]
             problem = check_size(self.folder, ".metadata", record)
             if problem or check_blocks(self.folder / ".metadata", record):
-                raise CheckpointError(problem or f"{self.folder / '.metadata'} is damaged: it has another checksum")
+                raise CheckpointError(problem or f"{self.folder / '.metadata'} is damaged: its checksum is wrong")
             self.metadata = super().read_metadata(*args)
         return self.metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Verify this rank's share.
+        """Verify this rank's share of the files, and that each item of the plan is in a file of the manifest.
 
         Raises:
-            CheckpointError: a file is missing, truncated or damaged. DCP raises on every rank, before anything is read.
+            CheckpointError: a file is missing, truncated or damaged. DCP raises it on every rank, before any tensor is read.
         """
         in_group = dist.is_initialized()
         rank, ranks = (dist.get_rank(self.group), dist.get_world_size(self.group)) if in_group else (0, 1)
@@ -120,12 +127,12 @@ class CheckpointReader(FileSystemReader):
             if record is None or not 0 <= stored.offset <= stored.offset + stored.length <= record.nbytes:
                 raise CheckpointError(
                     f"{self.folder / '.metadata'} is damaged: it has {item.storage_index.fqn} in bytes {stored.offset} to "
-                    f"{stored.offset + stored.length} of {stored.relative_path}, which the manifest does not have"
+                    f"{stored.offset + stored.length} of {stored.relative_path}, which the manifest does not list"
                 )
         return super().prepare_local_plan(plan)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what the plan asks for from the mapped files.
+        """Copy the items of the plan from the mapped files into the tensors.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -137,11 +144,11 @@ class CheckpointReader(FileSystemReader):
             path = self.folder / name
             try:
                 with path.open("rb") as file:
-                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # Tensors on it keep it open.
+                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # Stays mapped as long as a tensor views it.
                 chunks = _Chunks(mapped, self.storage_data)
                 for item in items:
                     self._read(item, chunks, planner)
-            except Exception as error:  # Most do not tell which file it was.
+            except Exception as error:  # Most errors do not name the file.
                 raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
         future: Future[None] = Future()
         future.set_result(None)
@@ -155,8 +162,8 @@ class CheckpointReader(FileSystemReader):
         stored = self.metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
         target = planner.resolve_tensor(item).detach()
-        place = zip(item.storage_offsets, item.lengths)
-        chunks.copy(item.storage_index, _sizes(stored, item.storage_index), stored.properties.dtype, tuple(place), target)
+        ranges = tuple(zip(item.storage_offsets, item.lengths))
+        chunks.copy(item.storage_index, _sizes(stored, item.storage_index), stored.properties.dtype, ranges, target)
         planner.commit_tensor(item, target)
 
 
@@ -167,15 +174,15 @@ def _sizes(stored: TensorStorageMetadata, index: MetadataIndex) -> tuple[int, ..
 
 
 class _Chunks:
-    """The chunks in a mapped file: each is what ``torch.save`` wrote of one contiguous tensor, a zip archive, not
-    compressed."""
+    """The chunks in a mapped file. Each chunk is the file that ``torch.save`` writes for one contiguous tensor: a zip archive,
+    not compressed."""
 
     def __init__(self, mapped: mmap.mmap, stored: dict[MetadataIndex, Any]) -> None:
         self._mapped, self._stored = mapped, stored
         self._starts: dict[MetadataIndex, int | None] = {}
 
     def pickled(self, index: MetadataIndex) -> bytes:
-        """A chunk as it is in the file."""
+        """The bytes of a chunk, as they are in the file."""
         info = self._stored[index]
         return self._mapped[info.offset : info.offset + info.length]
 
@@ -184,19 +191,19 @@ class _Chunks:
         index: MetadataIndex,
         sizes: tuple[int, ...],
         dtype: torch.dtype,
-        place: tuple[tuple[int, int], ...],
+        ranges: tuple[tuple[int, int], ...],
         target: torch.Tensor,
     ) -> None:
-        """Copy the part of a chunk of ``sizes`` that ``place`` gives, as (start, length) of each dimension, to ``target``."""
+        """Copy a part of a chunk of shape ``sizes`` to ``target``. ``ranges`` has (start, length) of each dimension."""
         nbytes, width = math.prod(sizes) * dtype.itemsize, dtype.itemsize
         start = self._start(index, nbytes) if nbytes else None
-        if start is None:  # No elements, or an archive of another kind.
+        if start is None:  # No elements, or not an archive as torch.save writes it.
             source = torch.load(io.BytesIO(self.pickled(index)), map_location="cpu", weights_only=True)
-            target.copy_(_narrow(source, place))
+            target.copy_(_narrow(source, ranges))
             return
-        # In bytes, since elements may lie at any address of the file.
+        # As bytes, because elements may start at any byte of the file and tensors of wider dtypes need aligned memory.
         *rows, columns = sizes or (1,)
-        *outer, (first, length) = place or ((0, 1),)
+        *outer, (first, length) = ranges or ((0, 1),)
         flat = torch.frombuffer(self._mapped, dtype=torch.uint8, count=nbytes, offset=start)
         source = _narrow(flat.view(*rows, columns * width), (*outer, (first * width, length * width)))
         if target.dtype == dtype and target.shape and target.stride(-1) == 1:
@@ -206,7 +213,7 @@ class _Chunks:
             target.copy_(aligned.view(target.shape))
 
     def _start(self, index: MetadataIndex, nbytes: int) -> int | None:
-        """Where the elements of a chunk begin in the file; None if its archive is not as expected."""
+        """The byte of the file at which the elements of a chunk start; None if its archive is not as expected."""
         if index not in self._starts:
             self._starts[index] = self._find(self._stored[index].offset, self._stored[index].length, nbytes)
         return self._starts[index]
@@ -216,19 +223,19 @@ class _Chunks:
             records = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
         if len(records) != 1 or records[0].file_size != nbytes or records[0].compress_type != zipfile.ZIP_STORED:
             return None
-        header = offset + records[0].header_offset  # Its fixed part of 30 bytes ends with the lengths of what follows.
+        header = offset + records[0].header_offset  # 30 bytes; the last four are the lengths of name and extra field.
         name, extra = (int.from_bytes(self._mapped[header + at : header + at + 2], "little") for at in (26, 28))
         return header + 30 + name + extra
 
 
-def _narrow(tensor: torch.Tensor, place: Sequence[tuple[int, int]]) -> torch.Tensor:
-    for dim, (start, length) in enumerate(place):
+def _narrow(tensor: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    for dim, (start, length) in enumerate(ranges):
         tensor = tensor.narrow(dim, start, length)
     return tensor
 
 
 class _Window:
-    """A part of a mapped file, as a file of its own."""
+    """A part of a mapped file, with the methods of a file that ``zipfile`` calls."""
 
     def __init__(self, mapped: mmap.mmap, offset: int, length: int) -> None:
         self._mapped, self._offset, self._length, self._position = mapped, offset, length, 0

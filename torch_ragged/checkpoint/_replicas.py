@@ -1,4 +1,7 @@
-"""Reading once what replicas hold: each of them reads a share of it, and they tell each other."""
+"""Read replicated tensors only once: each replica reads a share of them and broadcasts it to the other replicas.
+
+Nothing here reads files: the planner asks which tensors this rank reads.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +19,29 @@ __all__ = ["ReplicaShares"]
 
 @dataclass
 class _Replicas:
-    """What one set of ranks holds alike: by name, the tensor here and the index of the rank that reads it."""
+    """The tensors that one set of ranks replicates: by name, the local tensor and the index of the rank that reads it."""
 
     tensors: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    nbytes: list[int] = field(default_factory=list)  # that each of the ranks reads
+    nbytes: list[int] = field(default_factory=list)  # for each rank of the set, the bytes that it reads
 
 
 class ReplicaShares:
-    """Who reads which of ``tensors``: of DTensors that are replicated over mesh dimensions, each replica an even share.
+    """Decides which rank reads which tensor. If DTensors are replicated over mesh dimensions, each replica reads an even share.
 
-    Ranks find the same shares without communication. Everything else is read by each rank for itself.
+    All ranks find the same shares without communication: the assignment depends only on names, sizes and meshes. All other
+    tensors are read by each rank that holds them.
 
     Args:
-        tensors: by name, those of this rank.
-        spread: False has everybody read everything.
+        tensors: the tensors of this rank, by name.
+        spread: if False, each rank reads all its tensors.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], spread: bool = True) -> None:
         self._replicas: dict[tuple[int, ...], _Replicas] = {}
-        self._others: set[str] = set()  # that others read for this rank
+        self._others: set[str] = set()  # Names of tensors that another replica reads for this rank.
         if spread:
-            for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):  # The largest first.
+            # The largest first, for even shares. The order is equal on all ranks, because global sizes and names are.
+            for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
                 self._assign(name, tensor, _holders(tensor))
 
     def _assign(self, name: str, tensor: torch.Tensor, ranks: tuple[int, ...]) -> None:
@@ -51,30 +56,34 @@ class ReplicaShares:
             self._others.add(name)
 
     def reads(self, name: str) -> bool:
-        """Whether this rank reads ``name``."""
+        """Whether this rank reads the tensor ``name`` from the files."""
         return name not in self._others
 
     def exchange(self) -> None:
-        """Once all ranks have read theirs: one broadcast of each replicated tensor among its replicas."""
-        for ranks, replicas in sorted(self._replicas.items()):
+        """Fill the tensors that other replicas read. Call it on all ranks, after all have read their shares.
+
+        Issues one broadcast per replicated tensor among its replicas. All broadcasts of one set of ranks are in flight
+        together.
+        """
+        for ranks, replicas in sorted(self._replicas.items()):  # Sorted: ranks in several sets use them in the same order.
             group = group_of(ranks)
-            pending = []
+            in_flight = []
             for local, reader in replicas.tensors.values():
                 buffer = local.contiguous()
-                pending.append((dist.broadcast(buffer, src=ranks[reader], group=group, async_op=True), buffer, local))
-            for work, buffer, local in pending:
+                in_flight.append((dist.broadcast(buffer, src=ranks[reader], group=group, async_op=True), buffer, local))
+            for work, buffer, local in in_flight:
                 work.wait()
-                if buffer is not local:
+                if buffer is not local:  # The local tensor is not contiguous: the broadcast went into a copy.
                     local.copy_(buffer)
 
 
 def _holders(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The ranks that hold the same part of ``tensor``, in ascending order; () if there is no telling them over the mesh."""
+    """The ranks that hold the same shard of ``tensor``, in ascending order; () if the mesh cannot broadcast the shard."""
     if not isinstance(tensor, DTensor) or tensor.to_local().device.type != tensor.device_mesh.device_type:
         return ()
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return ()
-    place = tuple(slice(None) if isinstance(p, Replicate) else c for p, c in zip(tensor.placements, coordinate))
-    return tuple(sorted(mesh.mesh[place].flatten().tolist()))
+    index = tuple(slice(None) if isinstance(p, Replicate) else c for p, c in zip(tensor.placements, coordinate))
+    return tuple(sorted(mesh.mesh[index].flatten().tolist()))

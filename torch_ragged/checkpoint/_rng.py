@@ -1,4 +1,7 @@
-"""The states of random generators: each rank's own, as byte tensors."""
+"""The states of random generators, as byte tensors: each rank saves and loads the states of its own generators.
+
+No communication: ranks share only checksums, which the writer sends.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from torch_ragged.checkpoint._manifest import Manifest
 
 __all__ = ["DEFAULT", "rng_checksums", "rng_request", "rng_states", "set_rng"]
 
-DEFAULT = ("torch", "accelerator", "python", "numpy")  # Names of the generators that every program has.
+DEFAULT = ("torch", "accelerator", "python", "numpy")  # The generators that every program has.
 
 
 def rng_states(generators: Mapping[str, torch.Generator]) -> dict[str, torch.Tensor]:
-    """The state of each generator, the default ones included, as uint8."""
+    """The state of each generator, including the default ones, as uint8 tensors on the CPU."""
     states = {"torch": torch.get_rng_state(), "python": _pack(random.getstate())}
     if torch.accelerator.is_available():
         states["accelerator"] = torch.get_device_module().get_rng_state()
@@ -33,21 +36,26 @@ def rng_states(generators: Mapping[str, torch.Generator]) -> dict[str, torch.Ten
 
 
 def rng_checksums(states: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """A number per state, by which ranks see whether theirs are the same."""
+    """A checksum of each state. The coordinator compares them to see whether all ranks have equal states."""
     return {name: zlib.crc32(bytes(state.tolist())) for name, state in states.items()}
 
 
 def rng_request(
     generators: Mapping[str, torch.Generator], manifest: Manifest, metadata: Metadata, rank: int
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Tensors for ``dcp.load`` to fill with this rank's states: those of the rank of its number, or of rank 0 without one.
+    """Empty tensors that ``dcp.load`` fills with this rank's states.
+
+    If the checkpoint was saved by more than ``rank`` ranks, these are the states of the same rank; otherwise those of rank 0.
 
     Raises:
         CheckpointError: the checkpoint has no state of one of ``generators``.
     """
     missing = sorted(set(generators) - set(manifest.rng))
     if missing:
-        raise CheckpointError(f"it holds no state of the random generators {missing}, but of {sorted(manifest.rng)}")
+        raise CheckpointError(
+            f"the checkpoint holds no state of the random generators {missing}; it holds states of {sorted(manifest.rng)}: "
+            "leave out of TrainState.rng what it does not hold"
+        )
     source = rank if rank < manifest.world_size else 0
     wanted = {}
     for name in manifest.rng:
@@ -60,8 +68,11 @@ def rng_request(
 def set_rng(
     generators: Mapping[str, torch.Generator], loaded: Mapping[str, torch.Tensor], manifest: Manifest, rank: int
 ) -> None:
-    """Set the generators to the ``loaded`` states. A rank that had none is seeded from rank 0's, unless all ranks had the
-    same."""
+    """Set the generators to the ``loaded`` states.
+
+    If this rank did not exist when the checkpoint was saved, it gets rank 0's state if all saved ranks had equal states.
+    Otherwise it is seeded from rank 0's state and its own rank, so that new ranks differ.
+    """
     for name, state in loaded.items():
         if rank < manifest.world_size or manifest.rng[name] == "same":
             _set_state(name, generators, state)

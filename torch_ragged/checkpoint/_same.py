@@ -1,4 +1,4 @@
-"""Whether ranks have the same of what one of them writes for all. Values are compared by digests; values are never sent."""
+"""Check that all ranks have equal values where one rank writes for all. Ranks exchange digests, never the values."""
 
 from __future__ import annotations
 
@@ -19,31 +19,37 @@ from torch_ragged.checkpoint._errors import CheckpointError, gather
 
 __all__ = ["bytes_of", "refuse_different"]
 
-_BLOCK = 1 << 25  # bytes of a tensor that are copied at a time
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes)  # Their repr tells all.
+_BLOCK = 1 << 25  # Bytes of a tensor that are copied to the CPU at a time.
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes)  # Equal reprs mean equal values.
 _shown = reprlib.Repr()
 _shown.maxdict = _shown.maxlist = _shown.maxtuple = 8
 _shown.maxstring = _shown.maxother = 80
 
 
 def refuse_different(values: Mapping[str, Any], what: str, group: dist.ProcessGroup | None) -> None:
-    """Refuse ``values`` of this rank that differ from those of the others. A name that some ranks do not have is passed over.
+    """Raise on every rank if a value of ``values`` differs between ranks. A rank that lacks a name is not compared for it.
 
-    One small object all-gather. Pickles of equal values may differ (by the order of a set, or a text that is held twice), so
-    values whose pickles differ are taken apart, which is slower, and there is a second one.
+    Issues one small all-gather of objects. Equal values may have different pickles (because of the order of a set, or of a
+    string that occurs twice). Therefore, if pickles differ, a second all-gather compares slower digests of the values
+    themselves.
+
+    Args:
+        values: this rank's values, by name.
+        what: the action that fails, for the text of the error.
+        group: the ranks to compare; None is the default group.
 
     Raises:
-        CheckpointError: on every rank; it names the values. ``what`` failed.
+        CheckpointError: a value differs. The text names it and shows the values of two ranks.
     """
     digests = gather(lambda: {name: _pickle_digest(value) for name, value in values.items()}, what, group)
     names = sorted(name for name in set().union(*digests) if len({rank[name] for rank in digests if name in rank}) > 1)
     if not names:
         return
-    told = gather(lambda: {n: (_value_digest(values[n]), _text(values[n])) for n in names if n in values}, what, group)
+    gathered = gather(lambda: {n: (_value_digest(values[n]), _text(values[n])) for n in names if n in values}, what, group)
     problems = {}
     for name in names:
         first_of: dict[str, tuple[str, int]] = {}
-        for rank, answers in enumerate(told):
+        for rank, answers in enumerate(gathered):
             if name in answers:
                 first_of.setdefault(answers[name][0], (answers[name][1], rank))
         if len(first_of) > 1:
@@ -51,14 +57,14 @@ def refuse_different(values: Mapping[str, Any], what: str, group: dist.ProcessGr
             problems[name] = f"{name} is {one} on rank {rank}, but {other} on rank {other_rank}"
     if problems:
         raise CheckpointError(
-            f"{what}: {', '.join(problems)} must be the same on all ranks: one rank writes it for all. Put what differs into "
-            "TrainState.per_rank, as in per_rank={'loader': loader}: each rank writes its own. "
-            f"Here {'; '.join(problems.values())}"
+            f"{what}: {', '.join(problems)} must be the same on all ranks, because one rank writes it for all. "
+            f"Here {'; '.join(problems.values())}. Put values that differ between ranks into TrainState.per_rank, as in "
+            "per_rank={'loader': loader}: each rank writes its own"
         )
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The bytes of a contiguous tensor on the CPU, copied. Without NumPy, which may not be installed."""
+    """A copy of the bytes of a contiguous tensor on the CPU. Does not use NumPy, which may not be installed."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
 
 
@@ -71,14 +77,14 @@ def _text(value: Any) -> str:
 
 
 def _value_digest(value: Any, above: tuple[int, ...] = ()) -> str:
-    """A digest of a value and of all that is in it, which does not depend on order in dicts and sets, nor on identities."""
+    """A digest of a value and its contents. It does not depend on the order of dicts and sets, nor on object identities."""
     digest = hashlib.sha256()
     _feed(value, digest.update, above)
     return digest.hexdigest()
 
 
 def _feed(value: Any, add: Callable[[bytes], None], above: tuple[int, ...]) -> None:
-    """Give ``add`` bytes that tell ``value`` from others; ``above`` are the ids of what it is in."""
+    """Call ``add`` with bytes that differ for different values. ``above`` has the ids of the containers around ``value``."""
     if id(value) in above:
         add(b"cycle")
         return
@@ -102,7 +108,7 @@ def _feed(value: Any, add: Callable[[bytes], None], above: tuple[int, ...]) -> N
             _feed(item, add, above)
     elif isinstance(value, (type, FunctionType, BuiltinFunctionType)):
         add(f"{value.__module__}.{value.__qualname__}".encode())
-    else:  # As pickle takes it apart.
+    else:  # Other objects: the parts that pickle would store.
         reduced = copyreg.dispatch_table[kind](value) if kind in copyreg.dispatch_table else value.__reduce_ex__(4)
         parts = reduced if isinstance(reduced, str) else (*reduced[:3], list(reduced[3] or ()) if reduced[3:] else [])
         _feed(parts, add, above)

@@ -1,4 +1,7 @@
-"""What is saved of a training run, as a state dict that DCP takes, and back."""
+"""The contents of a checkpoint: from a TrainState to DCP's state dict, and back.
+
+Nothing here reads or writes files. Until :meth:`Request.apply`, nothing changes a parameter.
+"""
 
 from __future__ import annotations
 
@@ -30,30 +33,31 @@ from torch_ragged.checkpoint._same import bytes_of
 
 __all__ = ["Contents", "Redistribute", "Request", "TrainState"]
 
-Redistribute = Mapping[str, Callable[[list[Any]], Any] | None]  # as in :func:`load`
+Redistribute = Mapping[str, Callable[[list[Any]], Any] | None]  # See :func:`load`.
 
 
 @dataclass
 class TrainState:
-    """What a run needs to go on: :func:`save` writes it, :func:`load` fills it in.
+    """The state of a training run. :func:`save` writes it; :func:`load` fills it.
 
     Attributes:
         model: any module; its parameters may be DTensors under any placements.
-        optimizer: its optimizer, or several; None saves and loads none.
-        scheduler: a learning rate scheduler, or whatever has ``state_dict`` and ``load_state_dict``.
-        step: optimizer steps done. Names the checkpoint.
-        consumed_tokens: tokens trained on, over all ranks.
-        data_position: where the data stands: what JSON can hold, the same on all ranks. Put into the manifest.
-        rng: random generators of the run by name, beside the default ones (torch's of the CPU and of the accelerator, Python's,
-            and NumPy's if it was imported), which are always saved. Each rank has its own states. More ranks than saved: where
-            all ranks had one state, new ones get it; else they are seeded from it and their number.
-        extra: anything else by name: tensors (DTensors too), which are loaded in place; what has ``state_dict`` and
-            ``load_state_dict``; values that pickle. One rank writes them for all, but for DTensors: :func:`save` refuses those
-            that differ between ranks.
-        per_rank: what each rank has of its own, such as a data loader, by name: what has ``state_dict`` and
-            ``load_state_dict``; values that pickle. Names are the same on all ranks. Each rank gets back what the rank of its
-            number saved, tensors on the CPU. At another number of ranks :func:`load` refuses it, unless it is told how to
-            redistribute it. What is not named here is not loaded.
+        optimizer: the optimizer of the model, or a sequence of optimizers. If None, no optimizer is saved or loaded.
+        scheduler: a learning rate scheduler, or any object with ``state_dict`` and ``load_state_dict``.
+        step: the number of optimizer steps done, an int >= 0. It names the checkpoint.
+        consumed_tokens: the number of tokens trained on, summed over all ranks, an int >= 0.
+        data_position: the position in the training data, as a JSON value. Equal on all ranks. Stored in the manifest.
+        rng: further random generators, by name. The default generators are always saved: torch's for the CPU and for the
+            accelerator, Python's, and NumPy's if it was imported. Each rank saves its own states. If more ranks load than saved
+            and all saved states of a generator were equal, the new ranks get this state. If they differed, each new rank is
+            seeded from rank 0's state and its own rank.
+        extra: further values, by name. Tensors, including DTensors, are loaded in place. Objects with ``state_dict`` and
+            ``load_state_dict`` and picklable values are legal too. One rank writes all of them except DTensors, so :func:`save`
+            refuses a value that differs between ranks.
+        per_rank: values that differ between ranks, such as a data loader, by name: objects with ``state_dict`` and
+            ``load_state_dict``, or picklable values. The names are equal on all ranks. Each rank loads what the same rank
+            saved, with tensors on the CPU. If the number of ranks differs, :func:`load` needs ``redistribute``. Saved names
+            that are not in ``per_rank`` are not loaded.
     """
 
     model: nn.Module
@@ -67,16 +71,18 @@ class TrainState:
     per_rank: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Refuse what could not be saved.
+        """Check the types and values of all fields.
 
         Raises:
-            TypeError, ValueError: a field is of another type, negative, or no JSON.
+            TypeError, ValueError: a field has a wrong type, is negative, or is no JSON value.
         """
         if not isinstance(self.model, nn.Module):
             raise TypeError(f"TrainState.model must be an nn.Module, got {type(self.model).__name__}")
         for optimizer in self.optimizers:
             if not isinstance(optimizer, torch.optim.Optimizer):
-                raise TypeError(f"TrainState.optimizer must be an optimizer or several, got {type(optimizer).__name__}")
+                raise TypeError(
+                    f"TrainState.optimizer must be an optimizer, several optimizers or None, got {type(optimizer).__name__}"
+                )
         if self.scheduler is not None and not isinstance(self.scheduler, Stateful):
             raise TypeError(
                 f"TrainState.scheduler must have state_dict and load_state_dict, got {type(self.scheduler).__name__}"
@@ -97,16 +103,17 @@ class TrainState:
             same = json.loads(json.dumps(self.data_position))
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"TrainState.data_position must be what JSON can hold, got {self.data_position!r}: {error}"
+                f"TrainState.data_position must be a value that JSON can hold, got {self.data_position!r}: {error}"
             ) from error
         if same != self.data_position:
             raise TypeError(
-                f"TrainState.data_position must be what JSON can hold: {self.data_position!r} would be read as {same!r}"
+                f"TrainState.data_position must be a value that JSON can hold, got {self.data_position!r}, which would be "
+                f"loaded as {same!r}: use dicts with str keys, and lists in place of tuples"
             )
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """All optimizers."""
+        """The optimizers as a tuple, empty if there is none."""
         if self.optimizer is None:
             return ()
         return tuple(self.optimizer) if isinstance(self.optimizer, Sequence) else (self.optimizer,)
@@ -118,13 +125,13 @@ class TrainState:
 
 
 class Contents:
-    """What :func:`save` writes of a ``state``, collected. Nothing is changed.
+    """Collects what :func:`save` writes for a ``state``. Nothing in ``state`` is changed.
 
     Attributes:
-        state_dict: as DCP takes it: tensors are those of the model, not copies.
+        state_dict: the state dict for DCP. Its tensors are those of the model, not copies.
         rng: the state of each random generator of this rank.
-        names: what is held beside tensors, for the manifest.
-        shared: what one rank writes for all, by name.
+        names: the names of the values that are not tensors, for the manifest.
+        shared: the values that one rank writes for all, by name.
     """
 
     def __init__(self, state: TrainState, rank: int) -> None:
@@ -159,7 +166,7 @@ class Contents:
 
 
 def _object_names(state: TrainState) -> list[str]:
-    """The names of what is saved beside tensors: ``scheduler``, ``extra.<name>``, ``per_rank.<name>``."""
+    """The names of the values that are not tensors: ``scheduler``, ``extra.<name>``, ``per_rank.<name>``."""
     names = [f"extra.{name}" for name in state.extra if name not in _tensors_of(state)]
     names += [f"per_rank.{name}" for name in state.per_rank]
     return sorted(names + (["scheduler"] if state.scheduler is not None else []))
@@ -175,7 +182,7 @@ def _tensors_of(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def _pickled(value: Any, name: str) -> torch.Tensor:
-    """A value as a tensor of bytes."""
+    """The pickle of a value as a uint8 tensor."""
     pickled = io.BytesIO()
     with _named(f"pickling {name}"):
         torch.save(value, pickled)
@@ -187,7 +194,10 @@ def _unpickled(pickled: torch.Tensor, map_location: str | None = None) -> Any:
 
 
 class _Before:
-    """States and groups of optimizers, to restore them: a state dict of an optimizer that never stepped makes it step."""
+    """Remembers the states and groups of optimizers, and restores them.
+
+    Needed because ``get_optimizer_state_dict`` steps an optimizer that has never stepped.
+    """
 
     def __init__(self, state: TrainState) -> None:
         self._all = [(o, dict(o.state), [dict(group) for group in o.param_groups]) for o in state.optimizers]
@@ -197,13 +207,14 @@ class _Before:
             optimizer.state.clear()
             optimizer.state.update(states)
             for group, before in zip(optimizer.param_groups, groups):
-                group.update(before)  # The learning rate is 0 in between.
+                group.update(before)  # get_optimizer_state_dict sets the learning rate to 0 for its step.
 
 
 def _optimizer_state(state: TrainState) -> dict[str, Any]:
-    """The state dict of all optimizers by parameter names; those that never stepped have no states.
+    """The state dict of all optimizers by parameter names, without states for an optimizer that has never stepped.
 
-    ``get_optimizer_state_dict`` has them step with zero gradients, which leaves their counters at 1: that is undone.
+    ``get_optimizer_state_dict`` steps such an optimizer with zero gradients, which leaves its step counters at 1. This step is
+    undone here.
     """
     fresh = {id(p) for o in state.optimizers if not o.state for group in o.param_groups for p in group["params"]}
     before = _Before(state)
@@ -218,11 +229,11 @@ def _optimizer_state(state: TrainState) -> dict[str, Any]:
 
 
 def _initialised(state: TrainState) -> dict[str, Any]:
-    """The state dict of all optimizers by parameter names; those that never stepped get empty states."""
+    """The state dict of all optimizers by parameter names. An optimizer that has never stepped gets initial states."""
     gradients = [(p, p.grad) for p in state.parameters]
     try:
         for parameter, _ in gradients:
-            parameter.grad = None  # With gradients, no states would be made.
+            parameter.grad = None  # DCP's function creates states only if no gradient is set.
         return get_optimizer_state_dict(state.model, state.optimizers)
     finally:
         for parameter, gradient in gradients:
@@ -230,13 +241,14 @@ def _initialised(state: TrainState) -> dict[str, Any]:
 
 
 class Request:
-    """What :func:`load` asks DCP to fill, in two steps, and what is done with it then.
+    """What :func:`load` asks DCP to fill: first ``objects``, then ``tensors``. :meth:`apply` hands both to the ``state``.
 
-    :meth:`prepare` and :meth:`unpack` change no parameter; optimizers may get empty states, which :meth:`forget` undoes.
+    :meth:`prepare` and :meth:`unpack` change no parameter. They may give an optimizer initial states; :meth:`forget` undoes
+    this.
 
     Attributes:
-        objects: for ``dcp.load``: pickles and random states, which are filled and looked at before any parameter is.
-        tensors: for ``dcp.load``: those of the model, the optimizer and ``extra``.
+        objects: for ``dcp.load``: pickles and random states. They are filled and checked before any parameter changes.
+        tensors: for ``dcp.load``: the tensors of the model, the optimizers and ``extra``.
     """
 
     def __init__(self, state: TrainState, redistribute: Redistribute, manifest: Manifest, rank: int, ranks: int) -> None:
@@ -244,17 +256,17 @@ class Request:
         self._before = _Before(state)
 
     def prepare(self, metadata: Metadata) -> dict[str, Any]:
-        """Make ``objects`` and ``tensors``, and return these.
+        """Create ``objects`` and ``tensors``. Returns ``tensors``.
 
         Raises:
-            CheckpointError: the checkpoint does not hold what is asked for.
+            CheckpointError: the checkpoint lacks a value of ``state``, or ``per_rank`` was saved by another number of ranks.
         """
         state, held = self.state, self.manifest.objects
         missing = sorted(set(_object_names(state)) - set(held))
         if missing:
             raise CheckpointError(
-                f"it holds no {', '.join(missing)}, but {', '.join(held) or 'no such objects'}: leave out of TrainState what "
-                "it does not hold to load the rest"
+                f"the checkpoint holds no {', '.join(missing)}; it holds {', '.join(held) or 'no such objects'}: to load the "
+                "rest, leave out of TrainState what it does not hold"
             )
         own: dict[str, dict[str, torch.Tensor]] = {}
         for name in state.per_rank:
@@ -271,25 +283,25 @@ class Request:
         return self.tensors
 
     def _sources(self, name: str) -> list[int]:
-        """The ranks whose state of ``per_rank[name]`` this rank wants."""
+        """The saved ranks whose state of ``per_rank[name]`` this rank reads."""
         saved = self.manifest.world_size
         if saved == self.ranks:
             return [self.rank]
         if name not in self.redistribute:
             raise CheckpointError(
-                f"per_rank.{name} was saved by {saved} ranks, but is loaded by {self.ranks}: pass to load "
+                f"per_rank.{name} was saved by {saved} ranks, but {self.ranks} ranks load it: pass to load "
                 f"redistribute={{{name!r}: function}}, where function takes the list of the {saved} ranks' states and returns "
-                f"this rank's, or redistribute={{{name!r}: None}} to leave it as it is here"
+                f"this rank's state; or pass redistribute={{{name!r}: None}} to keep this rank's value"
             )
         return list(range(saved)) if self.redistribute[name] is not None else []
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """The optimizers' states of the parameters of which the checkpoint has some."""
+        """The optimizers' state dict, restricted to parameters that have a state in the checkpoint."""
         prefix = "optimizer.state."
         saved = {name for name in self.manifest.tensors if name.startswith(prefix)}
         result = _initialised(self.state) if saved else _optimizer_state(self.state)
         held = {f"{prefix}{name}.{key}" for name, values in result["state"].items() for key in values}
-        if not saved <= held:  # Parameters that never had a gradient have none yet.
+        if not saved <= held:  # Optimizers create no state for a parameter without gradients: create all states anew.
             for optimizer in self.state.optimizers:
                 optimizer.state.clear()
             result = _initialised(self.state)
@@ -299,15 +311,15 @@ class Request:
         return result
 
     def unpack(self) -> None:
-        """Unpickle ``objects``, once they are filled, and redistribute what is per rank.
+        """Unpickle ``objects`` after ``dcp.load`` has filled them, and redistribute the values of ``per_rank``.
 
         Raises:
-            CheckpointError: an object is not there, or a function of the caller raised.
+            CheckpointError: an object is missing, or a function of ``redistribute`` raised.
         """
         self._values = _unpickled(self.objects["objects"])
         wanted = {name for name in _object_names(self.state) if not name.startswith("per_rank.")}
         if not isinstance(self._values, dict) or not wanted <= self._values.keys():
-            raise CheckpointError("its pickled objects are not those that its manifest names")
+            raise CheckpointError("the checkpoint is damaged: its pickled objects are not those that its manifest names")
         self._own: dict[str, Any] = {}
         for name in self.state.per_rank:
             sources = self._sources(name)
@@ -320,11 +332,11 @@ class Request:
                     self._own[name] = function(states)
 
     def apply(self) -> None:
-        """Hand what was loaded to the model, the optimizers, the scheduler, ``extra``, ``per_rank`` and the generators."""
+        """Set the model, the optimizers, the scheduler, ``extra``, ``per_rank`` and the generators to the loaded values."""
         state, manifest = self.state, self.manifest
         set_model_state_dict(state.model, self.tensors["model"])
         if state.optimizers:
-            options = StateDictOptions(strict=False)  # Parameters without a saved state have none afterwards.
+            options = StateDictOptions(strict=False)  # A parameter without a saved state gets none.
             set_optimizer_state_dict(state.model, state.optimizers, self.tensors["optimizer"], options=options)
         if state.scheduler is not None:
             with _named("scheduler.load_state_dict"):
@@ -339,12 +351,12 @@ class Request:
         set_rng(state.rng, states, manifest, self.rank)
 
     def forget(self) -> None:
-        """Give the optimizers back the states that they had."""
+        """Restore the optimizers' states from before the load."""
         self._before.restore()
 
 
 def _put(held: dict[str, Any], name: str, value: Any, what: str) -> None:
-    """Give a value its place: into what has ``load_state_dict``, else instead of what is held."""
+    """Load ``value`` into ``held[name]`` if that has ``load_state_dict``; otherwise replace ``held[name]``."""
     if isinstance(held.get(name), Stateful):
         with _named(f"{what}.load_state_dict"):
             held[name].load_state_dict(value)
@@ -354,7 +366,7 @@ def _put(held: dict[str, Any], name: str, value: Any, what: str) -> None:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """An error in the caller's code names that code."""
+    """Turn an error of the user's code into a CheckpointError that names this code as ``what``."""
     try:
         yield
     except Exception as error:
@@ -364,5 +376,5 @@ def _named(what: str) -> Iterator[None]:
 def _empty_like(metadata: Metadata, name: str) -> torch.Tensor:
     stored = metadata.state_dict_metadata.get(name)
     if not isinstance(stored, TensorStorageMetadata):
-        raise CheckpointError(f"it holds no {name!r}")
+        raise CheckpointError(f"the checkpoint holds no {name!r}")
     return torch.empty(stored.size, dtype=stored.properties.dtype)

@@ -1,4 +1,7 @@
-"""Writing: DCP's file system writer, whose checkpoint is complete or invisible."""
+"""DCP's file system writer, whose checkpoint is complete or invisible.
+
+No rank writes to the folder that readers look for: the coordinator's rename creates it.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ from torch_ragged.checkpoint._manifest import MANIFEST, Manifest, TensorRecord, 
 
 __all__ = ["CheckpointWriter", "SavePlannerOfViews"]
 
-_ARCHIVE = 1536  # about the bytes of the zip archive of an item, beside the elements
+_ARCHIVE = 1536  # The approximate bytes that the zip archive of an item has in addition to the elements.
 
 
 @dataclass
 class _Report:
-    """What a rank tells the coordinator beside DCP's own results."""
+    """What each rank sends to the coordinator in addition to DCP's results."""
 
     files: dict[str, FileRecord]
     tensors: dict[str, TensorRecord]
@@ -37,9 +40,10 @@ class _Report:
 
 
 class SavePlannerOfViews(DefaultSavePlanner):
-    """DCP's planner, whose tensors are contiguous, and of a storage of their own so that DCP does not copy them.
+    """DCP's save planner, with tensors that DCP writes without a copy.
 
-    A part of a larger contiguous storage on the CPU is given as that part of the storage: no copy.
+    DCP copies a tensor that views only a part of its storage. Therefore, a contiguous view on the CPU is passed as a tensor
+    whose storage is exactly that part, on the same memory.
     """
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
@@ -48,17 +52,17 @@ class SavePlannerOfViews(DefaultSavePlanner):
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes a DCP checkpoint beside ``folder``, verifies it, writes its manifest and then renames it: complete or invisible.
+    """Writes a DCP checkpoint to ``<folder>.incomplete``, verifies it, writes its manifest and then renames it to ``folder``.
 
-    For ``dcp.save`` and ``dcp.async_save``. Every rank writes one file and computes checksums on the way; DCP brings these,
-    not the data, to the coordinator, which checks that every chunk of every tensor is there. If anything fails on any rank, DCP
-    raises on all, and no checkpoint of that name is seen (or the one that was there before).
+    For ``dcp.save`` and ``dcp.async_save``. Every rank writes one file and computes its checksums during the writes. DCP sends
+    the checksums, not the data, to the coordinator. The coordinator checks that every chunk of every tensor was written. If
+    a step fails on any rank, DCP raises on all ranks, and readers see the previous checkpoint of that name, or none.
 
     Args:
-        folder: where the checkpoint will be; its parent is a folder that all ranks share.
-        manifest: the fields that the caller knows: step, tokens, data position.
-        rng: checksum of this rank's state of each random generator.
-        read_back: have every rank read its file again and compare checksums, before the checkpoint gets its name.
+        folder: the folder of the finished checkpoint. All ranks share its parent.
+        manifest: the fields that the caller knows: step, tokens, data position, objects.
+        rng: the checksum of this rank's state of each random generator.
+        read_back: if True, every rank reads its file again and compares checksums before the rename.
         block: bytes per checksum.
     """
 
@@ -79,14 +83,18 @@ class CheckpointWriter(FileSystemWriter):
         self.read_back = read_back
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's chunks to one file, and sync it."""
+        """Write this rank's chunks to one file and sync it to disk.
+
+        Raises:
+            OSError, CheckpointError: the file cannot be written, or ``read_back`` finds other bytes. The text names the file.
+        """
         self.fs.planned = sum(map(_nbytes, plan.items))
-        with serialization_config.patch("save.compute_crc32", False):  # Of the archives; files have checksums of their own.
+        with serialization_config.patch("save.compute_crc32", False):  # The records of the files have checksums.
             results: list[Any] = super().write_data(plan, planner).value()
         self.fs.planned = 0
         for name, record in self.fs.records.items() if self.read_back else ():
             if check_blocks(Path(self.path) / name, record):
-                raise CheckpointError(f"{Path(self.path) / name} reads back other bytes than were written")
+                raise CheckpointError(f"{Path(self.path) / name} reads back other bytes than were written: check the storage")
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         mine = {item.index.fqn for item in plan.items}
         tensors = {}
@@ -94,6 +102,7 @@ class CheckpointWriter(FileSystemWriter):
             if not isinstance(value, torch.Tensor):
                 continue
             record = describe(value)
+            # One rank reports each tensor: a DTensor's lowest rank, which may have no chunk, or the writer of a plain tensor.
             if rank == min(record.mesh_ranks) if record.mesh_ranks else name in mine:
                 tensors[name] = record
         future: Future[list[WriteResult]] = Future()
@@ -102,7 +111,11 @@ class CheckpointWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when all ranks have written: verify, write the manifest, rename."""
+        """On the coordinator, after all ranks have written: verify, write the manifest, rename.
+
+        Raises:
+            CheckpointError: a file is missing or has a wrong size, or elements of a tensor were not written.
+        """
         reports = [item for part in results for item in part if isinstance(item, _Report)]
         written = [[item for item in part if not isinstance(item, _Report)] for part in results]
         super().finish(metadata, written)
@@ -115,7 +128,7 @@ class CheckpointWriter(FileSystemWriter):
         problems += missing_chunks(metadata, {item.index: item.storage_data for part in written for item in part}, files)
         problems = list(filter(None, problems))
         if problems:
-            raise CheckpointError(f"what was written is not complete:{listed(problems)}")
+            raise CheckpointError(f"the written files are not complete:{listed(problems)}")
         same = {name: len({report.rng.get(name) for report in reports}) == 1 for name in reports[0].rng}
         manifest = replace(
             self.manifest,
@@ -127,26 +140,24 @@ class CheckpointWriter(FileSystemWriter):
         )
         with self.fs.create_stream(Path(self.path) / MANIFEST, "wb") as stream:
             stream.write(manifest.to_json().encode())
-            os.fsync(stream.fileno())
+            os.fsync(stream.fileno())  # Before the rename: the manifest is what makes a folder a complete checkpoint.
         publish(Path(self.path), self.folder)
 
 
 def _nbytes(item: WriteItem) -> int:
-    """About how many bytes of a file an item takes: the elements, if it is a tensor, and an archive."""
+    """The approximate bytes of an item in a file: its elements, if it is a tensor, and its archive."""
     data = item.tensor_data
     return _ARCHIVE + (data.chunk.sizes.numel() * data.properties.dtype.itemsize if data is not None else 0)
 
 
 def missing_chunks(metadata: Metadata, stored: Mapping[MetadataIndex, Any], files: Mapping[str, FileRecord]) -> list[str]:
-    """What is wrong with the chunks ``stored`` of a checkpoint: they must fill each tensor, and lie within the files."""
+    """The problems of the ``stored`` chunks of a checkpoint: they must fill each tensor and lie within the files."""
     problems = []
     filled: dict[str, int] = {}
     for index, info in stored.items():
         file = files.get(info.relative_path)
         if file is None or info.offset + info.length > file.nbytes:
-            problems.append(
-                f"{index.fqn}: its bytes {info.offset} to {info.offset + info.length} are not in {info.relative_path}"
-            )
+            problems.append(f"{index.fqn}: bytes {info.offset} to {info.offset + info.length} are not in {info.relative_path}")
     held = {(index.fqn, tuple(index.offset)) for index in stored if index.offset is not None}
     for name, item in metadata.state_dict_metadata.items():
         if not isinstance(item, TensorStorageMetadata):

@@ -1,8 +1,10 @@
-"""Structure-aware optimizers on DTensor parameters of any placement. They know placements, and nothing of fsdp.
+"""Structure-aware optimizers (Muon, Shampoo, 8-bit Adam) for DTensor parameters under any placements.
 
-Files by noun: ``_roots`` (which rank computes with which whole matrix), ``_gather`` (the transfers there and back),
-``_matrix`` (the step of optimizers that use them), ``_newton_schulz`` and ``_muon``, ``_shampoo``; ``_blocks`` (blocks of
-matrices over ranks), ``_quantize`` (8-bit codes), ``_adam8bit``; ``_base`` (what all share). Kernels are in
+This package knows placements only and never imports ``fsdp``.
+
+Files: ``_roots`` (which rank computes with which whole matrix), ``_gather`` (the transfers to that rank and back), ``_matrix``
+(the step of the optimizers that use both), ``_newton_schulz``, ``_muon``, ``_shampoo``; ``_blocks`` (blocks of matrices over
+ranks), ``_quantize`` (8-bit codes), ``_adam8bit``; ``_base`` (helpers of all optimizers). Kernels are in
 ``torch_ragged._kernels``.
 """
 

@@ -1,4 +1,7 @@
-"""Adam with 8-bit moments in blocks that the placements keep whole: no communication in a step."""
+"""Adam with 8-bit moments, quantised per block. If placements keep all blocks whole, a step has no communication.
+
+The result must not depend on the number of ranks: every operation here rounds per element, in a fixed order.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +38,15 @@ _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 
 @dataclass(frozen=True)
 class AdamStep:
-    """The numbers of one step of one parameter.
+    """The scalars of one step of one parameter.
 
     Attributes:
-        shrink: what the parameter is multiplied by (decoupled weight decay).
-        decay: what of the parameter is added to the gradient (L2 penalty).
-        beta1, beta2, eps: Adam's.
-        step_size: lr over the bias correction of the first moment.
+        shrink: the factor of the parameter (decoupled weight decay).
+        decay: the multiple of the parameter that is added to the gradient (L2 penalty).
+        beta1, beta2, eps: Adam's hyperparameters.
+        step_size: the learning rate over the bias correction of the first moment.
         correction: one over the square root of the bias correction of the second moment.
-        rounding_key: of stochastic rounding; None for rounding to nearest.
+        rounding_key: the 32-bit key of stochastic rounding; None for rounding to nearest.
     """
 
     shrink: float
@@ -56,16 +59,17 @@ class AdamStep:
     rounding_key: Optional[int]
 
     def update(self, param: torch.Tensor, gradient: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
-        """Adam in place on float32 tensors (``gradient`` is left alone).
+        """One Adam step in place on float32 tensors; ``gradient`` is not changed.
 
-        Made of additions, products, quotients and square roots only, each rounded once: fused multiply-adds round otherwise in
-        the last few elements of a tensor than in the others, and a shard has other last elements than the whole.
+        Uses only additions, products, quotients and square roots, each rounded once. Fused multiply-adds would round the last
+        few elements of a tensor differently from the others, and the last elements of a shard are not those of the whole
+        tensor.
         """
         if self.decay:
             gradient = gradient + param * self.decay
         m.mul_(self.beta1).add_(gradient * (1 - self.beta1))
         v.mul_(self.beta2).add_((gradient * gradient).mul_(1 - self.beta2))
-        # On CPU torch's float32 roots, MKL's, are off by a unit in the last place now and then; those of float64 are not.
+        # On CPU, torch takes float32 roots from MKL, which sometimes errs by a unit in the last place; a float64 root does not.
         root = v.sqrt() if v.is_cuda else v.double().sqrt_().float()
         denominator = root.mul_(self.correction).add_(self.eps)
         if self.shrink != 1.0:
@@ -75,12 +79,13 @@ class AdamStep:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a parameter's moments are kept.
+    """How a parameter's moments are stored.
 
     Attributes:
-        is_blocked: 8-bit codes; else float32.
-        aligned: where some rank has parts of blocks only: the placements of the codes, to which gradients are moved.
-        grid: placements of the scales.
+        is_blocked: True for 8-bit codes, False for float32.
+        aligned: the placements of the codes, to which parameter and gradient are redistributed; None if the placements of the
+            parameter keep all blocks whole on all ranks.
+        grid: the placements of the scales.
         regions: this rank's blocks.
     """
 
@@ -91,7 +96,7 @@ class _Layout:
 
 
 class Moments(NamedTuple):
-    """This rank's quantised moments, flat: uint8 codes, one per element, and float32 scales, one per block."""
+    """This rank's quantised moments as flat tensors: uint8 codes, one per element, and float32 scales, one per block."""
 
     m_codes: torch.Tensor
     m_scales: torch.Tensor
@@ -100,38 +105,39 @@ class Moments(NamedTuple):
 
 
 class Adam8bit(RaggedOptimizer):
-    """Adam whose moments are 8-bit codes with a float32 scale per block, on parameters of any placement.
+    """Adam whose moments are 8-bit codes with one float32 scale per block, for parameters under any placements.
 
-    Blocks and what has them follow from the global shape alone (see :class:`BlockPolicy`), and so do numerics: given equal
-    gradients, parameters and states are bitwise equal for any number of ranks on the same device type. Codes (uint8, placed
-    as the parameter) and scales (the grid of blocks, placed alike) are DTensors, so that checkpoints reshard. Parameters
-    without blocks keep float32 moments.
+    The global shape alone decides whether a parameter has blocks, and where they are (see :class:`BlockPolicy`). Therefore
+    numerics do not depend on sharding: given equal gradients, parameters and states are bitwise equal for any number of ranks
+    on the same device type. The codes (uint8, placed as the parameter) and the scales (one per block, placed as the blocks) are
+    DTensors, so checkpoints reshard. Parameters without blocks have float32 moments.
 
-    No collectives in ``step`` where every rank holds whole blocks, as with ``fully_shard(..., orig_param_policy=policy)``.
-    Where some do not, parameter and gradient are redistributed to whole blocks and the parameter back, three collectives per
-    such parameter and one that agrees on gradients; a warning says once what it costs.
+    If every rank holds only whole blocks, as with ``fully_shard(..., orig_param_policy=policy)``, ``step`` issues no
+    collective. If a rank holds a part of a block, parameter and gradient are redistributed to whole blocks, and the parameter
+    back: three collectives per such parameter, and one per mesh that agrees on gradients. The first such step warns and
+    names the cost.
 
-    A NaN or infinite gradient spoils the moments of its whole block. Gradients that are missing on some ranks only are skipped
-    there; only where blocks are redistributed do ranks agree (a missing one is zero then).
+    A NaN or an infinity in a gradient makes the moments of its whole block invalid. If a gradient is missing on some ranks,
+    these ranks skip the parameter. If the parameter's blocks are redistributed, a missing gradient counts as zero instead.
 
-    On CUDA one Triton kernel dequantises, updates, quantises and writes all parameters in one pass; elsewhere vectorised
+    On CUDA one Triton kernel dequantises, updates, quantises and writes all parameters in one pass. Elsewhere vectorised
     tensor operations give the same bits.
 
     Source: Dettmers et al., ICLR 2022; section 6.3 of the RaggedShard paper.
 
     Args:
-        params, lr, betas, eps: as ``torch.optim.Adam``; the options of groups.
-        weight_decay: L2 penalty, added to the gradient (:class:`AdamW8bit`: decoupled).
-        policy: a :class:`BlockPolicy`; the class attribute ``policy``, of 32 x 32 blocks, where None. Hand the same to
+        params, lr, betas, eps: as in ``torch.optim.Adam``. Groups may set ``lr``, ``betas``, ``eps`` and ``weight_decay``.
+        weight_decay: L2 penalty, added to the gradient (decoupled in :class:`AdamW8bit`).
+        policy: a :class:`BlockPolicy`; None is the class attribute ``policy``, with blocks of 32 x 32. Pass the same policy to
             ``fully_shard`` as ``orig_param_policy``.
-        code: ``"dynamic"`` or ``"linear"``, the code book.
-        stochastic_rounding: of bfloat16 parameters, with bits that depend on ``seed``, the step, the parameter's position in
-            the optimizer and the element's global index.
-        seed: of stochastic rounding.
+        code: the code book, ``"dynamic"`` or ``"linear"``.
+        stochastic_rounding: round bfloat16 parameters stochastically. The random bits depend on ``seed``, the step, the index
+            of the parameter in the optimizer and the global index of the element.
+        seed: the seed of stochastic rounding, an int.
 
     Raises:
-        ValueError: an option is out of range; a parameter is not real floating point, or a Partial DTensor; stochastic
-            rounding of a parameter that is not bfloat16.
+        ValueError: an option is out of range; a parameter is a Partial DTensor or has no real floating-point dtype; or
+            ``stochastic_rounding`` is set and a parameter is not bfloat16.
         TypeError: ``policy`` is no BlockPolicy.
     """
 
@@ -168,7 +174,7 @@ class Adam8bit(RaggedOptimizer):
         self._layouts, self._has_warned = {}, getattr(self, "_has_warned", False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; raises ``ValueError`` as the constructor does, and leaves the optimizer as it was then."""
+        """Add a group. Raises ``ValueError`` as the constructor does, without a change of the optimizer."""
         name, group = type(self).__name__, {**self.defaults, **param_group}
         given = group["params"]
         group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
@@ -184,24 +190,26 @@ class Adam8bit(RaggedOptimizer):
                 if not param.is_floating_point():
                     raise ValueError(f"{name} got a parameter of {param.dtype}: expected a real floating-point dtype")
                 if self.stochastic_rounding and param.dtype != torch.bfloat16:
-                    raise ValueError(f"{name}: stochastic_rounding is for bfloat16 parameters, got one of {param.dtype}")
+                    raise ValueError(f"{name}: stochastic_rounding takes bfloat16 parameters only, got {param.dtype}")
         super().add_param_group({**param_group, "params": group["params"]})
 
     @torch.no_grad()
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
-        """One step; returns the loss of ``closure``, if given.
+        """One step. Returns the loss of ``closure``, or None without a closure.
 
         Raises:
-            RuntimeError: a gradient is sparse, or missing on some ranks and placed otherwise than its parameter on others, for
-                parameters whose blocks are redistributed. With nothing changed; on every rank, if any blocks are redistributed.
+            RuntimeError: a gradient is sparse; or, for a parameter whose blocks are redistributed, the gradient is missing on
+                some ranks and has other placements than the parameter on other ranks. Nothing is changed. If blocks are
+                redistributed, every rank raises it.
         """
         loss = run_closure(closure)
         entries = [(param, group) for group in self.param_groups for param in group["params"]]
         entries_here = [(i, p, g) for i, (p, g) in enumerate(entries) if (mesh := mesh_of(p)) is None or mesh.get_coordinate()]
         layouts = [self._layout(param) for _, param, _ in entries_here]
-        moved = [place for place, layout in enumerate(layouts) if layout.aligned is not None]
+        # Equal on all ranks of a mesh, because layouts follow from global shapes and placements.
+        moved = [i for i, layout in enumerate(layouts) if layout.aligned is not None]
         if moved and not self._has_warned:
-            self._warn([entries_here[place][1] for place in moved])
+            self._warn([entries_here[i][1] for i in moved])
         gradients = agree_on_gradients([param for _, param, _ in entries_here], moved)
         updates = BlockUpdates(self.policy.block, self.code)
         for (index, param, group), layout, gradient in zip(entries_here, layouts, gradients):
@@ -232,18 +240,18 @@ class Adam8bit(RaggedOptimizer):
             else:
                 _update_plain(param, flat, gradient.contiguous().view(-1), state, numbers)
             if flat.data_ptr() != target.data_ptr():
-                updates.run()
+                updates.run()  # The updates of ``flat`` must have run before it is copied.
                 target.copy_(flat.view(target.shape))
             return
         assert isinstance(param, DTensor)
-        there: Any = param.detach().redistribute(placements=layout.aligned)
+        whole_blocks: Any = param.detach().redistribute(placements=layout.aligned)
         source = DTensor.from_local(
             gradient, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
         )
         moved: Any = source.redistribute(placements=layout.aligned)
-        self._update_blocks(local(there).view(-1), local(moved), state, numbers, layout, updates)
-        updates.run()
-        param.copy_(there.redistribute(placements=param.placements))
+        self._update_blocks(local(whole_blocks).view(-1), local(moved), state, numbers, layout, updates)
+        updates.run()  # The parameter must be updated before it is redistributed back.
+        param.copy_(whole_blocks.redistribute(placements=param.placements))
 
     def _update_blocks(
         self,
@@ -254,7 +262,7 @@ class Adam8bit(RaggedOptimizer):
         layout: _Layout,
         updates: BlockUpdates,
     ) -> None:
-        """One step on this rank's flat parameter, its gradient and its 8-bit moments: done once ``updates`` run."""
+        """Add one step of this rank's flat parameter and its 8-bit moments to ``updates``. It is done after their ``run()``."""
         gradient = gradient.contiguous().view(-1)
         names = [f"{name}_{part}" for name, _ in _MOMENTS for part in ("codes", "scales")]
         moments = Moments(*(local(state[name]).view(-1) for name in names))
@@ -316,21 +324,21 @@ class Adam8bit(RaggedOptimizer):
         self._has_warned = True
         size = sum(3 * param.numel() * param.element_size() for param in params)
         warnings.warn(
-            f"{type(self).__name__}: ranks hold parts of blocks of {len(params)} parameters, the first of shape "
-            f"{tuple(params[0].shape)}; each step redistributes parameter and gradient and the parameter back, "
-            f"{3 * len(params)} collectives of up to {size:,} bytes over all ranks. fully_shard(..., "
-            "orig_param_policy=optimizer.policy) keeps blocks whole, and needs none",
+            f"{type(self).__name__}: {len(params)} parameters, the first of shape {tuple(params[0].shape)}, have blocks that "
+            "are cut between ranks. Each step redistributes parameter and gradient, and the parameter back: "
+            f"{3 * len(params)} collectives of up to {size:,} bytes over all ranks. Pass "
+            "orig_param_policy=optimizer.policy to fully_shard, which keeps blocks whole: then no collective is needed",
             stacklevel=3,
         )
 
 
 def _most(param: torch.Tensor) -> int:
-    """Elements of a region: a kernel needs no memory for them, tensor operations should stay in the cache."""
+    """The most elements of a region. A kernel needs no limit; on the CPU, temporary tensors should stay in the cache."""
     return 1 << 62 if param.is_cuda else 1 << 16
 
 
 class AdamW8bit(Adam8bit):
-    """:class:`Adam8bit`, its options included, with decoupled weight decay (0.01 by default), as ``torch.optim.AdamW``."""
+    """:class:`Adam8bit` with decoupled weight decay (default 0.01), as ``torch.optim.AdamW``. All other options are equal."""
 
     _decoupled = True
 
@@ -347,9 +355,9 @@ class AdamW8bit(Adam8bit):
 
 
 class BlockUpdates:
-    """The updates of one step: a kernel takes them all at once, tensor operations one by one as they are added.
+    """The updates of one step. On CUDA, :meth:`run` launches one kernel for all; elsewhere, :meth:`add` computes each.
 
-    One launch per device and pair of dtypes (of parameters and gradients).
+    One launch per device, pair of dtypes (of parameter and gradient) and kind of rounding.
     """
 
     def __init__(self, block: tuple[int, int], code: str) -> None:
@@ -359,20 +367,20 @@ class BlockUpdates:
     def add(
         self, regions: Sequence[Region], numbers: AdamStep, param: torch.Tensor, gradient: torch.Tensor, moments: Moments
     ) -> None:
-        """Update the ``regions`` of a flat ``param``; by a kernel, not before :meth:`run`."""
+        """Update the ``regions`` of a flat ``param``. If a kernel does it, :meth:`run` launches this kernel."""
         if not (runs_triton(param) and param.dtype in _KERNEL_DTYPES and gradient.dtype in _KERNEL_DTYPES):
             for region in regions:
                 update_region(region, self._block, self._code, numbers, param, gradient, moments)
         elif regions:
             key = (param.device, param.dtype, gradient.dtype, numbers.rounding_key is not None)
-            tensors = (param, gradient, *moments)  # Kept until they are used.
+            tensors = (param, gradient, *moments)  # The kernel gets addresses: the tensors must live until the launch.
             self._launches.setdefault(key, []).extend((region, numbers, tensors) for region in regions)
 
     def run(self) -> None:
-        """Launch what was added."""
+        """Launch the kernels for all updates that were added since the last call."""
         launches, self._launches = self._launches, {}
         for (device, dtype, gradient_dtype, is_stochastic), updates in launches.items():
-            from torch_ragged._kernels import _triton_adam8bit as kernel  # Triton is no dependency elsewhere.
+            from torch_ragged._kernels import _triton_adam8bit as kernel  # Imported here: Triton may not be installed.
 
             books = code_book(self._code, True, device), code_book(self._code, False, device)
             integers = [_integers(region, numbers, tensors) for region, numbers, tensors in updates]
@@ -383,12 +391,12 @@ class BlockUpdates:
 
 
 def _integers(region: Region, numbers: AdamStep, tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
-    """What the kernel is told of a region: its ``INTEGERS``, but the first."""
+    """The integers of a region for the kernel: its ``INTEGERS`` without the first, ``program``."""
     firsts = (region.start, region.start, region.start, region.first_block, region.start, region.first_block)
     addresses = (tensor.data_ptr() + first * tensor.element_size() for tensor, first in zip(tensors, firsts))
     rows, columns = region.sizes[1:]
-    place = region.origin, *region.strides[:2], numbers.rounding_key or 0
-    return (*addresses, rows, columns, math.prod(region.grid), *place)
+    of_rounding = region.origin, *region.strides[:2], numbers.rounding_key or 0
+    return (*addresses, rows, columns, math.prod(region.grid), *of_rounding)
 
 
 def _floats(numbers: AdamStep) -> tuple[float, ...]:
@@ -421,14 +429,15 @@ def update_region(
     gradient: torch.Tensor,
     moments: Moments,
 ) -> None:
-    """One Adam step on a region, in place, vectorised over its blocks.
+    """One Adam step on a region in place, vectorised over its blocks. Defines the result that the Triton kernel must equal.
 
     Args:
-        region: which part of the flat local tensors.
-        block: height and width.
-        code: the code book.
-        param, gradient: flat, of any floating dtype.
-        moments: flat as well.
+        region: the part of the flat local tensors to update.
+        block: height and width of a block.
+        code: the name of the code book.
+        numbers: the scalars of the step.
+        param, gradient: flat local tensors of any floating dtype.
+        moments: flat local tensors.
     """
     device, (_, rows, columns), (bands, across) = param.device, region.sizes, region.grid[1:]
     padding = (0, across * block[1] - columns, 0, bands * block[0] - rows)
@@ -441,13 +450,13 @@ def update_region(
     def matrices_of(blocks: torch.Tensor) -> torch.Tensor:
         return blocks.view(-1, bands * block[0], across * block[1])[:, :rows, :columns]
 
-    wide = blocks_of(param).float()  # The parameter itself where it is float32 and needs no padding.
+    wide = blocks_of(param).float()  # Shares memory with ``param`` if that is float32 and needs no padding.
     values = []
     for codes, scales, signed in books:
         of_blocks = region.scales(scales).view(-1, bands, 1, across, 1)
         values.append(dequantize(blocks_of(codes), of_blocks, code_book(code, signed, device)))
         padded = values[-1].view(-1, bands * block[0], across * block[1])
-        padded[:, rows:] = 0.0  # Code 0 is no 0.
+        padded[:, rows:] = 0.0  # Padding has code 0, which does not stand for 0.0.
         padded[:, :, columns:] = 0.0
     numbers.update(wide, blocks_of(gradient).float(), *values)
     for moment, (codes, scales, signed) in zip(values, books):

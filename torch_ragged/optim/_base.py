@@ -1,4 +1,7 @@
-"""What the optimizers share: local views of parameters, agreement on gradients, AdamW for parameter groups, state loading."""
+"""Helpers of all optimizers: local views of parameters, agreement on gradients, AdamW for parameter groups, state loading.
+
+Only :func:`agree_on_gradients` communicates.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ _NONE, _PLACED, _ELSEWHERE, _SPARSE = range(4)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part: the local tensor of a DTensor, a plain tensor itself; shares memory."""
+    """The local tensor of a DTensor; a plain tensor itself. The result shares memory with ``tensor``."""
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -45,7 +48,7 @@ def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
 
 
 def placed_of(param: torch.Tensor, placements: Sequence[Placement] | None = None) -> Placed:
-    """How a parameter lies on its mesh, or would under other ``placements``."""
+    """How a parameter is cut over its mesh under ``placements``; by default, under its own placements."""
     if not isinstance(param, DTensor):
         return Placed(tuple(param.shape), (), ())
     mesh_shape = tuple(param.device_mesh.shape)
@@ -54,7 +57,7 @@ def placed_of(param: torch.Tensor, placements: Sequence[Placement] | None = None
 
 
 def zeros_placed(shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """A DTensor of zeros; no communication."""
+    """A DTensor of zeros of global ``shape``. No communication."""
     mesh_shape = tuple(mesh.shape)
     normalized = normalize_placements(tuple(placements), shape, mesh_shape)
     mine = Placed(shape, mesh_shape, cuts_of(normalized)).owned(tuple(mesh.get_coordinate() or ()))
@@ -65,12 +68,12 @@ def zeros_placed(shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh, p
 
 
 def scalar(value: float | torch.Tensor) -> float:
-    """A hyperparameter that may be given as a tensor of one element."""
+    """A hyperparameter as a float. It may be given as a tensor of one element."""
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def by_mesh(params: Sequence[torch.Tensor]) -> Iterator[tuple[DeviceMesh | None, list[int]]]:
-    """The indices of the parameters of each mesh, in order of first appearance; meshes this rank is not in are left out."""
+    """The indices of the parameters of each mesh, in order of first appearance. Meshes without this rank are left out."""
     groups: dict[DeviceMesh | None, list[int]] = {}
     for index, param in enumerate(params):
         groups.setdefault(mesh_of(param), []).append(index)
@@ -91,51 +94,57 @@ def _gradient_code(param: torch.Tensor) -> int:
 
 
 def agree_on_gradients(params: Sequence[torch.Tensor], agreed: Sequence[int] | None = None) -> list[torch.Tensor | None]:
-    """The local gradient of each parameter; None where no rank has one.
+    """The local gradient of each parameter; None if no rank has a gradient of it.
 
-    Ranks agree by one all-reduce (max) per mesh, of two int32 per parameter on it and one more. A gradient that only some ranks
-    have counts as zero on the others. A gradient placed otherwise than its parameter (a pending sum, say) is redistributed.
+    If only some ranks have a gradient, it counts as zero on the others. If a gradient has other placements than its parameter,
+    for example a Partial, it is redistributed.
 
-    That one more tells of a gradient that a rank cannot use, of a plain parameter or on another mesh: no rank starts a
-    collective that others will not join. The largest mesh comes last. If it has the ranks of all others, every rank hears of
-    every parameter.
+    Issues one all-reduce (max) per mesh, of two int32 per parameter on this mesh and one further int32. The further number
+    carries an unusable gradient of a plain parameter, or of a parameter on a smaller mesh, so that no rank starts a collective
+    that other ranks do not join. Meshes are visited from small to large. If the largest mesh has the ranks of all others, every
+    rank learns of every unusable gradient.
 
     Args:
-        params: the same on every rank of their meshes, in the same order.
-        agreed: the indices of those that ranks agree on; all where None. None of them, and no all-reduce, for callers whose
-            gradients are there on all ranks or on none, as after a backward of ``fully_shard`` or on one device.
+        params: the parameters, equal and in equal order on all ranks of their meshes.
+        agreed: the indices of the parameters that ranks agree on; None is all. Pass ``()``, which issues no all-reduce, if each
+            gradient exists on all ranks or on none, as after a backward of ``fully_shard`` or on one device.
+
+    Returns:
+        one local tensor or None per parameter, in the order of ``params``.
 
     Raises:
-        RuntimeError: a gradient is sparse, or is missing on some ranks and placed otherwise than its parameter on others. On
-            every rank that shares a mesh, before any gradient is redistributed.
+        RuntimeError: a gradient is sparse; or it is missing on some ranks and has other placements than its parameter on other
+            ranks. Every rank that shares a mesh raises it, before any gradient is redistributed.
     """
     codes = [_gradient_code(param) for param in params]
     lowest = list(codes)
     agreed = range(len(params)) if agreed is None else agreed
-    meshes = [(mesh, [agreed[i] for i in places]) for mesh, places in by_mesh([params[i] for i in agreed]) if mesh is not None]
-    elsewhere = 0
+    of_mesh = by_mesh([params[i] for i in agreed])
+    meshes = [(mesh, [agreed[i] for i in indices]) for mesh, indices in of_mesh if mesh is not None]
+    elsewhere = 0  # 1 + the index of an unusable gradient that another mesh has reported; 0 if there is none.
+    # Sorted by size and, among equal sizes, in the order of the parameters: all ranks visit their shared meshes in equal order.
     for mesh, indices in sorted(meshes, key=lambda each: each[0].size()):
         if mesh.size() > 1:
             mine, unusable = [codes[i] for i in indices], _unusable(codes, lowest)
-            values = [*mine, *(-code for code in mine), max(elsewhere, unusable + 1)]
+            values = [*mine, *(-code for code in mine), max(elsewhere, unusable + 1)]  # A max of -code gives the minimum.
             highest = torch.tensor(values, dtype=torch.int32, device=mesh.device_type)
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=mesh_group(mesh, tuple(range(mesh.ndim))))
             *found, elsewhere = highest.tolist()
-            for place, index in enumerate(indices):
-                codes[index], lowest[index] = found[place], -found[len(indices) + place]
+            for i, index in enumerate(indices):
+                codes[index], lowest[index] = found[i], -found[len(indices) + i]
     index = _unusable(codes, lowest)
     if index >= 0:
         what = f"parameter {index} of shape {tuple(params[index].shape)}"
         if codes[index] == _SPARSE:
             raise RuntimeError(f"{what} has a sparse gradient on some rank: this optimizer takes dense gradients only")
         raise RuntimeError(
-            f"{what} has no gradient on some ranks, and on others one that is placed otherwise than the parameter: set it "
-            "to None or to a DTensor on all ranks before step()"
+            f"{what} has no gradient on some ranks, and on other ranks a gradient with other placements than the parameter: "
+            "set it to None or to a DTensor on all ranks before step()"
         )
     if elsewhere:
         raise RuntimeError(
-            "another rank has a sparse or misplaced gradient, as its own error tells, of its "
-            f"parameter {elsewhere - 1}: no rank steps"
+            f"another rank cannot use the gradient of its parameter {elsewhere - 1}: no rank steps. The error of that rank "
+            "says why"
         )
     return [
         None if code == _NONE else torch.zeros_like(local(param)) if param.grad is None else _local_gradient(param)
@@ -144,13 +153,13 @@ def agree_on_gradients(params: Sequence[torch.Tensor], agreed: Sequence[int] | N
 
 
 def _unusable(codes: Sequence[int], lowest: Sequence[int]) -> int:
-    """The index of the first gradient that cannot be used, by the highest and lowest code of ranks; -1 if there is none."""
+    """The index of the first unusable gradient; -1 if there is none. Takes each one's highest and lowest code over ranks."""
     pairs = enumerate(zip(codes, lowest))
     return next((i for i, (high, low) in pairs if high == _SPARSE or (high == _ELSEWHERE and low == _NONE)), -1)
 
 
 def _local_gradient(param: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a dense gradient, placed as the parameter."""
+    """The local tensor of a dense gradient, redistributed to the placements of the parameter."""
     gradient = param.grad
     assert gradient is not None
     if isinstance(param, DTensor) and isinstance(gradient, DTensor) and gradient.placements != param.placements:
@@ -159,19 +168,20 @@ def _local_gradient(param: torch.Tensor) -> torch.Tensor:
 
 
 def check_placement(param: torch.Tensor, name: str) -> None:
-    """Raise ``ValueError`` for a DTensor that is no parameter of an optimizer: one that is pending a reduction."""
+    """Raise ``ValueError`` if ``param`` is a Partial DTensor: an update of unreduced values has no meaning."""
     if isinstance(param, DTensor) and any(isinstance(p, Partial) for p in param.placements):
         raise ValueError(
-            f"{name} got a parameter placed as {param.placements}: a Partial is no parameter, redistribute it first"
+            f"{name} got a parameter with placements {param.placements}. A Partial cannot be a parameter: redistribute it first"
         )
 
 
 def add_scaled(param: torch.Tensor, update: torch.Tensor, alpha: float, rounds_product: bool) -> None:
-    """``param += alpha * update``, in place, the result independent of where a shard starts and ends.
+    """``param += alpha * update`` in place, with a result that does not depend on where a shard starts and ends.
 
-    On CPU, torch rounds 16-bit elements that fill no vector register differently from the others: the last few of a tensor, and
-    all of a strided one, get ``alpha * update`` rounded before the addition. Here all get what ``rounds_product`` says. Where
-    the dtypes differ, torch adds in float32 and rounds once, everywhere alike.
+    On CPU, torch rounds 16-bit elements differently if they do not fill a vector register. This concerns the last few elements
+    of a tensor, and all elements of a strided tensor: for them, ``alpha * update`` is rounded before the addition. Here,
+    ``rounds_product`` decides for all elements whether this product is rounded. If the dtypes differ, torch adds in float32 and
+    rounds every element once, which needs no correction.
     """
     if param.device.type != "cpu" or param.dtype not in (torch.bfloat16, torch.float16) or update.dtype != param.dtype:
         param.add_(update, alpha=alpha)
@@ -191,7 +201,7 @@ def adamw_step(
     *,
     eps: float,
 ) -> None:
-    """``torch.optim.AdamW`` on the local tensors of a group's parameters; its states are DTensors placed as they are."""
+    """One step of ``torch.optim.AdamW`` on the local tensors of a group. The states have the placements of their parameters."""
     active = [(param, gradient) for param, gradient in zip(params, gradients) if gradient is not None]
     states = [optimizer.state[param] for param, _ in active]
     for (param, _), state in zip(active, states):
@@ -218,9 +228,10 @@ def adamw_step(
 
 
 class RaggedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state keeps its own dtypes: torch's ``load_state_dict`` casts all of it to the parameter's.
+    """An optimizer whose states keep their dtypes on loading. Torch's ``load_state_dict`` casts them to the parameter's dtype.
 
-    ``_knobs`` are the attributes, beside what ``torch.optim.Optimizer`` keeps, that a pickle or a deep copy takes along.
+    ``_knobs`` names further attributes that a pickle or a deep copy must contain, in addition to those of
+    ``torch.optim.Optimizer``.
     """
 
     _knobs: tuple[str, ...] = ()
@@ -235,19 +246,19 @@ class RaggedOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ``torch.optim.Optimizer.load_state_dict``, but for the dtypes of the state, which are kept."""
+        """Load as ``torch.optim.Optimizer.load_state_dict`` does, but keep the dtypes of the saved states."""
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for index, param in zip(saved, params):
             for name, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, torch.Tensor):  # Copies: torch would share the step counters with the given dict.
+                if isinstance(value, torch.Tensor):  # A copy, so that the step counters are not shared with ``state_dict``.
                     device = value.device if name == "step" else param.device
                     self.state[param][name] = value.to(device, copy=True)
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:
-    """The loss of a closure, with gradients enabled."""
+    """Call ``closure`` with gradients enabled and return its loss; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():

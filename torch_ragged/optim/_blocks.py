@@ -1,6 +1,7 @@
-"""Blocks of matrices: which parameters have them, how they lie over ranks, and where they are in a local tensor.
+"""Blocks of matrices: which parameters have blocks, which rank holds each block, and at which offset of its local tensor.
 
-Everything is decided from the global shape, never from a local shard, so that numerics do not depend on the number of ranks.
+Everything follows from the global shape, never from the size of a local shard, so that numerics do not depend on the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from torch_ragged.strided_placement_types import StridedRaggedShard
 __all__ = ["BlockPolicy", "Region", "aligned_placements", "flat_indices", "grid_placements", "regions_of"]
 
 _MOST_SCALES = 0.1
-"""Bytes of scales per element at most: parameters whose matrices are too narrow for it are not blocked."""
+"""The most bytes of scales per element. A parameter whose matrices are too narrow for this limit has no blocks."""
 
 
 @dataclass(frozen=True)
 class BlockPolicy:
-    """Which parameters are cut into blocks, and how: what 8-bit optimizers quantise by, and an ``orig_param_policy``.
+    """Decides which parameters have blocks, and of which size. 8-bit optimizers quantise per block.
 
-    Handed to ``fully_shard(..., orig_param_policy=policy)`` it keeps every block whole on one rank, so that the optimizer needs
-    no communication. Parameters of two dimensions, or of three (a stack of matrices), have blocks if they have at least
-    ``min_numel`` elements and their matrices fill the blocks well enough that scales add at most 0.1 byte per element. Blocks
-    at the lower and the right edge of a matrix may be smaller; none straddles two matrices.
+    A policy is also an ``orig_param_policy``: ``fully_shard(..., orig_param_policy=policy)`` keeps every block whole on one
+    rank, so that the optimizer needs no communication. A parameter of two dimensions (a matrix) or three (a stack of matrices)
+    has blocks if it has at least ``min_numel`` elements and its scales need at most 0.1 byte per element. Blocks at the lower
+    and the right edge of a matrix may be smaller. No block is in two matrices.
 
     Args:
-        block: height and width of a block; one number is the width of flat blocks, which lie within a row.
-        min_numel: parameters of fewer elements are not blocked.
+        block: (height, width) of a block. One integer is the width of blocks of height 1.
+        min_numel: a parameter with fewer elements has no blocks.
 
     Raises:
-        ValueError: a size is not a positive integer.
+        ValueError: a size of ``block`` is not a positive integer, or ``min_numel`` is not an integer >= 0.
     """
 
     block: tuple[int, int] = (32, 32)
@@ -54,11 +55,11 @@ class BlockPolicy:
         if not is_pair or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in block):
             raise ValueError(f"block must be a positive integer or a pair of them (height, width), got {given!r}")
         if not isinstance(self.min_numel, int) or self.min_numel < 0:
-            raise ValueError(f"min_numel must be a number of elements, got {self.min_numel!r}")
+            raise ValueError(f"min_numel must be an integer >= 0, got {self.min_numel!r}")
         object.__setattr__(self, "block", block)
 
     def __call__(self, fqn: str, param: torch.Tensor) -> Optional[Granularity]:
-        """The granularity that keeps the parameter's blocks whole; None where it has none."""
+        """The granularity that keeps the parameter's blocks whole; None if the parameter has no blocks."""
         return blocks(*self.block) if self.is_blocked(tuple(param.shape)) else None
 
     def is_blocked(self, shape: Sequence[int]) -> bool:
@@ -69,36 +70,40 @@ class BlockPolicy:
         return 2 * 4 * math.prod(self.grid(shape)) <= _MOST_SCALES * numel
 
     def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The number of blocks along each dimension; leading dimensions of a stack stay."""
+        """The number of blocks along each dimension. The leading dimension of a stack is unchanged."""
         height, width = self.block
         return (*shape[:-2], -(-shape[-2] // height), -(-shape[-1] // width))
 
 
-# --- how blocks lie over ranks --------------------------------------------------------------------------------------
+# --- which rank holds which blocks ----------------------------------------------------------------------------------
 
 
 def grid_placements(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], policy: BlockPolicy
 ) -> tuple[Placement, ...] | None:
-    """How the grid of blocks is placed if each rank holds whole blocks under ``placements``; None if some block is cut."""
-    piece, result = list(shape), list[Placement]()
+    """The placements of the grid of blocks, if ``placements`` cut no block; None if they cut one.
+
+    Then each rank's shard of the grid has exactly the blocks of its shard of the parameter. ``shape`` and ``placements`` are
+    the parameter's.
+    """
+    local, result = list(shape), list[Placement]()
     is_even, factor, has_run = True, 1, False
     for placement, size in zip(normalize_placements(placements, shape, mesh_shape), mesh_shape):
         if isinstance(placement, _StridedShard):
             return None
         if isinstance(placement, Shard):
             dim = placement.dim
-            if not (dim == 0 and factor > 1):  # Else it chooses among the pieces of a strided run.
+            if not (dim == 0 and factor > 1):  # Otherwise this Shard selects among the split_factor parts of a strided run.
                 unit = policy.block[dim - len(shape) + 2] if dim >= len(shape) - 2 else 1
-                chunk = -(-piece[dim] // size)
-                if chunk % unit and chunk < piece[dim]:
+                chunk = -(-local[dim] // size)
+                if chunk % unit and chunk < local[dim]:
                     return None
-                is_even &= piece[dim] % size == 0
-                piece[dim] = chunk
+                is_even &= local[dim] % size == 0
+                local[dim] = chunk
             result.append(placement)
         elif isinstance(placement, (RaggedShard, StridedRaggedShard)):
             factor = placement.split_factor if isinstance(placement, StridedRaggedShard) else 1
-            run = _grid_run(placement, (piece[0] // factor, *piece[1:]), factor, policy)
+            run = _grid_run(placement, (local[0] // factor, *local[1:]), factor, policy)
             if run is None:
                 return None
             has_run = True
@@ -111,15 +116,18 @@ def grid_placements(
 
 
 def _grid_run(
-    placement: RaggedShard | StridedRaggedShard, piece: tuple[int, ...], factor: int, policy: BlockPolicy
+    placement: RaggedShard | StridedRaggedShard, shape: tuple[int, ...], factor: int, policy: BlockPolicy
 ) -> Placement | None:
-    """The same cut of the grid of ``piece``, where it falls between bands of blocks everywhere."""
+    """The placement that cuts the grid of blocks of ``shape`` where ``placement`` cuts the elements.
+
+    None if ``placement`` cuts inside a band, which is a row of blocks.
+    """
     height, ndims = policy.block[0], len(placement.dims)
-    if factor > 1 and len(piece) == 2 and piece[0] % height:
-        return None  # Pieces of a strided run would share a band.
-    rows, columns = piece[-2:]
+    if factor > 1 and len(shape) == 2 and shape[0] % height:
+        return None  # Two of the ``factor`` parts would share a band.
+    rows, columns = shape[-2:]
     bands, edge = -(-rows // height), 0
-    unit, done = math.prod(piece) // placement.units.total, 0
+    unit, done = math.prod(shape) // placement.units.total, 0
     runs: list[tuple[int, int]] = []
     for units, ranks in placement.units.runs:
         for _ in range(ranks if units else 0):
@@ -131,16 +139,20 @@ def _grid_run(
             before, done = done, matrix * bands + row // height
             runs.append((done - before, 1))
         runs += [] if units else [(0, ranks)]
-    if ndims <= len(piece) - 2:
+    if ndims <= len(shape) - 2:
         return placement
-    dims, grid_units = tuple(range(len(piece) - 1)), Units(runs)
+    dims, grid_units = tuple(range(len(shape) - 1)), Units(runs)
     return RaggedShard(dims, grid_units) if factor == 1 else StridedRaggedShard(dims, grid_units, factor)
 
 
 def aligned_placements(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: Sequence[Placement], policy: BlockPolicy
 ) -> tuple[Placement, ...]:
-    """Placements near to ``placements`` that cut no block: one mesh dimension shares the bands out, others replicate."""
+    """Placements that cut no block, to replace ``placements`` that cut one.
+
+    The first mesh dimension that is not replicated gets an even share of the bands for each of its ranks. All other mesh
+    dimensions replicate.
+    """
     cutting = next((i for i, p in enumerate(placements) if not isinstance(p, Replicate)), 0)
     rows, height = shape[-2], policy.block[0]
     bands = -(-rows // height)
@@ -154,20 +166,20 @@ def aligned_placements(
     return tuple(run if i == cutting else Replicate() for i in range(len(mesh_shape)))
 
 
-# --- where blocks are in a local tensor -----------------------------------------------------------------------------
+# --- offsets of blocks in a local tensor ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a local tensor that is made of whole blocks, in storage order.
+    """A contiguous part of a local tensor that consists of whole blocks.
 
     Attributes:
-        start: where it begins in the flat local tensor; it is contiguous.
-        sizes: matrices, rows, columns.
-        origin: the flat index, in the global tensor, of its first element.
-        strides: of the global tensor: elements from one matrix, row and column to the next.
-        first_block: where its scales begin in the flat local grid.
-        grid: blocks along each size.
+        start: the offset of the region in the flat local tensor, in elements.
+        sizes: the numbers of matrices, rows and columns.
+        origin: the flat index of the first element in the global tensor.
+        strides: the strides of the global tensor, in elements: from one matrix, row and column to the next.
+        first_block: the offset of its scales in the flat local grid.
+        grid: the number of blocks along each of ``sizes``.
     """
 
     start: int
@@ -186,16 +198,16 @@ class Region:
         return flat[self.start : self.start + self.numel].view(self.sizes)
 
     def scales(self, flat: torch.Tensor) -> torch.Tensor:
-        """The scales of its blocks, of a flat local grid, as a view."""
+        """The scales of the region's blocks, as a view of a flat local grid of shape ``grid``."""
         return flat[self.first_block : self.first_block + math.prod(self.grid)].view(self.grid)
 
     def indices(self, device: torch.device) -> torch.Tensor:
-        """The flat global index of every element, int64."""
+        """The flat global index of every element, int64, of shape ``sizes``."""
         return _indices(self.origin, self.sizes, self.strides, device)
 
 
 def flat_indices(placed: Placed, coordinate: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The flat global index of every element of a local tensor, int64, flat."""
+    """The flat global index of every element of the local tensor at ``coordinate``: int64, one-dimensional."""
     mine, strides = placed.owned(coordinate), row_major(placed.shape)
     result = torch.empty(mine.numel, dtype=torch.int64, device=device)
     for box in mine.boxes:
@@ -214,9 +226,9 @@ def _indices(origin: int, sizes: Sequence[int], strides: Sequence[int], device: 
 
 
 def regions_of(placed: Placed, coordinate: tuple[int, ...], policy: BlockPolicy, most: int) -> list[Region]:
-    """What the rank at ``coordinate`` holds of a parameter, as regions of whole blocks of about ``most`` elements at most.
+    """The local tensor of the rank at ``coordinate``, as regions of whole blocks with about ``most`` elements at most.
 
-    Only for placements that :func:`grid_placements` accepts.
+    Call it only for placements that :func:`grid_placements` accepts: they cut no block.
     """
     return [part for region in _whole_regions(placed, coordinate, policy) for part in _split(region, policy, most)]
 
@@ -229,8 +241,8 @@ def _whole_regions(placed: Placed, coordinate: tuple[int, ...], policy: BlockPol
             continue
         matrix, row, column = box.offsets if len(placed.shape) == 3 else (0, *box.offsets)
         sizes: Any = box.sizes if len(placed.shape) == 3 else (1, *box.sizes)
-        for at, size, full, unit in ((row, sizes[1], rows, height), (column, sizes[2], columns, width)):
-            assert at % unit == 0 and (at + size == full or size % unit == 0), "a block is cut"
+        for start, size, full, unit in ((row, sizes[1], rows, height), (column, sizes[2], columns, width)):
+            assert start % unit == 0 and (start + size == full or size % unit == 0), "a block is cut"
         grid = (sizes[0], -(-sizes[1] // height), -(-sizes[2] // width))
         origin, strides = (matrix * rows + row) * columns + column, (rows * columns, columns, 1)
         yield Region(box.local_offset, sizes, origin, strides, block, grid)
@@ -238,7 +250,7 @@ def _whole_regions(placed: Placed, coordinate: tuple[int, ...], policy: BlockPol
 
 
 def _split(region: Region, policy: BlockPolicy, most: int) -> Iterator[Region]:
-    """Cut a large region between matrices, and a large matrix between bands."""
+    """Split a region with more than ``most`` elements: between matrices, or a single matrix between bands of blocks."""
     (count, rows, columns), (_, bands, across) = region.sizes, region.grid
     if region.numel <= most:
         yield region

@@ -1,14 +1,16 @@
-"""Gathering whole matrices to their roots, computing there, and sending the results back, many matrices per collective.
+"""Gather whole matrices to their roots, compute there, and send the results back, with many matrices per collective.
 
-One step, with two flights (``|`` waits)::
+All ranks must issue equal collectives in equal order, so nothing here may depend on local data: plans follow from placements.
+
+One step with two flights (``|`` is a wait)::
 
     gather 0   gather 1 | compute 0   scatter 0 | compute 1   scatter 1 | unpack 0 | unpack 1
 
-Each gather and each scatter is one ``all_to_all_single`` over all ranks of the mesh, so that their number per step is at most
-two per direction whatever the number of matrices (more only where ``max_root_bytes`` asks for it). A piece of a matrix travels
-to the root from the root's own replica, and the result from the root to every rank that holds a piece. What a root holds itself
-is copied, and a flight in which nothing moves issues no collective at all. This is Algorithm 2 of the paper (redistribute to
-the root's RaggedShard, compute, redistribute back) with the transfers of many parameters packed together.
+Each gather and each scatter is one ``all_to_all_single`` over all ranks of the mesh. A step has at most two per direction, for
+any number of matrices; only ``max_root_bytes`` can cause more. The root receives the parts of a matrix from the ranks of its
+own replica. It sends the result to every rank that holds a part. The root copies its own part. If a flight moves nothing
+between ranks, it issues no collective. This is Algorithm 2 of the RaggedShard paper (redistribute to the root's RaggedShard,
+compute, redistribute back), with the transfers of many parameters packed together.
 """
 
 from __future__ import annotations
@@ -33,39 +35,42 @@ __all__ = ["Batch", "Compute", "GatherToRoot", "Placed", "Spot", "owners_of", "m
 
 @dataclass(frozen=True)
 class Placed:
-    """How a parameter lies on a mesh: its global shape, the mesh's shape and a cut per mesh dimension."""
+    """How a parameter is cut over a mesh: its global shape, the mesh's shape and one cut per mesh dimension."""
 
     shape: tuple[int, ...]
     mesh_shape: tuple[int, ...]
     cuts: tuple[Cut, ...]
 
     def owned(self, coordinate: tuple[int, ...]) -> Owned:
-        """What the rank at ``coordinate`` holds."""
+        """The boxes that the rank at ``coordinate`` holds."""
         return owned(self.shape, self.mesh_shape, self.cuts, coordinate)
 
     def matrix(self, position: int) -> Owned:
-        """The matrix at ``position`` of the stack, as if a rank held just it."""
+        """The matrix at index ``position`` of the stack, as the only box of a rank."""
         sizes = (*(1 for _ in self.shape[:-2]), *self.shape[-2:])
         offsets = (*_coordinate(position, self.shape[:-2]), 0, 0)
         return Owned(sizes, (Box(offsets, sizes, 0, row_major(sizes)),), flat=False)
 
     def holders(self, position: int, coordinate: tuple[int, ...], replicas: bool) -> list[tuple[int, Owned]]:
-        """The ranks that may hold a part of a matrix, and what they own: all, or those in the replica of ``coordinate``."""
+        """Ranks with their boxes: a superset of the ranks that hold a part of the matrix at index ``position``.
+
+        If ``replicas`` is True, all ranks count; if False, only those of the replica of ``coordinate``.
+        """
         cut_dims = tuple(i for i, cut in enumerate(self.cuts) if replicas or not isinstance(cut, Whole))
         matrix = self.matrix(position)
         near = owned_near(self.shape, self.mesh_shape, self.cuts, coordinate, cut_dims, matrix)
         sizes = tuple(self.mesh_shape[i] for i in cut_dims)
         result = []
-        for index, piece in near:
-            where = list(coordinate)
+        for index, held in near:
+            peer = list(coordinate)
             for dim, value in zip(cut_dims, _coordinate(index, sizes)):
-                where[dim] = value
-            result.append((_rank(where, self.mesh_shape), piece))
+                peer[dim] = value
+            result.append((_rank(peer, self.mesh_shape), held))
         return result
 
     @property
     def is_replicated(self) -> bool:
-        """Whether some element lies on more than one rank."""
+        """Whether more than one rank holds an element."""
         return any(isinstance(cut, Whole) and size > 1 for cut, size in zip(self.cuts, self.mesh_shape))
 
 
@@ -73,15 +78,15 @@ def _coordinate(index: int, shape: Sequence[int]) -> tuple[int, ...]:
     """The coordinate of row-major ``index`` in ``shape``."""
     result = []
     for size in reversed(shape):
-        index, position = divmod(index, size)
-        result.append(position)
+        index, value = divmod(index, size)
+        result.append(value)
     return tuple(reversed(result))
 
 
 def _rank(coordinate: Sequence[int], mesh_shape: Sequence[int]) -> int:
     rank = 0
-    for position, size in zip(coordinate, mesh_shape):
-        rank = rank * size + position
+    for value, size in zip(coordinate, mesh_shape):
+        rank = rank * size + value
     return rank
 
 
@@ -93,9 +98,9 @@ def mesh_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
 
 
 def owners_of(placed: Placed) -> tuple[tuple[int, ...], ...] | None:
-    """For each replica the rank that holds each matrix whole, if every matrix is whole somewhere; else None.
+    """For each replica, the rank that holds each whole matrix. None if a matrix is cut, or if these ranks ever descend.
 
-    Only owners that never descend count, as those of a stack at its roots do not.
+    Descending ranks are excluded because the matrices of a stack at its roots are a RaggedShard, whose owners never descend.
     """
     count = math.prod(placed.shape[:-2])
     whole_dims = [i for i, cut in enumerate(placed.cuts) if isinstance(cut, Whole)]
@@ -118,9 +123,9 @@ def owners_of(placed: Placed) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _owners_along(placed: Placed, mesh_dim: int) -> list[int | None] | None:
-    """The owner of each matrix along the mesh dimension of a plain run, all others being whole; None for other cuts.
+    """The owner of each matrix along the mesh dimension ``mesh_dim``, if this has a plain run; None for other cuts.
 
-    :func:`_owner` finds the same, in a thousand times the time for a thousand ranks.
+    All other mesh dimensions must replicate. :func:`_owner` gives the same result, but its time grows with the number of ranks.
     """
     cut = placed.cuts[mesh_dim]
     if not isinstance(cut, Run) or cut.split_factor > 1:
@@ -135,8 +140,8 @@ def _owners_along(placed: Placed, mesh_dim: int) -> list[int | None] | None:
 
 def _owner(placed: Placed, position: int, coordinate: tuple[int, ...]) -> int | None:
     matrix = placed.matrix(position)
-    for rank, piece in placed.holders(position, coordinate, replicas=False):
-        shared = sum(part.numel for part, _ in common_parts(piece, matrix))
+    for rank, held in placed.holders(position, coordinate, replicas=False):
+        shared = sum(part.numel for part, _ in common_parts(held, matrix))
         if shared:
             return rank if shared == matrix.numel else None
     return None
@@ -144,7 +149,7 @@ def _owner(placed: Placed, position: int, coordinate: tuple[int, ...]) -> int | 
 
 @dataclass(frozen=True)
 class Spot:
-    """A matrix: the stack it is of, and its position there."""
+    """One matrix: the index of its stack, and the index of the matrix in this stack."""
 
     stack: int
     position: int
@@ -152,7 +157,7 @@ class Spot:
 
 @dataclass
 class Batch:
-    """Matrices of one shape and kind that a root computes together: a (len(spots), rows, columns) tensor."""
+    """Matrices of equal shape and kind that a root computes together, as one (len(spots), rows, columns) tensor."""
 
     shape: tuple[int, int]
     kind: Hashable
@@ -160,21 +165,21 @@ class Batch:
 
 
 Compute = Callable[[Batch, torch.Tensor], torch.Tensor]
-"""``(batch, (B, rows, columns) tensor) -> (B, rows, columns) tensor``: what a root does with its matrices."""
+"""``(batch, (B, rows, columns) tensor) -> (B, rows, columns) tensor``: the computation of a root with its matrices."""
 
 
 @dataclass
 class _Lane:
-    """What one flight moves in one direction, as seen by this rank.
+    """The transfers of one flight in one direction, for this rank.
 
-    ``sends[peer]`` and ``receives[peer]`` are, in the order that they travel, the parts of flat tensors that are cut out and
-    filled; ``copies`` are the pairs that stay here. A part is (index of the tensor, part of it).
+    ``sends[peer]`` and ``receives[peer]`` list, in the order of transfer, the parts of flat tensors to read and to fill.
+    ``copies`` lists the pairs (source, target) that stay on this rank. Each part is (index of the tensor, part of it).
     """
 
     sends: dict[int, list[tuple[int, Part]]] = field(default_factory=lambda: defaultdict(list))
     receives: dict[int, list[tuple[int, Part]]] = field(default_factory=lambda: defaultdict(list))
     copies: list[tuple[tuple[int, Part], tuple[int, Part]]] = field(default_factory=list)
-    moves: bool = False  # whether anything travels between any two ranks
+    moves: bool = False  # Whether any two ranks exchange data. Equal on all ranks: it follows from placements and roots.
 
 
 @dataclass
@@ -182,20 +187,20 @@ class _Flight:
     gather: _Lane = field(default_factory=_Lane)
     scatter: _Lane = field(default_factory=_Lane)
     batches: list[Batch] = field(default_factory=list)
-    slots: list[tuple[int, int]] = field(default_factory=list)  # (batch, place in it) of each of this root's matrices
+    matrices: list[tuple[int, int]] = field(default_factory=list)  # (batch, index in it) of each matrix of this root
 
 
 class GatherToRoot:
-    """The transfers of one set of parameters between their shards and the roots of their matrices.
+    """The transfers of a set of parameters between their shards and the roots of their matrices.
 
     Args:
-        stacks: the parameters, the same on every rank and in the same order.
-        placed: how each lies on the mesh.
-        roots, flights: of each matrix of each stack.
-        mesh: whose ranks take part; None for plain tensors, of which every rank computes its own.
+        stacks: the parameters, equal on all ranks and in equal order.
+        placed: how each parameter is cut over the mesh.
+        roots, flights: for each stack, the root and the flight of each of its matrices.
+        mesh: the mesh of the parameters. None for plain tensors: then every rank computes all matrices.
 
     Raises:
-        NotImplementedError: the ranks of a mesh of several dimensions are not in ascending order.
+        NotImplementedError: the mesh has several dimensions and its ranks are not in ascending order.
     """
 
     def __init__(
@@ -224,6 +229,7 @@ class GatherToRoot:
         matrix = placed.matrix(position)
         pairs = common_parts(mine, matrix)
         if root != me:
+            # The root receives from one replica only. Every replica that holds a part receives the result.
             at_root = _coordinate(root, placed.mesh_shape)
             same_replica = all(a == b for a, b, cut in zip(at_root, self._coordinate, placed.cuts) if isinstance(cut, Whole))
             if pairs and same_replica:
@@ -231,46 +237,47 @@ class GatherToRoot:
             if pairs:
                 flight.scatter.receives[root] += [(index, here) for here, _ in pairs]
             return
-        slot = len(flight.slots)
-        flight.slots.append(_place_in_batch(flight.batches, stack, Spot(index, position)))
-        flight.gather.copies += [((index, here), (slot, there)) for here, there in pairs]
-        flight.scatter.copies += [((slot, there), (index, here)) for here, there in pairs]
+        number = len(flight.matrices)
+        flight.matrices.append(_add_to_batch(flight.batches, stack, Spot(index, position)))
+        flight.gather.copies += [((index, here), (number, there)) for here, there in pairs]
+        flight.scatter.copies += [((number, there), (index, here)) for here, there in pairs]
         if self.ranks == 1:
             return
-        for peer, piece in placed.holders(position, self._coordinate, replicas=False):
+        for peer, held in placed.holders(position, self._coordinate, replicas=False):
             if peer != me:
-                flight.gather.receives[peer] += [(slot, there) for _, there in common_parts(piece, matrix)]
-        for peer, piece in placed.holders(position, self._coordinate, replicas=True):
+                flight.gather.receives[peer] += [(number, there) for _, there in common_parts(held, matrix)]
+        for peer, held in placed.holders(position, self._coordinate, replicas=True):
             if peer != me:
-                flight.scatter.sends[peer] += [(slot, there) for _, there in common_parts(piece, matrix)]
+                flight.scatter.sends[peer] += [(number, there) for _, there in common_parts(held, matrix)]
 
     def run(
         self, inputs: Sequence[torch.Tensor], compute: Compute, dtype: torch.dtype, device: torch.device
     ) -> list[torch.Tensor]:
-        """Gather, compute and scatter: at most one collective per flight and direction.
+        """Gather, compute and scatter. Issues at most one all-to-all per flight and direction.
 
         Args:
-            inputs: this rank's part of each stack, of any dtype.
+            inputs: this rank's local tensor of each stack, of any dtype.
             compute: called for every batch of this root.
-            dtype: that matrices travel in, to the root and back.
-            device: of the matrices.
+            dtype: the dtype of the transfers, to the root and back, and of the matrices at the root.
+            device: the device of the matrices.
 
         Returns:
-            this rank's part of the results, flat, in ``dtype``.
+            the local tensor of each stack's result, flat, in ``dtype``.
         """
         flat = [each.contiguous().view(-1) for each in inputs]
-        results = [torch.empty(piece.numel, dtype=dtype, device=device) for piece in self._mine]
+        results = [torch.empty(held.numel, dtype=dtype, device=device) for held in self._mine]
         gathers: dict[int, tuple[list[torch.Tensor], list[torch.Tensor], Any]] = {}
         scatters = []
         for number, flight in enumerate(self.flights):
+            # The gather of the next flight is issued before this flight computes, so that both overlap.
             for ahead in range(number, min(number + 2, len(self.flights))):
                 if ahead not in gathers:
                     gathers[ahead] = self._start_gather(self.flights[ahead], flat, dtype, device)
-            batches, slots, received = gathers.pop(number)
-            _finish(flight.gather, received, slots)
+            batches, matrices, received = gathers.pop(number)
+            _finish(flight.gather, received, matrices)
             computed = [compute(batch, data) for batch, data in zip(flight.batches, batches)]
-            del batches, slots
-            out = [computed[batch][place].reshape(-1) for batch, place in flight.slots]
+            del batches, matrices  # Free the inputs of this flight before the scatter allocates.
+            out = [computed[batch][index].reshape(-1) for batch, index in flight.matrices]
             scatters.append((flight.scatter, _start(flight.scatter, out, results, self.group, self.ranks, dtype, device)))
         for lane, received in scatters:
             _finish(lane, received, results)
@@ -280,11 +287,12 @@ class GatherToRoot:
         self, flight: _Flight, flat: list[torch.Tensor], dtype: torch.dtype, device: torch.device
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
         batches = [torch.empty(len(batch.spots), *batch.shape, dtype=dtype, device=device) for batch in flight.batches]
-        slots = [batches[batch][place].view(-1) for batch, place in flight.slots]
-        return batches, slots, _start(flight.gather, flat, slots, self.group, self.ranks, dtype, device)
+        matrices = [batches[batch][index].view(-1) for batch, index in flight.matrices]
+        return batches, matrices, _start(flight.gather, flat, matrices, self.group, self.ranks, dtype, device)
 
 
-def _place_in_batch(batches: list[Batch], stack: Stack, spot: Spot) -> tuple[int, int]:
+def _add_to_batch(batches: list[Batch], stack: Stack, spot: Spot) -> tuple[int, int]:
+    """Append ``spot`` to the batch of its shape and kind. Returns the index of the batch and the index in it."""
     for number, batch in enumerate(batches):
         if (batch.shape, batch.kind) == (stack.matrix, stack.kind):
             batch.spots.append(spot)
@@ -293,8 +301,8 @@ def _place_in_batch(batches: list[Batch], stack: Stack, spot: Spot) -> tuple[int
     return len(batches) - 1, 0
 
 
-def _view(tensors: Sequence[torch.Tensor], place: tuple[int, Part]) -> torch.Tensor:
-    index, part = place
+def _view(tensors: Sequence[torch.Tensor], indexed: tuple[int, Part]) -> torch.Tensor:
+    index, part = indexed
     flat = tensors[index]
     return flat.as_strided(part.sizes, part.strides, flat.storage_offset() + part.offset)
 
@@ -308,33 +316,36 @@ def _start(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor | None:
-    """Copy what stays, and start what travels: what is received, perhaps still under way, or None."""
+    """Copy the parts that stay on this rank, and issue the all-to-all for the others.
+
+    Returns the receive buffer, which is filled after a wait, or None if no collective was issued.
+    """
     if lane.copies:
-        places = [_view(targets, there) for _, there in lane.copies]
-        values = [_view(sources, here).reshape(place.shape) for (here, _), place in zip(lane.copies, places)]
-        torch._foreach_copy_(places, values)
+        views = [_view(targets, there) for _, there in lane.copies]
+        values = [_view(sources, here).reshape(view.shape) for (here, _), view in zip(lane.copies, views)]
+        torch._foreach_copy_(views, values)
     if not lane.moves or group is None:
         return None
-    outgoing = [place for peer in range(ranks) for place in lane.sends.get(peer, ())]
+    outgoing = [part for peer in range(ranks) for part in lane.sends.get(peer, ())]
     packed = torch.empty(sum(part.numel for _, part in outgoing), dtype=dtype, device=device)
     if outgoing:
         slices = packed.split([part.numel for _, part in outgoing])
-        values = [_view(sources, place) for place in outgoing]
-        torch._foreach_copy_([piece.view(value.shape) for piece, value in zip(slices, values)], values)
+        values = [_view(sources, part) for part in outgoing]
+        torch._foreach_copy_([part.view(value.shape) for part, value in zip(slices, values)], values)
     return all_to_all(packed, _splits(lane.receives, ranks), _splits(lane.sends, ranks), group)
 
 
-def _splits(places: dict[int, list[tuple[int, Part]]], ranks: int) -> list[int]:
-    return [sum(part.numel for _, part in places.get(peer, ())) for peer in range(ranks)]
+def _splits(parts: dict[int, list[tuple[int, Part]]], ranks: int) -> list[int]:
+    return [sum(part.numel for _, part in parts.get(peer, ())) for peer in range(ranks)]
 
 
 def _finish(lane: _Lane, received: torch.Tensor | None, targets: Sequence[torch.Tensor]) -> None:
-    """Wait for what travels and put it into its places."""
+    """Wait for the all-to-all and copy the received parts into ``targets``."""
     if received is None:
         return
     received = torch.ops._c10d_functional.wait_tensor(received)
-    incoming = [place for peer in sorted(lane.receives) for place in lane.receives[peer]]
+    incoming = [part for peer in sorted(lane.receives) for part in lane.receives[peer]]
     if incoming:
-        places = [_view(targets, place) for place in incoming]
+        views = [_view(targets, part) for part in incoming]
         slices = received.split([part.numel for _, part in incoming])
-        torch._foreach_copy_(places, [piece.view(place.shape) for piece, place in zip(slices, places)])
+        torch._foreach_copy_(views, [part.view(view.shape) for part, view in zip(slices, views)])

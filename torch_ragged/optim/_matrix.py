@@ -1,4 +1,7 @@
-"""What optimizers of whole matrices share: groups, the way of a step through the roots, AdamW for everything else."""
+"""The base class of optimizers that compute with whole matrices: groups, the step through the roots, AdamW for the rest.
+
+A subclass must not communicate: :class:`MatrixOptimizer` issues all collectives, equal on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,17 @@ __all__ = ["MatrixOptimizer", "matrix_groups"]
 def matrix_groups(
     model: nn.Module, *, adamw: Iterable[nn.Module | nn.Parameter] = (), **adamw_options: Any
 ) -> list[dict[str, Any]]:
-    """Parameter groups for :class:`Muon` and :class:`Shampoo`: matrices to them; embeddings, vectors and ``adamw`` to AdamW.
+    """Parameter groups for :class:`Muon` and :class:`Shampoo`: one of matrices, and one that AdamW trains.
+
+    The AdamW group has all embeddings, all parameters that do not have two or three dimensions, and ``adamw``.
 
     Args:
-        model: whose parameters are split; call it after ``fully_shard``.
-        adamw: modules (the output head, say) and parameters (biases of fused experts) that AdamW trains as well.
+        model: the model with the parameters. Call this function after ``fully_shard``.
+        adamw: further modules (such as the output head) and parameters (such as biases of fused experts) for AdamW.
         adamw_options: options of the AdamW group, such as ``lr``.
+
+    Returns:
+        the groups that have parameters, as dicts for the constructor of the optimizer.
     """
     apart: set[nn.Parameter] = set()
     for each in (*adamw, *(module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))):
@@ -47,10 +55,10 @@ def matrix_groups(
 
 
 class MatrixOptimizer(RaggedOptimizer):
-    """An optimizer that computes with whole matrices at their roots; a subclass adds what is computed and what it costs.
+    """An optimizer that computes with whole matrices at their roots. A subclass defines the computation and its cost.
 
-    Groups whose ``algorithm`` is the subclass's own hold parameters of two dimensions (matrices) or three (stacks of them);
-    groups with ``"adamw"`` hold any.
+    A group has an ``algorithm``. If this is the subclass's ``algorithm``, its parameters must have two dimensions (matrices) or
+    three (stacks of matrices). If it is ``"adamw"``, its parameters may have any shape.
     """
 
     algorithm: str
@@ -64,36 +72,36 @@ class MatrixOptimizer(RaggedOptimizer):
         self._forget_plans()
         super().__init__(params, {**defaults, "algorithm": defaults.get("algorithm", self.algorithm)})
 
-    # -- what a subclass adds --------------------------------------------------------------------------------------
+    # -- methods of a subclass -------------------------------------------------------------------------------------
 
     def _kind(self, group: dict[str, Any]) -> Hashable:
-        """What matrices that are computed in one batch have in common."""
+        """The options of a group that matrices of one batch must share."""
         raise NotImplementedError
 
     def _cost(self, rows: int, columns: int, group: dict[str, Any]) -> float:
-        """Of the computation with one matrix, in any unit."""
+        """The cost of the computation with one matrix, in any unit. Equal on all ranks, since roots are chosen by it."""
         raise NotImplementedError
 
     def _send(self, param: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's part of what the root is to get of a parameter."""
+        """The local part of the tensor to gather at the root; updates local states, such as the momentum."""
         raise NotImplementedError
 
     def _compute(self, batch: Batch, matrices: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
-        """At the root: the updates of a batch of matrices, whose spots name stacks by their place in ``params``."""
+        """At the root: the updates of a batch of matrices. ``spot.stack`` is an index into ``params``."""
         raise NotImplementedError
 
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
-        """Apply this rank's part of the update, flat, to this rank's part of the parameter."""
+        """Apply ``update``, the flat local part of the update, to the local tensor of the parameter."""
         raise NotImplementedError
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise ``ValueError`` if an option of the group is out of range."""
+        """Raise ``ValueError`` if an option of the group is illegal."""
         raise NotImplementedError
 
     # -- groups ----------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; raises ``ValueError`` as the constructor does, and leaves the optimizer as it was then."""
+        """Add a group. Raises ``ValueError`` as the constructor does, without a change of the optimizer."""
         group, name = {**self.defaults, **param_group}, type(self).__name__
         given = group["params"]
         group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
@@ -101,7 +109,7 @@ class MatrixOptimizer(RaggedOptimizer):
             raise ValueError(f"{name} algorithm must be {self.algorithm!r} or 'adamw', got {group['algorithm']!r}")
         lr = group["lr"]
         if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-            raise ValueError(f"{name} lr must be a number or a tensor of one element, got a tensor of {lr.numel()}")
+            raise ValueError(f"{name} lr must be a number or a tensor of one element, got {lr.numel()} elements")
         if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
             raise ValueError(f"{name} betas must be two numbers in [0, 1), got {group['betas']!r}")
         for option in ("lr", "weight_decay", "eps", "adamw_eps"):
@@ -116,14 +124,14 @@ class MatrixOptimizer(RaggedOptimizer):
     def _check_param(self, param: Any, algorithm: str) -> None:
         name = type(self).__name__
         if not isinstance(param, torch.Tensor):
-            return  # torch's own check names the type.
+            return  # The base class raises an error that names the type.
         check_placement(param, name)
         if param.is_complex():
-            raise ValueError(f"{name} got a complex parameter of shape {tuple(param.shape)}: it trains real ones only")
+            raise ValueError(f"{name} got a complex parameter of shape {tuple(param.shape)}: expected a real dtype")
         if algorithm != "adamw" and param.ndim not in (2, 3):
             raise ValueError(
-                f"{name} takes matrices (two dimensions) or stacks of them (three), got a parameter of shape "
-                f'{tuple(param.shape)}: put it into a group with algorithm="adamw"; matrix_groups(model) makes such groups'
+                f"{name} takes matrices (two dimensions) or stacks of matrices (three), got a parameter of shape "
+                f'{tuple(param.shape)}: put it into a group with algorithm="adamw", for example with matrix_groups(model)'
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -131,7 +139,7 @@ class MatrixOptimizer(RaggedOptimizer):
         self._forget_plans()
 
     def _forget_plans(self) -> None:
-        """Plans hold process groups: they are no part of the state, and soon made anew."""
+        """Drop all plans. They hold process groups, which cannot be pickled; the next step makes new plans."""
         self._plans: dict[Any, GatherToRoot] = {}
         self._roots: dict[torch.Tensor, tuple[int, ...]] = {}
 
@@ -142,19 +150,19 @@ class MatrixOptimizer(RaggedOptimizer):
         """One step. Every rank of the parameters' meshes must call it.
 
         Returns:
-            the loss of ``closure``, if given.
+            the loss of ``closure``; None without a closure.
 
         Raises:
-            RuntimeError: a gradient is sparse, or missing on some ranks and placed otherwise than its parameter on others; on
-                every rank, with nothing changed.
+            RuntimeError: a gradient is sparse; or it is missing on some ranks and has other placements than its parameter on
+                other ranks. Every rank raises it, and nothing is changed.
         """
         loss = run_closure(closure)
         entries = [(param, group) for group in self.param_groups for param in group["params"]]
         params = [param for param, _ in entries]
         gradients = agree_on_gradients(params, None if self.check_gradients else ())
         matrices = [i for i, (_, group) in enumerate(entries) if group["algorithm"] == self.algorithm]
-        for mesh, places in by_mesh([params[i] for i in matrices]):
-            indices = [matrices[place] for place in places]
+        for mesh, of_mesh in by_mesh([params[i] for i in matrices]):
+            indices = [matrices[i] for i in of_mesh]
             present = [i for i in indices if gradients[i] is not None]
             if present:
                 self._matrix_step(indices, present, entries, gradients, mesh)
@@ -169,7 +177,7 @@ class MatrixOptimizer(RaggedOptimizer):
     def _matrix_step(
         self, indices: list[int], present: list[int], entries: list[Any], gradients: list[Any], mesh: DeviceMesh | None
     ) -> None:
-        """Step the parameters ``present``, of the matrix parameters ``indices`` of one mesh."""
+        """Step the matrix parameters of one mesh that have gradients: ``present``, a subset of ``indices``."""
         plan = self._plan(indices, present, entries, mesh)
         params, groups = [entries[i][0] for i in present], [entries[i][1] for i in present]
         inputs = [self._send(param, group, gradients[i]) for param, group, i in zip(params, groups, present)]
@@ -188,13 +196,13 @@ class MatrixOptimizer(RaggedOptimizer):
         stacks = [self._stack(*entries[i]) for i in present]
         roots = [self._roots[entries[i][0]] for i in present]
         flights = split_flights(stacks, roots, self.wire.itemsize, self.max_root_bytes)
-        if len(self._plans) >= 16:  # Sets of gradients come and go; a plan is soon made.
+        if len(self._plans) >= 16:  # Each set of parameters with gradients has a plan: bound their memory.
             self._plans.clear()
         self._plans[key] = GatherToRoot(stacks, placed, roots, flights, mesh)
         return self._plans[key]
 
     def _assign(self, indices: list[int], present: list[int], entries: list[Any], mesh: DeviceMesh | None) -> None:
-        """Choose the roots of the parameters that have gradients, for the best balance of this step's work."""
+        """Choose the roots of the parameters with gradients, so that ranks have nearly equal work in this step."""
         stacks = [self._stack(*entries[i]) for i in present]
         roots = assign_roots(stacks, mesh_ranks(mesh)[1])
         self._roots.update(zip([entries[i][0] for i in present], roots.of))

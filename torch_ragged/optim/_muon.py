@@ -1,4 +1,7 @@
-"""Muon on DTensor parameters: momentum on the shards, Newton-Schulz at the root of each matrix."""
+"""Muon on DTensor parameters: momentum on the shards, Newton-Schulz at the root of each matrix.
+
+On CPU every operation is bitwise that of ``torch.optim.Muon``: keep its order and its roundings.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _Rate = TypeVar("_Rate", float, torch.Tensor)
 
 
 def adjusted_lr(lr: _Rate, adjust_lr_fn: Optional[str], shape: Sequence[int]) -> _Rate:
-    """The learning rate of a matrix of ``shape`` (its last two sizes), as ``torch.optim.Muon`` adjusts it."""
+    """The learning rate of a matrix whose sizes are the last two of ``shape``, adjusted as in ``torch.optim.Muon``."""
     rows, columns = shape[-2:]
     if adjust_lr_fn is None or adjust_lr_fn == "original":
         return lr * math.sqrt(max(1, rows / columns))
@@ -30,41 +33,45 @@ def adjusted_lr(lr: _Rate, adjust_lr_fn: Optional[str], shape: Sequence[int]) ->
 
 
 class Muon(MatrixOptimizer):
-    """``torch.optim.Muon`` on parameters of any placement, each matrix orthogonalised once, on one rank.
+    """``torch.optim.Muon`` for parameters under any placements. One rank orthogonalises each matrix, once.
 
-    Algorithm 2 of the RaggedShard paper: momentum is updated on the shards; the update of each matrix is gathered to its root,
-    a rank chosen by load balance over the whole mesh (replicas of HSDP share the matrices out); the root runs Newton-Schulz;
-    the result goes back to the shards. Parameters are DTensors of any placement or plain tensors; one of three dimensions is a
-    stack of matrices (experts), each with a root of its own. Given equal gradients, parameters and states are bitwise equal for
-    any number of ranks, and on CPU equal to ``torch.optim.Muon``. (Torch rounds the last ``numel % 64`` elements of a bfloat16
-    matrix otherwise, if it is not taller than wide or has one column; and before 2.15 it overwrites the momentum of bfloat16
-    parameters without Nesterov.)
+    This is Algorithm 2 of the RaggedShard paper. Each rank updates the momentum of its shards. The update of each matrix is
+    gathered to its root, a rank that load balancing chooses from the whole mesh, including HSDP's replicas. The root runs
+    Newton-Schulz and sends the result back to the shards. Parameters are plain tensors or DTensors under any placements. A
+    parameter of three dimensions is a stack of matrices (experts), each with its own root.
 
-    Collectives per step and mesh: two all-to-alls to the roots and two back, in bfloat16 (more only by ``max_root_bytes``; none
-    where every matrix is whole on its owner), and one all-reduce of 8 bytes per parameter by which ranks agree on which
-    gradients there are.
+    Given equal gradients, parameters and states are bitwise equal for any number of ranks. On CPU they are equal to
+    ``torch.optim.Muon``, with two exceptions. First, if a bfloat16 matrix has at least as many columns as rows, or only one
+    column, torch rounds its last ``numel % 64`` elements differently. Second, before 2.15, torch without Nesterov overwrites
+    the momentum of bfloat16 parameters.
 
-    Parameter groups with ``algorithm="adamw"`` are trained by AdamW, with the options ``lr``, ``weight_decay``, ``betas`` and
-    ``adamw_eps``: embeddings, heads, norms, biases. :func:`matrix_groups` makes such groups.
+    Collectives per step and mesh: two all-to-alls to the roots and two back, in bfloat16. ``max_root_bytes`` can cause more. If
+    each matrix is whole on one rank, there are none. One all-reduce of 8 bytes per parameter lets ranks agree on which
+    gradients exist.
+
+    AdamW trains parameter groups with ``algorithm="adamw"``, such as embeddings, heads, norms and biases. Their options are
+    ``lr``, ``weight_decay``, ``betas`` and ``adamw_eps``. :func:`matrix_groups` makes such groups.
 
     Args:
-        params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as ``torch.optim.Muon`` of
-            torch 2.15 has them, on older versions too.
-        foreach: several tensors per kernel, and matrices of one shape in one Newton-Schulz iteration. Default: yes.
-        algorithm: ``"muon"`` or ``"adamw"``, usually given per group.
-        betas, adamw_eps: of AdamW groups.
-        max_root_bytes: what a rank may hold of gathered matrices in one flight of transfers (two flights are alive at a time);
-            matrices then go in more flights, and collectives.
-        check_gradients: False leaves out the all-reduce that agrees on gradients. Right where a gradient is there on all ranks
-            or on none, as after backward with ``fully_shard``; ranks that differ would hang.
+        params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in ``torch.optim.Muon``
+            of torch 2.15. All of them also work on older versions of torch.
+        foreach: update several tensors per kernel, and run Newton-Schulz on all matrices of one shape together. None means yes.
+        algorithm: ``"muon"`` or ``"adamw"``, usually set per group.
+        betas, adamw_eps: options of AdamW groups.
+        max_root_bytes: the most bytes of gathered matrices that a rank holds per flight of transfers; two flights are in memory
+            at a time. A lower limit needs more flights and collectives. None is no limit.
+        check_gradients: if False, ranks do not agree on gradients, which saves the all-reduce. Legal if each gradient exists on
+            all ranks or on none, as after a backward with ``fully_shard``. If ranks differ, the step hangs.
 
     Raises:
-        ValueError: an option is out of range; a ``"muon"`` group holds a parameter of other than two or three dimensions; a
+        ValueError: an option is out of range; a parameter of a ``"muon"`` group does not have two or three dimensions; or a
             parameter is complex or a Partial DTensor.
     """
 
     algorithm = "muon"
-    wire = torch.bfloat16  # What Newton-Schulz computes in: rounding before the transfer is the same, and halves the bytes.
+    wire = (
+        torch.bfloat16
+    )  # Newton-Schulz computes in bfloat16: rounding before the transfer halves its bytes and changes no result.
 
     def __init__(
         self,
@@ -108,7 +115,7 @@ class Muon(MatrixOptimizer):
         return newton_schulz_cost(rows, columns, group["ns_steps"])
 
     def _send(self, param: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
-        """Update this rank's momentum; what is to be orthogonalised."""
+        """Update the local momentum. Returns the local part of the matrix to orthogonalise."""
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param)
@@ -122,7 +129,7 @@ class Muon(MatrixOptimizer):
         return newton_schulz(matrices, coefficients, steps, eps, batched)
 
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
-        lr, shape, mine = group["lr"], param.shape, local(param)  # lr may be a tensor, which rounds to its dtype as in torch.
+        lr, shape, mine = group["lr"], param.shape, local(param)  # A tensor lr rounds to its dtype, as in torch.
         mine.mul_(scalar(1 - lr * group["weight_decay"]))
         rate = scalar(adjusted_lr(lr, group["adjust_lr_fn"], shape))
         add_scaled(mine, update.view(mine.shape), -rate, rounds_product=shape[-2] > shape[-1] > 1)

@@ -1,4 +1,7 @@
-"""Newton-Schulz orthogonalisation of batches of matrices, bitwise what ``torch.optim.Muon`` computes for each."""
+"""Newton-Schulz orthogonalisation of batches of matrices, bitwise equal to ``torch.optim.Muon`` for each matrix.
+
+The result for a matrix must not depend on the other matrices of its batch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ STEPS = 5
 
 
 def newton_schulz_cost(rows: int, columns: int, steps: int = STEPS) -> float:
-    """Floating-point operations of the iteration: per step, with m <= n, two products of 2 m m n and one of 2 m m m."""
+    """Floating-point operations of the iteration: with m <= n, each step has two products of 2 m m n and one of 2 m m m."""
     m, n = min(rows, columns), max(rows, columns)
     return float(steps * (4 * m * m * n + 2 * m**3))
 
@@ -26,17 +29,17 @@ def newton_schulz(
     eps: float = EPS,
     batched: bool = True,
 ) -> torch.Tensor:
-    """The quintic iteration of Muon on each matrix: nearly the orthogonal factor of its polar decomposition.
+    """Muon's quintic iteration on each matrix. The result approximates the orthogonal factor of its polar decomposition.
 
-    Source: K. Jordan, "Muon", 2024; the operations are those of ``torch.optim.Muon``, in the same order and in bfloat16.
+    The operations and their order are those of ``torch.optim.Muon``, in bfloat16. Source: K. Jordan, "Muon", 2024.
 
     Args:
-        matrices: (B, rows, columns), any floating dtype; not changed.
-        coefficients, steps, eps: as ``ns_coefficients``, ``ns_steps`` and ``eps`` of ``torch.optim.Muon``.
-        batched: one product for all matrices, and on CUDA half the work for symmetric products of large matrices
-            (:func:`~torch_ragged._kernels.symmetric.gram`); False: one after another, the very kernels of
-            ``torch.optim.Muon``. On CPU both give the same bits; on a GPU the library may choose another kernel for another
-            number of matrices.
+        matrices: (B, rows, columns), of any floating dtype; not changed.
+        coefficients, steps, eps: ``ns_coefficients``, ``ns_steps`` and ``eps`` of ``torch.optim.Muon``.
+        batched: if True, one product for all matrices, and on CUDA half the work for symmetric products of large matrices
+            (:func:`~torch_ragged._kernels.symmetric.gram`). If False, one matrix after the other, with the kernels of
+            ``torch.optim.Muon``. On CPU both give equal bits. On a GPU the library may choose another kernel for another number
+            of matrices, so bits may differ.
 
     Returns:
         (B, rows, columns) in bfloat16.
@@ -48,7 +51,7 @@ def newton_schulz(
     x = matrices.to(torch.bfloat16, copy=True)
     if rows > columns:
         x = x.mT
-    for one in x:  # A norm over one matrix at a time: a reduction's order of additions may depend on the batch.
+    for one in x:  # One norm at a time: in a batched reduction the order of additions may depend on the batch.
         one.div_(one.norm().clamp(min=eps))
     is_single = len(x) == 1
     x, add_product = (x[0], torch.addmm) if is_single else (x, torch.baddbmm)

@@ -1,7 +1,8 @@
-"""8-bit codes with a scale per block, and stochastic rounding, both independent of how a tensor is cut over ranks.
+"""8-bit codes with one scale per block, and stochastic rounding. Results do not depend on how a tensor is cut over ranks.
 
-Code books as in Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (ICLR 2022), section 2: values are divided by
-the largest magnitude of their block and stored as the nearest entry of a book of 256 numbers.
+Values are divided by the largest magnitude of their block and stored as the nearest entry of a code book of 256 numbers.
+Source of the code books: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (ICLR 2022), section 2. The Triton
+kernel repeats every operation of this module in the same order: change both together.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _MASK = 0xFFFFFFFF
 
 @lru_cache(maxsize=64)
 def code_book(kind: str, signed: bool, device: torch.device) -> torch.Tensor:
-    """The 256 values of a book in ascending order, float32 in [-1, 1] or [0, 1].
+    """The 256 values of a code book in ascending order: float32, in [-1, 1] if ``signed``, otherwise in [0, 1].
 
-    ``"linear"``: equal steps, 0 and 1 among them. ``"dynamic"``: seven decades below 1, the higher the more finely cut, and 0
-    and 1: relative precision for large values, range for small ones.
+    ``"linear"`` has equal steps and contains 0 and 1. ``"dynamic"`` has 0, 1 and seven decades below 1; each decade has twice
+    as many values as the decade below. This gives relative precision for large values and range for small values.
     """
     if kind == "linear":
         steps = torch.arange(256, dtype=torch.float64)
@@ -36,44 +37,47 @@ def code_book(kind: str, signed: bool, device: torch.device) -> torch.Tensor:
 
 
 def encode(normalized: torch.Tensor, kind: str, signed: bool) -> torch.Tensor:
-    """The codes (uint8) of float32 values in [-1, 1] or [0, 1]: the nearest of the book, by arithmetic.
+    """The codes (uint8) of float32 values in [-1, 1] or [0, 1]: the nearest value of the book, found by arithmetic.
 
-    But about half of the dynamic book's smallest number: what is taken for 0 there is up to 6e-8 farther than the nearest.
+    There is one exception: near half of the dynamic book's smallest number, a value may get code 0 although this is up to 6e-8
+    farther away than the nearest.
 
-    A search in a table, a step for every bit, would cost a GPU more than the memory traffic of an Adam step. A number of the
-    dynamic book is the middle of a cell. Over a decade cells have equal width, and there are twice as many as in the decade
-    below, so that the place of a value among all cells is a line over each decade, each flatter than the last, and everywhere
-    the least of the seven lines. Of the first cell of a decade a fifth is nearer to the last one below, which is narrower by as
-    much; of the very first nearly a fifth to 0. Each operation rounds once, in an order that the kernel keeps: no fused
-    multiply-adds.
+    A search in a table takes one step per bit, which would cost a GPU more than the memory traffic of an Adam step. Instead,
+    each number of the dynamic book is the middle of a cell. In one decade all cells have equal width, and the decade has twice
+    as many cells as the decade below. Therefore the cell number as a function of the value is a straight line in each decade,
+    and each line is flatter than the one below. The cell number is the minimum of the seven lines. One correction is needed:
+    the cell below a decade is narrower than the decade's first cell, so a fifth of the first cell is nearer to the cell below.
+    In the lowest decade, nearly a fifth of the first cell is nearer to 0. Each operation rounds once, in the order of the
+    kernel, without fused multiply-adds.
     """
     if kind == "linear":
-        place = normalized * 128.0 + 127.0 if signed else normalized * 255.0
-        return place.clamp_(min=0.0).round_().to(torch.uint8)
+        line = normalized * 128.0 + 127.0 if signed else normalized * 255.0
+        return line.clamp_(min=0.0).round_().to(torch.uint8)
     magnitude = normalized.abs()
-    place = magnitude * (1e6 / 0.9) + 8 / 9
+    line = magnitude * (1e6 / 0.9) + 8 / 9
     for decade in range(1, 7):
-        torch.minimum(place, (magnitude * (1e6 / 0.9 * 0.2**decade)).add_(8 / 9 * 2**decade), out=place)
+        torch.minimum(line, (magnitude * (1e6 / 0.9 * 0.2**decade)).add_(8 / 9 * 2**decade), out=line)
     if not signed:
-        place.mul_(2.0).sub_(1.0)
-    whole = (place - 0.5).round_()
+        line.mul_(2.0).sub_(1.0)
+    whole = (line - 0.5).round_()
     cell = whole.int()
-    is_first = (cell & (cell - 1 if signed else cell + 1)) == 0
-    cell -= (is_first & (place - whole < 0.2)).int()
+    is_first = (cell & (cell - 1 if signed else cell + 1)) == 0  # First cells of decades have numbers 2**k, or 2**k - 1.
+    cell -= (is_first & (line - whole < 0.2)).int()
     top = 128 if signed else 255
-    cell.masked_fill_(place >= top - 0.25, top)
+    cell.masked_fill_(line >= top - 0.25, top)
     return (torch.where(normalized < 0, 127 - cell.clamp(max=127), 127 + cell) if signed else cell).to(torch.uint8)
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
-    """float32 values of uint8 ``codes``, of shape (..., h, ..., w) that ``scales`` broadcast against."""
+    """The float32 values of uint8 ``codes``. The shape of ``scales`` must broadcast to that of ``codes``, (..., h, ..., w)."""
     return book[codes.int()] * scales
 
 
 def quantize(values: torch.Tensor, dims: tuple[int, ...], kind: str, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (uint8) and scales (float32, ``dims`` kept with size one) of float32 ``values``; ``dims`` are those of a block.
+    """The codes (uint8) and scales (float32) of float32 ``values``. ``dims`` are the dimensions of a block.
 
-    A block of zeros, or of magnitudes below the smallest normal number, has scale 0. A NaN makes its block's scale NaN.
+    The scales have size one in each of ``dims``. A block of zeros, or of magnitudes below the smallest normal number, has scale
+    0. If a block has a NaN, its scale is NaN.
     """
     scales = values.abs().amax(dims, keepdim=True)
     scales = torch.where(scales < 2.0**-126, 0.0, scales)
@@ -82,7 +86,7 @@ def quantize(values: torch.Tensor, dims: tuple[int, ...], kind: str, signed: boo
 
 
 def hash32(value: int) -> int:
-    """A 32-bit mix of an integer in which every input bit changes half of the output bits (Wellons' "lowbias32")."""
+    """A 32-bit hash of an integer: each input bit changes half of the output bits. Source: Wellons' "lowbias32"."""
     value &= _MASK
     value = ((value ^ (value >> 16)) * 0x7FEB352D) & _MASK
     value = ((value ^ (value >> 15)) * 0x846CA68B) & _MASK
@@ -96,14 +100,14 @@ def _hash32(value: torch.Tensor) -> torch.Tensor:
 
 
 def round_to_bfloat16(values: torch.Tensor, indices: torch.Tensor, key: int) -> torch.Tensor:
-    """Round float32 to bfloat16 up or down at random, the expectation being the value.
+    """Round float32 values to bfloat16, up or down at random, such that the expected result is the value.
 
-    The random bits of an element are a function of its index in the global tensor and of ``key`` only.
+    The random bits of an element depend only on its index in the global tensor and on ``key``, not on the shard.
 
     Args:
         values: float32.
-        indices: int64 of the same shape: the flat index of every element.
-        key: of this tensor in this step, 32 bits.
+        indices: int64, of the shape of ``values``: the flat global index of every element.
+        key: 32 bits, different for each tensor and step.
     """
     noise = _hash32((indices & _MASK) ^ _hash32((indices >> 32) ^ key)) & 0xFFFF
     bits = (values.contiguous().view(torch.int32) + noise.int()) & -0x10000

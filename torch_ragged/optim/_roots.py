@@ -1,14 +1,16 @@
-"""Roots: which rank computes with which whole matrix. Integer planning only: works offline, for any number of ranks.
+"""Roots: which rank computes with which whole matrix.
 
-A parameter is a *stack* of matrices: one for two dimensions, one per expert for a fused (E, R, C) weight. Every matrix gets one
-root, the ranks being those of the whole mesh in row-major order, replicas of HSDP included: they share the matrices out. The
+Plans with integers only: no tensors and no process groups, so it works offline for any number of ranks.
+
+A parameter is a *stack* of matrices: one matrix if it has two dimensions, one per expert for a fused (E, R, C) weight. Every
+matrix gets one *root*, a rank of the whole mesh in row-major order. HSDP's replicas count too, so they share the work. The
 roots of a stack never descend, so that "stack at its roots" is a RaggedShard over the flattened mesh::
 
     stack of 5 matrices, roots (0, 0, 2, 2, 3)   =   RaggedShard((0,), (2, 0, 2, 1))
 
-Balance is on the cost that the optimizer gives per matrix, by the rule of the longest processing time first (Graham 1969): the
-dearest matrix goes to the rank with the least to do. Each root then splits its matrices into *flights*, which are gathered,
-computed and sent back one after another, the transfers of the next one under way while this one computes.
+The optimizer gives a cost per matrix. Ranks are balanced by the rule "longest processing time first" (Graham 1969): the most
+expensive matrix goes to the rank with the lowest load. Each root then splits its matrices into *flights*. One flight after the
+other is gathered, computed and sent back; the gather of the next flight is in flight while this flight computes.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ from typing import Optional
 __all__ = ["Roots", "Stack", "assign_roots", "split_flights"]
 
 FLIGHTS = 2
-"""Flights per step, where the bytes at a root do not force more: enough to overlap transfers with computation."""
+"""Flights per step, if ``max_root_bytes`` does not require more. Two are enough to overlap transfers with computation."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter as the planner sees it.
+    """The planner's description of a parameter.
 
     Attributes:
-        shape: of the parameter, two dimensions or three.
-        cost: of the computation with one of its matrices, in any unit.
-        owners: where every matrix is whole on some rank already: for each replica, the rank of each matrix. Else None.
-        kind: matrices are computed in one batch only if their shapes and kinds are equal.
+        shape: the global shape, of two or three dimensions.
+        cost: the cost of the computation with one of its matrices, in any unit.
+        owners: for each replica, the rank that holds each whole matrix; None if a matrix is cut.
+        kind: matrices share a batch only if their shapes and kinds are equal.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +47,7 @@ class Stack:
 
     @property
     def count(self) -> int:
-        """Number of matrices."""
+        """The number of matrices."""
         return math.prod(self.shape[:-2])
 
     @property
@@ -59,8 +61,8 @@ class Roots:
     """The root of each matrix.
 
     Attributes:
-        of: for each stack the rank of each of its matrices, which never descend within a stack.
-        loads: the cost at each rank.
+        of: for each stack, the root of each of its matrices. Roots never descend within a stack.
+        loads: the sum of the costs at each rank.
     """
 
     of: tuple[tuple[int, ...], ...]
@@ -68,15 +70,15 @@ class Roots:
 
     @property
     def imbalance(self) -> float:
-        """The largest load over the mean load; 1.0 is perfect, and what it is with nothing to do."""
+        """The largest load divided by the mean load; 1.0 is perfect balance, or no work."""
         mean = sum(self.loads) / len(self.loads)
         return max(self.loads) / mean if mean else 1.0
 
 
 def assign_roots(stacks: Sequence[Stack], ranks: int) -> Roots:
-    """Choose the root of every matrix, the same on every rank: a function of its arguments only.
+    """Choose the root of every matrix. The result depends only on the arguments, so all ranks choose equal roots.
 
-    A stack whose matrices are whole somewhere stays there; of several replicas the least loaded one computes it.
+    If the matrices of a stack are whole on their owners, the owners are the roots; of several replicas, the least loaded.
     """
     loads = [0.0] * ranks
     of: list[tuple[int, ...]] = [()] * len(stacks)
@@ -91,7 +93,7 @@ def assign_roots(stacks: Sequence[Stack], ranks: int) -> Roots:
     heapq.heapify(heap)
     for index in order:
         stack = stacks[index]
-        if stack.owners is None:  # Its matrices cost the same: any order of their roots gives the same loads.
+        if stack.owners is None:  # All matrices of a stack have equal costs, so sorting their roots keeps the loads.
             chosen = []
             for _ in range(stack.count):
                 load, rank = heap[0]
@@ -106,14 +108,14 @@ def assign_roots(stacks: Sequence[Stack], ranks: int) -> Roots:
 def split_flights(
     stacks: Sequence[Stack], of: Sequence[Sequence[int]], itemsize: int, max_root_bytes: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """The flight of each matrix: as few flights as there can be, at most two unless ``max_root_bytes`` forces more.
+    """The flight of each matrix: as few flights as possible, and at most two if ``max_root_bytes`` permits.
 
-    Each root spreads its matrices over the flights by cost, so that all roots are equally busy in each.
+    Each root spreads its matrices over the flights by cost, so that all roots have nearly equal work in each flight.
 
     Args:
         stacks, of: the stacks and the roots of their matrices.
-        itemsize: bytes of an element of a gathered matrix.
-        max_root_bytes: what a root may hold of gathered matrices in one flight; no limit where None.
+        itemsize: the bytes of an element of a gathered matrix.
+        max_root_bytes: the most bytes of gathered matrices at a root in one flight; None is no limit.
 
     Raises:
         ValueError: a single matrix is larger than ``max_root_bytes``.
@@ -134,7 +136,7 @@ def split_flights(
         result = [[0] * stack.count for stack in stacks]
         if all(_fill_flights(stacks, mine, flights, itemsize, max_root_bytes, result) for mine in at_root.values()):
             return tuple(map(tuple, result))
-    raise AssertionError("unreachable: with a flight per matrix every matrix has room")
+    raise AssertionError("unreachable: with one flight per matrix, every matrix fits")
 
 
 def _fill_flights(
@@ -145,7 +147,7 @@ def _fill_flights(
     max_bytes: int | None,
     result: list[list[int]],
 ) -> bool:
-    """Spread one root's matrices, dearest first, each to the flight with the least cost that has room; False if none has."""
+    """Assign each matrix of one root, in order of falling cost, to the cheapest flight with room. False if none has room."""
     costs, sizes = [0.0] * flights, [0] * flights
     for index, position in matrices:
         size = math.prod(stacks[index].matrix) * itemsize

@@ -1,4 +1,7 @@
-"""Shampoo on the machinery of the roots: a compute function and a cost model."""
+"""Shampoo on DTensor parameters: the computation at the root of each matrix, and its cost.
+
+All state of a matrix is at its root, so roots must not change between steps.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,13 @@ _TINY = 1e-30
 
 
 def inverse_root(factor: torch.Tensor, order: int, eps: float) -> torch.Tensor:
-    """``factor ** (-1 / order)`` of a symmetric positive semi-definite matrix, in float64; NaN where it is not finite.
+    """``factor ** (-1 / order)`` of a symmetric positive semi-definite matrix, computed in float64.
 
-    ``eps`` times the largest eigenvalue is added to all of them.
+    ``eps`` times the largest eigenvalue is added to every eigenvalue. If ``factor`` has a NaN or an infinity, all elements of
+    the result are NaN.
 
     Raises:
-        torch.linalg.LinAlgError: the eigenvalues were not found.
+        torch.linalg.LinAlgError: the eigendecomposition does not converge.
     """
     if not factor.isfinite().all():
         return torch.full_like(factor, torch.nan)
@@ -38,29 +42,31 @@ def inverse_root(factor: torch.Tensor, order: int, eps: float) -> torch.Tensor:
 
 
 class Shampoo(MatrixOptimizer):
-    """Shampoo with grafting to Adam, each matrix preconditioned on its root.
+    """Shampoo with grafting to Adam. Each matrix is preconditioned on its root.
 
-    Per matrix G (m x n): ``L = beta L + (1 - beta) G G^T``, ``R = beta R + (1 - beta) G^T G``; every ``interval`` steps their
-    inverse roots; the direction is ``L^(-1/4) M R^(-1/4)``, M being the bias-corrected average of gradients, scaled to the norm
-    that Adam's update of this matrix has. A side of more than ``max_side`` is not preconditioned, the other one then with the
-    power -1/2; a matrix with two such sides gets Adam's update. All state lies whole on the root of its matrix, as DTensors
-    with a RaggedShard over the flattened mesh, so that checkpoints reshard. Roots stay while gradients come and go.
+    Per matrix G (m x n): ``L = beta L + (1 - beta) G G^T`` and ``R = beta R + (1 - beta) G^T G``. Their inverse roots are
+    computed every ``interval`` steps. The direction is ``L^(-1/4) M R^(-1/4)``, where M is the bias-corrected average of the
+    gradients. It is scaled to the norm of Adam's update of this matrix. If one side is longer than ``max_side``, only the other
+    side is preconditioned, with the power -1/2. If both sides are longer, the matrix gets Adam's update.
+
+    All state of a matrix is whole on its root. States are DTensors with a RaggedShard over the flattened mesh, so checkpoints
+    reshard. A parameter keeps its roots, also if it has no gradient in some steps.
 
     Collectives per step and mesh: as for :class:`Muon`, in float32. Given equal gradients, parameters and states are bitwise
-    equal for any number of ranks. Groups with ``algorithm="adamw"`` as there.
+    equal for any number of ranks. AdamW trains groups with ``algorithm="adamw"``, as in :class:`Muon`.
 
     Source: Gupta, Koren, Singer, "Shampoo" (ICML 2018); Anil et al. (2020) and Shi et al. (2023) for grafting and intervals.
 
     Args:
-        params, lr, weight_decay: as ``torch.optim.AdamW`` (weight decay is decoupled).
-        betas: of the averages of gradients and, for grafting, of their squares; and of AdamW groups.
-        shampoo_beta: of the factors.
-        eps: ridge of the inverse roots, relative to the largest eigenvalue.
-        adamw_eps: of grafting and of AdamW groups.
-        interval: steps between computations of inverse roots.
-        max_side: largest side that is preconditioned.
-        foreach: of AdamW groups.
-        max_root_bytes, check_gradients: as :class:`Muon`.
+        params, lr, weight_decay: as in ``torch.optim.AdamW`` (weight decay is decoupled).
+        betas: the decay of the averages of gradients and, for grafting, of squared gradients; also for AdamW groups.
+        shampoo_beta: the decay of the factors L and R.
+        eps: the ridge of the inverse roots, relative to the largest eigenvalue.
+        adamw_eps: Adam's eps, for grafting and for AdamW groups.
+        interval: the number of steps between two computations of the inverse roots.
+        max_side: the longest side that is preconditioned.
+        foreach: an option of AdamW groups.
+        max_root_bytes, check_gradients: as in :class:`Muon`.
 
     Raises:
         ValueError: as :class:`Muon`.
@@ -114,13 +120,13 @@ class Shampoo(MatrixOptimizer):
         return group["max_side"], group["interval"]
 
     def _cost(self, rows: int, columns: int, group: dict[str, Any]) -> float:
-        """Factors and preconditioning take four products of 2 m m n, an eigendecomposition about 25 m m m at an interval."""
+        """Operations per step: 2 m m n per product of factors and preconditioning; about 25 m m m per inverse root."""
         sides = [side for side in (rows, columns) if side <= group["max_side"]]
         eigen = sum(25.0 * side**3 for side in sides) / group["interval"]
         return rows * columns * (10.0 + sum(4.0 * side for side in sides)) + eigen
 
     def _assign(self, indices: list[int], present: list[int], entries: list[Any], mesh: DeviceMesh | None) -> None:
-        """State lies at the roots: all parameters get theirs at once, and keep it."""
+        """Choose the roots of all parameters at once, and only once, because the state is at the roots."""
         new = [i for i in indices if entries[i][0] not in self._roots]
         roots = assign_roots([self._stack(*entries[i]) for i in new], mesh_ranks(mesh)[1])
         self._roots.update(zip([entries[i][0] for i in new], roots.of))
@@ -131,7 +137,7 @@ class Shampoo(MatrixOptimizer):
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
             state.update({name: self._zeros(param, shape) for name, shape in shapes.items()})
-        for name in shapes:  # Loaded from a run with other roots, perhaps.
+        for name in shapes:  # A loaded state may come from a run with other roots: redistribute it to the present ones.
             value, placement = state[name], self._placement(param)
             if isinstance(value, DTensor) and value.placements != placement:
                 state[name] = value.redistribute(placements=placement)
@@ -147,7 +153,7 @@ class Shampoo(MatrixOptimizer):
         return shapes
 
     def _placement(self, param: torch.Tensor) -> tuple[RaggedShard, ...]:
-        """At the roots: a run of a stack's matrices for each rank of the flattened mesh."""
+        """The placement of a parameter's states: each rank of the flattened mesh holds the matrices whose root it is."""
         roots, ranks = self._roots[param], mesh_ranks(mesh_of(param))[1]
         units = [0] * ranks
         for root in roots or (0,):
@@ -166,7 +172,7 @@ class Shampoo(MatrixOptimizer):
         return zeros_placed(shape, torch.float32, self._meshes[mesh], self._placement(param))
 
     def _compute(self, batch: Batch, matrices: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One matrix after another: products of a batch may round otherwise than products of one."""
+        """One matrix after the other: products of a batch may round differently from products of one matrix."""
         groups = {param: group for group in self.param_groups for param in group["params"]}
         for matrix, spot in zip(matrices, batch.spots):
             param = params[spot.stack]
@@ -174,14 +180,14 @@ class Shampoo(MatrixOptimizer):
         return matrices
 
     def _at_root(self, param: torch.Tensor, spot: Spot) -> dict[str, torch.Tensor]:
-        """Views of the states of one matrix, which this rank is the root of."""
+        """Views of the states of one matrix. This rank must be its root."""
         rank = mesh_ranks(mesh_of(param))[0]
-        place = spot.position - self._roots[param].index(rank)
+        index = spot.position - self._roots[param].index(rank)
         states = {}
         for name, value in self.state[param].items():
             if name != "step":
                 sizes = value.shape[-2:]
-                states[name] = local(value).view(-1, *sizes)[place]
+                states[name] = local(value).view(-1, *sizes)[index]
         return states
 
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
@@ -191,7 +197,7 @@ class Shampoo(MatrixOptimizer):
 
 
 def _direction(gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any], step: int) -> torch.Tensor:
-    """Update the states of one matrix; what the parameter moves along, before the learning rate. All float32."""
+    """Update the states of one matrix. Returns the direction of its update, without the learning rate. All are float32."""
     (beta1, beta2), beta = group["betas"], group["shampoo_beta"]
     m, v = state["exp_avg"], state["exp_avg_sq"]
     m.mul_(beta1).add_(gradient * (1 - beta1))
@@ -210,6 +216,6 @@ def _direction(gradient: torch.Tensor, state: dict[str, torch.Tensor], group: di
             try:
                 root.copy_(inverse_root(factor / (1 - beta**step), 2 * len(sides), group["eps"]))
             except torch.linalg.LinAlgError:
-                pass  # The last one serves on; an error on one rank would leave the others waiting for it.
+                pass  # Keep the previous root: an error on this rank only would make the other ranks hang in the scatter.
         direction = root @ direction if name == "left" else direction @ root
     return direction * (adam.norm() / direction.norm().clamp(min=_TINY))
