@@ -1,4 +1,4 @@
-"""Checkpoints of earlier code load: test/data/checkpoint-dd032b9 was saved by 2 ranks with the code of that commit, torch 2.13."""
+"""Checkpoints of earlier code load: 2 ranks saved test/data/checkpoint-dd032b9 with the code of that commit, on torch 2.13."""
 
 import shutil
 import tempfile
