@@ -5,6 +5,7 @@ Nothing here may change torch: functions that torch itself calls are extended by
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +27,7 @@ __all__ = [
     "concatenate",
     "dtensor_like",
     "dynamo_disabled",
+    "dynamo_disabled_in_backward",
     "flatten",
     "functorch_is_active",
     "grouped_mm",
@@ -110,6 +112,20 @@ def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     Unlike ``torch.compiler.disable`` it imports Dynamo only at the first call.
     """
     return torch._disable_dynamo(function)
+
+
+def dynamo_disabled_in_backward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for hooks that autograd calls, which no graph can have inside. (2.11 to 2.15)
+
+    They are many, and :func:`dynamo_disabled` takes longer than most of them. So they skip it while nothing is compiled.
+    """
+    disabled, callback = dynamo_disabled(function), torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if callback() is None else disabled(*args, **kwargs)
+
+    return call
 
 
 def profiler_range(what: str, name: str) -> AbstractContextManager[object]:

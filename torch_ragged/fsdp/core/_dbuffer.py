@@ -145,7 +145,12 @@ class DBuffer:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, or a tensor that it wraps, lies in the memory of this buffer."""
-        return self.is_allocated and self.flat.untyped_storage()._cdata in storage_ids(tensor)
+        if not self.is_allocated:
+            return False
+        mine = self.flat.untyped_storage()._cdata
+        if type(tensor) is torch.Tensor and tensor.layout == torch.strided:  # Asked of each parameter, several times a step.
+            return tensor.untyped_storage()._cdata == mine
+        return mine in storage_ids(tensor)
 
     def shard(self) -> torch.Tensor:
         """This rank's shard: all of a sharded buffer, or its slice. No copy."""

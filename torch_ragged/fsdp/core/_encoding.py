@@ -107,4 +107,5 @@ class Encoding:
 
     def is_intact(self, param: FSDPParam, local: torch.Tensor) -> bool:
         """Whether the memory of an unsharded parameter, whose local tensor is ``local``, is still the encoding's."""
-        return param.unsharded.dtype == self.buffer.flat.dtype and self.holds(local)
+        view = param.view
+        return local.dtype == view.dtype and local.data_ptr() == view.data_ptr()

@@ -239,15 +239,23 @@ class FSDPParamGroup:
                 )
             # Before the shards are read: a write after this makes the group outdated, also while the all-gather is in flight.
             self._gathered_versions = [param.sharded._version for param in self.params]
-            with self._freed_on_error(), profiler_range("all_gather", self.fqn):
-                self._all_gather = self.keeper.all_gather(self.shards, self.encoding, self._gathered_versions, self.collectives)
+            try:
+                with profiler_range("all_gather", self.fqn):
+                    versions = self._gathered_versions
+                    self._all_gather = self.keeper.all_gather(self.shards, self.encoding, versions, self.collectives)
+            except BaseException:
+                self._reset_after_error()
+                raise
             self._move_to(ShardedState.GATHERING)
         if wait and not self.is_unsharded:
-            with self._freed_on_error():
+            try:
                 self._wait_for_all_gather()
                 made = self.encoding.decode(self.shards, self.keeper.keeps_buffer)
                 if made is not None:
                     self._init_unsharded_param(0, self.params[0], self.params[0].distribution.gathered(made))
+            except BaseException:
+                self._reset_after_error()
+                raise
             self.keeper.drop()  # The all-gather has read it.
             self._move_to(ShardedState.UNSHARDED)
             # Registered last: if anything above raises, the modules still have the sharded parameters.
@@ -256,16 +264,11 @@ class FSDPParamGroup:
                     param.register(param.unsharded)
                     param.version = param.compute_version
 
-    @contextlib.contextmanager
-    def _freed_on_error(self) -> Iterator[None]:
-        """If the all-gather fails, be sharded as before it, so that all ranks can issue it again."""
-        try:
-            yield
-        except BaseException:
-            self._all_gather, self._sharded_state = None, ShardedState.SHARDED
-            self.keeper.invalidate()
-            self._free_unsharded()
-            raise
+    def _reset_after_error(self) -> None:
+        """The all-gather has failed: be sharded as before it, so that all ranks can issue it again."""
+        self._all_gather, self._sharded_state = None, ShardedState.SHARDED
+        self.keeper.invalidate()
+        self._free_unsharded()
 
     def _wait_for_all_gather(self) -> None:
         assert self._all_gather is not None
@@ -301,8 +304,11 @@ class FSDPParamGroup:
             self._move_to(ShardedState.SHARDED)
         # An all-gather in flight writes to the buffer that is freed below.
         if self._all_gather is not None:
-            with self._freed_on_error():
+            try:
                 self._wait_for_all_gather()
+            except BaseException:
+                self._reset_after_error()
+                raise
         self.keeper.drop()
         if not was_gathered:
             return

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from torch_ragged._register._torch import backward_id, dynamo_disabled, profiler_range
+from torch_ragged._register._torch import backward_id, dynamo_disabled, dynamo_disabled_in_backward, profiler_range
 from torch_ragged.fsdp.core._backward_pass import BackwardPass
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
 from torch_ragged.fsdp.core._forward_order import Call, ForwardOrder
@@ -430,12 +430,12 @@ class FSDPState:
                 base.grad_fn.register_prehook(functools.partial(self._pre_backward_of_base, context, call))
         return True
 
-    @dynamo_disabled
+    @dynamo_disabled_in_backward
     def _pre_backward_of_base(self, context: FSDPStateContext, call: Call, gradients: Any) -> None:
         if call.begun_in != backward_id():
             self._pre_backward(context, call, gradients)
 
-    @dynamo_disabled
+    @dynamo_disabled_in_backward
     def _pre_backward(self, context: FSDPStateContext, call: Call, gradients: Any) -> None:
         """Backward has reached an output of a call."""
         context.backward.start()
@@ -480,13 +480,13 @@ class FSDPState:
             if gradient is not None and gradient.requires_grad:
                 gradient.register_hook(functools.partial(self._pre_double_backward, context))
 
-    @dynamo_disabled
+    @dynamo_disabled_in_backward
     def _pre_double_backward(self, context: FSDPStateContext, gradient: torch.Tensor) -> None:
         context.backward.start()
         self._expect_gradients()
         self.unshard()
 
-    @dynamo_disabled
+    @dynamo_disabled_in_backward
     def _post_backward(self, call: Call) -> None:
         """The gradients of all inputs of a call are there."""
         if self._in_backward:

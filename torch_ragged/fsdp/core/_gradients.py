@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Partial, Shard
 
 from torch_ragged._kernels.casts import scaled_copy_
-from torch_ragged._register._torch import as_plain_tensors, dynamo_disabled, profiler_range
+from torch_ragged._register._torch import as_plain_tensors, dynamo_disabled_in_backward, profiler_range
 from torch_ragged.fsdp.comm._collectives import Collectives, Reduction, Work, wait_all
 from torch_ragged.fsdp.comm._wide_gradients import WideGradients
 from torch_ragged.fsdp.core._backward_pass import BackwardPass
@@ -441,7 +441,7 @@ class GradientBuffers:
         return had_any
 
 
-@dynamo_disabled
+@dynamo_disabled_in_backward
 def _take(reference: weakref.ref[GradientBuffers], index: int, unsharded: torch.Tensor) -> None:
     buffers = reference()
     assert buffers is not None
