@@ -8,11 +8,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from common import run_ranks
-from test_fsdp_training import VOCAB, Transformer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformer import VOCAB, Transformer
 
 from torch_ragged import checkpoint
 from torch_ragged.checkpoint._reader import _Chunks

@@ -9,51 +9,21 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from common import collectives_seen, error_of, run_ranks
-from moe import MoEConfig, MoETransformer
+from fsdp_common import batch, build, compare_gradients, loss_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard
 from torch_ragged.fsdp import advise, blocks, buffer_layouts, fully_shard, rows, tensor
 
-CONFIG = MoEConfig(dim=24, heads=2, layers=3, experts=3, hidden=16, context=12)
 STEPS = 12
 POLICIES = {"elements": None, "rows": lambda fqn, p: rows(5), "blocks": lambda fqn, p: blocks(8, 8)}
-
-
-def build(kind, raf=None, mp_policy=None, policy=None, tied=True, seed=0, frozen=None):
-    torch.manual_seed(seed)
-    model = MoETransformer(MoEConfig(**{**vars(CONFIG), "tied": tied}))
-    if frozen is not None:
-        model.blocks[frozen].requires_grad_(False)
-    if kind == "single":
-        return model
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    knobs = {"mesh": mesh, "mp_policy": mp_policy or MixedPrecisionPolicy()}
-    shard = torch_fully_shard
-    if kind == "ragged":
-        shard, knobs["orig_param_policy"] = fully_shard, policy
-    for block in model.blocks:
-        shard(block, reshard_after_forward=True if raf is None else raf, **knobs)
-    return shard(model, reshard_after_forward=raf, **knobs)
-
-
-def batch(step, whole):
-    rank, ranks = (0, 1) if whole else (dist.get_rank(), dist.get_world_size())
-    data = torch.randint(0, 16, (12, 13), generator=torch.Generator().manual_seed(step))
-    return data[rank * 12 // ranks : (rank + 1) * 12 // ranks]
-
-
-def loss_of(model, data):
-    return F.cross_entropy(model(data[:, :-1]).float().flatten(0, 1), data[:, 1:].flatten())
 
 
 def train(model, steps, whole=False, first=0, optimizer=None):
@@ -200,15 +170,6 @@ def check_accumulation_and_prefetch():
     second.backward(), first.backward()
     (loss_of(single, batch(4, True)) + loss_of(single, batch(5, True))).backward()
     compare_gradients(model, single)
-
-
-def compare_gradients(model, single):
-    for (name, param), (_, plain) in zip(model.named_parameters(), single.named_parameters()):
-        if plain.grad is None:
-            assert param.grad is None, name
-            continue
-        assert param.grad is not None, name
-        torch.testing.assert_close(param.grad.full_tensor(), plain.grad, rtol=1e-4, atol=1e-6, msg=lambda m: f"{name}: {m}")
 
 
 class Choice(nn.Module):

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import run_ranks
-from test_fsdp import compare_gradients
-from test_fsdp_robustness import delay_collectives
+from fsdp_collectives import delay_collectives
+from fsdp_common import WideProduct, compare_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -265,20 +265,6 @@ class TensorsTest(unittest.TestCase):
 
 
 # -- where gradients are ----------------------------------------------------------------------------------------------------
-
-
-class WideProduct(torch.autograd.Function):
-    """x W, whose gradient for a bfloat16 W is float32."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient @ weight.t(), x.float().t() @ gradient.float()
 
 
 class BigLinear(nn.Linear):

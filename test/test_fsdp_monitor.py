@@ -9,8 +9,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from common import error_of, run_ranks
-from test_fsdp import batch, build, loss_of
-from test_fsdp_robustness import Boom
+from fsdp_common import Boom, batch, build, loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy

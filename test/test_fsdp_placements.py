@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import error_of, run_ranks
-from test_fsdp_knobs import assert_same_gradients, assert_same_training, batch, build
+from fsdp_blocks import assert_same_gradients, assert_same_training, batch, build
+from fsdp_collectives import counted_calls
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -45,22 +46,7 @@ def groups_of(model):
 
 def calls(model, function):
     """(all-gathers, reduce-scatters, all-reduces) that ``function`` starts in the groups of ``model``."""
-    seen = []
-    for group in groups_of(model):
-        group.collectives = _Counted(group.collectives, seen)
-    function()
-    for group in groups_of(model):
-        group.collectives = group.collectives.inner
-    return tuple(seen.count(name) for name in ("all_gather", "reduce_scatter", "all_reduce"))
-
-
-class _Counted:
-    def __init__(self, inner, seen):
-        self.inner, self.seen = inner, seen
-
-    def __getattr__(self, name):
-        self.seen.append(name)
-        return getattr(self.inner, name)
+    return counted_calls(groups_of(model), function)
 
 
 def step(model, number=0, optimizer=None):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from common import error_of, run_ranks
-from test_fsdp import CONFIG, batch, build, compare_gradients, loss_of
+from fsdp_collectives import LoggedCollectives, delay_collectives
+from fsdp_common import CONFIG, Boom, batch, build, compare_gradients, loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -17,49 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import fully_shard, monitor
-
-
-class LateCollectives:
-    """The collectives of ``inner``, which read and write nothing before ``wait()``."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __getattr__(self, name):
-        return lambda *tensors: Late(getattr(self.inner, name), tensors)
-
-    def holds_second_buffer(self, device):
-        return False  # Waiting issues.
-
-
-class Late:
-    def __init__(self, collective, tensors):
-        self.collective, self.tensors = collective, tensors
-
-    def wait(self):
-        self.collective(*self.tensors).wait()
-
-
-class LoggedCollectives:
-    """The collectives of ``inner``, which note in ``log`` when they are issued."""
-
-    def __init__(self, inner, name, log):
-        self.inner, self.name, self.log = inner, name, log
-
-    def holds_second_buffer(self, device):
-        return self.inner.holds_second_buffer(device)
-
-    def __getattr__(self, name):
-        self.log.append(f"{name} {self.name}")
-        return getattr(self.inner, name)
-
-
-def delay_collectives(model):
-    for module in model.modules():
-        if hasattr(module, "_ragged_fsdp_state"):
-            for group in module._ragged_fsdp_state.groups:
-                group.collectives = LateCollectives(group.collectives)
-    return model
 
 
 class Repeat(nn.Module):
@@ -98,16 +56,6 @@ def same_twice(kind):
     model, single = kind(), kind()
     single.load_state_dict(model.state_dict())
     return model, single
-
-
-class Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise KeyError("boom")
 
 
 def fail_backward(model):
@@ -154,7 +102,7 @@ def check_prefetch():
     model, log, hidden = build("ragged"), [], torch.ones(1, 2, CONFIG.dim)
     for index, block in enumerate(model.blocks):
         group = block._ragged_fsdp_state.groups[0]
-        group.collectives = LoggedCollectives(group.collectives, index, log)
+        group.collectives = LoggedCollectives(group.collectives, log, index)
         block.register_forward_pre_hook(lambda module, args, index=index: log.append(f"forward {index}"))
 
     def step():
