@@ -44,6 +44,11 @@ def refused(path, state, *words, **kwargs):
         assert optimizer_of(state) == optimizer
 
 
+def fails_on_rank_1(where, name, error):
+    """Have a function raise on rank 1; on others it does what it does."""
+    return mock.patch.object(where, name, side_effect=error if dist.get_rank() == 1 else None, wraps=getattr(where, name))
+
+
 def check_refused_on_one_rank(path):
     rank = dist.get_rank()
     state = make_state(0)
@@ -59,7 +64,7 @@ def check_refused_on_one_rank(path):
     refused(path, state, "no state of the random generators ['other']", "(rank 1)")
 
     state = make_state(1)
-    with mock.patch.object(_state, "get_model_state_dict", side_effect=KeyError("no model") if rank == 1 else None):
+    with fails_on_rank_1(_state, "get_model_state_dict", KeyError("no model")):
         text = error_of(checkpoint.load, path, state)
         assert "no model" in text and not state.optimizer.state, text
 
@@ -104,14 +109,13 @@ def check_pickles(path):
 
 def check_errors_of_the_caller(path):
     """An error in a load_state_dict of the caller, or of a generator, is raised on every rank, and says where it came from."""
-    rank = dist.get_rank()
     state = make_state(0)
     checkpoint.save(path, state)
     state = make_state(1)
-    with mock.patch.object(state.scheduler, "load_state_dict", side_effect=KeyError("gone") if rank == 1 else None):
+    with fails_on_rank_1(state.scheduler, "load_state_dict", KeyError("gone")):
         text = error_of(checkpoint.load, path, state)
     assert "scheduler.load_state_dict raised KeyError: 'gone' (rank 1)" in text, text
-    with mock.patch.object(_state, "set_rng", side_effect=RuntimeError("another generator") if rank == 1 else None):
+    with fails_on_rank_1(_state, "set_rng", RuntimeError("another generator")):
         text = error_of(checkpoint.load, path, state)
     assert "another generator (rank 1)" in text, text
 

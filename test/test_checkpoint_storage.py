@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_model import make_state, train, values
 from common import error_of, run_ranks
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager
 
 from torch_ragged import checkpoint
 from torch_ragged.checkpoint import _files, _folder, _writer
@@ -273,11 +274,20 @@ def check_other_errors_of_the_writer(path):
         ):
             assert "__1_0.distcp cannot be written: RuntimeError: no such memory (rank 1)" in text, text
     # A background save that fails before it begins fails on all ranks: the others would wait for it.
-    stager = "torch_ragged.checkpoint._api.DefaultStager.stage"
-    with mock.patch(stager, side_effect=MemoryError("no room") if rank == 1 else None):
+    stage = DefaultStager.stage
+
+    def no_room(self, *arguments, **options):
+        if rank == 1:
+            raise MemoryError("no room")
+        return stage(self, *arguments, **options)
+
+    with mock.patch.object(DefaultStager, "stage", no_room):
         text = error_of(checkpoint.async_save, path, state, process_group=group)
     assert text.startswith("CheckpointError") and "MemoryError: no room (rank 1)" in text, text
-    with mock.patch.object(dcp, "save"), mock.patch("torch.distributed.checkpoint.state_dict_saver.save", side_effect=EOFError):
+    with (
+        mock.patch.object(dcp, "save", autospec=True),
+        mock.patch("torch.distributed.checkpoint.state_dict_saver.save", side_effect=EOFError),
+    ):
         text = error_of(checkpoint.async_save(path, state, process_group=group).result, timeout=100)
     assert text.startswith("CheckpointError") and "EOFError" in text, text
     dist.barrier()

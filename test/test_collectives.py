@@ -384,7 +384,7 @@ def gathered_by_broadcasts() -> None:
     with CommDebugMode() as mode:
         works = [collectives.all_gather(output, shard)]
     assert "broadcast" in str(mode.get_comm_counts()), mode.get_comm_counts()
-    with mock.patch.object(_gloo, "_assistant"):
+    with mock.patch.object(_gloo, "_assistant", autospec=True):
         again = torch.zeros_like(output)
         works.append(collectives.all_gather(again, shard))
     for work in works:

@@ -430,7 +430,7 @@ ranks  elements  share  interval  pieces
 
     def test_rectangles_are_to_scale(self):
         picture = debug._make_picture((6, 8), (2,), [RaggedShard((0, 1), (13, 35))], None)
-        axes = mock.MagicMock()
+        axes = mock.Mock(spec=["broken_barh", "text", "set", "set_yticks", "set_title"])
         debug._draw(axes, picture, ["red", "blue"])
         bars = [(call.args[0][0], call.args[1], call.kwargs["facecolors"][0]) for call in axes.broken_barh.call_args_list]
         expected = [((0, 8), (0, 1), "red"), ((0, 5), (1, 1), "red"), ((5, 3), (1, 1), "blue"), ((0, 8), (2, 4), "blue")]
