@@ -35,11 +35,14 @@ def step_of(model, step=0, optimizer=None):
         optimizer.zero_grad()
 
 
-def check_rows():
+def numel_of(model):
+    return sum(layout.numel for layout in buffer_layouts(model).values())
+
+
+def check_row_of_a_training_step():
     model = build("ragged", raf=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    whole = sum(layout.numel * 4 for layout in buffer_layouts(model).values())
-    root = buffer_layouts(model)["root"].numel * 4
+    whole = numel_of(model) * 4
     shards = whole // dist.get_world_size()
     flags = sum(len(group.params) for group in groups_of(model).values())
     with monitor(model, optimizer) as watch:
@@ -57,26 +60,53 @@ def check_rows():
             assert row["buffer_bytes"] == shards < row["buffer_peak_bytes"]  # Everything gathered is given back.
             assert row["memory_peak_bytes"] >= row["memory_reserved_bytes"] > 1e7
             assert "tokens/s, " in watch.postfix() and "% in collectives, peak " in watch.postfix()
+
+
+def check_row_of_an_evaluation():
+    model = build("ragged", raf=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with monitor(model, optimizer) as watch:
+        step_of(model, 0, optimizer)
+        watch.step(tokens=144)
         with torch.no_grad():
             model(batch(0, False)[:, :-1])
         row = watch.step()
-        assert set(row) == KEYS and (row["all_gather_calls"], row["all_gather_bytes"]) == (4, whole)
+        assert set(row) == KEYS and (row["all_gather_calls"], row["all_gather_bytes"]) == (4, numel_of(model) * 4)
         assert row["reduce_scatter_calls"] == row["other_calls"] == row["optimizer_s"] == row["reduce_scatter_exposed_s"] == 0
         assert " s/step, " in watch.postfix()
+
+
+def check_row_without_gradient_sync():
+    model = build("ragged", raf=True)
+    with monitor(model) as watch:
         model.set_requires_gradient_sync(False)
         step_of(model)
         assert watch.step()["reduce_scatter_calls"] == 0
+
+
+def check_row_of_a_collective_of_the_user():
+    model = build("ragged", raf=True)
+    with monitor(model) as watch:
+        step_of(model)
         watch.restart()
         with watch.collective(nbytes=40):
             dist.all_reduce(torch.ones(10))
         row = watch.step()
         assert (row["other_calls"], row["other_bytes"], row["all_gather_bytes"]) == (1, 40, 0)
         assert row["exposed_s"] == row["other_exposed_s"] == row["other_s"] > 0
+
+
+def check_restart_drops_what_was_counted():
+    model = build("ragged", raf=True)
+    with monitor(model) as watch:
         model(batch(0, False)[:, :-1])
         watch.restart()
         assert watch.step()["all_gather_calls"] == 0
-    model.set_requires_gradient_sync(True)
+
+
+def check_row_of_parameters_that_stay_gathered():
     kept = build("ragged", raf=False)
+    whole, root = numel_of(kept) * 4, buffer_layouts(kept)["root"].numel * 4
     with monitor(kept) as watch:
         step_of(kept)
         row = watch.step()
@@ -92,12 +122,17 @@ def check_times(row):
     assert row["compute_s"] > 0
 
 
-def check_closed():
+def trained_once():
+    """A model that has made a step, its optimizer, and what a monitor must leave as it is."""
     model = build("ragged")
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
     step_of(model)
     model.zero_grad()
-    before = [(group.collectives, group.gradients.on_allocated) for group in groups_of(model).values()]
+    return model, optimizer, [(group.collectives, group.gradients.on_allocated) for group in groups_of(model).values()]
+
+
+def check_collectives_of_a_closure_are_no_time_of_the_optimizer():
+    model, optimizer, before = trained_once()
 
     def closure():
         model.zero_grad()
@@ -105,33 +140,50 @@ def check_closed():
         loss.backward()
         return loss
 
-    # A closure's collectives are exposed time, and not the optimizer's as well.
     with monitor(model, [optimizer]) as watch:
         optimizer.step(closure)
         row = watch.step()
         assert row["all_gather_calls"] >= 4 and row["optimizer_s"] > 0
         assert abs(row["compute_s"] + row["optimizer_s"] + row["exposed_s"] - row["step_s"]) < 1e-9
+    assert_as_before(model, optimizer, before)
+
+
+def check_one_monitor_at_a_time():
+    model, optimizer, before = trained_once()
+    with monitor(model, [optimizer]) as watch:
         assert "ValueError: another monitor watches this model" in error_of(monitor, model)
     assert_as_before(model, optimizer, before)
     assert "RuntimeError: the monitor is closed" in error_of(watch.step)
     watch.close()
-    # Errors come through, and the model goes on as one that was never watched.
+
+
+def check_errors_come_through():
+    """And the model goes on as one that was never watched."""
+    model, optimizer, before = trained_once()
     for part in ("forward", "backward", "optimizer"):
         error = error_of(fail_watched, model, optimizer, part)
         assert error == f"KeyError: '{'boom' if part == 'backward' else part}'", error
         assert_as_before(model, optimizer, before)
         if part == "backward":
             model.reset_iter_state()
-    model.zero_grad()
-    step_of(model)
-    # Work issued before the close is waited for after it.
+    assert_steps_as_unwatched(model)
+
+
+def check_work_in_flight_is_waited_for_after_the_close():
+    model, _, _ = trained_once()
     with monitor(model):
         handle = model.blocks[0].unshard(async_op=True)
     handle.wait()
     model.blocks[0].reshard()
+    assert_steps_as_unwatched(model)
+
+
+def assert_steps_as_unwatched(model):
     other = build("ragged")
     other.load_state_dict(model.state_dict())
-    step_of(other)
+    model.zero_grad()
+    for each in (model, other):
+        step_of(each)
     for (name, param), (_, plain) in zip(model.named_parameters(), other.named_parameters()):
         assert torch.equal(param.grad.to_local(), plain.grad.to_local()), name
 
@@ -330,31 +382,53 @@ def check_bound():
     assert resident.peak < predicted <= resident.peak + buffer_layouts(model)["root"].numel * 4
 
 
+def shards_of(model):
+    """Bytes of a group's shard, by its name."""
+    return {name: layout.shard_numel * 4 for name, layout in buffer_layouts(model).items()}
+
+
 @as_nccl()
-def check_report():
+def check_report_of_a_new_model():
     model = build("ragged")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    layouts = buffer_layouts(model)
-    shards = {name: layout.shard_numel * 4 for name, layout in layouts.items()}
-    report = memory_report(model, optimizer)
+    layouts, shards = buffer_layouts(model), shards_of(model)
+    report = memory_report(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
     assert [row.name for row in report.groups] == list(layouts) == ["root", "blocks.0", "blocks.1", "blocks.2"]
     for row in report.groups:
         assert row == MemoryRow(row.name, sharded=shards[row.name])
     assert report.total == MemoryRow("total", sharded=sum(shards.values()))
-    before = report.peak
-    # In the middle: the root's and one block's parameters gathered, one more by name.
+
+
+@as_nccl()
+def check_report_of_gathered_parameters():
+    """The root's stay after forward, those of a block that was unsharded by name do not."""
+    model = build("ragged")
     model.blocks[1].unshard()
     model(batch(0, False)[:, :-1])
     gathered = {row.name: row.gathered for row in memory_report(model).groups}
-    assert gathered == {"root": layouts["root"].numel * 4, "blocks.0": 0, "blocks.1": 0, "blocks.2": 0}, gathered
+    root = buffer_layouts(model)["root"].numel * 4
+    assert gathered == {"root": root, "blocks.0": 0, "blocks.1": 0, "blocks.2": 0}, gathered
+
+
+@as_nccl()
+def check_report_of_gradients():
+    """They are unreduced without gradient sync, and in ``.grad`` with it."""
+    model = build("ragged")
     model.set_requires_gradient_sync(False)
     step_of(model)
     report = memory_report(model)
-    assert [row.gradients for row in report.groups] == [layout.numel * 4 for layout in layouts.values()]
+    assert [row.gradients for row in report.groups] == [layout.numel * 4 for layout in buffer_layouts(model).values()]
     model.set_requires_gradient_sync(True)
     step_of(model)
     report = memory_report(model)
-    assert [(row.gathered, row.gradients, row.grad) for row in report.groups] == [(0, 0, n) for n in shards.values()]
+    assert [(row.gathered, row.gradients, row.grad) for row in report.groups] == [(0, 0, n) for n in shards_of(model).values()]
+
+
+@as_nccl()
+def check_report_of_the_optimizer():
+    model = build("ragged")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    before = memory_report(model, optimizer).peak
+    step_of(model)
     optimizer.step()
     report = memory_report(model, optimizer)
     for row, group in zip(report.groups, groups_of(model).values()):
@@ -367,11 +441,19 @@ def check_report():
         optimizer.zero_grad()
         step_of(model)
     assert report.peak.total == resident.peak + report.total.optimizer
+
+
+@as_nccl()
+def check_text_of_the_report():
+    model = build("ragged")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    step_of(model, 0, optimizer)
+    report = memory_report(model, optimizer)
     lines = str(report).splitlines()
     assert lines[0].split() == ["group", "sharded", "gathered", "gradients", "grad", "optimizer", "total"]
-    assert [line.split()[0] for line in lines[1:]] == [*layouts, "total", "peak:"] and len(set(map(len, lines))) == 1
+    names = [line.split()[0] for line in lines[1:]]
+    assert names == [*buffer_layouts(model), "total", "peak:"] and len(set(map(len, lines))) == 1
     assert f"{report.total.sharded / 1024:.2f} KiB" in lines[-2] and f"{report.peak.total / 1024:.2f} KiB" in lines[-1]
-    return str(report)
 
 
 class Planned(nn.Module):
@@ -413,33 +495,62 @@ def storages_nbytes(tensors):
     return sum(storages.values())
 
 
-def check_errors():
+def errors_of_other_models():
     plain, theirs = nn.Linear(4, 4), torch_fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    errors = [error_of(what, model) for what in (monitor, memory_report) for model in (plain, theirs, "model")]
+    return [error_of(what, model) for what in (monitor, memory_report) for model in (plain, theirs, "model")]
+
+
+def check_holder_of_a_sharded_module():
     holder = nn.ModuleDict({"a": fully_shard(nn.Linear(4, 4)), "b": nn.Linear(4, 4)})  # No root, but it holds one.
     with monitor(holder) as watch:
         holder["a"](torch.ones(1, 4)).sum().backward()
         assert watch.step()["all_gather_calls"] == 1
     assert [row.name for row in memory_report(holder).groups] == ["a"]
-    return errors
 
 
 class MonitorTest(unittest.TestCase):
-    def test_rows_count_what_the_layouts_say(self):
-        run_ranks(2, check_rows)
+    def test_the_row_of_a_step_counts_what_the_layouts_say(self):
+        run_ranks(2, check_row_of_a_training_step)
 
-    def test_closing_leaves_the_model_as_it_was(self):
-        run_ranks(2, check_closed)
+    def test_the_row_of_an_evaluation_has_no_gradients(self):
+        run_ranks(2, check_row_of_an_evaluation)
+
+    def test_nothing_is_reduced_without_gradient_sync(self):
+        run_ranks(2, check_row_without_gradient_sync)
+
+    def test_a_collective_of_the_user_is_another_one(self):
+        run_ranks(2, check_row_of_a_collective_of_the_user)
+
+    def test_a_restart_drops_what_was_counted(self):
+        run_ranks(2, check_restart_drops_what_was_counted)
+
+    def test_parameters_that_stay_gathered_are_counted_once(self):
+        run_ranks(2, check_row_of_parameters_that_stay_gathered)
+
+    def test_collectives_of_a_closure_are_no_time_of_the_optimizer(self):
+        run_ranks(2, check_collectives_of_a_closure_are_no_time_of_the_optimizer)
+
+    def test_a_model_has_one_monitor_at_a_time(self):
+        run_ranks(2, check_one_monitor_at_a_time)
+
+    def test_errors_come_through_and_leave_the_model_as_it_was(self):
+        run_ranks(2, check_errors_come_through)
+
+    def test_work_in_flight_is_waited_for_after_the_close(self):
+        run_ranks(2, check_work_in_flight_is_waited_for_after_the_close)
 
     def test_profiler_ranges_have_the_groups_names(self):
         run_ranks(2, check_profiler_ranges)
 
     def test_other_models_are_errors(self):
-        for errors in run_ranks(2, check_errors):
+        for errors in run_ranks(2, errors_of_other_models):
             for error in errors:
                 self.assertRegex(
                     error, "^ValueError: expected a module that .*fully_shard was called on.*call fully_shard first$"
                 )
+
+    def test_a_module_that_only_holds_sharded_ones_is_watched(self):
+        run_ranks(2, check_holder_of_a_sharded_module)
 
 
 class MemoryReportTest(unittest.TestCase):
@@ -450,8 +561,20 @@ class MemoryReportTest(unittest.TestCase):
     def test_predicted_peak_is_a_bound(self):
         run_ranks(2, check_bound)
 
-    def test_report_counts_what_is_resident(self):
-        run_ranks(2, check_report)
+    def test_a_new_model_holds_its_shards(self):
+        run_ranks(2, check_report_of_a_new_model)
+
+    def test_gathered_parameters_are_counted_while_they_stay(self):
+        run_ranks(2, check_report_of_gathered_parameters)
+
+    def test_gradients_are_counted_where_they_are(self):
+        run_ranks(2, check_report_of_gradients)
+
+    def test_states_of_the_optimizer_are_counted_in_the_peak_too(self):
+        run_ranks(2, check_report_of_the_optimizer)
+
+    def test_the_text_has_a_line_for_each_group(self):
+        run_ranks(2, check_text_of_the_report)
 
     def test_resident_memory_is_what_was_planned(self):
         run_ranks(2, check_plan)
