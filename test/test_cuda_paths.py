@@ -211,20 +211,20 @@ def facts() -> None:
 
 
 class CudaPathsTest(unittest.TestCase):
-    def test_copy_engine(self):
+    def test_the_copy_engine_copies_between_barriers_on_its_streams(self):
         run_ranks(1, copy_engine)
 
-    def test_multicast(self):
+    def test_multicast_sums_between_barriers_and_leaves_the_rest(self):
         run_ranks(1, multicast)
 
-    def test_choices(self):
+    def test_the_chosen_implementation_is_installed_with_its_allocator(self):
         run_ranks(1, chosen, True)
         run_ranks(1, chosen, False)
 
-    def test_facts(self):
+    def test_a_rank_with_gpus_knows_its_problems(self):
         run_ranks(1, facts)
 
-    def test_signatures(self):
+    def test_torch_has_what_is_called_of_symmetric_memory(self):
         """What is called of torch's symmetric memory is there; what a CPU build lacks is not asked for there."""
         symmetric = torch._C._distributed_c10d._SymmetricMemory
         for name in ("get_remote_tensor", "barrier", "multicast_ptr", "rank", "has_multicast_support"):

@@ -138,13 +138,13 @@ class SimulatedTest(unittest.TestCase):
         narrow, wide = (whole, 0) if reduce_dtype == torch.bfloat16 else (0, 2 * whole)
         self.assertEqual((peak.gathered, peak.gradients), (narrow, whole + wide))
 
-    def test_llama_3_70b(self):
+    def test_a_block_of_llama_3_70b_holds_and_moves_what_was_planned(self):
         self.check(Llama70B, 855_654_400, torch.float32)
 
-    def test_gpt_oss_120b(self):
+    def test_a_block_of_gpt_oss_120b_holds_and_moves_what_was_planned(self):
         self.check(GptOss120B, 3_213_072_000, torch.bfloat16)
 
-    def test_replicas_and_zero(self):
+    def test_replicas_and_zero_stages_issue_their_collectives_only(self):
         square = init_device_mesh("cpu", (32, 8), mesh_dim_names=("replicate", "shard"))
         for knobs, mesh, shards, calls in (
             ({}, square, 8, {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 1, "all_reduce_max": 1}),

@@ -111,7 +111,7 @@ class RedistributeTest(expecttest.TestCase):
         names = ("Replicate", "Shard", "_StridedShard", "Partial", "RaggedShard")
         self.assertLessEqual(set(itertools.product(names, names)), kinds)
 
-    def test_nested_cuts_that_become_pending(self):
+    def test_nested_cuts_become_pending_bitwise_right(self):
         run_ranks(8, check_nested_cuts_that_become_pending)
 
     def test_plans_cost_nothing_per_rank(self):
@@ -125,10 +125,10 @@ class RedistributeTest(expecttest.TestCase):
         (step,) = plan((6, 4), (many,), (one,), (other,), (many - 2,))
         self.assertEqual((step.send_splits[many - 3], step.receive_splits.total), (16, 0))
 
-    def test_groups_of_some_ranks(self):
+    def test_some_ranks_may_make_a_group_before_all_do(self):
         run_ranks(8, check_groups_of_some_ranks, timeout=30)
 
-    def test_collectives(self):
+    def test_each_redistribution_takes_the_fewest_collectives(self):
         (counts, *others) = run_ranks(4, count_collectives)
         self.assertTrue(all(other == counts for other in others))
         self.assertEqual(
@@ -152,7 +152,7 @@ class RedistributeTest(expecttest.TestCase):
             },
         )
 
-    def test_errors_on_every_rank(self):
+    def test_bad_input_is_an_error_on_every_rank(self):
         first, second = run_ranks(2, check_errors)
         self.assertEqual(first, second)
         self.assertExpectedInline(
