@@ -162,7 +162,7 @@ def memory(path):
 
 
 class BackgroundTest(unittest.TestCase):
-    def test_thread_and_process(self):
+    def test_background_saves_hold_the_values_at_the_call(self):
         for kind in ("thread", "process"):
             with self.subTest(kind), tempfile.TemporaryDirectory() as path:
                 run_ranks(2, check_async, path, kind)
@@ -187,7 +187,7 @@ class CostTest(unittest.TestCase):
             run_ranks(4, check_replicas, path)
 
     @unittest.skipUnless(os.access("/proc/self/clear_refs", os.W_OK), "needs /proc/self/clear_refs")
-    def test_memory(self):
+    def test_saving_takes_little_memory_beside_the_shard(self):
         with tempfile.TemporaryDirectory() as path:
             for shard, plain, ours, background in run_ranks(2, memory, path):
                 self.assertGreater(shard, 30e6)

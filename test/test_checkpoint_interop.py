@@ -228,7 +228,7 @@ def export_grid(path):
 
 
 class InteropTest(unittest.TestCase):
-    def test_checkpoints_of_each_other(self):
+    def test_each_kind_loads_the_checkpoints_of_the_others(self):
         saved = (("fsdp2", 2), ("single", 1), ("elements", 3))
         loaded = ((("elements", "fsdp2"), 2), (("blocks", "rows", "hsdp", "fsdp2"), 4), (("single",), 1))
         for kind, ranks in saved:
@@ -238,15 +238,15 @@ class InteropTest(unittest.TestCase):
                     with self.subTest(saved=kind, loaded=others):
                         run_ranks(other_ranks, load_with_dcp, path, others, want)
 
-    def test_full_state_dicts(self):
+    def test_full_state_dicts_go_out_and_back_in(self):
         run_ranks(3, check_full_state_dicts, "elements")
         run_ranks(4, check_full_state_dicts, "hsdp")
 
-    def test_partial_state_dicts(self):
+    def test_partial_state_dicts_leave_the_rest_alone(self):
         run_ranks(2, check_partial_state_dicts)
 
     @unittest.skipUnless(_HAS_SAFETENSORS, "needs safetensors")
-    def test_hugging_face_folders(self):
+    def test_hugging_face_folders_hold_whole_tensors_and_load_back(self):
         from safetensors.torch import load_file
 
         with tempfile.TemporaryDirectory() as path:

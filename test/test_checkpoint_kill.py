@@ -128,11 +128,11 @@ def rounds(count, seed):
 
 
 class KillTest(unittest.TestCase):
-    def test_killed_at_a_few_points(self):
+    def test_killed_at_a_few_points_a_complete_checkpoint_is_left(self):
         self.assertGreater(rounds(6, seed=1), 0)
 
     @pytest.mark.slow
-    def test_killed_at_50_points(self):
+    def test_killed_at_50_points_a_complete_checkpoint_is_left(self):
         self.assertGreater(rounds(50, seed=2), 10)
 
 

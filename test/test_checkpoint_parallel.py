@@ -8,11 +8,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from common import run_ranks
-from test_fsdp_training import VOCAB, Transformer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformer import VOCAB, Transformer
 
 from torch_ragged import checkpoint
 from torch_ragged.checkpoint._reader import _Chunks
@@ -117,7 +117,7 @@ class ParallelCheckpointTest(unittest.TestCase):
                 with self.subTest(optimizer=optimizer, source=source, target=(ranks, kind)):
                     run_ranks(ranks, load, kind, optimizer, path, saved, after)
 
-    def test_tensor_parallel_replicas_and_shards(self):
+    def test_tensor_parallel_checkpoints_load_as_replicas_and_shards(self):
         self.round_trip("adamw", (4, "tensor"), (2, "shards"), (4, "replicas"), (4, "hierarchical"))
         self.round_trip("adamw", (4, "hierarchical"), (4, "tensor"))
 
@@ -130,10 +130,10 @@ class ParallelCheckpointTest(unittest.TestCase):
             self.assertAlmostEqual(alone, reads[second][1], delta=200)
             self.assertLess(max(reads[first][0], reads[second][0]), 0.7 * alone)  # Random states are no replicas.
 
-    def test_expert_parallel(self):
+    def test_expert_parallel_checkpoints_load_back(self):
         self.round_trip("adamw", (4, "experts"), (4, "experts"))
 
-    def test_states_of_optimizers(self):
+    def test_states_of_every_optimizer_load_at_other_ranks(self):
         for optimizer in ("muon", "adam8bit"):
             self.round_trip(optimizer, (4, "shards"), (2, "shards"), (4, "replicas"))
 

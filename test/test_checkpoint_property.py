@@ -234,10 +234,10 @@ def load_types(path):
 
 
 class RoundTripTest(unittest.TestCase):
-    def test_thousands_in_memory(self):
+    def test_thousands_of_random_checkpoints_load_bitwise(self):
         self.assertEqual(play(1000, seed=0), 3000)
 
-    def test_every_dtype_through_files(self):
+    def test_every_dtype_loads_bitwise_from_files(self):
         with tempfile.TemporaryDirectory() as path:
             run_ranks(4, save_types, path)
             for ranks in (4, 2, 1):

@@ -44,28 +44,47 @@ def refused(path, state, *words, **kwargs):
         assert optimizer_of(state) == optimizer
 
 
-def check_refused_on_one_rank(path):
-    rank = dist.get_rank()
+def fails_on_rank_1(where, name, error):
+    """Have a function raise on rank 1; on others it does what it does."""
+    return mock.patch.object(where, name, side_effect=error if dist.get_rank() == 1 else None, wraps=getattr(where, name))
+
+
+def save_trained(path):
     state = make_state(0)
     train(state, 1)
     checkpoint.save(path, state)
 
+
+def check_extra_on_one_rank(path):
+    save_trained(path)
     state = make_state(1)
-    state.extra = {"best": None} if rank == 0 else {"other": None}
+    state.extra = {"best": None} if dist.get_rank() == 0 else {"other": None}
     refused(path, state, "the checkpoint holds no extra.other", "(rank 1)")
 
+
+def check_generator_on_one_rank(path):
+    save_trained(path)
     state = make_state(1)
-    state.rng = state.rng if rank == 0 else {**state.rng, "other": torch.Generator()}
+    state.rng = state.rng if dist.get_rank() == 0 else {**state.rng, "other": torch.Generator()}
     refused(path, state, "no state of the random generators ['other']", "(rank 1)")
 
+
+def check_model_that_fails_on_one_rank(path):
+    save_trained(path)
     state = make_state(1)
-    with mock.patch.object(_state, "get_model_state_dict", side_effect=KeyError("no model") if rank == 1 else None):
+    with fails_on_rank_1(_state, "get_model_state_dict", KeyError("no model")):
         text = error_of(checkpoint.load, path, state)
         assert "no model" in text and not state.optimizer.state, text
 
+
+def check_folder_that_rank_0_cannot_read(path):
+    save_trained(path)
     with mock.patch.object(_api, "resolve", side_effect=PermissionError(13, "Permission denied", "here")):  # On rank 0.
         refused(path, make_state(1), "Permission denied: here (rank 0)")
 
+
+def check_another_model(path):
+    save_trained(path)
     group = dist.new_group(backend="gloo")
     for spread, process_group in ((True, None), (False, group)):  # Another model: DCP tells all ranks.
         refused(path, make_state(1, hidden=17), "model.inner.0.weight", spread=spread, process_group=process_group)
@@ -74,9 +93,7 @@ def check_refused_on_one_rank(path):
 def check_states_that_cannot_be_made(path):
     """An optimizer that fails in the middle of the step that makes its states."""
     rank = dist.get_rank()
-    state = make_state(0)
-    train(state, 1)
-    checkpoint.save(path, state)
+    save_trained(path)
     state = make_state(1)
     before = optimizer_of(state)
     step = state.optimizer.step
@@ -104,14 +121,13 @@ def check_pickles(path):
 
 def check_errors_of_the_caller(path):
     """An error in a load_state_dict of the caller, or of a generator, is raised on every rank, and says where it came from."""
-    rank = dist.get_rank()
     state = make_state(0)
     checkpoint.save(path, state)
     state = make_state(1)
-    with mock.patch.object(state.scheduler, "load_state_dict", side_effect=KeyError("gone") if rank == 1 else None):
+    with fails_on_rank_1(state.scheduler, "load_state_dict", KeyError("gone")):
         text = error_of(checkpoint.load, path, state)
     assert "scheduler.load_state_dict raised KeyError: 'gone' (rank 1)" in text, text
-    with mock.patch.object(_state, "set_rng", side_effect=RuntimeError("another generator") if rank == 1 else None):
+    with fails_on_rank_1(_state, "set_rng", RuntimeError("another generator")):
         text = error_of(checkpoint.load, path, state)
     assert "another generator (rank 1)" in text, text
 
@@ -122,7 +138,15 @@ class RefusedTest(unittest.TestCase):
             run_ranks(2, check, path)
 
     def test_a_load_that_one_rank_refuses_changes_nothing_on_any(self):
-        self.run_check(check_refused_on_one_rank)
+        for check in (
+            check_extra_on_one_rank,
+            check_generator_on_one_rank,
+            check_model_that_fails_on_one_rank,
+            check_folder_that_rank_0_cannot_read,
+            check_another_model,
+        ):
+            with self.subTest(check.__name__):
+                self.run_check(check)
 
     def test_states_that_cannot_be_made_leave_the_optimizer_as_it_was(self):
         self.run_check(check_states_that_cannot_be_made)

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_model import make_state, train, values
 from common import error_of, run_ranks
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager
 
 from torch_ragged import checkpoint
 from torch_ragged.checkpoint import _files, _folder, _writer
@@ -254,7 +255,7 @@ def check_full_disk(path):
     assert fresh.step == 2 and torch.equal(values(fresh)["experts"], values(state)["experts"]), rank
 
 
-def check_other_errors_of_the_writer(path):
+def check_error_while_writing(path):
     """Whatever fails between the first and the last byte, the text tells the file, and every rank raises."""
     rank = dist.get_rank()
     group = dist.new_group(backend="gloo")
@@ -272,16 +273,39 @@ def check_other_errors_of_the_writer(path):
             error_of(checkpoint.async_save(path, state, process_group=group).result, timeout=100),
         ):
             assert "__1_0.distcp cannot be written: RuntimeError: no such memory (rank 1)" in text, text
-    # A background save that fails before it begins fails on all ranks: the others would wait for it.
-    stager = "torch_ragged.checkpoint._api.DefaultStager.stage"
-    with mock.patch(stager, side_effect=MemoryError("no room") if rank == 1 else None):
-        text = error_of(checkpoint.async_save, path, state, process_group=group)
-    assert text.startswith("CheckpointError") and "MemoryError: no room (rank 1)" in text, text
-    with mock.patch.object(dcp, "save"), mock.patch("torch.distributed.checkpoint.state_dict_saver.save", side_effect=EOFError):
-        text = error_of(checkpoint.async_save(path, state, process_group=group).result, timeout=100)
-    assert text.startswith("CheckpointError") and "EOFError" in text, text
+    assert_saves(path, state)
+
+
+def assert_saves(path, state):
     dist.barrier()
     checkpoint.save(path, state)
+
+
+def check_error_before_a_background_save(path):
+    """It fails on all ranks: the others would wait for rank 1."""
+    group, state = dist.new_group(backend="gloo"), make_state(0)
+    stage = DefaultStager.stage
+
+    def no_room(self, *arguments, **options):
+        if dist.get_rank() == 1:
+            raise MemoryError("no room")
+        return stage(self, *arguments, **options)
+
+    with mock.patch.object(DefaultStager, "stage", no_room):
+        text = error_of(checkpoint.async_save, path, state, process_group=group)
+    assert text.startswith("CheckpointError") and "MemoryError: no room (rank 1)" in text, text
+    assert_saves(path, state)
+
+
+def check_error_in_a_background_save(path):
+    group, state = dist.new_group(backend="gloo"), make_state(0)
+    with (
+        mock.patch.object(dcp, "save", autospec=True),
+        mock.patch("torch.distributed.checkpoint.state_dict_saver.save", side_effect=EOFError),
+    ):
+        text = error_of(checkpoint.async_save(path, state, process_group=group).result, timeout=100)
+    assert text.startswith("CheckpointError") and "EOFError" in text, text
+    assert_saves(path, state)
 
 
 class FullDiskTest(unittest.TestCase):
@@ -291,7 +315,15 @@ class FullDiskTest(unittest.TestCase):
 
     def test_other_errors_of_the_writer_tell_the_file(self):
         with tempfile.TemporaryDirectory() as path:
-            run_ranks(2, check_other_errors_of_the_writer, path)
+            run_ranks(2, check_error_while_writing, path)
+
+    def test_a_background_save_that_cannot_begin_on_one_rank_fails_on_all(self):
+        with tempfile.TemporaryDirectory() as path:
+            run_ranks(2, check_error_before_a_background_save, path)
+
+    def test_an_error_in_a_background_save_is_raised_by_its_result(self):
+        with tempfile.TemporaryDirectory() as path:
+            run_ranks(2, check_error_in_a_background_save, path)
 
     @unittest.skipUnless(Path("/dev/full").exists(), "needs /dev/full")
     def test_the_error_of_the_kernel_is_not_lost_in_an_archive(self):

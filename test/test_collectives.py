@@ -196,10 +196,10 @@ class PeerTest(unittest.TestCase):
                 process.join()
         return text
 
-    def test_killed(self):
+    def test_a_killed_peer_is_noticed(self):
         self.assertRegex(self.peer_of(kills=True), "RuntimeError: copy engine of group .*: rank 1 of 2 has gone")
 
-    def test_silent(self):
+    def test_a_silent_peer_is_noticed_in_time(self):
         self.assertRegex(
             self.peer_of(kills=False), "RuntimeError: copy engine of group .*: rank 1 of 2 sent no signal within 5 s"
         )
@@ -384,7 +384,7 @@ def gathered_by_broadcasts() -> None:
     with CommDebugMode() as mode:
         works = [collectives.all_gather(output, shard)]
     assert "broadcast" in str(mode.get_comm_counts()), mode.get_comm_counts()
-    with mock.patch.object(_gloo, "_assistant"):
+    with mock.patch.object(_gloo, "_assistant", autospec=True):
         again = torch.zeros_like(output)
         works.append(collectives.all_gather(again, shard))
     for work in works:
@@ -519,14 +519,14 @@ class SetCollectivesTest(unittest.TestCase):
             with self.subTest(ranks=ranks):
                 run_ranks(ranks, own_part_stays)
 
-    def test_sums_of_many_reductions(self):
+    def test_many_reductions_on_two_groups_give_their_sums(self):
         run_ranks(2, many_sums)
 
     def test_training_is_bitwise_the_same(self):
         for policy, options in ((MixedPrecisionPolicy(), {}), (MIXED, {}), (BF16, {"mesh": (2, 2)})):
             run_ranks(4, same_training, policy, options)
 
-    def test_nothing_is_left(self):
+    def test_no_mapping_file_or_thread_is_left(self):
         run_ranks(2, clean_end)
 
     def test_fall_back_is_told_in_one_line_on_one_rank(self):
@@ -540,7 +540,7 @@ class SetCollectivesTest(unittest.TestCase):
         self.assertRegex(lines["multimem"], "no multimem .*; .*no symm ")
         self.assertEqual((lines["copy_engine"], lines["auto"]), ("", ""))
 
-    def test_ranks_on_other_hosts(self):
+    def test_ranks_on_other_hosts_fall_back(self):
         for rank, (chosen, lines) in enumerate(run_ranks(4, other_hosts)):
             self.assertEqual(chosen, ("nccl",))
             self.assertEqual(["rank 2 is on another host than rank 0" in line for line in lines], [True] * (rank == 0))
@@ -577,7 +577,7 @@ class SetCollectivesTest(unittest.TestCase):
 class WhyNotTest(unittest.TestCase):
     """What ranks decide from what each of them knows."""
 
-    def test_gpus(self):
+    def test_each_problem_of_a_rank_rules_out_what_needs_it(self):
         def gpu(name: str, **facts) -> Facts:
             return Facts(host="a", gpu=name, **facts)
 

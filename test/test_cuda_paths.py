@@ -158,7 +158,7 @@ def chosen(symmetric: bool) -> None:
     """The implementations are made and installed, with the allocators that their buffers need."""
     world = dist.group.WORLD
     device, process_groups = types.SimpleNamespace(type="cuda", index=0), mock.Mock(spec=ProcessGroupCollectives)
-    process_groups.memory_pool.return_value = mock.Mock() if symmetric else None
+    process_groups.memory_pool.return_value = mock.sentinel.pool if symmetric else None
     traffic = _choice.Traffic(device, [process_groups], gathered_nbytes=2000, reduced_nbytes=4000)
     with (
         cuda(lambda tensor: Handle(tensor.view(1, -1), 0)),
@@ -211,20 +211,20 @@ def facts() -> None:
 
 
 class CudaPathsTest(unittest.TestCase):
-    def test_copy_engine(self):
+    def test_the_copy_engine_copies_between_barriers_on_its_streams(self):
         run_ranks(1, copy_engine)
 
-    def test_multicast(self):
+    def test_multicast_sums_between_barriers_and_leaves_the_rest(self):
         run_ranks(1, multicast)
 
-    def test_choices(self):
+    def test_the_chosen_implementation_is_installed_with_its_allocator(self):
         run_ranks(1, chosen, True)
         run_ranks(1, chosen, False)
 
-    def test_facts(self):
+    def test_a_rank_with_gpus_knows_its_problems(self):
         run_ranks(1, facts)
 
-    def test_signatures(self):
+    def test_torch_has_what_is_called_of_symmetric_memory(self):
         """What is called of torch's symmetric memory is there; what a CPU build lacks is not asked for there."""
         symmetric = torch._C._distributed_c10d._SymmetricMemory
         for name in ("get_remote_tensor", "barrier", "multicast_ptr", "rank", "has_multicast_support"):

@@ -87,7 +87,7 @@ ranks  elements  share  interval  pieces
 rank 2 holds nothing""",
         )
 
-    def test_one_dimension_and_replicas(self):
+    def test_replicas_are_drawn_once(self):
         text = visualize_sharding((7,), (2, 2), [Replicate(), RaggedShard((0,), (3, 4))])
         self.assertExpectedInline(
             text,
@@ -114,7 +114,7 @@ ranks  elements  share  interval  pieces
 rank 0 holds nothing""",
         )
 
-    def test_no_elements(self):
+    def test_a_tensor_without_elements_says_so(self):
         self.assertExpectedInline(
             visualize_sharding((0, 5), (2,), [Shard(0)]),
             """\
@@ -346,7 +346,7 @@ ranks  elements  share      interval  pieces
             result |= set(range(int(first), int(last or first) + 1))
         return result
 
-    def test_bad_input(self):
+    def test_bad_input_is_refused(self):
         ragged = RaggedShard((0,), (1, 2))
         self.assertIn("cannot cut shape (4, 3)", error_of(visualize_sharding, (4, 3), (2,), [ragged]))
         view = RaggedRows((1,), (1, 2))
@@ -430,7 +430,7 @@ ranks  elements  share  interval  pieces
 
     def test_rectangles_are_to_scale(self):
         picture = debug._make_picture((6, 8), (2,), [RaggedShard((0, 1), (13, 35))], None)
-        axes = mock.MagicMock()
+        axes = mock.Mock(spec=["broken_barh", "text", "set", "set_yticks", "set_title"])
         debug._draw(axes, picture, ["red", "blue"])
         bars = [(call.args[0][0], call.args[1], call.kwargs["facecolors"][0]) for call in axes.broken_barh.call_args_list]
         expected = [((0, 8), (0, 1), "red"), ((0, 5), (1, 1), "red"), ((5, 3), (1, 1), "blue"), ((0, 8), (2, 4), "blue")]

@@ -140,7 +140,7 @@ def save_training(folder):
 
 
 class CopyTest(unittest.TestCase):
-    def test_tensors_and_parameters(self):
+    def test_copies_are_equal_and_share_no_memory(self):
         for wrong, count in run_ranks(2, copy_tensors):
             self.assertEqual(wrong, [])
             self.assertEqual(count, len(PLACEMENTS) * 5 * 3)
@@ -151,14 +151,14 @@ class CopyTest(unittest.TestCase):
     def test_a_deep_copy_trains_on_its_own(self):
         self.assertEqual(run_ranks(2, copy_training), [(True, True, True, True)] * 2)
 
-    def test_state_dicts_through_weights_only_files(self):
+    def test_training_continues_from_weights_only_files(self):
         with tempfile.TemporaryDirectory() as folder:
             for equal, moments, continued in run_ranks(2, save_training, folder):
                 self.assertTrue(equal)
                 self.assertEqual(moments, [True] * 4)
                 self.assertTrue(continued)
 
-    def test_placements(self):
+    def test_copies_of_placements_are_equal_and_print_alike(self):
         for placement in PLACEMENTS:
             for other in (
                 pickle.loads(pickle.dumps(placement)),
@@ -188,7 +188,7 @@ def prints():
 
 
 class PrintTest(TestCase):
-    def test_tensor_parameter_spec_and_number(self):
+    def test_printing_shows_placements_and_communicates_nothing(self):
         answers = run_ranks(4, prints)
         self.assertExpectedInline(
             "\n".join(answers[0]),
@@ -225,7 +225,7 @@ Spec(i64[4, 2](SRS(0,1)[1,3]/2S(0)))
 325.0, 0 collectives to print""",
         )
 
-    def test_placements(self):
+    def test_placements_print_in_full_and_in_short(self):
         shown = [f"{placement!r} {placement}" for placement in PLACEMENTS]
         self.assertExpectedInline(
             "\n".join(shown),
@@ -329,7 +329,7 @@ def watch_programs(placement):
 
 
 class DebugTest(TestCase):
-    def test_redistributions_by_count_and_by_name(self):
+    def test_debug_modes_see_each_collective_of_a_redistribution(self):
         answers = run_ranks(4, watch_redistributions)
         for answer in answers:
             self.assertEqual([counts for counts, _ in answer], [counts for counts, _ in answers[0]])
@@ -365,7 +365,7 @@ class DebugTest(TestCase):
       _c10d_functional::all_to_all_single""",
         )
 
-    def test_the_table_of_a_module(self):
+    def test_the_table_of_a_module_lists_its_collectives(self):
         for placed, lines in run_ranks(4, watch_module):
             self.assertEqual(placed, {"Gathering.weight": "RS(0)[1,3]", "Gathering.strided": "SRS(0)[1,1]/2S(0)"})
             self.assertExpectedInline(

@@ -9,51 +9,22 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from common import collectives_seen, error_of, run_ranks
-from moe import MoEConfig, MoETransformer
+from fsdp_common import batch, build, compare_gradients, loss_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard
 from torch_ragged.fsdp import advise, blocks, buffer_layouts, fully_shard, rows, tensor
+from torch_ragged.fsdp._fully_shard import named_groups
 
-CONFIG = MoEConfig(dim=24, heads=2, layers=3, experts=3, hidden=16, context=12)
 STEPS = 12
 POLICIES = {"elements": None, "rows": lambda fqn, p: rows(5), "blocks": lambda fqn, p: blocks(8, 8)}
-
-
-def build(kind, raf=None, mp_policy=None, policy=None, tied=True, seed=0, frozen=None):
-    torch.manual_seed(seed)
-    model = MoETransformer(MoEConfig(**{**vars(CONFIG), "tied": tied}))
-    if frozen is not None:
-        model.blocks[frozen].requires_grad_(False)
-    if kind == "single":
-        return model
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    knobs = {"mesh": mesh, "mp_policy": mp_policy or MixedPrecisionPolicy()}
-    shard = torch_fully_shard
-    if kind == "ragged":
-        shard, knobs["orig_param_policy"] = fully_shard, policy
-    for block in model.blocks:
-        shard(block, reshard_after_forward=True if raf is None else raf, **knobs)
-    return shard(model, reshard_after_forward=raf, **knobs)
-
-
-def batch(step, whole):
-    rank, ranks = (0, 1) if whole else (dist.get_rank(), dist.get_world_size())
-    data = torch.randint(0, 16, (12, 13), generator=torch.Generator().manual_seed(step))
-    return data[rank * 12 // ranks : (rank + 1) * 12 // ranks]
-
-
-def loss_of(model, data):
-    return F.cross_entropy(model(data[:, :-1]).float().flatten(0, 1), data[:, 1:].flatten())
 
 
 def train(model, steps, whole=False, first=0, optimizer=None):
@@ -99,6 +70,9 @@ def check_parity_with_fsdp2():
         else:  # Sums in bf16 depend on the order: as near to FSDP2 as FSDP2 is to float32.
             assert (got - want).abs().max() <= 2 * (want - full).abs().max()
         assert not torch.equal(want, full)
+
+
+def check_dtype_of_outputs():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     linear = fully_shard(nn.Linear(4, 4), mp_policy=policy)
     assert linear(torch.ones(2, 4)).dtype == torch.float32 and linear.weight.dtype == torch.bfloat16
@@ -116,10 +90,9 @@ def compare_first_gradients(ours, theirs):
     ours.zero_grad(), theirs.zero_grad()
 
 
-def check_storage_and_collectives():
+def check_unsharded_parameters_lie_in_the_buffer():
     model = build("ragged", raf=True)
-    groups = {n: m._ragged_fsdp_state.groups[0] for n, m in model.named_modules() if hasattr(m, "_ragged_fsdp_state")}
-    ran = []
+    groups, ran = named_groups(model), []
 
     def look(name):
         def hook(module, args):
@@ -136,10 +109,21 @@ def check_storage_and_collectives():
     for name, module in model.named_modules():
         if name.startswith("blocks.") and name.count(".") == 1:
             module.register_forward_pre_hook(look(name))
+    loss_of(model, batch(0, False)).backward()
+    assert ran == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def check_collectives_of_a_step():
+    model = build("ragged", raf=True)
     with CommDebugMode() as mode:
         loss_of(model, batch(0, False)).backward()
-    assert ran == ["blocks.0", "blocks.1", "blocks.2"]
     assert collectives_seen(mode) == (7 + 1, 4), mode.get_comm_counts()  # every group twice: forward and backward
+
+
+def check_backward_leaves_shards_only():
+    model = build("ragged", raf=True)
+    loss_of(model, batch(0, False)).backward()
+    groups = named_groups(model)
     assert all(
         not g.unsharded.is_allocated and not any(b.resident_nbytes for b in g.buffers()["gradients"]) for g in groups.values()
     )
@@ -150,11 +134,13 @@ def check_storage_and_collectives():
         assert any(
             local.untyped_storage().data_ptr() == g.sharded.flat.untyped_storage().data_ptr() for g in groups.values()
         ), name
-    # The gradient is the mean over ranks of the gradients of one process.
-    single = build("single")
-    loss_of(single, batch(0, True)).backward()
-    for (name, param), (_, plain) in zip(model.named_parameters(), single.named_parameters()):
-        torch.testing.assert_close(param.grad.full_tensor(), plain.grad, rtol=1e-4, atol=1e-6, msg=lambda m: f"{name}: {m}")
+
+
+def check_gradient_is_the_mean_over_ranks():
+    model, single = build("ragged", raf=True), build("single")
+    loss_of(model, batch(0, False)).backward(), loss_of(single, batch(0, True)).backward()
+    assert all(param.grad is not None for param in single.parameters())
+    compare_gradients(model, single)
 
 
 def check_weight_gradients_in_place():
@@ -179,7 +165,7 @@ def check_weight_gradients_in_place():
     compare_gradients(model, single)
 
 
-def check_accumulation_and_prefetch():
+def check_accumulation():
     model, single = build("ragged"), build("single")
     for step in range(3):
         model.set_requires_gradient_sync(step == 2)
@@ -191,8 +177,11 @@ def check_accumulation_and_prefetch():
     loss_of(model, batch(3, False)).backward()  # .grad adds up
     loss_of(single, batch(3, True)).backward()
     compare_gradients(model, single)
-    # Two forwards before their backwards; a forward without one; evaluation in between.
-    model.zero_grad(), single.zero_grad()
+
+
+def check_unusual_orders():
+    """Two forwards before their backwards; a forward without one; evaluation in between."""
+    model, single = build("ragged"), build("single")
     loss_of(model, batch(9, False))
     with torch.no_grad():
         model(batch(0, False)[:, :-1])
@@ -200,15 +189,6 @@ def check_accumulation_and_prefetch():
     second.backward(), first.backward()
     (loss_of(single, batch(4, True)) + loss_of(single, batch(5, True))).backward()
     compare_gradients(model, single)
-
-
-def compare_gradients(model, single):
-    for (name, param), (_, plain) in zip(model.named_parameters(), single.named_parameters()):
-        if plain.grad is None:
-            assert param.grad is None, name
-            continue
-        assert param.grad is not None, name
-        torch.testing.assert_close(param.grad.full_tensor(), plain.grad, rtol=1e-4, atol=1e-6, msg=lambda m: f"{name}: {m}")
 
 
 class Choice(nn.Module):
@@ -223,14 +203,16 @@ class Choice(nn.Module):
         return self.frozen((self.b if use_b else self.a)(x))
 
 
-def check_padding_warning():
-    """Rank 0 says what a granularity costs, and that there is advice; a harmless one costs nothing and says nothing."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,))
-    case = unittest.TestCase()
-    with case.assertNoLogs("torch_ragged.fsdp"):
+def check_no_word_of_harmless_padding():
+    with unittest.TestCase().assertNoLogs("torch_ragged.fsdp"):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         fully_shard(nn.Linear(64, 64), mesh=mesh, orig_param_policy=lambda fqn, p: rows(1))
-    model = nn.Linear(64, 64)
+
+
+def check_padding_warning():
+    """Rank 0 says what a granularity costs, and that there is advice."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
+    case, model = unittest.TestCase(), nn.Linear(64, 64)
     with case.assertLogs("torch_ragged.fsdp") if rank == 0 else case.assertNoLogs("torch_ragged.fsdp") as logs:
         fully_shard(model, mesh=mesh, orig_param_policy=lambda fqn, p: tensor())
     if rank == 0:
@@ -266,18 +248,27 @@ def check_unused_parameters():
     )
 
 
-def check_api():
-    model = build("ragged")
+def check_class_and_names():
+    model, single = build("ragged"), build("single")
     assert isinstance(model, TorchFSDPModule) and type(model).__name__ == "FSDPMoETransformer"
-    single = build("single")
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in single.named_parameters()]
+    theirs = [name for name in dir(TorchFSDPModule) if not name.startswith("_")]
+    assert not [name for name in theirs if "Not offered" in (getattr(type(model), name).__doc__ or "Not offered")]
+
+
+def check_unshard_and_reshard():
+    model, single = build("ragged"), build("single")
     handle = model.blocks[0].unshard(async_op=True)
     handle.wait()
     for (name, param), (_, plain) in zip(model.blocks[0].named_parameters(), single.blocks[0].named_parameters()):
         assert torch.equal(param, plain), name
     model.blocks[0].reshard()
     assert isinstance(model.blocks[0].norm1.weight, DTensor)
-    # state dicts are sharded whatever was gathered, and go back in; also with assign=True.
+
+
+def check_state_dicts():
+    """They are sharded whatever was gathered, and go back in; also with assign=True."""
+    model = build("ragged")
     model(batch(0, False)[:, :-1])
     state = {k: v.clone() for k, v in model.state_dict().items()}
     assert all(isinstance(v.placements[0], RaggedShard) for v in state.values())
@@ -288,16 +279,27 @@ def check_api():
     assert all(parameter.requires_grad for parameter in third.parameters())
     x = batch(0, False)[:, :-1]
     assert torch.equal(other(x), model(x)) and torch.equal(third(x), model(x))
-    theirs = [name for name in dir(TorchFSDPModule) if not name.startswith("_")]
-    assert not [name for name in theirs if "Not offered" in (getattr(type(model), name).__doc__ or "Not offered")]
-    # A forward that raises leaves the module usable.
+
+
+def check_forward_that_raises():
+    model, other, x = build("ragged"), build("ragged"), batch(0, False)[:, :-1]
+    assert torch.equal(other(x), model(x))
     assert error_of(model, "no tensor")
     assert torch.equal(other(x), model(x))
-    layouts = buffer_layouts(model)
+
+
+def check_layouts():
+    layouts = buffer_layouts(build("ragged"))
     assert list(layouts) == ["root", "blocks.0", "blocks.1", "blocks.2"]
     assert all((layout.shard_numel * 4) % 128 == 0 for layout in layouts.values())
-    gone = weakref.ref(other.blocks[0]._ragged_fsdp_state.groups[0].unsharded.flat)
-    del other
+
+
+def check_deleted_model():
+    model, x = build("ragged"), batch(0, False)[:, :-1]
+    model(x)
+    gone = weakref.ref(model.blocks[0]._ragged_fsdp_state.groups[0].unsharded.flat)
+    assert gone() is not None
+    del model
     gc.collect()
     assert gone() is None
 
@@ -363,24 +365,57 @@ class FullyShardTest(unittest.TestCase):
     def test_mixed_precision_equals_fsdp2(self):
         run_ranks(4, check_parity_with_fsdp2)
 
+    def test_outputs_are_cast_and_parameters_are_not(self):
+        run_ranks(4, check_dtype_of_outputs)
+
     def test_unsharded_parameters_are_the_gathered_buffer(self):
-        run_ranks(4, check_storage_and_collectives)
+        run_ranks(4, check_unsharded_parameters_lie_in_the_buffer)
+
+    def test_a_step_gathers_every_group_twice_and_reduces_it_once(self):
+        run_ranks(4, check_collectives_of_a_step)
+
+    def test_backward_leaves_shards_only(self):
+        run_ranks(4, check_backward_leaves_shards_only)
+
+    def test_gradients_are_means_over_ranks(self):
+        run_ranks(4, check_gradient_is_the_mean_over_ranks)
 
     def test_weight_gradients_are_written_where_they_are_reduced_from(self):
         run_ranks(2, check_weight_gradients_in_place)
 
-    def test_gradient_accumulation_and_unusual_orders(self):
-        run_ranks(3, check_accumulation_and_prefetch)
+    def test_accumulated_gradients_are_reduced_once_and_added_to_grad(self):
+        run_ranks(3, check_accumulation)
 
-    def test_parameters_unused_on_some_or_all_ranks(self):
+    def test_forwards_and_backwards_come_in_any_order(self):
+        run_ranks(3, check_unusual_orders)
+
+    def test_parameters_that_no_rank_uses_have_no_gradient(self):
         for ranks in (1, 2, 4):
             run_ranks(ranks, check_unused_parameters)
 
     def test_padding_of_a_granularity_is_told(self):
         run_ranks(4, check_padding_warning)
 
-    def test_api(self):
-        run_ranks(2, check_api)
+    def test_harmless_padding_is_not_told(self):
+        run_ranks(4, check_no_word_of_harmless_padding)
+
+    def test_the_model_is_an_fsdp_module_with_all_its_methods(self):
+        run_ranks(2, check_class_and_names)
+
+    def test_unshard_makes_parameters_whole_until_reshard(self):
+        run_ranks(2, check_unshard_and_reshard)
+
+    def test_state_dicts_are_sharded_and_load_anywhere(self):
+        run_ranks(2, check_state_dicts)
+
+    def test_a_forward_that_raises_leaves_the_model_usable(self):
+        run_ranks(2, check_forward_that_raises)
+
+    def test_groups_are_named_and_shards_aligned(self):
+        run_ranks(2, check_layouts)
+
+    def test_a_deleted_model_releases_its_buffers(self):
+        run_ranks(2, check_deleted_model)
 
     def test_checkpoint_of_3_ranks_continues_on_other_world_sizes(self):
         with tempfile.TemporaryDirectory() as path:
@@ -390,7 +425,7 @@ class FullyShardTest(unittest.TestCase):
                     got = run_ranks(ranks, resume_trained, path, values)[0]
                     torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-5)
 
-    def test_errors_on_every_rank(self):
+    def test_bad_input_is_an_error_on_every_rank(self):
         words = (
             "expects a 1-D mesh, or a 2-D one (replicas, shards), got shape (1, 1, 2)",
             "weight is a DTensor placed as",

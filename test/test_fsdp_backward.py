@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import run_ranks
-from test_fsdp import compare_gradients
-from test_fsdp_robustness import delay_collectives
+from fsdp_collectives import delay_collectives
+from fsdp_common import WideProduct, compare_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -268,20 +268,6 @@ class TensorsTest(unittest.TestCase):
 # -- where gradients are ----------------------------------------------------------------------------------------------------
 
 
-class WideProduct(torch.autograd.Function):
-    """x W, whose gradient for a bfloat16 W is float32."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient @ weight.t(), x.float().t() @ gradient.float()
-
-
 class BigLinear(nn.Linear):
     def __init__(self):
         super().__init__(32, 32, bias=False)
@@ -407,35 +393,35 @@ def gradient_beside_a_reduction():
 
 
 class BackwardTest(unittest.TestCase):
-    def test_gradient_that_comes_while_its_group_is_reduced(self):
+    def test_a_gradient_beside_the_reduction_of_its_group_waits_for_it(self):
         run_ranks(2, gradient_beside_a_reduction)
 
-    def test_ranks_that_use_different_groups(self):
+    def test_ranks_may_use_different_groups(self):
         run_ranks(3, check_ranks_use_different_groups)
 
-    def test_groups_that_no_rank_uses(self):
+    def test_groups_that_no_rank_uses_have_no_gradient(self):
         run_ranks(2, check_unused_everywhere)
 
-    def test_in_place_operations_on_outputs(self):
+    def test_outputs_may_be_changed_in_place(self):
         run_ranks(2, check_in_place_on_outputs)
 
-    def test_dataclasses_and_packed_sequences(self):
+    def test_outputs_may_be_dataclasses_and_packed_sequences(self):
         run_ranks(2, check_containers)
 
     def test_gradients_are_reduced_group_by_group(self):
         run_ranks(2, check_reduced_group_by_group)
 
-    def test_frozen_during_accumulation(self):
+    def test_a_group_frozen_during_accumulation_keeps_what_it_has(self):
         run_ranks(2, check_frozen_group_gets_what_was_accumulated)
 
     def test_wide_gradients_are_not_rounded(self):
         run_ranks(2, wide_gradients, BigLinear, True)
         run_ranks(2, wide_gradients, WideLinear, False)
 
-    def test_gradient_buffers_at_once(self):
+    def test_no_more_gradient_buffers_are_held_than_allowed(self):
         run_ranks(2, gradient_buffers_at_once)
 
-    def test_gradients_that_need_no_copy(self):
+    def test_a_gradient_that_fills_its_buffer_is_not_copied(self):
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
             run_ranks(2, adopted_gradients, policy)
 

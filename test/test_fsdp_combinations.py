@@ -218,11 +218,11 @@ def check_memory_does_not_grow():
 
 
 class CombinationsTest(unittest.TestCase):
-    def test_some(self):
+    def test_some_combinations_of_knobs_train_as_one_process(self):
         run_ranks(4, check_combinations, 0, 16)
 
     @pytest.mark.slow
-    def test_many(self):
+    def test_many_combinations_of_knobs_train_as_one_process(self):
         for first in range(16, 416, 50):
             run_ranks(4, check_combinations, first, 50)
 

@@ -1,6 +1,5 @@
-"""What fully_shard takes and makes: lists, placements, dtypes, the meta device, meshes; and that ranks agree on it."""
+"""What fully_shard takes and makes: lists, placements, dtypes, the meta device; and that ranks agree on it."""
 
-import copy
 import unittest
 from types import SimpleNamespace
 
@@ -11,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged import RaggedShard
 from torch_ragged.fsdp import HIERARCHICAL, blocks, buffer_layouts, elements, fully_shard, memory_report, rows, tensor
 
 WIDTH = 10
@@ -95,9 +94,12 @@ def chunked_loss(model, x):
     return sum(model.head(part).pow(2).mean() for part in model(x).chunk(2))
 
 
-def check_lists():
+def check_lists_train_as_fsdp2s():
     for knobs in ({}, {"reshard_after_forward": True}, {"reshard_after_forward": False}):
         assert_same(build_listed(fully_shard, **knobs), build_listed(torch_fully_shard, **knobs))
+
+
+def check_list_is_one_group():
     model = build_listed(fully_shard, reshard_after_forward=True)
     assert list(buffer_layouts(model)) == ["blocks.0", "norm"]
     assert [tensor.name for tensor in buffer_layouts(model)["norm"].tensors] == ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -105,9 +107,11 @@ def check_lists():
         with CommDebugMode() as mode:
             loss_of(model, batch()).backward()
         assert collectives_seen(mode) == (4, 2), mode.get_comm_counts()  # Two groups, each once in forward and in backward.
-    # Modules of a group that run in several calls of their own.
-    assert_same(build_listed(fully_shard, Chunked), build_listed(torch_fully_shard, Chunked), loss_of=chunked_loss)
     memory_report(model)
+
+
+def check_modules_of_a_group_run_in_several_calls():
+    assert_same(build_listed(fully_shard, Chunked), build_listed(torch_fully_shard, Chunked), loss_of=chunked_loss)
 
 
 def check_conversions_of_lists():
@@ -175,14 +179,20 @@ def check_shard_placements():
     assert_same(ours, theirs)
     theirs.load_state_dict(ours.state_dict()), ours.load_state_dict(theirs.state_dict())
 
-    def granular(param):
-        return {2: rows(3), 1: None}[param.ndim]
 
+def granular(param):
+    return {2: rows(3), 1: None}[param.ndim]
+
+
+def check_shard_placement_fn_returns_granularities():
     model = build(fully_shard, shard_placement_fn=granular)
     placement = model.head.weight.placements[0]
     assert isinstance(placement, RaggedShard) and placement.dims == (0,)
     assert buffer_layouts(model)["root"].tensors[2].block == 3 * WIDTH
     assert_same(model, build(torch_fully_shard))
+
+
+def shard_placement_errors():
     return [
         error_of(fully_shard, nn.Linear(4, 4), mesh=world(), shard_placement_fn=lambda p: 3),
         error_of(fully_shard, nn.Linear(4, 4), mesh=world(), shard_placement_fn=lambda p: Shard(2)),
@@ -271,12 +281,15 @@ def batch_of(step, rank):
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def check_new_dtypes():
+CONVERSIONS = (lambda m: m.double(), lambda m: m.to(torch.float32), lambda m: m.bfloat16())
+
+
+def check_conversions_keep_parameters_and_gradients():
     """As with plain modules and FSDP2: ``model.to(dtype)`` after fully_shard."""
     ours, theirs = build(fully_shard, policy=lambda f, p: rows(3)), build(torch_fully_shard)
     params = list(ours.parameters())
     loss_of(ours, batch()).backward(), loss_of(theirs, batch()).backward()
-    for convert in (lambda m: m.double(), lambda m: m.to(torch.float32), lambda m: m.bfloat16()):
+    for convert in CONVERSIONS:
         convert(ours), convert(theirs)
         assert all(a is b for a, b in zip(params, ours.parameters()))
         dtype = params[0].dtype
@@ -285,6 +298,13 @@ def check_new_dtypes():
             assert torch.equal(mine.full_tensor(), other.full_tensor()), name
             if dtype != torch.bfloat16:
                 torch.testing.assert_close(mine.grad.full_tensor(), other.grad.full_tensor(), msg=name)
+
+
+def check_converted_models_train_as_fsdp2s():
+    ours = build(fully_shard, policy=lambda f, p: rows(3))
+    loss_of(ours, batch()).backward()
+    for convert in CONVERSIONS:
+        convert(ours)
     ours.zero_grad()
     fresh = build(torch_fully_shard).bfloat16()  # FSDP2 takes new dtypes before its first forward only.
     for step in range(2):
@@ -305,9 +325,14 @@ def build_meta(**knobs):
     return fully_shard(model, mesh=world(), **knobs)
 
 
-def check_meta():
+def single_and_values():
+    """A model of one process, and copies of its values."""
     single = Stack()
-    state = {name: value.clone() for name, value in single.state_dict().items()}
+    return single, {name: value.clone() for name, value in single.state_dict().items()}
+
+
+def check_materialised_model_loads_and_trains():
+    single, state = single_and_values()
     for knobs in ({}, {"orig_param_policy": lambda f, p: blocks(3, 3)}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
         model = build_meta(**knobs)
         params = list(model.parameters())
@@ -321,12 +346,15 @@ def check_meta():
         loss_of(model, batch()).backward()
         optimizer.step()
         assert not torch.equal(model(batch()), single(batch()))
-    # One group at a time.
+
+
+def check_modules_are_materialised_one_at_a_time():
+    """One group at a time; then one module at a time, of a group that is still incomplete."""
+    single, state = single_and_values()
     model = build_meta()
     for module in model.blocks:
         module.to_empty(device="cpu")
         assert model.head.weight.is_meta and not module.weight.is_meta
-    # One module at a time, of a group that is still incomplete.
     for module in (model.norm, model.head):
         assert "on the meta device" in error_of(model, batch())
         module.to_empty(device="cpu")
@@ -336,7 +364,11 @@ def check_meta():
     loss_of(model, batch()).backward()
     optimizer.step()
     assert not any(torch.equal(p.full_tensor(), state[name]) for name, p in model.named_parameters())
-    # Assigned values, as FSDP2's users load; an optimizer made before the first forward trains them.
+
+
+def check_assigned_values_are_trained():
+    """As FSDP2's users load; an optimizer made before the first forward trains them."""
+    single, state = single_and_values()
     model = build_meta(orig_param_policy=lambda f, p: rows(3))
     ragged = {k: distribute_tensor(v, world(), dict(model.named_parameters())[k].placements) for k, v in state.items()}
     missing = {k: v for k, v in ragged.items() if k != "norm.bias"}
@@ -349,7 +381,11 @@ def check_meta():
     loss_of(model, batch()).backward()
     optimizer.step()
     assert not torch.equal(model(batch()), single(batch()))
-    # The initialisation of one process, at any granularity.
+    return partly
+
+
+def check_initialisation_is_that_of_one_process():
+    single, _ = single_and_values()
     initialised = build_meta(orig_param_policy=lambda f, p: rows(3)).to_empty(device="cpu")
     for module in (initialised, single):
         torch.manual_seed(7)
@@ -358,99 +394,15 @@ def check_meta():
                 child.reset_parameters()
     for (name, mine), (_, plain) in zip(initialised.named_parameters(), single.named_parameters(), strict=True):
         assert torch.equal(mine.full_tensor(), plain), name
-    # A new dtype while there is no memory.
+
+
+def check_conversions_without_memory():
+    """A dtype may be given while there is no memory, a device may not."""
     assert build_meta().bfloat16().to_empty(device="cpu").head.weight.dtype == torch.bfloat16
-    return [partly, error_of(build_meta().cpu)]
+    return error_of(build_meta().cpu)
 
 
-# -- meshes --------------------------------------------------------------------------------------------------------------
-
-
-def check_named_dimensions():
-    """``dp_mesh_dims``: DTensors on the whole mesh, of which some dimensions are data-parallel."""
-    from torch.distributed.fsdp import DataParallelMeshDims
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-    def distributed():
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-        for layer, placement in zip(module, (Shard(0), Shard(1))):
-            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate(), placement]))
-        return module
-
-    models = []
-    for shard in (torch_fully_shard, fully_shard):
-        models.append(shard(distributed(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp")))
-    curves = []
-    for model in models:
-        optimizer, curve = torch.optim.SGD(model.parameters(), lr=0.05), []
-        for step in range(3):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-            local = x.chunk(2)[mesh.get_local_rank("dp")]
-            x = DTensor.from_local(local, mesh, [Shard(0), Replicate()], run_check=False)
-            loss = model(x).pow(2).sum()
-            loss.backward()
-            optimizer.step(), optimizer.zero_grad()
-            curve.append(loss.full_tensor().item())
-        curves.append(torch.tensor(curve))
-    torch.testing.assert_close(curves[1], curves[0])
-    assert curves[0][0] - curves[0][-1] > 0.01
-    for theirs, ours in zip(*(model.parameters() for model in models)):
-        torch.testing.assert_close(ours.full_tensor(), theirs.full_tensor())
-    # All dimensions flattened, replicas only, and both with names.
-    for dims in (
-        DataParallelMeshDims(shard=("dp", "tp")),
-        DataParallelMeshDims(replicate="dp", shard="tp"),
-        DataParallelMeshDims(replicate=("dp", "tp")),
-    ):
-        modules = []
-        for shard in (torch_fully_shard, fully_shard):
-            torch.manual_seed(0)
-            module = nn.Linear(8, 8)
-            for name, param in list(module.named_parameters()):
-                setattr(module, name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate()] * 2)))
-            modules.append(shard(module, mesh=mesh, dp_mesh_dims=dims))
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
-            module(DTensor.from_local(x, mesh, [Shard(0), Shard(0)], run_check=False)).sum().backward()
-        for theirs, ours in zip(*(module.parameters() for module in modules)):
-            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor())
-    return [
-        error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp")),
-        error_of(fully_shard, nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="x")),
-        error_of(fully_shard, distributed(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="tp")),
-    ]
-
-
-def check_replicas_and_model_parallel():
-    """Replicas, shards and tensor parallelism at once, each cut another way, for parameters that nothing divides."""
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-    dp, tp = mesh["replicate", "shard"], mesh["tp"]
-    torch.manual_seed(0)
-    single = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 7, bias=False), nn.LayerNorm(7))
-    model = copy.deepcopy(single)
-    cuts = {"0.weight": Shard(0), "0.bias": Shard(0), "1.weight": Shard(1), "2.weight": Replicate(), "2.bias": Replicate()}
-    for name, parameter in list(model.named_parameters()):
-        module, attribute = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-        setattr(module, attribute, nn.Parameter(distribute_tensor(parameter.detach(), tp, [cuts[name]])))
-    fully_shard(model, mesh=dp, orig_param_policy=lambda fqn, p: rows(2) if fqn == "0.weight" else None)
-    placements = {name: p.placements for name, p in model.named_parameters()}
-    assert all(p.device_mesh == mesh for p in model.parameters())
-    assert all(p[0] == Replicate() and p[2] == cuts[name] for name, p in placements.items()), placements
-    assert isinstance(placements["0.weight"][1], StridedRaggedShard) and placements["1.weight"][1].dims == (0,)
-    data = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
-    for _ in range(2):
-        mine = data.chunk(4)[2 * mesh.get_local_rank("replicate") + mesh.get_local_rank("shard")]
-        model(DTensor.from_local(mine, tp, [Replicate()], run_check=False)).to_local().pow(2).mean().backward()
-        single(data).pow(2).mean().backward()
-        for (name, ours), (_, plain) in zip(model.named_parameters(), single.named_parameters()):
-            assert torch.equal(ours.full_tensor(), plain), name
-            torch.testing.assert_close(
-                ours.grad.full_tensor(), plain.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
-    uneven = nn.Linear(4, 5)
-    uneven.weight = nn.Parameter(distribute_tensor(uneven.weight.detach(), tp, [Shard(0)]))
-    return [error_of(fully_shard, uneven, mesh=dp), error_of(fully_shard, model[0], mesh=mesh["shard"])]
+# -- agreement -----------------------------------------------------------------------------------------------------------
 
 
 def check_agreement():
@@ -498,46 +450,62 @@ def check_agreement_with_model_parallelism():
 
 
 class ConstructionTest(unittest.TestCase):
-    def test_lists_of_modules_make_one_group(self):
-        run_ranks(2, check_lists)
+    def test_a_list_of_modules_trains_as_fsdp2s(self):
+        run_ranks(2, check_lists_train_as_fsdp2s)
+
+    def test_a_list_of_modules_is_one_group(self):
+        run_ranks(2, check_list_is_one_group)
+
+    def test_modules_of_one_group_may_run_in_several_calls(self):
+        run_ranks(2, check_modules_of_a_group_run_in_several_calls)
+
+    def test_conversions_of_one_module_leave_the_others_of_its_group_alone(self):
         for part in run_ranks(2, check_conversions_of_lists):
             self.assertIn("0.weight was replaced by DTensor of torch.Size([8, 8]), torch.float64", part)
 
     def test_shard_placements_are_honoured(self):
         for size in (2, 3):
-            for errors in run_ranks(size, check_shard_placements):
-                for error, text in zip(errors, ("Invalid shard_placement_fn result: 3", "returned Shard(2)", "from one")):
+            run_ranks(size, check_shard_placements)
+
+    def test_a_shard_placement_may_be_a_granularity(self):
+        for size in (2, 3):
+            run_ranks(size, check_shard_placement_fn_returns_granularities)
+
+    def test_bad_shard_placements_are_refused(self):
+        words = ("Invalid shard_placement_fn result: 3", "returned Shard(2)", "from one")
+        for size in (2, 3):
+            for errors in run_ranks(size, shard_placement_errors):
+                for error, text in zip(errors, words, strict=True):
                     self.assertIn(text, error)
 
-    def test_parameters_of_several_dtypes(self):
+    def test_each_dtype_has_a_buffer_of_its_own(self):
         run_ranks(3, check_several_dtypes)
 
-    def test_complex_parameters(self):
+    def test_complex_parameters_train_as_fsdp2s(self):
         run_ranks(4, check_complex)
 
-    def test_new_dtypes_after_fully_shard(self):
-        run_ranks(2, check_new_dtypes)
+    def test_new_dtypes_keep_parameters_and_gradients(self):
+        run_ranks(2, check_conversions_keep_parameters_and_gradients)
 
-    def test_meta_device(self):
-        for partly, moved in run_ranks(2, check_meta):
+    def test_models_of_new_dtypes_train_as_fsdp2s(self):
+        run_ranks(2, check_converted_models_train_as_fsdp2s)
+
+    def test_a_model_of_the_meta_device_loads_and_trains_once_materialised(self):
+        run_ranks(2, check_materialised_model_loads_and_trains)
+
+    def test_modules_of_the_meta_device_are_materialised_one_at_a_time(self):
+        run_ranks(2, check_modules_are_materialised_one_at_a_time)
+
+    def test_values_assigned_in_place_of_meta_ones_are_trained(self):
+        for partly in run_ranks(2, check_assigned_values_are_trained):
             self.assertIn("RuntimeError: norm.bias on the meta device: materialise all parameters", partly)
+
+    def test_initialising_shards_gives_the_values_of_one_process(self):
+        run_ranks(2, check_initialisation_is_that_of_one_process)
+
+    def test_parameters_of_the_meta_device_take_a_dtype_and_no_device(self):
+        for moved in run_ranks(2, check_conversions_without_memory):
             self.assertIn("Cannot copy out of meta tensor", moved)
-
-    @unittest.skipIf(torch.__version__ < "2.13", "new in torch 2.13")
-    def test_named_mesh_dimensions(self):
-        for errors in run_ranks(4, check_named_dimensions):
-            words = (
-                "must be DTensors on the full mesh",
-                "'x' not found",
-                "Expected Replicate() on data-parallel mesh dimension",
-            )
-            for error, text in zip(errors, words, strict=True):
-                self.assertIn(text, error)
-
-    def test_replicas_shards_and_model_parallelism(self):
-        for uneven, twice in run_ranks(8, check_replicas_and_model_parallel):
-            self.assertIn("weight of shape (5, 4) is cut unevenly by S(0) over 2 ranks of model parallelism", uneven)
-            self.assertIn("is sharded by fully_shard already", twice)
 
     def test_ranks_agree_or_all_raise(self):
         words = (

@@ -151,14 +151,14 @@ def check_errors():
 
 
 class ExtensionTest(unittest.TestCase):
-    def test_like_fsdp2(self):
+    def test_extensions_are_gathered_as_fsdp2s(self):
         run_ranks(4, check_like_fsdp2)
 
-    def test_rows_that_do_not_divide(self):
+    def test_rows_of_extensions_need_not_divide_by_the_ranks(self):
         for ranks in (2, 3):
             run_ranks(ranks, check_uneven)
 
-    def test_errors(self):
+    def test_bad_extensions_are_refused(self):
         words = (
             "shard_placement_fn returned S(1), return Shard(0) or None",
             "Both fsdp_pre_all_gather and fsdp_post_all_gather should be",

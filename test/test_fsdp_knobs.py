@@ -6,6 +6,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from common import error_of, run_ranks
+from fsdp_blocks import WIDTH, Block, assert_same_gradients, assert_same_training, batch, both, build, full_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -14,93 +15,28 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard
-from torch_ragged.fsdp import fully_shard, rows
-
-WIDTH = 10
+from torch_ragged.fsdp import fully_shard
 
 
-def rows_of(fqn, parameter):
-    return rows(3)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-    def logits(self, x):
-        return self.down(torch.relu(self.up(x)))
-
-
-def build(shard, mesh, blocks=3, **knobs):
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(blocks)))
-    for block in model:
-        shard(block, mesh=mesh, **knobs)
-    return shard(model, mesh=mesh, **knobs)
-
-
-def both(mesh, **knobs):
-    """FSDP2's model, ours by elements, ours by rows."""
-    return (
-        build(torch_fully_shard, mesh, **knobs),
-        build(fully_shard, mesh, **knobs),
-        build(fully_shard, mesh, orig_param_policy=rows_of, **knobs),
-    )
-
-
-def batch(step):
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
-
-
-def full_gradients(model):
-    return [p.grad.full_tensor() if p.grad is not None else None for p in model.parameters()]
-
-
-def assert_same_gradients(models):
-    want, *others = map(full_gradients, models)
-    assert any(gradient is not None for gradient in want)
-    for got in others:
-        for mine, theirs in zip(got, want):
-            assert (mine is None) == (theirs is None)
-            if mine is not None:
-                torch.testing.assert_close(mine, theirs)
-
-
-def assert_same_training(models, steps=8, accumulate=None):
-    """Losses of ``steps`` steps are equal; ``accumulate(model, micro)`` is called before each of two micro-batches."""
-    curves = []
-    for model in models:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        curve = []
-        for step in range(steps):
-            for micro in range(2 if accumulate else 1):
-                if accumulate:
-                    accumulate(model, micro)
-                loss = model(batch(2 * step + micro)).pow(2).mean()
-                loss.backward()
-                curve.append(loss.item())
-            curve.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
-            optimizer.step()
-            optimizer.zero_grad()
-        curves.append(torch.tensor(curve))
-    for curve in curves[1:]:
-        torch.testing.assert_close(curve, curves[0], rtol=1e-4, atol=1e-5)
-    assert (curves[0][-2] - curves[0][0]).abs() > 0.01  # It learns, so equal curves mean something.
-
-
-def check_replicas():
+def replicas_and_shards():
     """HSDP: two replicas of two shards."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def check_replicas_train_as_fsdp2s():
+    mesh = replicas_and_shards()
     models = both(mesh)
     parameter = next(models[2].parameters())
     assert parameter.placements[0] == Replicate() and isinstance(parameter.placements[1], RaggedShard)
     assert_same_training(models)
     assert_same_training(both(mesh, reshard_after_forward=False), accumulate=lambda m, i: m.set_requires_gradient_sync(i == 1))
     assert_same_training(both(mesh), accumulate=lambda m, i: m.set_requires_all_reduce(i == 1))
+
+
+def check_replicas_load_each_others_state_dicts():
+    models = both(replicas_and_shards())
+    models[1](batch(0)).sum().backward()
+    torch.optim.SGD(models[1].parameters(), lr=0.1).step()  # Or all models have the same values.
     state = models[1].state_dict()
     models[2].load_state_dict(state)
     for name, value in models[2].state_dict().items():
@@ -131,8 +67,11 @@ def check_replicas_reduce_once():
             (single(data).sum() / 4).backward()
     for (name, mine), theirs in zip(model.named_parameters(), single.parameters()):
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=f"rank {rank} {name}")
-    # What was reduced within replicas is dropped with the rest.
-    model.zero_grad()
+
+
+def check_reset_drops_what_replicas_reduced():
+    """What was reduced within replicas is dropped with the rest."""
+    model = build(fully_shard, init_device_mesh("cpu", (2, 2)), blocks=1)
     model.set_requires_all_reduce(False)
     model(batch(0)).sum().backward()
     model.reset_iter_state()
@@ -147,8 +86,7 @@ def check_replicas_reduce_once():
 
 def check_divide_factor():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for where in (mesh, grid):
+    for where in (mesh, replicas_and_shards()):
         models = both(where)
         for model in models:
             for module in (*model, model):
@@ -156,37 +94,51 @@ def check_divide_factor():
                 module.set_force_sum_reduction_for_comms(True)
             model(batch(0)).sum().backward()
         assert_same_gradients(models)
+    assert error_of(models[1][0].set_gradient_divide_factor, 0) == (
+        "ValueError: the gradient divide factor must be a positive number, got 0"
+    )
 
 
-def check_prefetch():
+def gathered(model):
+    """Whether each block's parameters are gathered, or on their way."""
+    return [module._ragged_states(False)[0].groups[0].is_gathered for module in model]
+
+
+def check_forward_prefetch():
     """The all-gathers of chosen modules start when this one has its parameters: visible in what is gathered inside forward."""
-    mesh = init_device_mesh("cpu", (2,))
-    model = build(fully_shard, mesh)
+    model, seen = build(fully_shard, init_device_mesh("cpu", (2,))), []
     first, second, third = model
-    seen = []
     model(batch(0)).sum().backward()
-
-    def look(name):
-        groups = [module._ragged_states(False)[0].groups[0] for module in (first, second, third)]
-        seen.append((name, [group.is_gathered for group in groups]))
-
-    first.up.register_forward_pre_hook(lambda *_: look("first"))
+    first.up.register_forward_pre_hook(lambda *_: seen.append(gathered(model)))
     model(batch(0))
-    assert seen.pop() == ("first", [True, True, False])  # By the order of the step before.
+    assert seen.pop() == [True, True, False]  # By the order of the step before.
     first.set_modules_to_forward_prefetch([second, third])
     model(batch(0))
-    assert seen.pop() == ("first", [True, True, True])
+    assert seen.pop() == [True, True, True]
     first.set_modules_to_forward_prefetch([])
-    loss = model(batch(0)).sum()
-    assert seen.pop() == ("first", [True, False, False])
-    third.set_modules_to_backward_prefetch([first])
-    third.down.register_full_backward_pre_hook(lambda *_: look("third"))
+    model(batch(0)).sum()
+    assert seen.pop() == [True, False, False]
+
+
+def check_backward_prefetch():
+    model, seen = build(fully_shard, init_device_mesh("cpu", (2,))), []
     model(batch(0)).sum().backward()
-    assert ("third", [True, False, True]) in seen, seen
-    del loss
+    model[0].set_modules_to_forward_prefetch([])
+    model[2].set_modules_to_backward_prefetch([model[0]])
+    model[2].down.register_full_backward_pre_hook(lambda *_: seen.append(gathered(model)))
+    model(batch(0)).sum().backward()
+    assert seen == [[True, False, True]], seen
+
+
+def check_prefetch_trains_as_fsdp2s():
+    mesh = init_device_mesh("cpu", (2,))
     theirs = build(torch_fully_shard, mesh)
     theirs[0].set_modules_to_forward_prefetch([theirs[1], theirs[2]])
     assert_same_training([theirs, build(fully_shard, mesh)])
+
+
+def check_other_modules_are_not_prefetched():
+    model = build(fully_shard, init_device_mesh("cpu", (2,)))
     assert "ValueError: expected modules that fully_shard was called on, got Linear" in error_of(
         model.set_modules_to_forward_prefetch, [nn.Linear(1, 1)]
     )
@@ -207,12 +159,21 @@ class Counting:
         return self.collective(output_tensor, input_tensor, group=group, async_op=async_op, **options)
 
 
-def check_custom_collectives_and_hooks():
+def check_custom_collectives():
     mesh = init_device_mesh("cpu", (2,))
     theirs, ours = build(torch_fully_shard, mesh), build(fully_shard, mesh)
-    gather, scatter, shards = Counting(dist.all_gather_into_tensor), Counting(dist.reduce_scatter_tensor), []
+    gather, scatter = Counting(dist.all_gather_into_tensor), Counting(dist.reduce_scatter_tensor)
     ours[0].set_custom_all_gather(gather)
     ours[0].set_custom_reduce_scatter(scatter)
+    for model in (theirs, ours):
+        model(batch(0)).sum().backward()
+    assert (gather.calls, scatter.calls) == (2, 1)
+    assert_same_gradients([theirs, ours])
+
+
+def check_all_reduce_hook():
+    mesh, shards = init_device_mesh("cpu", (2,)), []
+    theirs, ours = build(torch_fully_shard, mesh), build(fully_shard, mesh)
 
     def halve(shard):
         shards.append(shard.numel())
@@ -221,15 +182,13 @@ def check_custom_collectives_and_hooks():
     for model in (theirs, ours):
         model[1].set_all_reduce_hook(halve)
         model(batch(0)).sum().backward()
-    assert (gather.calls, scatter.calls) == (2, 1)
     assert len(shards) == 2
     assert_same_gradients([theirs, ours])
     assert "pass no stream" in error_of(lambda: ours.set_all_reduce_hook(halve, stream=1))
 
 
-def check_other_knobs():
-    mesh = init_device_mesh("cpu", (2,))
-    models = both(mesh)
+def check_gradient_buffers_and_unused_parameters():
+    models = both(init_device_mesh("cpu", (2,)))
     for model in models[1:]:
         model.set_reduce_scatter_max_input_buffers(3)
         model.set_reduce_scatter_unused_params(True)
@@ -240,16 +199,22 @@ def check_other_knobs():
     assert error_of(models[1].set_reduce_scatter_max_input_buffers, True).startswith(
         "TypeError: max_input_buffers must be an int"
     )
-    event, waits = mock.Mock(), []
-    event.wait.side_effect = lambda: waits.append(models[1][0]._ragged_states(False)[0].groups[0].is_unsharded)
-    models[1][1].set_post_optim_event(event)
-    models[1].set_reshard_after_forward(True)
-    models[1](models[1](batch(0)))
+
+
+def check_post_optim_event():
+    model = build(fully_shard, init_device_mesh("cpu", (2,)))
+    model(batch(0)).sum().backward()  # Its root is known from now on.
+    event, waits = mock.Mock(spec=torch.Event), []
+    event.wait.side_effect = lambda: waits.append(model[0]._ragged_states(False)[0].groups[0].is_unsharded)
+    model[1].set_post_optim_event(event)
+    model.set_reshard_after_forward(True)
+    model(model(batch(0)))
     assert waits == [False]  # Once, before anything was gathered.
-    assert error_of(models[1][0].set_gradient_divide_factor, 0) == (
-        "ValueError: the gradient divide factor must be a positive number, got 0"
-    )
-    # A module whose parameters backward does not need is not gathered for it.
+
+
+def check_unshard_in_backward():
+    """A module whose parameters backward does not need is not gathered for it."""
+    mesh = init_device_mesh("cpu", (2,))
     embed = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
     fully_shard(embed[0], mesh=mesh)
     fully_shard(embed, mesh=mesh)
@@ -260,7 +225,10 @@ def check_other_knobs():
     counts = {str(op).split(".")[-1]: n for op, n in mode.get_comm_counts().items()}
     assert not any("all_gather" in op or "allgather" in op for op in counts), counts
     assert embed[0].weight.grad is not None
-    # Ignored parameters stay plain, and their gradients local.
+
+
+def check_ignored_parameters():
+    mesh = init_device_mesh("cpu", (2,))
     layer = nn.Linear(4, 4)
     fully_shard(layer, mesh=mesh, ignored_params={layer.bias})
     layer(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
@@ -278,26 +246,57 @@ def check_forward_method():
     assert_same_gradients(models)
 
 
-class KnobTest(unittest.TestCase):
-    def test_replicas(self):
-        run_ranks(4, check_replicas)
+class ReplicaTest(unittest.TestCase):
+    def test_replicas_of_shards_train_as_fsdp2s(self):
+        run_ranks(4, check_replicas_train_as_fsdp2s)
 
-    def test_replicas_reduce_once(self):
+    def test_replicas_load_state_dicts_of_other_granularities(self):
+        run_ranks(4, check_replicas_load_each_others_state_dicts)
+
+    def test_replicas_exchange_nothing_while_they_do_not_reduce(self):
         run_ranks(4, check_replicas_reduce_once)
 
-    def test_divide_factor(self):
+    def test_a_reset_drops_what_was_reduced_within_replicas(self):
+        run_ranks(4, check_reset_drops_what_replicas_reduced)
+
+
+class PrefetchTest(unittest.TestCase):
+    def test_chosen_modules_are_gathered_ahead_in_forward(self):
+        run_ranks(2, check_forward_prefetch)
+
+    def test_chosen_modules_are_gathered_ahead_in_backward(self):
+        run_ranks(2, check_backward_prefetch)
+
+    def test_prefetch_changes_no_loss(self):
+        run_ranks(2, check_prefetch_trains_as_fsdp2s)
+
+    def test_modules_that_are_not_sharded_cannot_be_prefetched(self):
+        run_ranks(2, check_other_modules_are_not_prefetched)
+
+
+class KnobTest(unittest.TestCase):
+    def test_the_divide_factor_divides_gradients_as_fsdp2s(self):
         run_ranks(4, check_divide_factor)
 
-    def test_prefetch(self):
-        run_ranks(2, check_prefetch)
+    def test_custom_collectives_are_used(self):
+        run_ranks(2, check_custom_collectives)
 
-    def test_custom_collectives_and_hooks(self):
-        run_ranks(2, check_custom_collectives_and_hooks)
+    def test_the_all_reduce_hook_sees_the_reduced_shard(self):
+        run_ranks(2, check_all_reduce_hook)
 
-    def test_other_knobs(self):
-        run_ranks(2, check_other_knobs)
+    def test_gradient_buffers_and_unused_parameters_change_no_loss(self):
+        run_ranks(2, check_gradient_buffers_and_unused_parameters)
 
-    def test_forward_method(self):
+    def test_the_next_forward_waits_once_for_the_optimizers_event(self):
+        run_ranks(2, check_post_optim_event)
+
+    def test_a_module_that_backward_does_not_need_is_not_gathered_for_it(self):
+        run_ranks(2, check_unshard_in_backward)
+
+    def test_ignored_parameters_stay_plain_and_their_gradients_local(self):
+        run_ranks(2, check_ignored_parameters)
+
+    def test_a_registered_method_gathers_as_forward_does(self):
         run_ranks(2, check_forward_method)
 
 

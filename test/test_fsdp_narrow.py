@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import run_ranks
-from test_fsdp_backward import WideProduct
+from fsdp_common import WideProduct
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
@@ -288,23 +288,23 @@ class NarrowTest(unittest.TestCase):
             with self.subTest(keeps_wide=keeps_wide, collectives=collectives):
                 run_ranks(2, compare_with_widened, keeps_wide, collectives)
 
-    def test_no_wider_buffer(self):
+    def test_no_wider_buffer_is_allocated(self):
         run_ranks(2, memory_of_reductions)
 
-    def test_backward_that_raised_on_one_rank(self):
+    def test_a_backward_that_raised_on_one_rank_leaves_ranks_in_step(self):
         for where in ("loss", "first"):
             with self.subTest(where=where):
                 run_ranks(2, raise_on_one_rank, where)
 
-    def test_ranks_that_accumulate_different_numbers_of_passes(self):
+    def test_ranks_may_accumulate_different_numbers_of_passes(self):
         for placements in (ZERO1, ZERO2):
             with self.subTest(placements=placements):
                 run_ranks(2, uneven_accumulation, placements)
 
-    def test_backward_without_gradients_beside_a_reduction(self):
+    def test_a_backward_without_gradients_leaves_what_is_sent_alone(self):
         run_ranks(2, untouched_while_sent)
 
-    def test_wide_gradient_of_a_matrix(self):
+    def test_a_wide_gradient_of_a_matrix_is_rounded_as_matmuls_are(self):
         run_ranks(2, round_what_nobody_expects)
 
     def test_wide_gradients_arrive_where_they_belong(self):

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import error_of, run_ranks
-from test_fsdp_knobs import assert_same_gradients, assert_same_training, batch, build
+from fsdp_blocks import assert_same_gradients, assert_same_training, batch, build
+from fsdp_collectives import counted_calls
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -45,22 +46,7 @@ def groups_of(model):
 
 def calls(model, function):
     """(all-gathers, reduce-scatters, all-reduces) that ``function`` starts in the groups of ``model``."""
-    seen = []
-    for group in groups_of(model):
-        group.collectives = _Counted(group.collectives, seen)
-    function()
-    for group in groups_of(model):
-        group.collectives = group.collectives.inner
-    return tuple(seen.count(name) for name in ("all_gather", "reduce_scatter", "all_reduce"))
-
-
-class _Counted:
-    def __init__(self, inner, seen):
-        self.inner, self.seen = inner, seen
-
-    def __getattr__(self, name):
-        self.seen.append(name)
-        return getattr(self.inner, name)
+    return counted_calls(groups_of(model), function)
 
 
 def step(model, number=0, optimizer=None):
@@ -70,14 +56,18 @@ def step(model, number=0, optimizer=None):
         optimizer.zero_grad()
 
 
-def check_zero():
+def check_zero_trains_as_fsdp2s():
     mesh = world()
     for placements in (ZERO1, ZERO2, ZERO3):
         knobs = {"placements": placements, "orig_param_policy": granular}
         assert_same_training([build(torch_fully_shard, mesh), build(fully_shard, mesh, **knobs)])
         accumulate = lambda model, micro: model.set_requires_gradient_sync(micro == 1)  # noqa: E731
         assert_same_training([build(torch_fully_shard, mesh), build(fully_shard, mesh, **knobs)], accumulate=accumulate)
-        model = build(fully_shard, mesh, **knobs)
+
+
+def check_zero_gathers_and_keeps():
+    for placements in (ZERO1, ZERO2, ZERO3):
+        model = build(fully_shard, world(), placements=placements, orig_param_policy=granular)
         assert all(isinstance(p.placements[0], RaggedShard) for p in model.parameters())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step(model, 0, optimizer)
@@ -89,9 +79,11 @@ def check_zero():
         assert resident == (0 if placements is ZERO3 else sum(group.unsharded.nbytes for group in groups))
         report = memory_report(model, optimizer)
         assert report.total.gathered == resident and report.peak.total >= resident
-    model = build(fully_shard, mesh, placements=ZERO2)
-    # What is gathered is used for one step, while it is current, and only then.
-    x, other = batch(0), build(torch_fully_shard, mesh)
+
+
+def check_zero2_uses_what_is_gathered_while_it_is_current():
+    """For one step, and only then."""
+    model, x, other = build(fully_shard, world(), placements=ZERO2), batch(0), build(torch_fully_shard, world())
     model.set_requires_gradient_sync(False)
     assert calls(model, lambda: step(model)) == (3, 0, 0) and calls(model, lambda: step(model)) == (0, 0, 0)
     with torch.no_grad():
@@ -120,7 +112,7 @@ def check_zero1_reduces_last():
     assert_same_gradients(models)
 
 
-def check_hierarchical():
+def check_hierarchical_trains_as_fsdp2s():
     mesh = square()
     for policy in (None, granular):
         models = [
@@ -130,7 +122,12 @@ def check_hierarchical():
         with torch.inference_mode():  # What is kept from here on serves training too; not so in FSDP2.
             models[1](batch(0))
         assert_same_training(models)
-    model = models[1]
+
+
+def check_hierarchical_gathers_and_keeps():
+    model = build(fully_shard, square(), placements=HIERARCHICAL, orig_param_policy=granular)
+    step(model, 1)
+    model.zero_grad()
     parameter = next(model.parameters())
     assert len(parameter.placements) == 1 and parameter.device_mesh.size() == 4  # The optimizer's state is cut over all ranks.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -145,8 +142,11 @@ def check_hierarchical():
     report = memory_report(model)
     shard = sum(group.sharded.nbytes for group in groups_of(model))
     assert report.total.sharded == shard and report.total.gathered == 2 * shard
+
+
+def check_hierarchical_divides_as_fsdp2():
     for factor in (1.0, 8.0):
-        models = [build(torch_fully_shard, world()), build(fully_shard, mesh, placements=HIERARCHICAL)]
+        models = [build(torch_fully_shard, world()), build(fully_shard, square(), placements=HIERARCHICAL)]
         for each in models:
             for block in each:
                 block.set_gradient_divide_factor(factor)
@@ -224,13 +224,17 @@ def check_placement_errors():
     ]
 
 
-def check_neighbours():
-    """``reshard_after_forward=2`` of four ranks: backward gathers between two."""
+def check_neighbours_train_as_fsdp2s():
+    """``reshard_after_forward=2`` of four ranks."""
     mesh = world()
     assert_same_training(
         [build(torch_fully_shard, mesh, reshard_after_forward=2), build(fully_shard, mesh, reshard_after_forward=2)]
     )
-    model = build(fully_shard, mesh, reshard_after_forward=2)
+
+
+def check_neighbours_keep_parts_for_backward():
+    """Backward gathers between two."""
+    model = build(fully_shard, world(), reshard_after_forward=2)
     model(batch(0))
     groups = groups_of(model)
     kept = sum(group.unsharded.nbytes for group in groups) // 2
@@ -247,7 +251,10 @@ def check_neighbours():
     with torch.no_grad():
         model(batch(1))
     assert not any(group.kept_nbytes for group in groups)
-    # A change between two forward calls is seen; all and one are True and False.
+
+
+def check_neighbours_see_a_change_after_forward():
+    mesh = world()
     other = build(torch_fully_shard, mesh)
     model = build(fully_shard, mesh, reshard_after_forward=2)
     model(batch(0))
@@ -255,10 +262,17 @@ def check_neighbours():
         model[0].up.weight.mul_(2), other[0].up.weight.mul_(2)
     step(model), step(other)
     assert_same_gradients([other, model])
+
+
+def check_neighbours_of_all_and_of_one_rank():
+    """They are True and False."""
     for size, gathers in ((4, 6), (1, 3)):
-        model = build(fully_shard, mesh, reshard_after_forward=size)
+        model = build(fully_shard, world(), reshard_after_forward=size)
         assert calls(model, lambda model=model: step(model))[0] == gathers
-    model = build(fully_shard, mesh, reshard_after_forward=2)
+
+
+def check_neighbours_that_reshard_keep_nothing():
+    model = build(fully_shard, world(), reshard_after_forward=2)
     model.set_reshard_after_forward(True)
     model(batch(0))
     assert not any(group.kept_nbytes for group in groups_of(model))
@@ -281,7 +295,11 @@ def check_bound_in_flight():
         assert_same_gradients([want, model])
         model.zero_grad(), handle.remove()
     assert most == [3, 1, 6], most
-    # Two roots that share the bound hold two gradient buffers between them, not two each.
+
+
+def check_roots_share_a_bound():
+    """They hold two gradient buffers between them, not two each."""
+    mesh = world()
     stages = [build(fully_shard, mesh) for _ in range(2)]
     for stage in stages:
         stage(batch(0))  # Roots before and after.
@@ -292,6 +310,10 @@ def check_bound_in_flight():
         second(first(batch(1))).pow(2).mean().backward()
     for mine, theirs in zip(stages, plain):
         assert_same_gradients([theirs, mine])
+
+
+def bound_errors():
+    model = build(fully_shard, world())
     return [
         error_of(share_comm_ctx, [nn.Linear(2, 2)]),
         error_of(model.set_max_all_gathers_ahead, -1),
@@ -299,7 +321,7 @@ def check_bound_in_flight():
     ]
 
 
-def check_process_groups_and_memory():
+def check_separate_group_for_reductions():
     mesh = world()
     models = [build(torch_fully_shard, mesh), build(fully_shard, mesh)]
     ours = models[1]
@@ -309,6 +331,10 @@ def check_process_groups_and_memory():
     assert_same_training(models)
     ours.set_separate_reduce_scatter_group(False)
     assert all(group.process_groups.separate_group is None for group in groups_of(ours))
+
+
+def check_unsharded_storage_is_kept():
+    ours = build(fully_shard, world())
     ours.set_allocate_memory_from_process_group_for_comm(True)  # gloo has no allocator.
     ours.set_keep_unsharded_storage(True)
     step(ours)
@@ -319,6 +345,10 @@ def check_process_groups_and_memory():
     ours.set_keep_unsharded_storage(False)
     step(ours)
     assert not any(group.unsharded.is_allocated for group in groups_of(ours))
+
+
+def memory_errors():
+    ours = build(fully_shard, world())
     errors = [error_of(ours.set_symm_mem_for_comm, "UCC"), error_of(ours[0].set_symm_mem_for_comm)]
     ours[0].set_custom_all_gather(lambda *args, **kwargs: None)
     return [*errors, error_of(ours[0].set_allocate_memory_from_process_group_for_comm, True)]
@@ -354,45 +384,81 @@ def check_manual_finalization():
 
 
 class PlacementsTest(unittest.TestCase):
-    def test_zero_by_placement(self):
-        run_ranks(2, check_zero)
+    def test_zero_stages_train_as_fsdp2s(self):
+        run_ranks(2, check_zero_trains_as_fsdp2s)
+
+    def test_zero_stages_gather_once_or_twice_and_keep_accordingly(self):
+        run_ranks(2, check_zero_gathers_and_keeps)
+
+    def test_zero2_uses_what_is_gathered_while_it_is_current(self):
+        run_ranks(2, check_zero2_uses_what_is_gathered_while_it_is_current)
 
     def test_zero1_reduces_in_the_last_backward(self):
         run_ranks(2, check_zero1_reduces_last)
 
-    def test_hierarchical(self):
-        run_ranks(4, check_hierarchical)
+    def test_hierarchical_sharding_trains_as_fsdp2s(self):
+        run_ranks(4, check_hierarchical_trains_as_fsdp2s)
 
-    def test_custom_collectives(self):
+    def test_hierarchical_sharding_gathers_across_nodes_once(self):
+        run_ranks(4, check_hierarchical_gathers_and_keeps)
+
+    def test_hierarchical_sharding_divides_gradients_as_fsdp2(self):
+        run_ranks(4, check_hierarchical_divides_as_fsdp2)
+
+    def test_custom_collectives_carry_every_gather_and_reduction(self):
         run_ranks(4, check_custom_collectives)
 
     def test_writes_to_parameters_are_seen(self):
         with tempfile.TemporaryDirectory() as folder:
             run_ranks(4, check_writes_are_seen, folder)
 
-    def test_errors(self):
+    def test_unsupported_placements_are_refused(self):
         for errors in run_ranks(4, check_placement_errors):
             for error, text in zip(
                 errors, ("is not supported; expected ZERO1", "with 2 dimensions", "with 1 dimensions"), strict=True
             ):
                 self.assertIn(text, error)
 
+    def test_neighbours_train_as_fsdp2s(self):
+        run_ranks(4, check_neighbours_train_as_fsdp2s)
+
     def test_neighbours_keep_parts_for_backward(self):
-        run_ranks(4, check_neighbours)
+        run_ranks(4, check_neighbours_keep_parts_for_backward)
 
-    def test_bound_on_groups_in_flight(self):
+    def test_neighbours_see_a_change_after_forward(self):
+        run_ranks(4, check_neighbours_see_a_change_after_forward)
+
+    def test_all_ranks_as_neighbours_reshard_and_one_rank_keeps_all(self):
+        run_ranks(4, check_neighbours_of_all_and_of_one_rank)
+
+    def test_neighbours_that_reshard_keep_nothing(self):
+        run_ranks(4, check_neighbours_that_reshard_keep_nothing)
+
+    def test_no_more_groups_are_gathered_ahead_than_the_bound(self):
+        run_ranks(2, check_bound_in_flight)
+
+    def test_roots_may_share_a_bound(self):
+        run_ranks(2, check_roots_share_a_bound)
+
+    def test_bad_bounds_are_refused(self):
         words = ("expected modules that fully_shard was called on", "an int of at least 0, got -1", "must be a bool, got 2")
-        for errors in run_ranks(2, check_bound_in_flight):
+        for errors in run_ranks(2, bound_errors):
             for error, text in zip(errors, words, strict=True):
                 self.assertIn(text, error)
 
-    def test_process_groups_and_memory(self):
+    def test_reductions_may_have_one_process_group_of_their_own(self):
+        run_ranks(2, check_separate_group_for_reductions)
+
+    def test_unsharded_storage_stays_at_its_address_while_kept(self):
+        run_ranks(2, check_unsharded_storage_is_kept)
+
+    def test_memory_that_gloo_does_not_have_is_refused(self):
         words = ("supports NCCL only, got 'UCC'", "needs NCCL, the mesh's backend is gloo", "when a custom collective is set")
-        for errors in run_ranks(2, check_process_groups_and_memory):
+        for errors in run_ranks(2, memory_errors):
             for error, text in zip(errors, words, strict=True):
                 self.assertIn(text, error)
 
-    def test_manual_finalization(self):
+    def test_gradients_wait_for_a_manual_finalization(self):
         words = (
             "cannot change mode after backward starts",
             "wait for the handle",

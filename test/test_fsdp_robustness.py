@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from common import error_of, run_ranks
-from test_fsdp import CONFIG, batch, build, compare_gradients, loss_of
+from fsdp_collectives import LoggedCollectives, delay_collectives
+from fsdp_common import CONFIG, Boom, batch, build, compare_gradients, loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -17,50 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import fully_shard, monitor
-from torch_ragged.fsdp.comm._collectives import ReduceScatterTraits
-
-
-class LateCollectives:
-    """The collectives of ``inner``, which read and write nothing before ``wait()``."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __getattr__(self, name):
-        return lambda *tensors: Late(getattr(self.inner, name), tensors)
-
-    def reduce_scatter_traits(self, device):
-        return ReduceScatterTraits(adds_wide=False, holds_second_buffer=False)  # Waiting issues.
-
-
-class Late:
-    def __init__(self, collective, tensors):
-        self.collective, self.tensors = collective, tensors
-
-    def wait(self):
-        self.collective(*self.tensors).wait()
-
-
-class LoggedCollectives:
-    """The collectives of ``inner``, which note in ``log`` when they are issued."""
-
-    def __init__(self, inner, name, log):
-        self.inner, self.name, self.log = inner, name, log
-
-    def reduce_scatter_traits(self, device):
-        return self.inner.reduce_scatter_traits(device)
-
-    def __getattr__(self, name):
-        self.log.append(f"{name} {self.name}")
-        return getattr(self.inner, name)
-
-
-def delay_collectives(model):
-    for module in model.modules():
-        if hasattr(module, "_ragged_fsdp_state"):
-            for group in module._ragged_fsdp_state.groups:
-                group.collectives = LateCollectives(group.collectives)
-    return model
 
 
 class Repeat(nn.Module):
@@ -83,7 +40,10 @@ def check_late_collectives():
         loss_of(model, batch(step, False)).backward()
         loss_of(single, batch(step, True)).backward()
     compare_gradients(model, single)
-    # The second of two backwards reduces after the first of three calls; more gradients come when that is under way.
+
+
+def check_late_collectives_of_a_module_called_again():
+    """The second of two backwards reduces after the first of three calls; more gradients come when that is under way."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model, single = same_twice(Repeat)
     fully_shard(model.layer, mesh=mesh)
@@ -101,16 +61,6 @@ def same_twice(kind):
     return model, single
 
 
-class Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise KeyError("boom")
-
-
 def fail_backward(model):
     """A backward that raises behind blocks 2 and 1, whose reductions have begun by then."""
     hook = model.blocks[0].register_forward_hook(lambda module, args, output: Boom.apply(output))
@@ -119,9 +69,9 @@ def fail_backward(model):
     assert error_of(loss.backward) == "KeyError: 'boom'"
 
 
-def check_backward_that_raised():
+def check_forward_after_a_backward_that_raised():
     model, single = delay_collectives(build("ragged")), build("single")
-    for sync in (True, False):  # The next forward notices.
+    for sync in (True, False):
         model.set_requires_gradient_sync(sync)
         fail_backward(model)
         model.set_requires_gradient_sync(True)
@@ -132,13 +82,20 @@ def check_backward_that_raised():
         loss.backward()
         loss_of(single, batch(1, True)).backward()
         compare_gradients(model, single)
-    # So does a backward whose forward was before.
-    model.zero_grad(), single.zero_grad()
+
+
+def check_backward_after_one_that_raised():
+    """Its forward was before."""
+    model, single = delay_collectives(build("ragged")), build("single")
     loss = loss_of(model, batch(2, False))
     fail_backward(model)
     loss.backward()
     loss_of(single, batch(2, True)).backward()
     compare_gradients(model, single)
+
+
+def check_reset_after_a_backward_that_raised():
+    model, single = delay_collectives(build("ragged")), build("single")
     fail_backward(model)
     assert error_of(model.blocks[0].reset_iter_state).startswith("RuntimeError: reset_iter_state must be called on the root")
     model.reset_iter_state()
@@ -155,7 +112,7 @@ def check_prefetch():
     model, log, hidden = build("ragged"), [], torch.ones(1, 2, CONFIG.dim)
     for index, block in enumerate(model.blocks):
         group = block._ragged_fsdp_state.groups[0]
-        group.collectives = LoggedCollectives(group.collectives, index, log)
+        group.collectives = LoggedCollectives(group.collectives, log, index)
         block.register_forward_pre_hook(lambda module, args, index=index: log.append(f"forward {index}"))
 
     def step():
@@ -272,11 +229,16 @@ def check_freezing():
         model.zero_grad(), single.zero_grad()
 
 
-def check_conversions():
+def pair_with_buffer():
+    """The model, ours and single, with a buffer; its inputs."""
     model, single = build("ragged", tied=False), build("single", tied=False)
-    x = batch(0, False)[:, :-1]
     for each in (model, single):
         each.blocks[1].attention.register_buffer("scale", torch.ones(2))
+    return model, single, batch(0, False)[:, :-1]
+
+
+def check_conversions():
+    model, single, x = pair_with_buffer()
     params = list(model.parameters())
     params[0].note = "kept"
     model(x)  # The root stays gathered.
@@ -287,7 +249,13 @@ def check_conversions():
     assert all(a is b for a, b in zip(params, model.parameters())) and params[0].note == "kept"
     assert model.blocks[1].attention.scale.dtype == torch.float32
     assert torch.equal(model(x), single(x))
-    # Other functions: once for every parameter and gradient.
+    return errors
+
+
+def check_other_functions_are_applied_once():
+    """Once for every parameter and gradient."""
+    model, single, x = pair_with_buffer()
+    params = list(model.parameters())
     loss_of(model, batch(0, False)).backward(), loss_of(single, batch(0, True)).backward()
     for each in (model, model.blocks, model.blocks[1].attention):
         each._apply(lambda tensor: tensor * 2)
@@ -297,28 +265,38 @@ def check_conversions():
     model.set_reshard_after_forward(False)
     assert torch.equal(model(x), single(x)) and torch.equal(*(m.blocks[1].attention.scale for m in (model, single)))
     assert all(a is b for a, b in zip(params, model.parameters()) if isinstance(b, DTensor))
-    # A part of a group.
+
+
+def check_conversions_of_a_part():
+    model, single, x = pair_with_buffer()
+    model.set_reshard_after_forward(False)
+    model(x)  # All stay gathered.
     gathered = error_of(lambda: (model.blocks[1].attention.double(), model(x)))
     assert torch.equal(model(x), single(x))
     model.reset_iter_state()
     model.blocks[1].attention.double()
-    return [*errors, gathered, error_of(model, x)]
+    return [gathered, error_of(model, x)]
 
 
-def check_late_changes():
-    """What would lose gradients, or tie parameters of two buffers, raises and changes nothing."""
+def check_conversion_with_unreduced_gradients():
+    """What would lose gradients raises and changes nothing."""
     model, single = build("ragged", tied=False), build("single", tied=False)
-    params, dtypes = list(model.parameters()), []
+    params, errors = list(model.parameters()), []
     for sync in (False, True):
         model.set_requires_gradient_sync(sync)
         loss_of(model, batch(0, False)).backward(), loss_of(single, batch(0, True)).backward()
         if not sync:
-            dtypes.append(error_of(model.double))
+            errors.append(error_of(model.double))
     assert all(a is b and b.dtype == torch.float32 for a, b in zip(params, model.parameters(), strict=True))
     compare_gradients(model, single)
     model.double().float()
     compare_gradients(model, single)
-    ties = []
+    return errors
+
+
+def check_ties_made_later():
+    """What would tie parameters of two buffers, or of one, raises and changes nothing."""
+    model, single, ties = build("ragged", tied=False), build("single", tied=False), []
     x = batch(0, False)[:, :-1]
     for first, second in ((model.blocks[0], model.blocks[1]), (model.blocks[0], model.blocks[0])):  # Of two groups, of one.
         own, second.norm2.weight = second.norm2.weight, first.norm1.weight
@@ -326,27 +304,42 @@ def check_late_changes():
         second.norm2.weight = own
     assert torch.equal(model(x), single(x))
     assert fully_shard.state(model).is_root and fully_shard.state(model.norm) is None
-    return [*dtypes, *ties]
+    return ties
 
 
-def check_changes_while_gathered():
-    model, single = build("ragged"), build("single")
-    x = batch(0, False)[:, :-1]
+def check_write_while_gathered():
+    model, single, x = build("ragged"), build("single"), batch(0, False)[:, :-1]
     model(x)
     with torch.no_grad():
         model.norm.weight.fill_(2)
-    written = error_of(model, x)
+    error = error_of(model, x)
+    assert torch.equal(model(x), single(x))
+    return error
+
+
+def check_replacement_while_gathered():
+    model, single, x = build("ragged"), build("single"), batch(0, False)[:, :-1]
     model(x)
     model.norm.weight = nn.Parameter(torch.ones(CONFIG.dim))
-    replaced = error_of(model.state_dict)
+    error = error_of(model.state_dict)
     assert torch.equal(model(x), single(x))
+    return error
+
+
+def check_swapped_parameters():
+    """Replacements that are each other's."""
+    model, single, x = build("ragged"), build("single"), batch(0, False)[:, :-1]
+    model(x)
     model.reset_iter_state()
-    for each in (model.blocks[0], single.blocks[0]):  # Replacements that are each other's.
+    for each in (model.blocks[0], single.blocks[0]):
         a, b = each.norm1.weight, each.norm2.weight
         with torch.no_grad():
             a.fill_(3), b.fill_(5)
         each.norm1.weight, each.norm2.weight = b, a
     assert torch.equal(model(x), single(x))
+
+
+def check_module_that_writes_to_its_weight():
     embeddings = []
     for each in (fully_shard, torch_fully_shard):
         torch.manual_seed(0)
@@ -355,7 +348,6 @@ def check_changes_while_gathered():
         embedding(torch.arange(8)).square().sum().backward()
         embeddings.append((embedding.weight.grad.full_tensor(), embedding(torch.arange(8))))
     assert all(map(torch.equal, *embeddings))
-    return written, replaced
 
 
 def check_optimizer_in_backward():
@@ -452,9 +444,13 @@ def check_unusual_modules():
         assert model.side.weight.grad is None and all(isinstance(p, DTensor) for p in model.parameters())
     with torch.no_grad():
         assert torch.equal(model.table(3), single.table(3))
+
+
+def check_recomputation_casts_its_input():
+    mesh, x = init_device_mesh("cpu", (dist.get_world_size(),)), torch.randn(3, 6)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     layer, gradients = fully_shard(nn.Linear(6, 6), mesh=mesh, mp_policy=policy), []
-    for call in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):  # The recomputation casts its input too.
+    for call in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
         call(x.clone().requires_grad_()).square().sum().backward()
         gradients.append(layer.weight.grad.full_tensor())
         layer.zero_grad()
@@ -493,8 +489,17 @@ class RobustnessTest(unittest.TestCase):
     def test_results_do_not_depend_on_when_collectives_run(self):
         run_ranks(2, check_late_collectives)
 
-    def test_backward_that_raised_leaves_nothing_behind(self):
-        run_ranks(3, check_backward_that_raised)
+    def test_gradients_that_come_beside_a_reduction_are_not_lost(self):
+        run_ranks(2, check_late_collectives_of_a_module_called_again)
+
+    def test_a_forward_warns_of_a_backward_that_raised_and_starts_anew(self):
+        run_ranks(3, check_forward_after_a_backward_that_raised)
+
+    def test_a_backward_after_one_that_raised_starts_anew(self):
+        run_ranks(3, check_backward_after_one_that_raised)
+
+    def test_a_reset_drops_what_a_backward_that_raised_has_left(self):
+        run_ranks(3, check_reset_after_a_backward_that_raised)
 
     def test_groups_are_gathered_one_ahead(self):
         run_ranks(2, check_prefetch)
@@ -502,43 +507,65 @@ class RobustnessTest(unittest.TestCase):
     def test_parameters_gathered_before_a_change_are_not_used(self):
         run_ranks(2, check_nothing_out_of_date_is_used)
 
-    def test_parameters_frozen_and_unfrozen_later(self):
+    def test_parameters_may_be_frozen_and_unfrozen_at_any_time(self):
         run_ranks(3, check_freezing)
 
     def test_conversions_keep_parameters_in_the_buffer_or_raise(self):
-        words = (
-            "is sharded in a buffer on cpu and cannot be on meta: expected cpu",
-            "cannot be moved to shared memory",
-            "RuntimeError: attention.qkv.weight, attention.out.weight changed while unsharded",
-            "attention.qkv.weight was replaced by DTensor of torch.Size([72, 24]), torch.float64",
-        )
+        words = ("is sharded in a buffer on cpu and cannot be on meta: expected cpu", "cannot be moved to shared memory")
         for errors in run_ranks(3, check_conversions):
             for error, text in zip(errors, words, strict=True):
                 self.assertIn(text, error)
 
-    def test_changes_that_lose_something_raise(self):
-        for dtypes, *ties in run_ranks(2, check_late_changes):
-            self.assertIn("has gradients that are not in .grad yet and would be lost in torch.float64", dtypes)
+    def test_other_functions_are_applied_once_to_parameters_and_gradients(self):
+        run_ranks(3, check_other_functions_are_applied_once)
+
+    def test_conversions_of_a_part_of_a_group_raise(self):
+        words = (
+            "RuntimeError: attention.qkv.weight, attention.out.weight changed while unsharded",
+            "attention.qkv.weight was replaced by DTensor of torch.Size([72, 24]), torch.float64",
+        )
+        for errors in run_ranks(3, check_conversions_of_a_part):
+            for error, text in zip(errors, words, strict=True):
+                self.assertIn(text, error)
+
+    def test_a_conversion_that_would_lose_gradients_raises(self):
+        for (error,) in run_ranks(2, check_conversion_with_unreduced_gradients):
+            self.assertIn("has gradients that are not in .grad yet and would be lost in torch.float64", error)
+
+    def test_ties_made_later_raise(self):
+        for ties in run_ranks(2, check_ties_made_later):
             self.assertEqual(len(ties), 2)
             for tie in ties:
                 self.assertIn("norm2.weight was replaced by another parameter that fully_shard has sharded", tie)
 
-    def test_changes_of_gathered_parameters_raise(self):
-        for errors in run_ranks(2, check_changes_while_gathered):
-            for error in errors:
-                self.assertIn("RuntimeError: norm.weight changed while unsharded by fully_shard", error)
+    def test_a_write_to_a_gathered_parameter_raises(self):
+        for error in run_ranks(2, check_write_while_gathered):
+            self.assertIn("RuntimeError: norm.weight changed while unsharded by fully_shard", error)
+
+    def test_a_replacement_of_a_gathered_parameter_raises(self):
+        for error in run_ranks(2, check_replacement_while_gathered):
+            self.assertIn("RuntimeError: norm.weight changed while unsharded by fully_shard", error)
+
+    def test_parameters_may_swap_places(self):
+        run_ranks(2, check_swapped_parameters)
+
+    def test_a_module_may_write_to_its_own_weight(self):
+        run_ranks(2, check_module_that_writes_to_its_weight)
 
     def test_post_accumulate_hooks_of_parameters_run(self):
         run_ranks(2, check_optimizer_in_backward)
 
-    def test_unusual_outputs_inputs_and_calls(self):
+    def test_unusual_outputs_inputs_and_calls_train_as_one_process(self):
         run_ranks(2, check_unusual_modules)
 
-    def test_one_root(self):
+    def test_a_recomputation_casts_its_input(self):
+        run_ranks(2, check_recomputation_casts_its_input)
+
+    def test_a_module_that_was_a_root_cannot_get_another_around_it(self):
         for error in run_ranks(2, check_roots):
             self.assertIn("RuntimeError: FSDPLinear ran its forward before the module around it", error)
 
-    def test_several_meshes_under_one_root(self):
+    def test_groups_of_one_root_may_be_on_several_meshes(self):
         run_ranks(4, check_several_meshes)
 
 

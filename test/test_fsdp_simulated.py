@@ -6,12 +6,12 @@ Everything is on the meta device and in one process of a fake process group; col
 import os
 import sys
 import unittest
-from collections import Counter
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from fsdp_collectives import NoCollectives
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -31,7 +31,6 @@ from torch_ragged.fsdp import (
     plan_layout,
     rows,
 )
-from torch_ragged.fsdp.comm._collectives import ReduceScatterTraits, done
 from torch_ragged.fsdp.core._backward_pass import BackwardPass
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 
@@ -79,33 +78,6 @@ class GptOss120B(nn.Module):
         return x + (experts * self.router(x).T.unsqueeze(-1)).sum(0)
 
 
-class Counted:
-    """Collectives that count calls and bytes, and do nothing."""
-
-    def __init__(self):
-        self.calls, self.bytes = Counter(), Counter()
-
-    def count(self, name, *tensors):
-        self.calls[name] += 1
-        self.bytes[name] += max(tensor.nbytes for tensor in tensors)
-        return done
-
-    def all_gather(self, output, shard, group=None):
-        return self.count("all_gather", output, shard)
-
-    def reduce_scatter(self, output, buffer, reduction):
-        return self.count("reduce_scatter", output, buffer)
-
-    def all_reduce(self, tensor, reduction):
-        return self.count("all_reduce", tensor)
-
-    def all_reduce_max(self, tensor):
-        return self.count("all_reduce_max", tensor)
-
-    def reduce_scatter_traits(self, device):
-        return ReduceScatterTraits(adds_wide=False, holds_second_buffer=False)
-
-
 def granularity(fqn, parameter):
     return rows(32, within=0) if parameter.ndim == 3 else rows() if parameter.ndim == 2 else elements()
 
@@ -114,7 +86,7 @@ def simulate(block, mesh, **knobs):
     """The group of ``block``, and what a forward and backward of it communicates."""
     model = fully_shard(block, mesh=mesh, orig_param_policy=granularity, reshard_after_forward=True, **knobs)
     (group,) = (group for state in model._ragged_states(True) for group in state.groups)
-    group.collectives = counted = Counted()
+    group.collectives = counted = NoCollectives()
     with mock.patch.object(FSDPParamGroup, "is_meta", False), mock.patch.object(DBuffer, "holds", lambda self, tensor: False):
         # There are no addresses on the meta device by which to tell whose memory a tensor lies in.
         with mock.patch.multiple(FSDPParamGroup, _restore_changed=lambda self: [], _is_in_place=lambda self, index: True):
@@ -166,13 +138,13 @@ class SimulatedTest(unittest.TestCase):
         narrow, wide = (whole, 0) if reduce_dtype == torch.bfloat16 else (0, 2 * whole)
         self.assertEqual((peak.gathered, peak.gradients), (narrow, whole + wide))
 
-    def test_llama_3_70b(self):
+    def test_a_block_of_llama_3_70b_holds_and_moves_what_was_planned(self):
         self.check(Llama70B, 855_654_400, torch.float32)
 
-    def test_gpt_oss_120b(self):
+    def test_a_block_of_gpt_oss_120b_holds_and_moves_what_was_planned(self):
         self.check(GptOss120B, 3_213_072_000, torch.bfloat16)
 
-    def test_replicas_and_zero(self):
+    def test_replicas_and_zero_stages_issue_their_collectives_only(self):
         square = init_device_mesh("cpu", (32, 8), mesh_dim_names=("replicate", "shard"))
         for knobs, mesh, shards, calls in (
             ({}, square, 8, {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 1, "all_reduce_max": 1}),
@@ -226,7 +198,7 @@ class ConstructionTest(unittest.TestCase):
         self.addCleanup(dist.destroy_process_group)
         mesh, block = init_device_mesh("cpu", (ranks,)), Block(ranks)
         propagator = DTensor._op_dispatcher.sharding_propagator
-        asked = mock.Mock(wraps=propagator._propagate_tensor_meta_non_cached)
+        asked = mock.create_autospec(original := propagator._propagate_tensor_meta_non_cached, side_effect=original)
         with mock.patch.object(propagator, "_propagate_tensor_meta_non_cached", asked):
             lines = lines_run(lambda: fully_shard(block, mesh=mesh))
         self.doCleanups()

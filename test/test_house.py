@@ -1,4 +1,7 @@
-"""How the package is laid out: its imports, read from the sources, are what CONTRIBUTING.md says. Nothing is imported here."""
+"""How the package and its tests are laid out: imports, read from the sources, are what CONTRIBUTING.md says.
+
+Nothing is imported here.
+"""
 
 import ast
 import re
@@ -213,6 +216,38 @@ class ImportsTest(unittest.TestCase):
     def test_only_the_register_assigns_to_what_torch_defines(self):
         found = {(short(name), text) for name in SOURCES if part(name) != "_register" for text in assigned_to_torch(name)}
         self.assertEqual(found, ASSIGNED)
+
+
+def names_imported(tree):
+    """The modules that a file imports, at the top or in a function, and what it takes from them, as dotted names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module or ''}.{alias.name}" for alias in node.names)
+
+
+def mocks_without_spec(tree):
+    """Mocks that answer any attribute: made without ``spec`` and of nothing real."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("Mock", "MagicMock"):
+            if not {keyword.arg for keyword in node.keywords} & {"spec", "spec_set", "wraps"}:
+                yield ast.unparse(node)
+
+
+class TestFilesTest(unittest.TestCase):
+    FILES = {path.stem: ast.parse(path.read_text()) for path in sorted((ROOT / "test").glob("*.py"))}
+
+    def test_no_test_file_imports_a_test_file(self):
+        """What test files share is in helpers, whose names do not begin with test_."""
+        tests = {name for name in self.FILES if name.startswith("test_")}
+        self.assertGreater(len(tests), 50)
+        found = {name: {part for used in names_imported(self.FILES[name]) for part in used.split(".")} for name in self.FILES}
+        self.assertEqual({name: used & tests for name, used in found.items() if used & tests}, {})
+
+    def test_no_mock_answers_what_its_original_does_not_have(self):
+        found = {name: list(mocks_without_spec(tree)) for name, tree in self.FILES.items()}
+        self.assertEqual({name: mocks for name, mocks in found.items() if mocks}, {})
 
 
 class SizesTest(unittest.TestCase):

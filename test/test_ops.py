@@ -273,27 +273,40 @@ def check_grad_scaler():
             assert torch.equal(parameter.detach().full_tensor(), torch.full((8, 6), 0.0 if bad is None else 1.0)), bad
 
 
-def check_everyday():
-    mesh = init_device_mesh("cpu", (4,))
-    a = distribute_tensor(torch.randn(8, 6), mesh, [RaggedShard((0,), (1, 2, 0, 5))])
+def uneven(values):
+    return distribute_tensor(values, init_device_mesh("cpu", (4,)), [RaggedShard((0,), (1, 2, 0, 5))])
+
+
+def check_deep_copy():
+    a = uneven(torch.randn(8, 6))
     twin = copy.deepcopy(a)
     twin.add_(1)
     assert not torch.equal(twin, a) and twin.placements == a.placements
-    assert "RaggedShard(dims=(0,), local_units=(1, 2, 0, 5))" in repr(a)
-    integer = distribute_tensor(torch.arange(48).view(8, 6), mesh, a.placements)
+
+
+def check_repr():
+    assert "RaggedShard(dims=(0,), local_units=(1, 2, 0, 5))" in repr(uneven(torch.randn(8, 6)))
+
+
+def check_type_promotion():
+    integer = uneven(torch.arange(48).view(8, 6))
     assert (integer + 1).dtype == torch.int64 and (integer * 1.5).dtype == torch.float32
+
+
+def check_plain_operand():
+    a = uneven(torch.randn(8, 6))
     assert error_of(lambda: a + a.redistribute(placements=[Replicate()]).to_local()).startswith("RuntimeError")
     assert dist.get_world_size() == 4
 
 
 class OpsTest(unittest.TestCase):
-    def test_elementwise(self):
+    def test_elementwise_ops_need_no_communication(self):
         run_ranks(4, check_elementwise)
 
-    def test_reductions(self):
+    def test_reductions_equal_plain_tensors(self):
         run_ranks(4, check_reductions)
 
-    def test_backward(self):
+    def test_gradients_equal_plain_tensors(self):
         run_ranks(4, check_backward)
 
     def test_optimizers_equal_plain_tensors_bitwise_with_no_communication(self):
@@ -302,14 +315,23 @@ class OpsTest(unittest.TestCase):
     def test_clip_grad_norm(self):
         run_ranks(4, check_clipping)
 
-    def test_dot(self):
+    def test_dot_communicates_nothing_where_both_own_the_same(self):
         run_ranks(4, check_dot)
 
     def test_grad_scaler_unscales_and_skips_alike_on_every_rank(self):
         run_ranks(4, check_grad_scaler)
 
-    def test_everyday_tools(self):
-        run_ranks(4, check_everyday)
+    def test_a_deep_copy_is_a_tensor_of_its_own(self):
+        run_ranks(4, check_deep_copy)
+
+    def test_repr_shows_the_placement(self):
+        run_ranks(4, check_repr)
+
+    def test_numbers_promote_types_as_of_plain_tensors(self):
+        run_ranks(4, check_type_promotion)
+
+    def test_a_plain_tensor_as_other_operand_is_an_error(self):
+        run_ranks(4, check_plain_operand)
 
     def test_ops_without_a_local_way_are_gathered(self):
         run_ranks(4, check_gathered)

@@ -250,7 +250,7 @@ def pending_and_kept() -> list[str]:
 
 
 class PersistentBuffersTest(unittest.TestCase):
-    def test_other_orders_of_use(self):
+    def test_another_order_of_use_gives_the_same_gradients(self):
         run_ranks(2, other_orders)
 
     def test_gradients_that_wait_are_not_lost(self):
@@ -258,16 +258,16 @@ class PersistentBuffersTest(unittest.TestCase):
             for error in errors:
                 self.assertRegex(error, "^RuntimeError: .*gradients.* not in .grad yet.*between steps")
 
-    def test_what_stays_gathered(self):
+    def test_what_stays_gathered_has_memory_of_its_own(self):
         run_ranks(2, stay_gathered)
 
-    def test_addresses_stay(self):
+    def test_addresses_stay_over_steps(self):
         run_ranks(2, addresses_stay)
 
-    def test_conversion(self):
+    def test_a_conversion_makes_new_buffers_and_trains_on(self):
         run_ranks(2, converted)
 
-    def test_groups_of_several_dtypes(self):
+    def test_groups_of_several_dtypes_train_as_without(self):
         run_ranks(2, several_dtypes)
 
     def test_turns_that_are_not_kept_are_told(self):

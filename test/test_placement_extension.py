@@ -241,16 +241,16 @@ class PlacementExtensionTest(unittest.TestCase):
         self.assertIsNone(extension_of((Shard(0), Replicate(), Shard(1))))
         self.assertIs(extension_of((Shard(0), Cyclic())), CYCLIC)
 
-    def test_layout_and_redistribution(self):
+    def test_a_new_placement_lays_out_and_redistributes(self):
         run_ranks(2, check_layout)
 
-    def test_operators(self):
+    def test_ops_run_under_a_new_placement(self):
         run_ranks(2, check_operators)
 
-    def test_factories(self):
+    def test_factories_make_a_new_placement(self):
         run_ranks(2, check_factories)
 
-    def test_checkpoint(self):
+    def test_a_new_placement_is_saved_and_loaded(self):
         with tempfile.TemporaryDirectory() as path:
             run_ranks(2, check_checkpoint, path)
 

@@ -1,6 +1,5 @@
 """The placements as values."""
 
-import copy
 import io
 import pickle
 import tracemalloc
@@ -9,8 +8,8 @@ from unittest import mock
 import torch
 from common import error_of
 from expecttest import TestCase
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from oracle import check_is_a_frozen_value, check_is_no_other_placement
+from torch.distributed.tensor import Shard
 
 from torch_ragged import RaggedShard
 from torch_ragged.placement_types import normalize_placements
@@ -24,23 +23,6 @@ PICKLED_BEFORE = b"\x80\x02c" + b"torch_ragged.placement_types" + b"\nRaggedShar
 def of_many(ranks):
     """What fully_shard makes: a few ranks own something, in the middle."""
     return RaggedShard((0,), (0,) * (ranks // 2) + (3, 4, 4, 1) + (0,) * (ranks - ranks // 2 - 4))
-
-
-def check_is_a_frozen_value(test, placement):
-    test.assertEqual(pickle.loads(pickle.dumps(placement)), placement)
-    test.assertEqual(copy.deepcopy(placement), placement)
-    with test.assertRaises(AttributeError):
-        placement.dims = (1,)
-    buffer = io.BytesIO()
-    torch.save(placement, buffer)
-    buffer.seek(0)
-    test.assertEqual(torch.load(buffer, weights_only=True), placement)
-
-
-def check_is_no_other_placement(test, placement):
-    test.assertNotIsInstance(placement, (Shard, _StridedShard))
-    test.assertFalse(placement.is_shard() or placement.is_replicate() or placement.is_partial())
-    test.assertNotEqual(placement, Replicate())
 
 
 class RaggedShardTest(TestCase):

@@ -307,7 +307,7 @@ class MemoryTest(TestCase):
     # Two groups of 30 elements in shards of 8, and one of 5 in shards of 2, over 4 ranks: a shard holds 18, buffers 72.
     sharding = Sharding(4, 65, ((2, 8), (1, 2)))
 
-    def test_zero_stages(self):
+    def test_zero_stages_hold_parts_of_the_padded_buffers(self):
         self.assertEqual(self.sharding.padding_fraction, 7 / 65)
         self.assertEqual(
             zero_memory(self.sharding, Precision()),
@@ -327,7 +327,7 @@ class MemoryTest(TestCase):
         ]
         self.assertEqual(alignments, [32, 64, 128])
 
-    def test_bytes_of_collectives(self):
+    def test_collectives_move_the_padded_buffers(self):
         moved = {"all_gather": Collective(4 * 8 * 2, 72 * 2), "reduce_scatter": Collective(4 * 8 * 4, 72 * 4)}
         self.assertEqual(collectives(self.sharding, Precision()), moved)
         moved["all_reduce"] = Collective(8 * 4, 18 * 4)
@@ -509,7 +509,7 @@ class BadInputTest(Folder):
         self.assertEqual((status, out, error.count("\n"), error[-1:]), (2, "", 1, "\n"))
         return error.removeprefix("torch_ragged.fsdp.plan: error: ").rstrip("\n")
 
-    def test_models(self):
+    def test_unknown_models_are_refused(self):
         expected = (
             "expected deepseek-v3, gpt-oss-120b, llama-3-70b, qwen3-30b-a3b, the path of a config.json, or module:callable"
         )
@@ -527,7 +527,7 @@ class BadInputTest(Folder):
         self.assertEqual(self.error(f"{module}:not_a_module"), f"{module}:not_a_module() returned int, expected an nn.Module")
         self.assertEqual(self.error("torch.nn:Identity"), "torch.nn:Identity has no parameters")
 
-    def test_configs(self):
+    def test_bad_configs_are_refused(self):
         llama = CONFIGS[8_030_261_248]
         cases = {
             "missing.json": (None, "cannot read {}: No such file or directory"),
@@ -547,7 +547,7 @@ class BadInputTest(Folder):
             path = self.folder / name if content is None else self.write(content, name)
             self.assertEqual(self.error(path), message.format(path))
 
-    def test_sizes_and_types(self):
+    def test_bad_sizes_and_types_are_refused(self):
         gpt = "gpt-oss-120b"
         for arguments, message in (
             (["--ranks", "8,0"], "argument --ranks: expected an integer of at least 1, got '0'"),
@@ -573,7 +573,7 @@ class BadInputTest(Folder):
             "llama-3-70b has no expert matrices: use --apply all, or name them with --experts",
         )
 
-    def test_groups_and_files(self):
+    def test_unknown_groups_and_bad_files_are_refused(self):
         gpt = "gpt-oss-120b"
         for arguments, message in (
             (

@@ -253,7 +253,7 @@ class PlannerTest(unittest.TestCase):
         for cut in cuts:
             self.assertEqual(cut // 4 % 2880 % 128, 0)
 
-    def test_bad_input(self):
+    def test_bad_input_is_refused(self):
         mixed = [TensorSpec("w", (4,), (0,), 1, dtype=torch.bfloat16), TensorSpec("norm", (4,), (0,), 1, dtype=torch.float32)]
         for call, words in (
             (lambda: plan_layout([], 2), "plan_layout: no tensors to lay out, expected at least one"),
@@ -274,7 +274,7 @@ class PlannerTest(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, words):
                 call()
 
-    def test_extremes(self):
+    def test_extreme_sizes_have_the_smallest_shard(self):
         for tensors, ranks, alignment, shard in (
             ([spec(0, 1, "empty"), spec(5, 5, "whole")], 3, 1, 5),
             ([spec(0, 3)], 4, 8, 8),  # No elements: the smallest aligned shard.

@@ -1,132 +1,22 @@
 """Redistribution on 1-D to 3-D meshes against brute force: bitwise, with autograd, in exact collectives and bytes."""
 
 import itertools
-import random
 import unittest
 
 import expecttest
 import torch
 import torch.distributed as dist
 from common import error_of, run_ranks
-from oracle import local_of, random_placement
+from oracle import MESHES, check_case, kinds_of_random_cases
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_ragged import RaggedShard
 from torch_ragged._redistribute import plan
 from torch_ragged._transfer import Exchange
 from torch_ragged._units import Units
-from torch_ragged.placement_types import has_ragged, normalize_placements
-
-DTYPES = (torch.float32, torch.bfloat16, torch.int64)
-SIZES = (1, 2, 2, 3, 4, 4, 5, 6, 8)
-REDUCE = {"sum": lambda t: t.sum(0), "avg": lambda t: t.mean(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0)}
-OPERATION = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-class Traffic(TorchDispatchMode):
-    """Counts the elements that this rank receives from others in functional collectives."""
-
-    def __init__(self):
-        super().__init__()
-        self.received = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result, name = func(*args, **(kwargs or {})), func._schema.name.split("::")[-1]
-        if func.namespace == "_c10d_functional":
-            group = dist.distributed_c10d._resolve_process_group(args[-1]) if isinstance(args[-1], str) else None
-            if name == "all_to_all_single":
-                self.received += sum(n for peer, n in enumerate(args[1]) if peer != group.rank())
-            elif name == "all_gather_into_tensor":
-                self.received += result.numel() - args[0].numel()
-            elif name == "broadcast":
-                self.received += args[0].numel() * (args[1] != group.rank())
-            elif name != "wait_tensor":
-                raise AssertionError(f"{name} in a redistribution without a Partial")
-        return result
-
-
-def random_case(rng, mesh_shape, strided=None):
-    """A shape and two placements of it that have a meaning; at least one is ragged."""
-    while True:
-        shape = tuple(0 if rng.random() < 0.03 else rng.choice(SIZES) for _ in range(rng.choice((0, 1, 2, 2, 3, 3))))
-        pair = []
-        for _ in range(2):
-            for _ in range(20):
-                placements = tuple(random_placement(rng, shape, mesh_shape, dim, strided) for dim in range(len(mesh_shape)))
-                if rng.random() < 0.5 and pair:  # Often only some mesh dimensions change.
-                    placements = tuple(rng.choice(choice) for choice in zip(pair[0], placements))
-                try:
-                    pair.append(normalize_placements(placements, shape, mesh_shape))
-                    break
-                except ValueError:
-                    continue
-        if len(pair) == 2 and any(map(has_ragged, pair)):
-            return shape, *pair
-
-
-def contributions(shape, mesh, source, dtype, generator):
-    """Values at every coordinate of the pending mesh dimensions, whose reductions are exact: (mesh shape or 1s, *shape)."""
-    sizes = [size if isinstance(p, Partial) else 1 for size, p in zip(mesh.shape, source)]
-    values = torch.randint(-8, 8, (*sizes, *shape), generator=generator)
-    return (values * 24 if any(p.is_partial("avg") for p in source) else values).to(dtype)
-
-
-def reduced(values, mesh_ndim, source, target, coordinate):
-    """What the values are at this coordinate, once what ``target`` does not leave pending is reduced."""
-    for dim in reversed(range(mesh_ndim)):
-        chosen = values.movedim(dim, 0)
-        if isinstance(source[dim], Partial) and source[dim] != target[dim]:
-            values = REDUCE[source[dim].reduce_op](chosen.double()).to(values.dtype)
-        else:
-            values = chosen[coordinate[dim] if isinstance(source[dim], Partial) else 0]
-    return values
-
-
-def check_case(mesh, case, dtype, seed, **keywords):
-    shape, source, target = case
-    coordinate, mesh_shape = tuple(mesh.get_coordinate()), tuple(mesh.shape)
-    where = f"{shape} {dtype} on {mesh_shape}: {source} -> {target}"
-    values = contributions(shape, mesh, source, dtype, torch.Generator().manual_seed(seed))
-    mine = reduced(values, mesh.ndim, source, source, coordinate)
-    before = local_of(mine, mesh_shape, source, coordinate).clone().contiguous()
-    spec = dict(shape=torch.Size(shape), stride=torch.empty(shape).stride(), run_check=False)
-    tensor = DTensor.from_local(before, mesh, source, **spec)
-    with Traffic() if not any(isinstance(p, Partial) for p in (*source, *target)) else torch.no_grad() as traffic:
-        moved = tensor.redistribute(placements=target, **keywords)
-        after = moved.to_local()
-        after = after.wait() if hasattr(after, "wait") else after
-    assert moved.placements == target and moved.shape == torch.Size(shape), where
-    expected = local_of(reduced(values, mesh.ndim, source, target, coordinate), mesh_shape, target, coordinate)
-    for dim, (old, new) in enumerate(zip(source, target)):
-        if isinstance(new, Partial) and old != new:  # What ranks contribute must reduce to the value.
-            after = after.clone()
-            dist.all_reduce(after, OPERATION[new.reduce_op], group=mesh.get_group(dim))
-            after = after / mesh.size(dim) if new.reduce_op == "avg" else after
-    assert after.shape == expected.shape and after.dtype == dtype and torch.equal(after, expected), (
-        f"{where}\n{after} {expected}"
-    )
-    assert not has_ragged(target) or after.is_contiguous(), where
-    if isinstance(traffic, Traffic):
-        numbers = torch.arange(torch.Size(shape).numel()).view(shape)
-        held, wanted = (set(local_of(numbers, mesh_shape, p, coordinate).flatten().tolist()) for p in (source, target))
-        assert traffic.received == len(wanted - held), f"{where}: received {traffic.received}, gains {len(wanted - held)}"
-
-
-def check_random_cases(mesh_shapes, cases, seed, strided=None):
-    rng = random.Random(seed)
-    meshes = [init_device_mesh("cpu", shape) for shape in mesh_shapes]
-    kinds = set()
-    for number in range(cases):
-        mesh = meshes[number % len(meshes)]
-        case, dtype = random_case(rng, tuple(mesh.shape), strided), rng.choice(DTYPES)
-        averages = any(isinstance(p, Partial) and p.reduce_op == "avg" for placements in case[1:] for p in placements)
-        check_case(mesh, case, torch.float32 if averages else dtype, number, async_op=rng.random() < 0.3)
-        kinds |= {(type(a).__name__, type(b).__name__) for a, b in zip(*case[1:])}
-    return kinds
 
 
 def count_collectives():
@@ -211,14 +101,6 @@ def check_errors():
     return errors
 
 
-MESHES = {4: ((4,), (2, 2)), 6: ((6,), (2, 3), (3, 2), (6, 1)), 8: ((8,), (2, 4), (4, 2), (2, 2, 2))}
-
-
-def kinds_of_random_cases(mesh_shapes, cases, seed, strided=None):
-    ranks = torch.Size(mesh_shapes[0]).numel()
-    return run_ranks(ranks, check_random_cases, mesh_shapes, cases, seed, strided)[0]
-
-
 class RedistributeTest(expecttest.TestCase):
     def test_random_cases_are_bitwise_right_and_move_the_least(self):
         kinds = set()
@@ -229,7 +111,7 @@ class RedistributeTest(expecttest.TestCase):
         names = ("Replicate", "Shard", "_StridedShard", "Partial", "RaggedShard")
         self.assertLessEqual(set(itertools.product(names, names)), kinds)
 
-    def test_nested_cuts_that_become_pending(self):
+    def test_nested_cuts_become_pending_bitwise_right(self):
         run_ranks(8, check_nested_cuts_that_become_pending)
 
     def test_plans_cost_nothing_per_rank(self):
@@ -243,10 +125,10 @@ class RedistributeTest(expecttest.TestCase):
         (step,) = plan((6, 4), (many,), (one,), (other,), (many - 2,))
         self.assertEqual((step.send_splits[many - 3], step.receive_splits.total), (16, 0))
 
-    def test_groups_of_some_ranks(self):
+    def test_some_ranks_may_make_a_group_before_all_do(self):
         run_ranks(8, check_groups_of_some_ranks, timeout=30)
 
-    def test_collectives(self):
+    def test_each_redistribution_takes_the_fewest_collectives(self):
         (counts, *others) = run_ranks(4, count_collectives)
         self.assertTrue(all(other == counts for other in others))
         self.assertEqual(
@@ -270,7 +152,7 @@ class RedistributeTest(expecttest.TestCase):
             },
         )
 
-    def test_errors_on_every_rank(self):
+    def test_bad_input_is_an_error_on_every_rank(self):
         first, second = run_ranks(2, check_errors)
         self.assertEqual(first, second)
         self.assertExpectedInline(

@@ -84,7 +84,11 @@ def check_dtypes():
         assert moved.dtype == torch.bfloat16 and moved.to_local().dtype == torch.bfloat16, target
         (gradient,) = torch.autograd.grad(moved.redistribute(placements=[Shard(0)]).float().sum(), leaf)
         assert gradient.dtype == torch.float32 and torch.equal(gradient.full_tensor(), torch.ones(8, 4)), target
-    # Types that gloo does not know travel as others, bit by bit.
+
+
+def check_types_that_gloo_does_not_know():
+    """They travel as others, bit by bit."""
+    mesh, ragged = init_device_mesh("cpu", (4,)), RaggedShard((0,), (1, 5, 0, 2))
     skewed = RaggedShard((), (0, 0, 1, 0))
     bits = torch.randint(0, 255, (8, 64), dtype=torch.uint8)
     for dtype in (torch.complex64, torch.complex128, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool):
@@ -99,14 +103,17 @@ def check_dtypes():
 
 
 class RedistributeAutogradTest(unittest.TestCase):
-    def test_autograd(self):
+    def test_gradients_are_redistributed_back(self):
         run_ranks(4, check_autograd)
 
-    def test_async(self):
+    def test_an_async_result_waits_when_it_is_used(self):
         run_ranks(4, check_async)
 
-    def test_dtypes(self):
+    def test_forward_and_backward_may_have_other_dtypes(self):
         run_ranks(4, check_dtypes)
+
+    def test_types_that_gloo_does_not_know_travel_bitwise(self):
+        run_ranks(4, check_types_that_gloo_does_not_know)
 
 
 if __name__ == "__main__":

@@ -306,7 +306,7 @@ class RowOpsTest(ExpectTestCase):
     def test_averages_over_rows_are_pending(self):
         run_ranks(4, check_averages_over_rows)
 
-    def test_embedding(self):
+    def test_an_embedding_of_ragged_tokens_equals_plain_tensors(self):
         run_ranks(4, check_embedding)
 
     def test_views_alias_the_tensor(self):
@@ -315,7 +315,7 @@ class RowOpsTest(ExpectTestCase):
     def test_strided_views_lead_back(self):
         run_ranks(4, check_views_back)
 
-    def test_errors(self):
+    def test_what_rows_cannot_do_is_an_error_on_every_rank(self):
         answers = run_ranks(4, check_errors)
         self.assertEqual(answers, [answers[0]] * 4)
         self.assertExpectedInline(

@@ -26,7 +26,7 @@ REST = [Parameter("embedding", (1000, 48)), Parameter("norm", (48,)), Parameter(
 
 
 class ScheduleTest(unittest.TestCase):
-    def test_compute_bound(self):
+    def test_collectives_hide_behind_compute(self):
         # Of the collectives only the first all-gather and the last reduce-scatter have no compute beside them.
         groups = [GroupCost(forward=10, backward=20, gather=3, reduce=4)] * 5
         for schedule in (RAGGED, FSDP2):
@@ -34,7 +34,7 @@ class ScheduleTest(unittest.TestCase):
         kept = [*groups[:-1], dataclasses.replace(groups[-1], stays=True)]
         self.assertEqual(play(kept).seconds, 3 + 5 * 10 + 5 * 20 + 4)
 
-    def test_communication_bound(self):
+    def test_the_communicator_is_never_idle_without_compute(self):
         # One communicator, never idle: 5 all-gathers, 5 more in backward, 5 reduce-scatters.
         groups = [GroupCost(forward=0, backward=0, gather=3, reduce=4)] * 5
         for schedule in (RAGGED, FSDP2):
@@ -61,18 +61,18 @@ class ScheduleTest(unittest.TestCase):
         self.assertEqual(play(groups).seconds, 40)
         self.assertEqual(play(groups, FSDP2).seconds, 40)
 
-    def test_in_turn(self):
+    def test_without_overlap_a_step_is_the_sum_of_its_parts(self):
         groups = [GroupCost(forward=10, backward=20, gather=3, reduce=4, copy_out=1, copy_in=2)] * 5
         step = play(groups, dataclasses.replace(RAGGED, overlaps=False, agreement=7))
         self.assertEqual(step.seconds, 5 * (10 + 20 + 2 * 3 + 4 + 2 * 1 + 2) + 7)
 
-    def test_host(self):
+    def test_a_slow_host_bounds_the_step(self):
         groups = [GroupCost(forward=1, backward=2, gather=0, reduce=0)] * 4
         behind = dataclasses.replace(RAGGED, host=10)
         self.assertEqual(play(groups, behind).seconds, 8 * 10 + 2)  # What the host issues last ends last.
         self.assertEqual(play(groups, dataclasses.replace(behind, runs_ahead=False)).seconds, 8 * 10 + 4 * 3)
 
-    def test_monotone(self):
+    def test_no_cost_makes_a_step_shorter(self):
         base = GroupCost(forward=1, backward=2, gather=1.5, reduce=2.5, all_reduce=0.5, copy_out=0.1, copy_in=0.2)
         for schedule in (RAGGED, FSDP2):
             least = play([base] * 6, schedule).seconds
@@ -85,7 +85,7 @@ class ScheduleTest(unittest.TestCase):
 class NetworkTest(unittest.TestCase):
     network = Network(within=Link(1, 100), across=Link(5, 10), per_node=4)
 
-    def test_rings(self):
+    def test_rings_take_latencies_and_bytes_over_bandwidth(self):
         self.assertEqual(self.network.all_gather(400, 1), 0)
         self.assertEqual(self.network.all_gather(400, 4), 3 * 1 + 300 / 100)
         self.assertEqual(self.network.all_gather(800, 8), 1 * 5 + 6 * 1 + 700 / 40)  # Two nodes, four cards each.

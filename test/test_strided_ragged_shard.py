@@ -9,8 +9,7 @@ import pytest
 import torch
 from common import error_of, run_ranks
 from expecttest import TestCase
-from test_placement_types import check_is_a_frozen_value, check_is_no_other_placement
-from test_redistribute import MESHES, kinds_of_random_cases
+from oracle import MESHES, check_is_a_frozen_value, check_is_no_other_placement, kinds_of_random_cases
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode

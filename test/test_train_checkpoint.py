@@ -10,6 +10,7 @@ import resource
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -60,31 +61,48 @@ def resume_running(path):
     return values(state)
 
 
-def check_failed_saves(path):
-    """An error on one rank is one on all, and nothing is left of the checkpoint."""
-    rank = dist.get_rank()
+def saved_once(path):
+    """A run that has saved a checkpoint and trained on."""
     state = make_state(0)
     train(state, 1)
     first = checkpoint.save(path, state)
     train(state, 1)
+    return state, first
 
-    class Bad:
-        def state_dict(self):
-            raise KeyError("no such thing") if rank == 1 else None
-            return {}
 
-        def load_state_dict(self, state):
-            pass
+def assert_failed(path, first, text, *words):
+    """The error is one on every rank, and nothing is left of the checkpoint."""
+    assert text.startswith("CheckpointError") and all(word in text for word in words), text
+    assert sorted(os.listdir(path)) == [first.name] and checkpoint.latest(path) == first, os.listdir(path)
+    dist.barrier()
 
-    def check(text, *words):
-        assert text.startswith("CheckpointError") and all(word in text for word in words), text
-        assert sorted(os.listdir(path)) == [first.name] and checkpoint.latest(path) == first, os.listdir(path)
-        dist.barrier()
 
+def assert_saves_again(path, state):
+    second = checkpoint.save(path, state, read_back=True)
+    assert checkpoint.latest(path) == second
+
+
+class Bad:
+    """An extra that has no state on rank 1."""
+
+    def state_dict(self):
+        raise KeyError("no such thing") if dist.get_rank() == 1 else None
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def check_save_of_a_bad_extra(path):
+    state, first = saved_once(path)
     state.extra["bad"] = Bad()
-    check(error_of(checkpoint.save, path, state), "no such thing", "rank 1")
+    assert_failed(path, first, error_of(checkpoint.save, path, state), "no such thing", "rank 1")
     del state.extra["bad"]
+    assert_saves_again(path, state)
 
+
+def check_save_to_a_full_disk(path):
+    state, first = saved_once(path)
     write = _files._HashingFile.write
 
     def full(self, data):
@@ -93,34 +111,42 @@ def check_failed_saves(path):
         return write(self, data)
 
     for bad_rank, name in ((1, "__1_0.distcp"), (0, "__0_0.distcp")):
-        _files._HashingFile.write = full if rank == bad_rank else write
-        try:
-            check(error_of(checkpoint.save, path, state), "No space left on device", name, f"rank {bad_rank}")
-        finally:
-            _files._HashingFile.write = write
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)  # As a full disk: the kernel takes a part, then refuses.
-    if rank == 1:
+        with mock.patch.object(_files._HashingFile, "write", full if dist.get_rank() == bad_rank else write):
+            text = error_of(checkpoint.save, path, state)
+        assert_failed(path, first, text, "No space left on device", name, f"rank {bad_rank}")
+    assert_saves_again(path, state)
+
+
+def check_save_of_too_large_a_file(path):
+    """As a full disk: the kernel takes a part, then refuses."""
+    state, first = saved_once(path)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, old[1]))
     try:
-        check(error_of(checkpoint.save, path, state), "File too large", "__1_0.distcp", "rank 1")
+        text = error_of(checkpoint.save, path, state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert_failed(path, first, text, "File too large", "__1_0.distcp", "rank 1")
+    assert_saves_again(path, state)
 
-    def flip(self, data):  # What is on the disk is not what was written.
+
+def check_save_that_reads_back_other_bytes(path):
+    """What is on the disk is not what was written."""
+    state, first = saved_once(path)
+    write = _files._HashingFile.write
+
+    def flip(self, data):
         content = bytearray(data)
-        content[0] ^= rank == 1
+        content[0] ^= dist.get_rank() == 1
         count = write(self, data)
         self.raw.seek(-len(content), os.SEEK_CUR)
         return self.raw.write(content) and count
 
-    _files._HashingFile.write = flip
-    try:
-        check(error_of(checkpoint.save, path, state, read_back=True), "reads back other bytes", "__1_0.distcp", "rank 1")
-    finally:
-        _files._HashingFile.write = write
-    second = checkpoint.save(path, state, read_back=True)  # And it is fine again.
-    assert checkpoint.latest(path) == second
-    return values(state)
+    with mock.patch.object(_files._HashingFile, "write", flip):
+        text = error_of(checkpoint.save, path, state, read_back=True)
+    assert_failed(path, first, text, "reads back other bytes", "__1_0.distcp", "rank 1")
+    assert_saves_again(path, state)
 
 
 def check_refused(path, words, kwargs=None, make=None):
@@ -201,9 +227,14 @@ def check_fresh_optimizer(path):
     other = make_state(1)
     checkpoint.load(path, other)
     assert not other.optimizer.state and torch.equal(train(other, 2), losses)
-    without = make_state(2)
+
+
+def check_model_alone(path):
+    """A state without optimizer loads the model alone; what a state has and the checkpoint has not is named."""
+    checkpoint.save(path, make_state(0))
+    other, without = make_state(1), make_state(2)
     without.optimizer = without.scheduler = None
-    checkpoint.load(path, without)  # The model alone.
+    checkpoint.load(path, without)
     folder = checkpoint.save(path + "/model", without)
     assert "the checkpoint holds no scheduler" in error_of(checkpoint.load, folder, other)
     other.scheduler = None
@@ -226,6 +257,11 @@ def check_extra(path):
     assert fresh.extra["average"] is mine and torch.equal(mine.full_tensor(), average["experts"].full_tensor())
     assert fresh.extra["schedule"] is schedule and schedule.last_epoch == 1
     assert fresh.extra["notes"] == {"tags": ["a"], 3: (1, 2)}
+
+
+def check_extra_that_the_checkpoint_lacks(path):
+    checkpoint.save(path, make_state(0))
+    fresh = make_state(1)
     fresh.extra["unknown"] = 1
     assert "extra.unknown" in error_of(checkpoint.load, path, fresh)
     fresh.extra.pop("unknown")
@@ -233,26 +269,38 @@ def check_extra(path):
     assert "other" in error_of(checkpoint.load, path, fresh)
 
 
-def check_folder(path):
-    """``latest``, ``keep`` and saving a step again."""
-    state = make_state(0)
-    names = []
+def three_steps(path):
+    """A run with checkpoints of three steps, and their names."""
+    state, names = make_state(0), []
     for step in (1, 20, 3):
         state.step = step
         names.append(checkpoint.save(path, state).name)
+    return state, names
+
+
+def check_step_saved_again(path):
+    state, names = three_steps(path)
     assert names == ["step-00000001", "step-00000020", "step-00000003"]
     state.model.state_dict()["count"].fill_(7)
     state.step = 20
-    checkpoint.save(path, state)  # Again: replaces it.
+    checkpoint.save(path, state)
     assert sorted(os.listdir(path)) == sorted(names)
     fresh = make_state(1)
     checkpoint.load(path, fresh)
     assert (fresh.step, int(fresh.model.count)) == (20, 7)
+
+
+def check_keep(path):
+    three_steps(path)
     dist.barrier()
     kept = checkpoint.keep(path, 2)
     assert [folder.name for folder in kept] == ["step-00000003", "step-00000020"]
     assert sorted(os.listdir(path)) == ["step-00000003", "step-00000020"]
     assert "a number of checkpoints >= 1" in error_of(checkpoint.keep, path, 0)
+
+
+def check_damaged_and_unfinished_checkpoints_are_passed_over(path):
+    state, _ = three_steps(path)
     dist.barrier()
     if dist.get_rank() == 0:
         newest = Path(path) / "step-00000020"
@@ -283,7 +331,7 @@ class ResumeTest(unittest.TestCase):
                 self.assertEqual(_cli.main(["verify", path]), 0)
             assert_same(resume(path, 0.0)[0], saved)  # One process, no process group.
 
-    def test_random_states(self):
+    def test_ranks_draw_the_same_numbers_again_and_new_ranks_draw_others(self):
         with tempfile.TemporaryDirectory() as path:
             _, _, losses, after = run_ranks(2, run_whole, path, 0.5)[0]
             _, again, end, _ = run_ranks(2, resume, path, 0.5)[0]
@@ -292,13 +340,32 @@ class ResumeTest(unittest.TestCase):
             states = [rng for *_, rng in run_ranks(4, resume, path, 0.5)]
             self.assertEqual(len({bytes(state.tolist()) for state in states}), 4)  # New ranks draw other numbers.
 
-    def test_fresh_optimizers_extra_and_folders(self):
+    def in_a_folder(self, check):
         with tempfile.TemporaryDirectory() as path:
-            run_ranks(2, check_fresh_optimizer, path + "/fresh")
-            run_ranks(2, check_extra, path + "/extra")
-            run_ranks(2, check_folder, path + "/folder")
+            run_ranks(2, check, path)
 
-    def test_a_state_that_cannot_be_saved(self):
+    def test_a_run_that_has_not_stepped_resumes_at_step_one(self):
+        self.in_a_folder(check_fresh_optimizer)
+
+    def test_a_model_loads_and_saves_without_its_optimizer(self):
+        self.in_a_folder(check_model_alone)
+
+    def test_extra_tensors_are_loaded_in_place_and_values_replaced(self):
+        self.in_a_folder(check_extra)
+
+    def test_extras_that_the_checkpoint_lacks_are_named(self):
+        self.in_a_folder(check_extra_that_the_checkpoint_lacks)
+
+    def test_a_step_saved_again_replaces_its_checkpoint(self):
+        self.in_a_folder(check_step_saved_again)
+
+    def test_keep_removes_all_but_the_newest(self):
+        self.in_a_folder(check_keep)
+
+    def test_damaged_and_unfinished_checkpoints_are_passed_over(self):
+        self.in_a_folder(check_damaged_and_unfinished_checkpoints_are_passed_over)
+
+    def test_a_state_that_cannot_be_saved_writes_nothing(self):
         state = make_state(0)
         for name, value, words in (
             ("step", -1, "step must be an int >= 0"),
@@ -318,9 +385,15 @@ class ResumeTest(unittest.TestCase):
 
 
 class DamageTest(unittest.TestCase):
-    def test_failed_saves_leave_nothing(self):
-        with tempfile.TemporaryDirectory() as path:
-            run_ranks(2, check_failed_saves, path)
+    def test_a_failed_save_leaves_nothing(self):
+        for check in (
+            check_save_of_a_bad_extra,
+            check_save_to_a_full_disk,
+            check_save_of_too_large_a_file,
+            check_save_that_reads_back_other_bytes,
+        ):
+            with self.subTest(check.__name__), tempfile.TemporaryDirectory() as path:
+                run_ranks(2, check, path)
 
     def test_what_is_wrong_is_said_before_anything_changes(self):
         with tempfile.TemporaryDirectory() as path, tempfile.TemporaryDirectory() as into:
@@ -351,7 +424,7 @@ class DamageTest(unittest.TestCase):
                     self.assertIn(file.name, out.getvalue())
                     self.assertEqual(code, 1)
 
-    def test_blocks(self):
+    def test_checksums_find_the_blocks_that_changed(self):
         with tempfile.TemporaryDirectory() as path:
             system = _files.HashingFileSystem(block=100)
             data = bytes(range(256)) * 3
@@ -393,50 +466,61 @@ class ManifestTest(unittest.TestCase):
 
 
 class CommandLineTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.path = folder.name
+        cls.folder = Path(run_ranks(2, run_whole, cls.path, 0.0)[0][0])
+
     def run_cli(self, *arguments):
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
             code = _cli.main([*map(str, arguments)])
         return code, out.getvalue()
 
-    def test_inspect_verify_diff(self):
-        with tempfile.TemporaryDirectory() as path:
-            folder = Path(run_ranks(2, run_whole, path, 0.0)[0][0])
-            code, text = self.run_cli("inspect", path)
-            self.assertEqual(code, 0)
-            for line in (
-                "step           3",
-                "data position  {'epoch': 0, 'sample': 24}",
-                "ranks          2",
-                "random states  torch (each), python (each), numpy (each), data (same)",
-            ):
-                self.assertIn(line, text) if "numpy" not in line else self.assertIn("data (same)", text)
-            self.assertRegex(text, r"model\.inner\.0\.weight +13 x 6 +float32 +RS\(0,1\)\[\d+,\d+\] +2\n")
-            self.assertNotIn("rng.0.torch", text)
-            code, text = self.run_cli("inspect", folder, "--draw", "--tensors", "model.experts")
-            self.assertIn("model.experts float32\n(3, 5, 6) under RS(", text)
-            self.assertIn("ranks  elements", text)
-            self.assertIn("no tensor has a name that matches none", self.run_cli("inspect", folder, "--tensors", "none")[1])
-            self.assertEqual(self.run_cli("verify", path)[0], 0)
-            self.assertIn("is whole: 3 files", self.run_cli("verify", path)[1])
-            self.assertEqual(self.run_cli("diff", folder, folder)[0], 0)
+    def test_inspect_lists_progress_and_tensors(self):
+        code, text = self.run_cli("inspect", self.path)
+        self.assertEqual(code, 0)
+        for line in (
+            "step           3",
+            "data position  {'epoch': 0, 'sample': 24}",
+            "ranks          2",
+            "random states  torch (each), python (each), numpy (each), data (same)",
+        ):
+            self.assertIn(line, text) if "numpy" not in line else self.assertIn("data (same)", text)
+        self.assertRegex(text, r"model\.inner\.0\.weight +13 x 6 +float32 +RS\(0,1\)\[\d+,\d+\] +2\n")
+        self.assertNotIn("rng.0.torch", text)
 
-            other = tempfile.mkdtemp(dir=path)
-            state = make_state(0)
-            checkpoint.load(path, state)
-            with torch.no_grad():
-                state.model.experts[0, 0, 0] += 1.0
-            state.step = 4
-            checkpoint.save(other, state)
-            code, text = self.run_cli("diff", folder, other, "--values", "--tensors", "model.*")
-            self.assertEqual(code, 1)
-            self.assertRegex(text, r"step +3 +4\n")
-            self.assertRegex(text, r"world size +2 +1\n")
-            self.assertRegex(text, r"model\.experts .*1 of 90 values differ, by at most 1\n")
-            self.assertEqual(text.count("values differ"), 1)
-            self.assertEqual(
-                self.run_cli("verify", path + "/none"),
-                (1, f"{path}/none is no folder: expected a checkpoint, or a folder of checkpoints\n"),
-            )
+    def test_inspect_draws_chosen_tensors(self):
+        code, text = self.run_cli("inspect", self.folder, "--draw", "--tensors", "model.experts")
+        self.assertIn("model.experts float32\n(3, 5, 6) under RS(", text)
+        self.assertIn("ranks  elements", text)
+        self.assertIn("no tensor has a name that matches none", self.run_cli("inspect", self.folder, "--tensors", "none")[1])
+
+    def test_verify_says_that_a_checkpoint_is_whole_or_no_checkpoint(self):
+        self.assertEqual(self.run_cli("verify", self.path)[0], 0)
+        self.assertIn("is whole: 3 files", self.run_cli("verify", self.path)[1])
+        self.assertEqual(
+            self.run_cli("verify", self.path + "/none"),
+            (1, f"{self.path}/none is no folder: expected a checkpoint, or a folder of checkpoints\n"),
+        )
+
+    def test_diff_tells_what_has_changed(self):
+        self.assertEqual(self.run_cli("diff", self.folder, self.folder)[0], 0)
+        other = tempfile.TemporaryDirectory()
+        self.addCleanup(other.cleanup)
+        state = make_state(0)
+        checkpoint.load(self.path, state)
+        with torch.no_grad():
+            state.model.experts[0, 0, 0] += 1.0
+        state.step = 4
+        checkpoint.save(other.name, state)
+        code, text = self.run_cli("diff", self.folder, other.name, "--values", "--tensors", "model.*")
+        self.assertEqual(code, 1)
+        self.assertRegex(text, r"step +3 +4\n")
+        self.assertRegex(text, r"world size +2 +1\n")
+        self.assertRegex(text, r"model\.experts .*1 of 90 values differ, by at most 1\n")
+        self.assertEqual(text.count("values differ"), 1)
 
 
 if __name__ == "__main__":

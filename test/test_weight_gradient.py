@@ -84,7 +84,7 @@ class PartTest(unittest.TestCase):
         torch.testing.assert_close(got[3], 3 * wanted[3], rtol=1e-4, atol=1e-4)
         return weight.gradient_target
 
-    def test_parts_of_a_weight(self):
+    def test_products_with_parts_of_a_weight_write_in_place(self):
         for name in PARTS:
             with self.subTest(name):
                 target = self.check(PARTS, name)
@@ -308,7 +308,7 @@ def check_dtensor():
 
 
 class FullyShardTest(unittest.TestCase):
-    def test_training(self):
+    def test_training_is_that_of_copied_gradients(self):
         run_ranks(2, check_training)
 
     def test_dtensor_input(self):

@@ -34,13 +34,13 @@ class FallbackTest(unittest.TestCase):
         self.assertEqual(target.done_calls, 0)
         return weight
 
-    def test_without_gradients(self):
+    def test_nothing_is_written_without_gradients(self):
         for mode in (torch.no_grad(), torch.inference_mode()):
             with mode:
                 weight = self.same(lambda x, w, b: (F.linear(x, w, b), x @ w.t(), w.t()))
             self.assertEqual(weight.gradient_target.moves, 0)
 
-    def test_frozen_weight(self):
+    def test_a_frozen_weight_takes_autograds_way(self):
         def act(x, w, b):
             w.requires_grad_(False)
             output = F.linear(x, w, b)
@@ -50,7 +50,7 @@ class FallbackTest(unittest.TestCase):
 
         self.assertEqual(self.same(act).gradient_target.moves, 0)
 
-    def test_frozen_since_forward(self):
+    def test_a_weight_frozen_since_forward_gets_no_gradient(self):
         x, _, weight, b = linear_case()
         output = F.linear(x, weight, b)
         weight.gradient_target.refuses = True  # As the parameter group would.
@@ -58,7 +58,7 @@ class FallbackTest(unittest.TestCase):
         output.sum().backward()
         self.assertEqual((weight.gradient_target.done_calls, weight.gradient_target.moves, weight.grad), (0, 0, None))
 
-    def test_no_place(self):
+    def test_without_a_place_the_gradient_is_moved_once(self):
         x, plain, weight, b = linear_case()
         weight.gradient_target.refuses = True
         wanted, got = run(F.linear, x, plain, b), run(F.linear, x, weight, b)
@@ -69,13 +69,13 @@ class FallbackTest(unittest.TestCase):
         self.assertEqual(output.grad_fn.name(), "AddmmBackward0")
         self.assertIs(type(weight.t()), torch.Tensor)
 
-    def test_place_of_another_dtype(self):
+    def test_a_place_of_another_dtype_gets_a_cast(self):
         x, plain, weight, b = linear_case(dtype=torch.float64)
         wanted, got = run(F.linear, x, plain, b), run(F.linear, x, weight, b)
         self.assertTrue(torch.equal(wanted[3].double(), got[3]))
         self.assertEqual((weight.gradient_target.done_calls, weight.gradient_target.moves), (0, 1))
 
-    def test_autocast(self):
+    def test_autocast_gives_autograds_numbers(self):
         def act(x, w, b):
             with torch.autocast("cpu", torch.bfloat16):
                 output = F.linear(x, w, b), x @ w.t()
@@ -92,7 +92,7 @@ class FallbackTest(unittest.TestCase):
 
         self.assertEqual(self.same(backward_under_autocast).gradient_target.moves, 1)
 
-    def test_functorch_and_forward_mode(self):
+    def test_functorch_and_forward_mode_give_autograds_numbers(self):
         def transforms(x, w, b):
             def loss(w, x):
                 return F.linear(x, w, b).square().sum()
@@ -114,7 +114,7 @@ class FallbackTest(unittest.TestCase):
 
         self.same(dual)
 
-    def test_double_backward(self):
+    def test_double_backward_gives_autograds_numbers(self):
         def act(x, w, b):
             loss = F.linear(x, w, b).pow(3).sum() + (x @ w.t()).pow(3).sum()
             of_x, of_w = torch.autograd.grad(loss, [x, w], create_graph=True)
@@ -162,7 +162,7 @@ class FallbackTest(unittest.TestCase):
         self.assertTrue(torch.equal(plain.grad, weight.gradient_target.view))
         self.assertEqual((weight.gradient_target.done_calls, x.grad), (1, None))
 
-    def test_hooks_of_the_user(self):
+    def test_hooks_of_the_user_see_autograds_gradients(self):
         def on_weight(x, w, b):
             seen = []
             output = F.linear(x, w, b)
@@ -203,7 +203,7 @@ class FallbackTest(unittest.TestCase):
         self.assertEqual(*seen)
         self.assertGreater(len(set(seen[0])), 3)
 
-    def test_other_tensor_classes(self):
+    def test_other_tensor_classes_take_autograds_way(self):
         class Noted(torch.Tensor):
             calls = []
 
@@ -222,7 +222,7 @@ class FallbackTest(unittest.TestCase):
         F.linear(buffer, weight).sum().backward()
         self.assertEqual(weight.gradient_target.done_calls, 1)
 
-    def test_other_layouts(self):
+    def test_other_layouts_take_autograds_way(self):
         x, plain, weight, b = linear_case()
         ragged = torch.nested.nested_tensor([x.detach()[:3], x.detach()[:5]])
         for layout in (x.detach().to_sparse(), ragged):
@@ -299,7 +299,7 @@ class ParameterTest(unittest.TestCase):
         self.assertEqual([type(tensor) for tensor in loaded], [nn.Parameter, torch.Tensor])
         self.assertTrue(torch.equal(loaded[1].t(), plain))
 
-    def test_modules_and_utilities(self):
+    def test_modules_and_utilities_see_a_plain_parameter(self):
         torch.manual_seed(0)
 
         def build():
@@ -399,11 +399,11 @@ class CompileTest(unittest.TestCase):
             self.assertEqual(module.linear.weight.gradient_target.done_calls, 1)
             x.grad = None
 
-    def test_whole_graphs(self):
+    def test_whole_graphs_compile(self):
         self.check("aot_eager")
 
     @pytest.mark.slow
-    def test_inductor(self):
+    def test_whole_graphs_compile_by_inductor(self):
         self.check("inductor")
 
     def test_views_across_a_graph_break(self):

@@ -100,7 +100,7 @@ SERIES = (
             "fsdp/core/*.py",
             "fsdp/tools/*.py",
         ),
-        ("test_fsdp_training.py",),
+        ("transformer.py", "test_fsdp_training.py"),
     ),
     Step("0007-ragged-shard-documentation", documents=("distributed.tensor.ragged.md",)),
 )

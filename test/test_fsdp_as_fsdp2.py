@@ -1,12 +1,10 @@
-"""What users of FSDP2 are used to works the same: one way of training after the other, against FSDP2."""
+"""Parameters, gradients and losses are FSDP2's: one way of training after the other."""
 
-import gc
 import unittest
-import weakref
 
 import torch
 import torch.distributed as dist
-from common import error_of, run_ranks
+from common import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -14,7 +12,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from torch_ragged.fsdp import fully_shard, rows
-from torch_ragged.fsdp._fully_shard import _sharded_originals
 
 WIDTH = 8
 
@@ -107,8 +104,11 @@ def plain_step(model, optimizer, step):
     optimizer.step()
 
 
-def check_frozen_and_adapters():
+def check_adapters():
     train(pair(Adapted), plain_step)
+
+
+def check_frozen():
     models = pair(Block)
     for model in models:
         model[0].requires_grad_(False)
@@ -116,13 +116,16 @@ def check_frozen_and_adapters():
     train(models, plain_step)
 
 
-def check_unused():
+def check_branches():
     def step_of(model, optimizer, step):
         model(batch(step, same=True)).pow(2).mean().backward()
         optimizer.step()
 
     train(pair(Branching), step_of, steps=6)
-    # Where ranks take other branches FSDP2 reduces the wrong gradients with each other; ours are compared in test_fsdp.
+
+
+def check_branches_that_differ_between_ranks():
+    """There FSDP2 reduces the wrong gradients with each other; ours are compared in test_fsdp."""
     ours = pair(Branching)[1]
     plain_step(ours, torch.optim.SGD(ours.parameters(), lr=0.1), 0)
     assert ours[0].never.weight.grad is None
@@ -178,7 +181,7 @@ def check_set_to_zero():
     train(pair(Block), plain_step, set_to_none=False)
 
 
-def check_knobs_of_resharding():
+def check_resharding():
     for after_forward, after_backward in ((False, False), (True, False), (False, True)):
         models = pair(Block)
         for model in models:
@@ -191,6 +194,9 @@ def check_knobs_of_resharding():
                 if isinstance(module, FSDPModule):
                     module.reshard()
         assert_equal_models(models)
+
+
+def check_unshard():
     models = pair(Block)
     for model in models:
         handle = model[0].unshard(async_op=True)
@@ -201,82 +207,39 @@ def check_knobs_of_resharding():
     assert_equal_models(models)
 
 
-def check_originals_are_let_go():
-    """Of what fully_shard has replaced, only what the user still holds is remembered, to refuse it as tied."""
+class AsFSDP2Test(unittest.TestCase):
+    def test_adapters_train_beside_frozen_weights(self):
+        run_ranks(2, check_adapters)
 
-    class Alone(nn.Module):
-        def __init__(self, value):
-            super().__init__()
-            self.let_go = value
+    def test_frozen_parameters_stay_as_they_are(self):
+        run_ranks(2, check_frozen)
 
-    value = nn.Parameter(torch.ones(4))
-    fully_shard(Alone(value))
-    assert "let_go is tied to let_go" in error_of(fully_shard, Alone(value))
-    assert "let_go" in _sharded_originals.values()
-    del value
-    gc.collect()
-    assert "let_go" not in _sharded_originals.values()
+    def test_layers_of_a_branch_not_taken_have_no_gradient(self):
+        run_ranks(2, check_branches)
 
+    def test_a_layer_never_used_has_no_gradient_where_ranks_take_other_branches(self):
+        run_ranks(2, check_branches_that_differ_between_ranks)
 
-def check_containers():
-    """What indexing and constructing a sharded container makes is a container of the original class."""
-    for shard in (torch_fully_shard, fully_shard):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        layers = nn.ModuleDict({"list": nn.ModuleList([Block(), Block()])})
-        for each in (model, *layers["list"]):
-            shard(each)
-        assert type(model[:1]) is nn.Sequential and model[:1][0] is model[0]
-        assert type(layers["list"][1:]) is nn.ModuleList
-        made = type(model)(nn.Linear(2, 2))
-        assert type(made) is nn.Sequential and len(made) == 1 and type(type(model[:1])()) is nn.Sequential
-        assert type(type(layers["list"][0])()) is Block
+    def test_tied_weights_of_a_group_stay_tied(self):
+        run_ranks(2, check_tied)
 
+    def test_several_forwards_come_before_their_backwards(self):
+        run_ranks(2, check_several_forwards)
 
-def check_names_and_deletion():
-    torch.manual_seed(0)
-    plain = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 5))
-    theirs, ours = pair(Block)
-    names = [name for name, _ in plain.named_parameters()]
-    assert isinstance(ours, FSDPModule) and isinstance(ours[0], Block)
-    assert [n for n, _ in ours.named_parameters()] == names == list(ours.state_dict()) == list(theirs.state_dict())
-    plain_step(ours, torch.optim.AdamW(ours.parameters()), 0)
-    storages = [weakref.ref(group.sharded.flat) for state in ours._ragged_states(True) for group in state.groups]
-    storages += [weakref.ref(group.unsharded.flat) for state in ours._ragged_states(True) for group in state.groups]
-    assert all(each() is not None for each in storages)
-    del ours
-    gc.collect()
-    assert all(each() is None for each in storages)
-    across = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    across[1].weight = across[0].weight
-    fully_shard(across[0])
-    return error_of(fully_shard, across)
+    def test_an_overflow_on_one_rank_skips_the_step_on_all(self):
+        run_ranks(2, check_scaler)
 
+    def test_autocast_computes_in_bfloat16(self):
+        run_ranks(2, check_autocast)
 
-class HabitsTest(unittest.TestCase):
-    def test_habits(self):
-        checks = (
-            check_frozen_and_adapters,
-            check_unused,
-            check_tied,
-            check_several_forwards,
-            check_scaler,
-            check_autocast,
-            check_set_to_zero,
-            check_knobs_of_resharding,
-        )
-        for check in checks:
-            with self.subTest(check.__name__):
-                run_ranks(2, check)
+    def test_gradients_may_be_set_to_zero(self):
+        run_ranks(2, check_set_to_zero)
 
-    def test_containers(self):
-        run_ranks(2, check_containers)
+    def test_resharding_may_be_put_off(self):
+        run_ranks(2, check_resharding)
 
-    def test_originals_are_let_go(self):
-        run_ranks(2, check_originals_are_let_go)
-
-    def test_names_and_deletion(self):
-        for error in run_ranks(2, check_names_and_deletion):
-            self.assertIn("is tied to weight, which another fully_shard has sharded", error)
+    def test_unsharded_ahead_of_forward(self):
+        run_ranks(2, check_unshard)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,25 @@
-"""Behaviours that torch's own tests of FSDP2 check, against one process; ``docs/fsdp2_tests.md`` is about those tests."""
+"""fully_shard in programs that it does not own: calls in any order, DDP around it, modules made, taken apart and deleted.
+
+Torch's own tests of FSDP2 check most of this too; ``docs/fsdp2_tests.md`` is about those.
+"""
 
 import copy
 import gc
 import unittest
+import weakref
 
 import torch
 import torch.distributed as dist
 from common import error_of, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from torch_ragged.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
+from torch_ragged.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, rows, share_comm_ctx
+from torch_ragged.fsdp._fully_shard import _sharded_originals
 
 WIDTH, WORDS = 8, 11
 
@@ -261,45 +267,129 @@ def check_roots_that_share_streams():
     assert_same(model, alone)
 
 
-def check_tied_parameters_in_two_groups():
-    """FSDP2 raises in the first forward; here ``fully_shard`` does."""
+def check_originals_are_let_go():
+    """Of what fully_shard has replaced, only what the user still holds is remembered, to refuse it as tied."""
+
+    class Alone(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.let_go = value
+
+    value = nn.Parameter(torch.ones(4))
+    fully_shard(Alone(value))
+    assert "let_go is tied to let_go" in error_of(fully_shard, Alone(value))
+    assert "let_go" in _sharded_originals.values()
+    del value
+    gc.collect()
+    assert "let_go" not in _sharded_originals.values()
+
+
+def check_containers():
+    """What indexing and constructing a sharded container makes is a container of the original class."""
+    for shard in (torch_fully_shard, fully_shard):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        layers = nn.ModuleDict({"list": nn.ModuleList([Block(), Block()])})
+        for each in (model, *layers["list"]):
+            shard(each)
+        assert type(model[:1]) is nn.Sequential and model[:1][0] is model[0]
+        assert type(layers["list"][1:]) is nn.ModuleList
+        made = type(model)(nn.Linear(2, 2))
+        assert type(made) is nn.Sequential and len(made) == 1 and type(type(model[:1])()) is nn.Sequential
+        assert type(type(layers["list"][0])()) is Block
+
+
+def shard_by_rows(model):
+    for module in (*model[:2], model):
+        fully_shard(module, orig_param_policy=lambda fqn, p: rows(3))
+    return model
+
+
+def check_names():
+    alone = seeded(lambda: nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 5)))
+    theirs, ours = copy.deepcopy(alone), copy.deepcopy(alone)
+    for module in (*theirs[:2], theirs):
+        torch_fully_shard(module)
+    shard_by_rows(ours)
+    names = [name for name, _ in alone.named_parameters()]
+    assert isinstance(ours, FSDPModule) and isinstance(ours[0], Block)
+    assert [n for n, _ in ours.named_parameters()] == names == list(ours.state_dict()) == list(theirs.state_dict())
+
+
+def check_deleted_model():
+    model = shard_by_rows(seeded(lambda: nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 5))))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(data(0)).pow(2).mean().backward()
+    optimizer.step()
+    del optimizer
+    storages = [weakref.ref(group.sharded.flat) for state in model._ragged_states(True) for group in state.groups]
+    storages += [weakref.ref(group.unsharded.flat) for state in model._ragged_states(True) for group in state.groups]
+    assert all(each() is not None for each in storages)
+    del model
+    gc.collect()
+    assert all(each() is None for each in storages)
+
+
+def tied_across_groups():
+    """FSDP2 raises in the first forward; here ``fully_shard`` does, also in the call for the module around."""
     model = seeded(lambda: Language(tied=True))
     fully_shard(model.embed)
-    return error_of(fully_shard, model.head)
+    across = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    across[1].weight = across[0].weight
+    fully_shard(across[0])
+    return error_of(fully_shard, model.head), error_of(fully_shard, across)
 
 
-class BehavioursTest(unittest.TestCase):
-    def test_two_forwards_of_nested_groups_with_recomputation(self):
+class CallOrderTest(unittest.TestCase):
+    def test_two_forwards_of_nested_groups_are_recomputed_in_one_backward(self):
         run_ranks(2, check_two_forwards_of_nested_groups_with_recomputation)
 
-    def test_head_that_runs_in_chunks_outside_of_forward(self):
+    def test_a_head_runs_in_chunks_outside_of_forward(self):
         run_ranks(2, check_head_in_chunks)
+
+    def test_a_head_stays_unsharded_over_its_chunks(self):
         run_ranks(2, check_head_stays_unsharded_over_its_chunks)
 
-    def test_modules_sharded_as_they_are_made(self):
-        run_ranks(2, check_modules_sharded_as_they_are_made)
-
-    def test_ddp_around_a_sharded_module_with_ignored_parameters(self):
-        run_ranks(2, check_ddp_around_a_sharded_module)
-
-    def test_meshes_of_process_groups(self):
-        run_ranks(2, check_meshes_of_process_groups)
-
-    def test_microbatches_with_all_groups_unsharded_ahead(self):
+    def test_microbatches_with_all_groups_unsharded_ahead_are_reduced_in_the_last(self):
         run_ranks(2, check_microbatches_with_all_unsharded_ahead)
 
-    def test_unshard_before_the_first_forward(self):
+    def test_modules_may_be_unsharded_before_the_first_forward(self):
         run_ranks(2, check_unshard_before_the_first_forward)
+
+    def test_roots_that_share_streams_run_as_one_model(self):
+        run_ranks(2, check_roots_that_share_streams)
+
+
+class AroundTest(unittest.TestCase):
+    def test_ddp_reduces_what_fully_shard_ignores(self):
+        run_ranks(2, check_ddp_around_a_sharded_module)
+
+    def test_a_mesh_of_process_groups_is_as_one_that_is_initialised(self):
+        run_ranks(2, check_meshes_of_process_groups)
 
     def test_inputs_are_cast_for_each_module_of_a_list(self):
         run_ranks(2, check_inputs_are_cast_for_each_module_of_a_list)
 
-    def test_roots_that_share_streams(self):
-        run_ranks(2, check_roots_that_share_streams)
 
-    def test_tied_parameters_in_two_groups_are_an_error(self):
-        for error in run_ranks(2, check_tied_parameters_in_two_groups):
-            self.assertIn("ValueError: weight is tied to weight, which another fully_shard has sharded", error)
+class ModuleTest(unittest.TestCase):
+    def test_modules_may_be_sharded_as_they_are_made(self):
+        run_ranks(2, check_modules_sharded_as_they_are_made)
+
+    def test_names_are_those_of_the_plain_model(self):
+        run_ranks(2, check_names)
+
+    def test_slices_of_a_sharded_container_are_plain_containers(self):
+        run_ranks(2, check_containers)
+
+    def test_deleted_model_releases_storage(self):
+        run_ranks(2, check_deleted_model)
+
+    def test_replaced_parameters_are_forgotten_once_the_user_lets_go(self):
+        run_ranks(2, check_originals_are_let_go)
+
+    def test_parameters_tied_across_groups_are_an_error(self):
+        for in_another, around in run_ranks(2, tied_across_groups):
+            self.assertIn("ValueError: weight is tied to weight, which another fully_shard has sharded", in_another)
+            self.assertIn("is tied to weight, which another fully_shard has sharded", around)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,387 @@
+"""memory_report: it counts what the buffers hold, and predicts the most that a step will hold."""
+
+import contextlib
+import itertools
+import unittest
+from unittest import mock
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from common import run_ranks
+from fsdp_common import batch, build, step_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+
+from torch_ragged.fsdp import (
+    HIERARCHICAL,
+    ZERO1,
+    ZERO2,
+    DBuffer,
+    Float8Policy,
+    MemoryRow,
+    buffer_layouts,
+    elements,
+    fully_shard,
+    memory_report,
+    monitor,
+)
+from torch_ragged.fsdp._fully_shard import named_groups as groups_of
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits
+from torch_ragged.fsdp.core._memory_log import MemoryLog
+from torch_ragged.fsdp.plan import Model, ModelPlanner, granularity_policy
+from torch_ragged.fsdp.plan._memory import Precision, zero_memory
+from torch_ragged.fsdp.plan._models import module_groups
+
+
+class Resident:
+    """The most bytes that DBuffers, and those let go that ``.grad`` lies in, hold at once: looked up at every allocation."""
+
+    def __init__(self, model):
+        self.model, self.peak, self.peak_unreduced = model, 0, 0
+        self.buffers = WeakSet(b for group in groups_of(model).values() for kind in group.buffers().values() for b in kind)
+
+    def sample(self):
+        held = [buffer.flat.untyped_storage() for buffer in self.buffers]
+        grads = [p.grad.to_local().untyped_storage() for g in groups_of(self.model).values() for p in grads_of(g)]
+        sizes = {s.data_ptr(): s.nbytes() for s in held + grads if s.nbytes()}
+        beside = sum(group.kept_nbytes for group in groups_of(self.model).values())
+        self.peak = max(self.peak, sum(sizes.values()) + beside)
+        shards = [group.sharded.flat.data_ptr() for group in groups_of(self.model).values()]
+        whole = [buffer.flat.untyped_storage().nbytes() for buffer in self.buffers if not buffer.is_sharded]
+        self.peak_unreduced = max(self.peak_unreduced, sum(sizes[shard] for shard in shards) + sum(whole))
+
+    def __enter__(self):
+        self.originals = DBuffer.__init__, DBuffer.allocate, MemoryLog.note
+        init, allocate, note = self.originals
+
+        def counted_init(buffer, *args, **options):
+            init(buffer, *args, **options)
+            self.buffers.add(buffer)
+            self.sample()
+
+        def counted_allocate(buffer):
+            allocate(buffer)
+            self.sample()
+
+        def counted_note(log, nbytes):  # What is allocated beside the buffers.
+            note(log, nbytes)
+            if nbytes > 0 and self.model is not None:
+                self.sample()
+
+        DBuffer.__init__, DBuffer.allocate, MemoryLog.note = counted_init, counted_allocate, counted_note
+        return self
+
+    def __exit__(self, *error):
+        DBuffer.__init__, DBuffer.allocate, MemoryLog.note = self.originals
+
+
+def grads_of(group):
+    return [param.sharded for param in group.params if param.sharded.grad is not None]
+
+
+class Nest(nn.Module):
+    """Groups within groups, one of them without parameters of its own, one called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 4)
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(32, 64)) for _ in range(3))
+        self.shared = nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.first(x)
+        for tower in self.towers:
+            x = self.shared(tower(x))
+        return self.last(x)
+
+
+def moe(raf, mp_policy):
+    model = build("ragged", raf, mp_policy)
+    return model, lambda: step_of(model)
+
+
+def frozen(raf, mp_policy):
+    model = build("ragged", raf, mp_policy, frozen=1)
+    return model, lambda: step_of(model)
+
+
+def nested(raf, mp_policy):
+    torch.manual_seed(0)
+    model = Nest()
+    for tower in model.towers:
+        fully_shard(tower[1], reshard_after_forward=raf, mp_policy=mp_policy)
+        fully_shard(tower, reshard_after_forward=raf, mp_policy=mp_policy)
+    fully_shard(model.shared, reshard_after_forward=raf, mp_policy=mp_policy)
+    fully_shard(model, reshard_after_forward=raf, mp_policy=mp_policy)
+    return model, lambda: model(torch.ones(2, 8)).float().sum().backward()
+
+
+def prefetched(raf, mp_policy):
+    model, run = moe(raf, mp_policy)
+    first, second, third = model.blocks
+    first.set_modules_to_forward_prefetch([second, third])
+    third.set_modules_to_backward_prefetch([second, first])
+    second.set_modules_to_backward_prefetch([])
+    model.set_reduce_scatter_max_input_buffers(3)
+    return model, run
+
+
+@contextlib.contextmanager
+def as_nccl(adds_wide=False):
+    """Gloo's reductions as NCCL's: without a second buffer, whose coming and going is not predicted."""
+    with (
+        mock.patch.object(
+            ProcessGroupCollectives, "reduce_scatter_traits", lambda self, device: ReduceScatterTraits(adds_wide, False)
+        ),
+    ):
+        yield
+
+
+def check_prediction(adds_wide):
+    bf16, fp32 = torch.bfloat16, torch.float32
+    policies = [
+        MixedPrecisionPolicy(),
+        MixedPrecisionPolicy(bf16, fp32),
+        MixedPrecisionPolicy(bf16, bf16),
+        Float8Policy(bf16, fp32),
+    ]
+    cases = [
+        *itertools.product((nested,), (None, True, False), policies),
+        *itertools.product((moe, frozen, prefetched), (None,), policies),
+    ]
+    with as_nccl(adds_wide):
+        for kind, raf, mp_policy in cases:
+            if not adds_wide or mp_policy.param_dtype != mp_policy.reduce_dtype:  # Only there it makes a difference.
+                check_predicted(kind, raf, mp_policy)
+
+
+def check_predicted(kind, raf, mp_policy):
+    """Exact, against the most that was there at any allocation; so is the monitor's peak, which has no reduced shards in it."""
+    model, run = kind(raf, mp_policy)
+    run()
+    model.zero_grad()
+    predicted = memory_report(model).peak
+    with Resident(model) as resident, monitor(model) as watch:
+        run()
+        row = watch.step()
+    case = (kind.__name__, raf, mp_policy, predicted, resident.peak, resident.peak_unreduced, row["buffer_peak_bytes"])
+    # Of units that have two groups, as with Float8Policy, it is a bound.
+    bound = 1.02 * resident.peak if isinstance(mp_policy, Float8Policy) else resident.peak
+    assert resident.peak <= predicted.total <= bound and row["buffer_peak_bytes"] == resident.peak_unreduced, case
+    assert resident.peak > 2 * memory_report(model).total.sharded, case
+    # Without gradient sync, gradient buffers add up; then the step is one of several.
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    predicted = memory_report(model).peak
+    with Resident(model) as resident:
+        run()
+    bound = 1.02 * resident.peak if isinstance(mp_policy, Float8Policy) else resident.peak
+    assert resident.peak <= predicted.total <= bound and predicted.grad == 0, (case, predicted, resident.peak)
+
+
+@as_nccl()
+def check_prediction_of_kept_parameters():
+    """What stays gathered, or is there twice for the moment of a copy, is in the prediction."""
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "rank"))
+    for mesh, options in (
+        (line, {"placements": ZERO1}),
+        (line, {"placements": ZERO2}),
+        (square, {"placements": HIERARCHICAL}),
+        (line, {"reshard_after_forward": 2}),
+        (line, {"shard_placement_fn": lambda param: Shard(1) if param.ndim == 2 else None}),
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh, **options)
+        for _ in range(2):
+            model.zero_grad()
+            predicted = memory_report(model).peak
+            with Resident(model) as resident:
+                model(torch.ones(2, 64)).sum().backward()
+            assert predicted.total == resident.peak, (options, predicted, resident.peak)
+
+
+def check_second_buffer():
+    """Over gloo the second buffer of a reduce-scatter counts."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    for module in (*model, model):
+        fully_shard(module)
+    model(torch.ones(2, 64)).sum().backward()
+    model.zero_grad()
+    whole = 64 * 64 * 4
+    # The gradient of 1, a tensor of autograd's, is there while that of 2 is reduced.
+    for context, gradients in ((as_nccl(), 2), (contextlib.nullcontext(), 3)):
+        with context:
+            peak = memory_report(model).peak
+        assert (peak.name, peak.gathered, peak.gradients) == ("backward of 1", 2 * whole, gradients * whole), peak
+
+
+@as_nccl()
+def check_bound():
+    """Where the gradients of a module around others come last only, the prediction is too high by their buffer at most."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    for layer in model[1:]:
+        fully_shard(layer)
+    fully_shard(model)
+    for _ in range(2):
+        model(torch.ones(2, 64)).sum().backward()
+        model.zero_grad()
+    predicted = memory_report(model).peak.total
+    with Resident(model) as resident:
+        model(torch.ones(2, 64)).sum().backward()
+    assert resident.peak < predicted <= resident.peak + buffer_layouts(model)["root"].numel * 4
+
+
+def shards_of(model):
+    """Bytes of a group's shard, by its name."""
+    return {name: layout.shard_numel * 4 for name, layout in buffer_layouts(model).items()}
+
+
+@as_nccl()
+def check_report_of_a_new_model():
+    model = build("ragged")
+    layouts, shards = buffer_layouts(model), shards_of(model)
+    report = memory_report(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    assert [row.name for row in report.groups] == list(layouts) == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    for row in report.groups:
+        assert row == MemoryRow(row.name, sharded=shards[row.name])
+    assert report.total == MemoryRow("total", sharded=sum(shards.values()))
+
+
+@as_nccl()
+def check_report_of_gathered_parameters():
+    """The root's stay after forward, those of a block that was unsharded by name do not."""
+    model = build("ragged")
+    model.blocks[1].unshard()
+    model(batch(0, False)[:, :-1])
+    gathered = {row.name: row.gathered for row in memory_report(model).groups}
+    root = buffer_layouts(model)["root"].numel * 4
+    assert gathered == {"root": root, "blocks.0": 0, "blocks.1": 0, "blocks.2": 0}, gathered
+
+
+@as_nccl()
+def check_report_of_gradients():
+    """They are unreduced without gradient sync, and in ``.grad`` with it."""
+    model = build("ragged")
+    model.set_requires_gradient_sync(False)
+    step_of(model)
+    report = memory_report(model)
+    assert [row.gradients for row in report.groups] == [layout.numel * 4 for layout in buffer_layouts(model).values()]
+    model.set_requires_gradient_sync(True)
+    step_of(model)
+    report = memory_report(model)
+    assert [(row.gathered, row.gradients, row.grad) for row in report.groups] == [(0, 0, n) for n in shards_of(model).values()]
+
+
+@as_nccl()
+def check_report_of_the_optimizer():
+    model = build("ragged")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    before = memory_report(model, optimizer).peak
+    step_of(model)
+    optimizer.step()
+    report = memory_report(model, optimizer)
+    for row, group in zip(report.groups, groups_of(model).values()):
+        local = sum(param.sharded.to_local().nbytes for param in group.params)
+        assert row.optimizer == 2 * local + 4 * len(group.params)  # two moments, and a step count each
+    assert report.total.optimizer == sum(row.optimizer for row in report.groups)
+    assert report.peak.optimizer == report.total.optimizer
+    assert report.peak.total == before.total + report.total.optimizer  # .grad there now is none when a step begins
+    with Resident(model) as resident:
+        optimizer.zero_grad()
+        step_of(model)
+    assert report.peak.total == resident.peak + report.total.optimizer
+
+
+@as_nccl()
+def check_text_of_the_report():
+    model = build("ragged")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    step_of(model, 0, optimizer)
+    report = memory_report(model, optimizer)
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["group", "sharded", "gathered", "gradients", "grad", "optimizer", "total"]
+    names = [line.split()[0] for line in lines[1:]]
+    assert names == [*buffer_layouts(model), "total", "peak:"] and len(set(map(len, lines))) == 1
+    assert f"{report.total.sharded / 1024:.2f} KiB" in lines[-2] and f"{report.peak.total / 1024:.2f} KiB" in lines[-1]
+
+
+class Planned(nn.Module):
+    """Blocks that two ranks share with no padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=i == 1) for i in range(3))
+        self.head = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def check_plan():
+    """What a training holds between steps is what the offline planner says of the model, byte for byte."""
+    model = Planned()
+    precision = Precision(torch.float32, torch.float32, torch.float32, states=2)
+    planner = ModelPlanner(Model("", module_groups(model)), granularity_policy(elements(), False), precision.alignment)
+    planned = zero_memory(planner.plan(dist.get_world_size()).ragged, precision)[3]
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    params = list(model.parameters())
+    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    held = [storages_nbytes(kind) for kind in (params, [param.grad for param in params], states)]
+    assert held == [planned.parameters, planned.gradients, planned.optimizer], (held, planned)
+    report = memory_report(model, optimizer).total
+    assert [report.sharded, report.grad, report.optimizer] == [*held[:2], held[2] + 4 * len(params)]  # step counts
+
+
+def storages_nbytes(tensors):
+    """Bytes of the distinct storages of DTensors' locals."""
+    storages = {t.to_local().untyped_storage().data_ptr(): t.to_local().untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+class MemoryReportTest(unittest.TestCase):
+    def test_predicted_peak_is_what_a_step_holds(self):
+        for adds_wide in (False, True):
+            run_ranks(2, check_prediction, adds_wide)
+
+    def test_predicted_peak_has_what_stays_gathered(self):
+        run_ranks(4, check_prediction_of_kept_parameters)
+
+    def test_predicted_peak_has_the_second_buffer_of_gloo(self):
+        run_ranks(2, check_second_buffer)
+
+    def test_predicted_peak_is_a_bound(self):
+        run_ranks(2, check_bound)
+
+    def test_a_new_model_holds_its_shards(self):
+        run_ranks(2, check_report_of_a_new_model)
+
+    def test_gathered_parameters_are_counted_while_they_stay(self):
+        run_ranks(2, check_report_of_gathered_parameters)
+
+    def test_gradients_are_counted_where_they_are(self):
+        run_ranks(2, check_report_of_gradients)
+
+    def test_states_of_the_optimizer_are_counted_in_the_peak_too(self):
+        run_ranks(2, check_report_of_the_optimizer)
+
+    def test_the_text_has_a_line_for_each_group(self):
+        run_ranks(2, check_text_of_the_report)
+
+    def test_resident_memory_is_what_was_planned(self):
+        run_ranks(2, check_plan)
+
+
+if __name__ == "__main__":
+    unittest.main()
