@@ -9,7 +9,7 @@ from common import run_ranks
 from torch import nn
 
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp.core._group_state import GradientState, ShardedState, check_transition
+from torch_ragged.fsdp.core._group_state import GradientState, ShardedState, moved
 
 
 def states_in_a_step():
@@ -85,10 +85,10 @@ class GroupStateTest(unittest.TestCase):
         for kind in (ShardedState, GradientState):
             for state, following in itertools.product(kind, kind):
                 if (state.name, following.name) in legal:
-                    check_transition("weight", state, following)
+                    self.assertIs(moved(lambda: "weight", state, following), following)
                     continue
                 with self.assertRaisesRegex(RuntimeError, f"^weight cannot go from {state.name} to {following.name}$"):
-                    check_transition("weight", state, following)
+                    moved(lambda: "weight", state, following)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,8 @@ class FSDPCommContext:
 
     def forget_gathering(self, state: object) -> bool:
         """The all-gathers of a state were used, or dropped; says whether they were ahead of use."""
+        if not self._gathering:  # Mostly: asked whenever a module is unsharded or resharded.
+            return False
         count = len(self._gathering)
         self._gathering = [each for each in self._gathering if each() is not state]
         return len(self._gathering) < count

@@ -23,7 +23,7 @@ from torch_ragged.fsdp.core._encoding import Encoding
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core._gradients import GradientBuffers
 from torch_ragged.fsdp.core._group_plan import FoundParam, GroupPlan
-from torch_ragged.fsdp.core._group_state import ShardedState, check_transition
+from torch_ragged.fsdp.core._group_state import ShardedState, moved
 from torch_ragged.fsdp.core._keeper import Keeper
 from torch_ragged.fsdp.core._memory_log import GroupMemory
 from torch_ragged.fsdp.core._shards import Shards
@@ -221,8 +221,7 @@ class FSDPParamGroup:
         return self._sharded_state is not ShardedState.SHARDED
 
     def _move_to(self, state: ShardedState) -> None:
-        check_transition(self.names, self._sharded_state, state)
-        self._sharded_state = state
+        self._sharded_state = moved(lambda: self.names, self._sharded_state, state)
 
     def unshard(self, wait: bool = True) -> None:
         """Issue the all-gather, unless it was issued; with ``wait``, wait for it and register the unsharded parameters.

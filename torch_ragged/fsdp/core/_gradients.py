@@ -18,7 +18,7 @@ from torch_ragged.fsdp.core._backward_pass import BackwardPass
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
-from torch_ragged.fsdp.core._group_state import GradientState, check_transition
+from torch_ragged.fsdp.core._group_state import GradientState, moved
 from torch_ragged.fsdp.core._memory_log import GroupMemory
 from torch_ragged.fsdp.core._weight_gradient import GradientTarget
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
@@ -115,8 +115,7 @@ class GradientBuffers:
         return self._state is not GradientState.EMPTY
 
     def _move_to(self, state: GradientState) -> None:
-        check_transition(f"the gradients of {self._params[0].fqn}", self._state, state)
-        self._state = state
+        self._state = moved(lambda: f"the gradients of {self._params[0].fqn}", self._state, state)
 
     # -- from autograd ---------------------------------------------------------------------------------------------
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum, auto
+from typing import TypeVar
 
-__all__ = ["GradientState", "ShardedState", "check_transition"]
+__all__ = ["GradientState", "ShardedState", "moved"]
 
 
 class ShardedState(Enum):
@@ -17,6 +19,8 @@ class ShardedState(Enum):
 
     Equal on all ranks between the hooks of modules.
     """
+
+    following: tuple[ShardedState, ...]
 
     SHARDED = auto()
     """The sharded DTensors are registered; the unsharded buffer is free."""
@@ -39,6 +43,8 @@ class GradientState(Enum):
     ``drop()`` leads to EMPTY from each of them. May differ between ranks: one of them may have had no gradient.
     """
 
+    following: tuple[GradientState, ...]
+
     EMPTY = auto()
     """There is none that is not in ``.grad``."""
     ACCUMULATING = auto()
@@ -49,22 +55,28 @@ class GradientState(Enum):
     """The reduced shard is here, and the gradient buffer free. An all-reduce over replicas may be in flight."""
 
 
-_TRANSITIONS: dict[Enum, set[Enum]] = {
-    ShardedState.SHARDED: {ShardedState.GATHERING},
-    ShardedState.GATHERING: {ShardedState.UNSHARDED, ShardedState.SHARDED},
-    ShardedState.UNSHARDED: {ShardedState.SHARDED},
-    GradientState.EMPTY: {GradientState.ACCUMULATING, GradientState.REDUCING},
-    GradientState.ACCUMULATING: {GradientState.REDUCING, GradientState.EMPTY},
-    GradientState.REDUCING: {GradientState.REDUCED, GradientState.EMPTY},
-    GradientState.REDUCED: {GradientState.ACCUMULATING, GradientState.REDUCING, GradientState.EMPTY},
-}
+# A tuple on the member itself, not a dict of members: looking these up calls Enum.__hash__, several times a step.
+ShardedState.SHARDED.following = (ShardedState.GATHERING,)
+ShardedState.GATHERING.following = (ShardedState.UNSHARDED, ShardedState.SHARDED)
+ShardedState.UNSHARDED.following = (ShardedState.SHARDED,)
+GradientState.EMPTY.following = (GradientState.ACCUMULATING, GradientState.REDUCING)
+GradientState.ACCUMULATING.following = (GradientState.REDUCING, GradientState.EMPTY)
+GradientState.REDUCING.following = (GradientState.REDUCED, GradientState.EMPTY)
+GradientState.REDUCED.following = (GradientState.ACCUMULATING, GradientState.REDUCING, GradientState.EMPTY)
 
 
-def check_transition(name: str, state: Enum, following: Enum) -> None:
-    """Raise if a group may not go from ``state`` to ``following``.
+State = TypeVar("State", ShardedState, GradientState)
+
+
+def moved(names: Callable[[], str], state: State, following: State) -> State:
+    """The state after ``state``: ``following``, if that is legal.
+
+    Args:
+        names: returns what goes through these states, for the error.
 
     Raises:
-        RuntimeError: it may not; the text has the group's ``name``.
+        RuntimeError: a group may not go from ``state`` to ``following``.
     """
-    if following not in _TRANSITIONS[state]:
-        raise RuntimeError(f"{name} cannot go from {state.name} to {following.name}")
+    if following not in state.following:
+        raise RuntimeError(f"{names()} cannot go from {state.name} to {following.name}")
+    return following

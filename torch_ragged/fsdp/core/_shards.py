@@ -39,6 +39,7 @@ class Shards:
         """A new buffer, for parameters of ``dtype``."""
         self.buffer = DBuffer(self._layout, Shard(0), self._rank, dtype, device, is_pinned)
         self.buffer.zero_padding()
+        self._storage = self.buffer.flat.untyped_storage()._cdata
 
     def store(self, index: int, distribution: Distribution, value: torch.Tensor) -> None:
         """Copy this rank's interval of a whole parameter into the buffer."""
@@ -55,7 +56,11 @@ class Shards:
 
     def holds(self, local: torch.Tensor) -> bool:
         """Whether the local tensor of a sharded parameter lies here."""
-        return self.buffer.holds(local) and local.dtype == self.buffer.flat.dtype
+        if local.dtype != self.buffer.flat.dtype:
+            return False
+        if type(local) is torch.Tensor:  # Asked of each parameter in each forward.
+            return local.untyped_storage()._cdata == self._storage
+        return self.buffer.holds(local)
 
     def convert_meta(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """``Module.to_empty`` and others materialise parameters: :meth:`allocate` follows, nothing is to be kept here."""
