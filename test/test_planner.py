@@ -213,7 +213,7 @@ class PlannerTest(unittest.TestCase):
             (dict(offsets=(2, 10)), "cuts a at element 6, inside a block of 4 elements"),
             (dict(shard_numel=7), "must be a positive multiple of alignment 4, got 7"),
             (dict(offsets=(0,)), "got 2 tensors and 1 offsets"),
-            (dict(tensors=fused, offsets=(1,)), r"at element 7, inside a block of 2 elements \(blocks are counted anew every 3"),
+            (dict(tensors=fused, offsets=(1,)), r"element 7, inside a block of 2 elements \(blocks are counted anew every 3"),
             (dict(tensors=(spec(20, 3, "a"),), offsets=(2,), ranks=3), "cuts a at element 14, inside a block of 3 elements"),
         ):
             with self.assertRaisesRegex(ValueError, words):
