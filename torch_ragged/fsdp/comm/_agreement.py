@@ -58,8 +58,8 @@ def agree(groups: Sequence[dist.ProcessGroup], device: torch.device, call: str, 
         RuntimeError: another rank has a problem.
         ValueError: ranks make different claims; the error shows the first line that differs.
     """
-    # Seven bytes, so that the digest and its negative fit into int64. The smallest digest equals the largest one, which is the
-    # negative of the smallest negative, only if all digests are equal.
+    # Seven bytes, so that the digest and its negative fit into int64. The minimum of the negatives gives the largest digest: if
+    # it equals the smallest digest, all digests are equal.
     digest = int.from_bytes(hashlib.sha256(claim.encode()).digest()[:7], "big")
     state = torch.tensor([0 if problem else 1, digest, -digest], dtype=torch.int64, device=device)
     # In place: the all-reduce over a mesh dimension starts from the minima over the dimensions before it.

@@ -73,6 +73,7 @@ class CopyEngineCollectives:
         return reduced(issue, self._group, buffer, output, dataclasses.replace(reduction, sum_only=True))
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
+        # No second buffer: a rank receives parts in its slots, which stay allocated.
         adds_wide = device.type == "cpu" and self._process_groups.custom_reduce_scatter is None
         return ReduceScatterTraits(adds_wide, holds_second_buffer=False)
 

@@ -171,7 +171,7 @@ class Assisted:
         """
         errors = errors_of(self._works)
         if errors:
-            # The results are incomplete: the assistant must not run the step, and the lock waits until it does not.
+            # The results are incomplete, so the assistant must not run the step. If it is running it, the lock waits.
             with self._lock:
                 self._arguments = None
             raise errors[0]

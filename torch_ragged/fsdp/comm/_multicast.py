@@ -86,6 +86,7 @@ class MulticastCollectives:
         return reduced(issue, self._group, buffer, output, dataclasses.replace(reduction, sum_only=True))
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
+        # The load instruction returns the dtype that it reads. A rank receives sums only, straight in the output.
         return ReduceScatterTraits(adds_wide=False, holds_second_buffer=False)
 
     def _load_sum(self, handle: Any, output: torch.Tensor, op: object, divisor: float) -> Work:

@@ -101,5 +101,7 @@ class _Added:
         self._wide, self._work, self._received, self._output = wide, work, received, output
 
     def wait(self) -> None:
+        # On a GPU, this orders the current stream behind the collective, as the wait for the other one has done. So the
+        # addition below, on this stream, reads both results.
         self._work.wait()
         self._wide.add(self._received, self._output)

@@ -38,8 +38,8 @@ def interleaved_order(kinds: Sequence[Kind], ranks: int, shard: int) -> list[int
     spans = [shard % kind.unit == 0 for kind in kinds]
     slack = ranks * shard - sum(kind.numel for kind in kinds)
     states: list[_State] = [((0,) * len(members), 0, 0, None)]
-    for placed in range(1, len(kinds) + 1):
-        shares = [len(own) * placed / len(kinds) for own in members]
+    for count in range(1, len(kinds) + 1):
+        shares = [len(own) * count / len(kinds) for own in members]
         limits = [(max(0, share - _BAND - 1), min(len(own) - 1, share + _BAND - 1)) for own, share in zip(members, shares)]
         found: dict[tuple[int, ...], _State] = {}
         for counts, offset, padding, chain in states:

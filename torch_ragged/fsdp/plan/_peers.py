@@ -29,9 +29,9 @@ def fsdp2_shard(tensors: Sequence[TensorSpec], ranks: int) -> int:
 class RowBuffer:
     """A buffer whose shards are multiples of the least common multiple (LCM) of all tensors' rows, as in Megatron-FSDP.
 
-    A *unit* of a tensor is a slice of dimension 0. If the tensor has a block, the unit is the LCM of slice and block, or the LCM
-    of slice and period if blocks do not fill the period. A *cell* is the LCM of all units and the alignment. Shards are whole
-    cells. So if a tensor begins at a cell's start, no shard boundary cuts its units.
+    A *unit* of a tensor is a slice of dimension 0. If the tensor has a block, the unit is the LCM of slice and block, or the
+    LCM of slice and period if blocks do not fill the period. A *cell* is the LCM of all units and the alignment. Shards are
+    whole cells. So if a tensor begins at a cell's start, no shard boundary cuts its units.
 
     - A tensor of at least one cell begins at a cell's start. If it does not fill its last cell, the rest of this cell is free.
       The next such tensor may use it: if its own remainder fits there and its units tile it, its remainder goes there first and

@@ -126,10 +126,10 @@ class _Replay:
             self._logs.append((kind, log))
         return twin
 
-    def begin(self, what: str) -> None:
-        """Note that the moment named ``what`` begins."""
+    def begin(self, label: str) -> None:
+        """Note that the moment named ``label`` begins."""
         self._clock.note(0)
-        self.labels.append(what)
+        self.labels.append(label)
 
     def play(self, order: Sequence[FSDPState]) -> tuple[str, dict[str, int]]:
         """Run forward through the calls of ``order``, then backward. Returns the result of :func:`highest_moment`."""
@@ -189,16 +189,16 @@ class _StandIn(nn.Module):
 
 
 class _Begin(torch.autograd.Function):
-    """Identity. When backward reaches it, the moment named ``what`` begins."""
+    """Identity. When backward reaches it, the moment named ``label`` begins."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, replay: _Replay, what: str) -> torch.Tensor:
-        ctx.replay, ctx.what = replay, what
+    def forward(ctx: Any, x: torch.Tensor, replay: _Replay, label: str) -> torch.Tensor:
+        ctx.replay, ctx.label = replay, label
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        ctx.replay.begin(ctx.what)
+        ctx.replay.begin(ctx.label)
         return gradient, None, None
 
 
