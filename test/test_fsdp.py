@@ -222,7 +222,7 @@ def check_padding_warning():
             "of 4,096 elements must fit into one shard). advise(buffer_layouts(model)) tells what would mend it"
         ), message
         (advice,) = advise(buffer_layouts(model))
-        assert "blocks of 1 row in place of whole tensors for weight" in advice and "4.62%" in advice, advice
+        assert "blocks of 1 row instead of whole tensors for weight" in advice and "4.62%" in advice, advice
 
 
 def check_unused_parameters():

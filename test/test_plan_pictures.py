@@ -152,8 +152,8 @@ class AdviceTest(TestCase):
 
         self.assertGreater(block.padding_fraction, 1)
         offered = {
-            r"blocks of (\d+) rows? in place of blocks of 64 rows for experts.w": lambda n: padding([finer(int(n)), q]),
-            r"(cuts) anywhere in place of blocks of 64 rows for experts.w": lambda _: padding([spec(w.shape), q]),
+            r"blocks of (\d+) rows? instead of blocks of 64 rows for experts.w": lambda n: padding([finer(int(n)), q]),
+            r"(cuts) anywhere instead of blocks of 64 rows for experts.w": lambda _: padding([spec(w.shape), q]),
             r"one group for every (\d+) of these 3": lambda n: padding(block.tensors * int(n)),
             r"one group with (rest)": lambda _: padding(block.tensors + rest.tensors),
             r"FSDP size (\d+)": lambda n: padding(block.tensors, ranks=int(n)),
@@ -201,19 +201,19 @@ class AdviceTest(TestCase):
     def test_whole_tensors_may_become_rows(self):
         block = self.layouts(16, granularity=tensor())["layers.0"]
         texts = [remedy.text for remedy in remedies(block, 0.05)]
-        self.assertTrue(any("in place of whole tensors for experts.w" in text for text in texts), texts)
+        self.assertTrue(any("instead of whole tensors for experts.w" in text for text in texts), texts)
 
     def test_if_nothing_mends_it_says_so(self):
         layout = plan_layout([spec((130,), 130, "bias")], 2, 64)
         lines = [
             "a: padding 195.38% on 2 ranks exceeds 5% (at least 195.38%: bias: "
             "a block of 130 elements must fit into one shard)",
-            "  nothing that was tried brings it within the limit; the best was",
+            "  no tried change brings it within the limit; the best one is",
             "  - FSDP size 1: 47.69%",
         ]
         self.assertEqual(advise({"a": layout}), ["\n".join(lines)])
         (text,) = advise({"a": plan_layout([spec((65,), 1, "bias")], 2, 64)})
-        self.assertEqual(text.splitlines()[1:], ["  nothing that was tried lessens it"])
+        self.assertEqual(text.splitlines()[1:], ["  no tried change reduces it"])
 
     def test_neighbours_of_other_sizes_are_not_merged(self):
         layouts = self.layouts(16, groups=1)

@@ -532,10 +532,10 @@ class BadInputTest(Folder):
         cases = {
             "missing.json": (None, "cannot read {}: No such file or directory"),
             "broken.json": ("{", "cannot read {}: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-            "list.json": ("[]", "cannot read {}: a JSON object was expected, got list"),
-            "none.json": ({}, "{}: model_type None is not supported; supported: deepseek_v3, gpt_oss, llama, mistral, mixtral, "
-                          "qwen2, qwen3, qwen3_moe"),
-            "field.json": ({"model_type": "llama"}, "{} has no field 'hidden_size'"),
+            "list.json": ("[]", "cannot read {}: expected a JSON object, got list"),
+            "none.json": ({}, "{}: model_type must be one of deepseek_v3, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, "
+                          "qwen3_moe, got None"),
+            "field.json": ({"model_type": "llama"}, "{} has no field 'hidden_size', which its model_type needs"),
             "type.json": (dict(llama, vocab_size="many"), "{}: vocab_size must be an integer of at least 1, got 'many'"),
             "flag.json": (dict(llama, mlp_bias=1), "{}: mlp_bias must be true or false, got 1"),
             "layers.json": (
@@ -570,7 +570,7 @@ class BadInputTest(Folder):
         self.assertEqual(self.error(), "the following arguments are required: model")
         self.assertEqual(
             self.error("llama-3-70b", "--apply", "experts"),
-            "llama-3-70b has no expert matrices: use --apply all, or name them with --experts",
+            "llama-3-70b has no expert matrices: use --apply all, or match their names with --experts REGEX",
         )
 
     def test_unknown_groups_and_bad_files_are_refused(self):
@@ -581,12 +581,12 @@ class BadInputTest(Folder):
                 "gpt-oss-120b has no group 'blok.3'; close names: block.3, block.35, block.34",
             ),
             (["--explain", "#", "--ranks", 8], "gpt-oss-120b has no group '#'; close names: block.0, block.1, block.2"),
-            (["--explain", "block.0"], "--explain draws one FSDP size: give it with --ranks"),
-            (["--explain", "block.0", "--ranks", "8,16"], "--explain draws one FSDP size: give it with --ranks"),
-            (["--svg", "a.svg"], "--svg draws what --explain GROUP shows: give that too"),
-            (["--json", "/no/such/folder/a.json"], "--json /no/such/folder/a.json: not a file in an existing folder"),
-            (["--json", self.folder], f"--json {self.folder}: not a file in an existing folder"),
-            (["--plot", "a.gif"], "--plot a.gif: expected a file that ends in .png, .svg, .pdf"),
+            (["--explain", "block.0"], "--explain draws one FSDP size: give one size with --ranks"),
+            (["--explain", "block.0", "--ranks", "8,16"], "--explain draws one FSDP size: give one size with --ranks"),
+            (["--svg", "a.svg"], "--svg needs --explain GROUP: it draws the same buffer"),
+            (["--json", "/no/folder/a.json"], "--json /no/folder/a.json: expected the path of a file in an existing folder"),
+            (["--json", self.folder], f"--json {self.folder}: expected the path of a file in an existing folder"),
+            (["--plot", "a.gif"], "--plot a.gif: expected a file name that ends in .png, .svg, .pdf"),
         ):
             self.assertEqual(self.error(gpt, *arguments), message)
         with mock.patch("importlib.util.find_spec", return_value=None):

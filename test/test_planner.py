@@ -208,13 +208,13 @@ class PlannerTest(unittest.TestCase):
         fused = (spec(12, 2, "a", period=3),)  # Matrices of 3 elements in blocks of 2 and 1: cuts at 2, 3, 5, 6, 8, 9, 11.
         BufferLayout(**{**good, "tensors": fused, "offsets": (3,)})
         for change, words in (
-            (dict(offsets=(0, 6)), "b at 6 overlaps a"),
+            (dict(offsets=(0, 6)), "b at offset 6 overlaps a"),
             (dict(offsets=(4, 14)), "beyond the buffer"),
-            (dict(offsets=(2, 10)), "cuts a at 6, inside a block of 4"),
-            (dict(shard_numel=7), "multiple of 4"),
-            (dict(offsets=(0,)), "2 tensors, but 1 offsets"),
-            (dict(tensors=fused, offsets=(1,)), "cuts a at 7, inside a block of 2, counted from each 3"),
-            (dict(tensors=(spec(20, 3, "a"),), offsets=(2,), ranks=3), "cuts a at 14, inside a block of 3"),
+            (dict(offsets=(2, 10)), "cuts a at element 6, inside a block of 4 elements"),
+            (dict(shard_numel=7), "must be a positive multiple of alignment 4, got 7"),
+            (dict(offsets=(0,)), "got 2 tensors and 1 offsets"),
+            (dict(tensors=fused, offsets=(1,)), r"element 7, inside a block of 2 elements \(blocks are counted anew every 3"),
+            (dict(tensors=(spec(20, 3, "a"),), offsets=(2,), ranks=3), "cuts a at element 14, inside a block of 3 elements"),
         ):
             with self.assertRaisesRegex(ValueError, words):
                 BufferLayout(**{**good, **change})
@@ -256,13 +256,13 @@ class PlannerTest(unittest.TestCase):
     def test_bad_input_is_refused(self):
         mixed = [TensorSpec("w", (4,), (0,), 1, dtype=torch.bfloat16), TensorSpec("norm", (4,), (0,), 1, dtype=torch.float32)]
         for call, words in (
-            (lambda: plan_layout([], 2), "plan_layout: no tensors to lay out, expected at least one"),
+            (lambda: plan_layout([], 2), "plan_layout: tensors must have at least one tensor, got none"),
             (lambda: plan_layout([spec(1, 1)], 0), "plan_layout: ranks must be a positive integer, got 0"),
             (lambda: plan_layout([spec(1, 1)], 2.0), "plan_layout: ranks must be a positive integer, got 2.0"),
             (lambda: plan_layout([spec(1, 1)], 2, 0), "plan_layout: alignment must be a positive integer, got 0"),
             (lambda: plan_layout([spec(1, 1)], 2, order="best"), "order must be 'auto' or 'default', got 'best'"),
-            (lambda: plan_layout([spec(1, 1)], 2, threshold=-1), "threshold must be a fraction of the shard size, at least 0"),
-            (lambda: plan_layout(mixed, 2), r"one buffer has one dtype, got torch.bfloat16 \(w\), torch.float32 \(norm\)"),
+            (lambda: plan_layout([spec(1, 1)], 2, threshold=-1), "threshold must be a finite fraction of the shard size"),
+            (lambda: plan_layout(mixed, 2), r"must have one dtype, got torch.bfloat16 \(w\), torch.float32 \(norm\)"),
             (lambda: spec(4, 0), "t: block must be an integer of at least 1, got 0"),
             (lambda: spec(4, 2.5), "t: block must be an integer of at least 1, got 2.5"),
             (lambda: spec(-4, 1), r"t: sizes must be at least 0, got shape \(-4,\)"),

@@ -1,17 +1,17 @@
 """Fully sharded data parallelism on RaggedShard: FSDP2's API on buffers that need no copy-in and no copy-out.
 
 ==================  =========================================================================================
-``_fully_shard``    the call: from modules and a mesh to parameter groups and hooks
+``_fully_shard``    ``fully_shard``: makes parameter groups of modules, and registers hooks
 ``_fsdp_module``    ``FSDPModule``, the methods of a sharded module
-``layout/``         what lies where: ``BufferLayout`` and the planner that finds it. Integers only
-``comm/``           what carries it: process groups, gloo, two levels, copy engine, multicast; agreement of ranks
+``layout/``         ``BufferLayout``, the offsets of tensors in a buffer, and its planner. Integers only
+``comm/``           collectives over process groups, gloo, copy engine and multicast; agreement of ranks
 ``core/``           a parameter, its group, the buffers, gradients, and the state with its module hooks
 ``tools/``          ``monitor`` and ``memory_report``
 ``plan/``           the offline planner, ``python -m torch_ragged.fsdp.plan``
 ==================  =========================================================================================
 
 Imports point one way: ``layout <- comm <- core <- _fsdp_module <- _fully_shard <- tools, plan``.
-docs/design.md, "Life of a parameter", follows one parameter through the files.
+"Life of a parameter" in docs/design.md follows one parameter through the files.
 """
 
 from torch.distributed.fsdp import (

@@ -1,4 +1,4 @@
-"""What carries a buffer between ranks: collectives of process groups, and others by name; agreement between ranks.
+"""Collectives on flat buffers, over process groups and over other transports, and the agreement of ranks on their arguments.
 
-Nothing here knows of parameters, groups or modules.
+Nothing here knows of parameters, parameter groups or modules.
 """

@@ -1,4 +1,7 @@
-"""What the ranks of a process group can do: asked of each once, so that all decide alike."""
+"""The implementations of collectives that the ranks of a process group can use, decided from the facts of all ranks.
+
+Nothing here allocates memory for an implementation.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ __all__ = ["Facts", "problems_of", "why_not"]
 
 @dataclass
 class Facts:
-    """What one rank knows.
+    """The facts that one rank knows about itself.
 
     Attributes:
-        host: where it is; equal for ranks that can share the memory of a CPU.
+        host: an id of its host; equal for ranks that can share CPU memory.
         gpu: the id of its GPU; empty on the CPU.
-        out_of_reach: ids of GPUs that it sees and whose memory its own has no access to.
+        out_of_reach: ids of the GPUs that the rank sees and whose memory its own GPU cannot access.
         may_overlap: whether ranks on one GPU may share symmetric memory.
-        problems: why it cannot have an implementation of collectives, by name.
+        problems: by name of an implementation, why this rank cannot use it.
     """
 
     host: str = ""
@@ -39,14 +42,15 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.W
 
 
 def problems_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
-    """Why the ranks of ``group`` cannot have an implementation, by name; the same on all of them.
+    """By name of an implementation, why the ranks of ``group`` cannot use it; the same on all ranks.
 
-    One all-gather of objects, the first time for a group.
+    The first call for a group costs one all-gather of objects.
     """
+    # All ranks know a group or none does, because all ranks of a group call this together.
     if group not in _known:
         try:
             mine = _facts(group, device)
-        except Exception as error:  # The others wait to hear of it.
+        except Exception as error:  # Not raised: the other ranks wait for this rank in the all-gather below.
             problem = f"{type(error).__name__}: {error}"
             mine = Facts(problems=dict.fromkeys(("symm", "copy_engine", "multimem"), problem))
         facts = [Facts()] * group.size()
@@ -56,7 +60,7 @@ def problems_of(group: dist.ProcessGroup, device: torch.device) -> dict[str, str
 
 
 def why_not(facts: Sequence[Facts]) -> dict[str, str]:
-    """By name, the first reason why ranks that know this cannot have an implementation."""
+    """By name of an implementation, the first reason why ranks with these facts cannot use it."""
     found: dict[str, str] = {}
     for rank, mine in enumerate(facts):
         for name, why in mine.problems.items():
@@ -69,7 +73,7 @@ def why_not(facts: Sequence[Facts]) -> dict[str, str]:
 
 
 def _not_together(facts: Sequence[Facts], may_overlap: bool) -> str:
-    """Why the ranks do not reach each other's memory."""
+    """Why the ranks cannot access each other's memory; empty if they can."""
     if len(facts) == 1:
         return "there is one rank only"
     owners: dict[str, int] = {}
@@ -110,7 +114,7 @@ def _gpu(index: int) -> str:
 def _problems_of_gpu(group: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
     backend = backend_of(group, device)
     registers = hasattr(backend, "register_mem_pool") and backend.supports_tensor_alloc(device)
-    problems = {"symm": "" if registers else f"the backend {dist.get_backend(group)} registers no memory of its own allocator"}
+    problems = {"symm": "" if registers else f"the backend {dist.get_backend(group)} cannot register memory"}
     try:
         import torch.distributed._symmetric_memory as symm_mem
 

@@ -1,6 +1,6 @@
-"""The choice among implementations of the collectives, by name; the same on all ranks.
+"""The choice of an implementation of the collectives by its name; the same on all ranks.
 
-Nothing here touches a parameter group: its owner installs what was chosen.
+Nothing here changes a parameter group: ``set_collectives`` installs the implementation that was chosen.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ _logger = logging.getLogger("torch_ragged.fsdp")
 IMPLEMENTATIONS = ("nccl", "symm", "copy_engine", "multimem", "auto")
 
 _TRIED = {"nccl": (), "symm": ("symm",), "copy_engine": ("copy_engine",), "multimem": ("multimem", "symm")}
-"""By name, what is tried in this order; the last resort is the process group."""
+"""By name: the implementations to try, in this order. If none of them is available, the process group is used."""
 
 _AUTO = {"cuda": ("symm",), "cpu": ("copy_engine",)}
+"""By type of device: the implementations that ``auto`` tries."""
 
 _LARGEST_SLOT = {"cuda": 64 << 20, "cpu": 16 << 20}
-"""Bytes. Larger transfers go in pieces. A rank has two slots for all-gathers, two for reductions: for all groups of a model."""
+"""Bytes of the largest slot, by type of device. A larger transfer is cut into pieces. A rank has two slots for all-gathers and
+two for reductions. All parameter groups with shards over one process group share them."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What the parameter groups with shards over one process group will send.
+    """The transfers of all parameter groups that have their shards over one process group.
 
     Attributes:
-        device: of their buffers.
+        device: the device of their buffers.
         process_groups: the collectives of each parameter group.
-        gathered_nbytes: of the largest shard that is all-gathered.
-        reduced_nbytes: of the largest buffer that is reduce-scattered.
+        gathered_nbytes: bytes of the largest shard that is all-gathered.
+        reduced_nbytes: bytes of the largest buffer that is reduce-scattered.
     """
 
     device: torch.device
@@ -55,12 +57,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Implementation:
-    """What the ranks of a process group have agreed on.
+    """The implementation of the collectives that the ranks of a process group have agreed on.
 
     Attributes:
-        name: of it.
+        name: its name in :data:`IMPLEMENTATIONS`.
         collectives: makes a parameter group's collectives from those of its process groups.
-        allocate: allocates the group's gathered parameters and gradients, at fixed addresses; None if any memory will do.
+        allocate: allocates memory for gathered parameters and for gradients, which must stay at its address. None if the
+            implementation works on any memory.
     """
 
     name: str
@@ -69,7 +72,7 @@ class Implementation:
 
 
 def check_name(name: Any) -> None:
-    """Raise if there is no implementation of that name.
+    """Check that there is an implementation with this name.
 
     Raises:
         ValueError: there is none.
@@ -79,24 +82,27 @@ def check_name(name: Any) -> None:
 
 
 def choose(name: str, group: dist.ProcessGroup, traffic: Traffic) -> Implementation:
-    """What the parameter groups with shards over ``group`` will use; all ranks call this and get the same.
+    """The implementation for all parameter groups with shards over ``group``. All ranks call this and get the same answer.
 
-    If ``name`` is unavailable, one log line on the group's first rank says why, and the next best is used.
+    If ``name`` is unavailable, one log line on the group's first rank says why, and the next best implementation is used.
     """
     device = traffic.device
-    tried = _AUTO.get(device.type, ()) if name == "auto" else _TRIED[name]
-    problems = problems_of(group, device) if tried else {}
-    tell = _logger.info if name == "auto" else _logger.warning
-    for candidate in tried:
+    candidates = _AUTO.get(device.type, ()) if name == "auto" else _TRIED[name]
+    problems = problems_of(group, device) if candidates else {}
+    log = _logger.info if name == "auto" else _logger.warning
+    # Ranks make the same candidates in the same order, because making one is collective: the name was agreed on, and the
+    # problems below are equal on all ranks.
+    for candidate in candidates:
         made, problem = None, problems.get(candidate) or _problem_of(traffic)
         if not problem:
             made, problem = _made_everywhere(candidate, group, traffic)
         if made is not None:
             return made
         if group.rank() == 0:
-            tell("set_collectives(%r): no %s for process group %s: %s", name, candidate, group.group_name, problem)
-    if name == "nccl" and dist.get_backend(group) != dist.Backend.NCCL and group.rank() == 0:
-        tell("set_collectives('nccl'): process group %s has the backend %s", group.group_name, dist.get_backend(group))
+            log("set_collectives(%r): no %s for process group %s: %s", name, candidate, group.group_name, problem)
+    if name == "nccl" and (backend := dist.get_backend(group)) != dist.Backend.NCCL and group.rank() == 0:
+        text = "set_collectives('nccl'): process group %s has the backend %s, whose collectives are used"
+        log(text, group.group_name, backend)
     return Implementation("nccl", _process_groups)
 
 
@@ -105,19 +111,21 @@ def _process_groups(process_groups: ProcessGroupCollectives) -> Collectives:
 
 
 def _problem_of(traffic: Traffic) -> str:
+    # Equal on all ranks: fully_shard has compared the placements of all ranks.
     if any(isinstance(each, HierarchicalCollectives) for each in traffic.process_groups):
-        return "HIERARCHICAL has its own, within and across nodes"
+        return "HIERARCHICAL has its own collectives, within and across nodes"
     return ""
 
 
 def _made_everywhere(name: str, group: dist.ProcessGroup, traffic: Traffic) -> tuple[Implementation | None, str]:
-    """The implementation, or why ranks could not make it."""
+    """The implementation; or None and the reason, if any rank fails to make it."""
     made, problem = None, ""
     try:
         made = _MAKERS[name](group, traffic)
-    except Exception as error:  # Any error: the other ranks wait for this one's answer.
+    except Exception as error:  # Any error: the other ranks wait for this rank in the all-gather below.
         problem = str(error) or type(error).__name__
     problem = problems_of_ranks(problem, group)
+    # A rank that succeeded drops its implementation too: collectives need all ranks.
     return (None if problem else made), problem
 
 
@@ -126,10 +134,13 @@ def _made_everywhere(name: str, group: dist.ProcessGroup, traffic: Traffic) -> t
 
 def _make_copy_engine(group: dist.ProcessGroup, traffic: Traffic) -> Implementation:
     device, nbytes = traffic.device, (traffic.gathered_nbytes, traffic.reduced_nbytes)
+    # Equal on all ranks, as shards are: ranks cut transfers into the same pieces. Memory is allocated in pages of 4096 bytes.
     slots = [min(-(-each // 4096) * 4096, _LARGEST_SLOT[device.type]) for each in nbytes]
+    # One memory for all-gathers and one for reductions, so that neither waits for the other. All-gathers have the higher
+    # priority, because forward waits for them and compute does not wait for reductions.
     memories: list[PeerMemory] = [
         SymmetricPeerMemory(group, device, slot, priority) if device.type == "cuda" else HostPeerMemory(group, slot)
-        for slot, priority in zip(slots, (-1, 0))  # Forward waits for all-gathers, nothing waits for reductions.
+        for slot, priority in zip(slots, (-1, 0))
     ]
     return Implementation("copy_engine", lambda process_groups: CopyEngineCollectives(process_groups, group, *memories))
 
@@ -137,21 +148,25 @@ def _make_copy_engine(group: dist.ProcessGroup, traffic: Traffic) -> Implementat
 def _make_symm(group: dist.ProcessGroup, traffic: Traffic) -> Implementation:
     pool = traffic.process_groups[0].memory_pool(traffic.device, is_symmetric=True)
     if pool is None:
-        raise RuntimeError(f"the backend {dist.get_backend(group)} has no allocator of its own")
+        raise RuntimeError(f"the backend {dist.get_backend(group)} has no memory allocator of its own")
 
     def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
         with torch.cuda.use_mem_pool(pool):
             return torch.empty(numel, dtype=dtype, device=traffic.device)
 
-    allocate(1 << 20, torch.uint8)  # Registers a window, so that a backend that cannot raises here.
+    # The first allocation registers a window. If the backend cannot do this, it raises here, where ranks can still agree on
+    # another implementation.
+    allocate(1 << 20, torch.uint8)
     return Implementation("symm", _process_groups, allocate)
 
 
 def _make_multimem(group: dist.ProcessGroup, traffic: Traffic) -> Implementation:
     slabs = SymmetricSlabs(group, traffic.device)
+    # The address is known after an allocation only. Without one, the kernels would fail in the first training step.
     if not slabs.handle(slabs.allocate(1 << 20, torch.uint8)).multicast_ptr:
-        raise RuntimeError("torch could not set up multicast")
+        raise RuntimeError("torch could not set up multicast: symmetric memory has no multicast address")
     return Implementation("multimem", lambda process_groups: MulticastCollectives(process_groups, group, slabs), slabs.allocate)
 
 
 _MAKERS = {"symm": _make_symm, "copy_engine": _make_copy_engine, "multimem": _make_multimem}
+"""By name: the function that makes the implementation. All ranks of the process group call it."""

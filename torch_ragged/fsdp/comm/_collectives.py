@@ -1,4 +1,7 @@
-"""The collectives of a parameter group, as a protocol; implemented over a process group (gloo, NCCL)."""
+"""The collectives of a parameter group: the protocol, and its implementation over a process group (gloo, NCCL).
+
+Nothing here knows of parameters, or of the layout of a buffer.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +38,18 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Work(Protocol):
-    """A collective in flight; after ``wait()`` its result may be used on the current stream."""
+    """A collective in flight. After ``wait()``, the current stream may use its result."""
 
     def wait(self) -> object: ...
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How gradients are reduced: the sum over ranks (and replicas) divided by ``divisor``, by the number of them where None.
+    """How gradients are reduced: the sum over ranks, divided by ``divisor``.
 
-    ``sum_only``: backends may be asked for sums only, never for averages.
+    Attributes:
+        divisor: None divides by the number of ranks, and by the number of replicas if there are any.
+        sum_only: whether backends compute sums only, never averages.
     """
 
     divisor: float | None = None
@@ -52,12 +57,12 @@ class Reduction:
 
 
 class ReduceScatterTraits(NamedTuple):
-    """What a group has to know of its reduce-scatters. Equal on all ranks.
+    """Properties of a group's reduce-scatters. Equal on all ranks, because backend, device type and settings are.
 
     Attributes:
-        adds_wide: whether the output may be wider than the input, and is then the exact sum, rounded to the output's dtype. If
-            not, a group widens its gradients before the reduce-scatter.
-        holds_second_buffer: whether a second buffer, for what the rank receives, is allocated until ``wait()``.
+        adds_wide: whether the output may have a wider dtype than the input. The sum is then computed in the output's dtype. If
+            False, a group casts its gradients to the wider dtype before the reduce-scatter.
+        holds_second_buffer: whether a receive buffer is allocated until ``wait()``.
     """
 
     adds_wide: bool
@@ -65,40 +70,46 @@ class ReduceScatterTraits(NamedTuple):
 
 
 class Collectives(Protocol):
-    """What a group needs. All calls return at once; their tensors must stay alive and untouched until ``wait()``."""
+    """The collectives that a group calls. All calls return at once.
+
+    The caller must keep their tensors alive, and must not write to them, until ``wait()``.
+    """
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
-        """Fill ``output`` (ranks * S elements) with every rank's ``shard`` (S); ``shard`` may be its slice of ``output``.
+        """Fill ``output`` (ranks * S elements) with every rank's ``shard`` (S elements).
 
-        Of all ranks that share the buffer, or of a ``group`` of some of them.
+        Args:
+            output: gets the shards in the order of ranks.
+            shard: may be this rank's slice of ``output``.
+            group: a process group of some of the ranks; None for all ranks that share the buffer.
         """
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
-        """Reduce ``buffer`` (ranks * S elements) over ranks; this rank's slice goes to ``output`` (S)."""
+        """Reduce ``buffer`` (ranks * S elements) over ranks; ``output`` gets this rank's slice (S elements)."""
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
         """Reduce ``tensor`` over replicas, in place."""
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
-        """What a group on ``device`` has to know of its reduce-scatters."""
+        """The properties of reduce-scatters on ``device``."""
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         """Element-wise maximum over ranks and replicas, in place."""
 
 
 class ProcessGroupCollectives:
-    """Collectives of one process group, and of one over replicas (HSDP). The same code serves gloo and NCCL.
+    """Collectives of a process group of shards and of a process group of replicas (HSDP). One code serves gloo and NCCL.
 
-    Without a group, where parameters are replicated only, the one rank's shard is everything.
+    If there is no process group of shards, parameters are replicated only and this rank's shard is the whole buffer.
 
-    With NCCL, the work of a collective starts behind what the current stream holds when it is issued and overlaps what
-    comes after; ``wait()`` orders the current stream behind it, without blocking the host.
+    With NCCL, a collective starts behind the work that the current stream holds when it is issued. It overlaps later work of
+    this stream. ``wait()`` orders the current stream behind the collective and does not block the host.
 
     Attributes:
-        reducers: what reduces, one after the other: itself, unless it reduces in several steps.
-        custom_all_gather, custom_reduce_scatter: used in place of the process group's, if set. Their ``allocate`` is not
-            called: what they gather into and reduce from are the group's own buffers.
-        separate_group: reduces in place of the group, so that an all-gather and a reduce-scatter may run at once.
+        reducers: the objects that reduce, in this order: only this one, unless it reduces in several steps.
+        custom_all_gather, custom_reduce_scatter: if set, they replace the process group's collectives. Their ``allocate`` is
+            never called, because they work on the group's own buffers.
+        separate_group: if set, the process group for reductions. An all-gather and a reduce-scatter can then run at once.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None = None) -> None:
@@ -115,8 +126,9 @@ class ProcessGroupCollectives:
                 output.copy_(shard)
             return done
         assert group is not None
-        if shard.dtype.itemsize == 1:  # gloo knows no float8.
+        if shard.dtype.itemsize == 1:  # gloo does not support float8, and an all-gather only moves bytes.
             output, shard = output.view(torch.uint8), shard.view(torch.uint8)
+        # Broadcasts do not match an all-gather of another rank. All ranks decide alike: their shards have the same size.
         if custom is None and _gloo.is_worth_broadcasts(shard, group) and _is_gloo(group, shard.device):
             return _gloo.all_gather(as_real(output), as_real(shard), group)
         return _issue(_all_gather, custom, output, shard, group=group)
@@ -134,21 +146,24 @@ class ProcessGroupCollectives:
         return reduced(issue, group, buffer, output, reduction)
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
-        """Over gloo, a reduce-scatter is an exchange and a sum of this process: see ``_gloo.reduce_scatter``."""
+        """Over gloo, a reduce-scatter is an all-to-all and a local sum: see ``_gloo.reduce_scatter``."""
         group = self._group
+        # If there are several reducers, wait() issues the next collective. Ranks wait for a second buffer at different moments,
+        # so such a reduction must not report one.
         is_one = self.custom_reduce_scatter is None and len(self.reducers) == 1
         is_exchange = is_one and group is not None and group.size() > 1 and _is_gloo(group, device)
         return ReduceScatterTraits(adds_wide=is_exchange, holds_second_buffer=is_exchange)
 
     def separate_reductions(self, enable: bool) -> None:
-        """Reduce over a process group of its own, made by its members here, or over the same one again."""
+        """If ``enable``, make a second process group of the same ranks for reductions. Otherwise, use the first one again."""
+        # Members make a group together. All ranks make these groups in the same order, because reducers have a fixed order.
         for reducer in self.reducers:
             if reducer._group is not None:
                 ranks = dist.get_process_group_ranks(reducer._group)
                 reducer.separate_group = group_of(ranks, "reduce_scatter") if enable else None
 
     def memory_pool(self, device: torch.device, is_symmetric: bool) -> torch.cuda.MemPool | None:
-        """Memory of the backend's own allocator, registered with it; None if it has none for ``device`` (gloo)."""
+        """A pool of the backend's own allocator, registered with the backend; None if there is no such allocator (gloo)."""
         backend: Any = None if self._group is None else backend_of(self._group, device)
         if backend is None or not backend.supports_tensor_alloc(device):
             return None
@@ -157,8 +172,8 @@ class ProcessGroupCollectives:
         return pool
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
-        assert self._replicas is not None, "no replicas on a 1-D mesh"
-        # A divisor of the user's was applied by the reduce-scatter.
+        assert self._replicas is not None, "all_reduce needs replicas: a 1-D mesh has none"
+        # The reduce-scatter has applied the user's divisor already.
         reduction = Reduction(None if reduction.divisor is None else 1.0, reduction.sum_only)
         if _is_alone(self._replicas):
             return done
@@ -169,7 +184,7 @@ class ProcessGroupCollectives:
         work: Work = done
         for group in (self._group, self._replicas):
             if not _is_alone(group):
-                work.wait()
+                work.wait()  # The second all-reduce reads what the first one writes.
                 work = _issue(dist.all_reduce, None, tensor, op=dist.ReduceOp.MAX, group=group)
         return work
 
@@ -177,16 +192,27 @@ class ProcessGroupCollectives:
 def reduced(
     issue: Callable[..., Work], group: dist.ProcessGroup, source: torch.Tensor, output: torch.Tensor, reduction: Reduction
 ) -> Work:
-    """``issue(op=, divisor=)`` the collective, which reduces ``source`` to ``output`` and divides that."""
+    """Choose the op and the divisors of a reduction, and issue it.
+
+    Args:
+        issue: called with ``op`` and ``divisor``; reduces ``source`` to ``output``, then divides ``output`` by ``divisor``.
+        group: the process group of the reduction.
+        source: the input. For float16 it is divided in place.
+        output: the result.
+        reduction: the user's divisor, and whether averages are allowed.
+    """
     size = group.size()
     divisor = size if reduction.divisor is None else reduction.divisor
+    # The op must be equal on all ranks. It is, because it depends on the backend, on dtypes and on settings.
     averages = dist.get_backend(group) == dist.Backend.NCCL and not reduction.sum_only
+    # NCCL's AVG divides inside the collective, which saves a kernel over the output.
     if averages and divisor == size and output.dtype != torch.float16 and size > 1:
         return issue(op=dist.ReduceOp.AVG, divisor=1)
-    # float16 has little range: part of the division goes before the sum, part behind it.
+    # A sum of many float16 values may overflow, and dividing all of them first may underflow. So about the square root of the
+    # divisor is applied before the sum, and the rest after it.
     before = _power_of_two_near_root(divisor) if output.dtype == torch.float16 else 1
     if before > 1:
-        source.div_(before)
+        source.div_(before)  # On the current stream: the collective is issued behind it.
     return issue(op=dist.ReduceOp.SUM, divisor=divisor / before)
 
 
@@ -196,7 +222,7 @@ class _Done:
 
 
 done = _Done()
-"""The work of a collective that was not needed, or is finished."""
+"""The work of a collective that was not issued, or has finished."""
 
 
 class _All:
@@ -204,23 +230,25 @@ class _All:
         self._works = works
 
     def wait(self) -> None:
+        # All works are waited for, also after an error: the caller then frees the tensors of all of them.
         errors = _gloo.errors_of(self._works)
         if errors:
             raise errors[0]
 
 
 def wait_all(works: Sequence[Work]) -> Work:
-    """Several collectives as one; its ``wait()`` raises the first error once none is in flight any more."""
+    """Several collectives as one. If some fail, ``wait()`` raises the first error when none of them is in flight."""
     return _All(works)
 
 
 def _is_alone(group: dist.ProcessGroup | None, custom: CustomCollective | None = None) -> bool:
-    """Whether there is no other rank to communicate with; a custom collective is called in any case."""
+    """Whether there is no other rank to communicate with."""
+    # The user's collective is called even for one rank: it may do more than communicate.
     return group is None or (group.size() == 1 and custom is None)
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    gloo = getattr(dist, "ProcessGroupGloo", None)  # Builds without gloo lack it.
+    gloo = getattr(dist, "ProcessGroupGloo", None)  # Builds of torch without gloo do not have this name.
     return gloo is not None and device.type == "cpu" and isinstance(backend_of(group, device), gloo)
 
 
@@ -229,41 +257,43 @@ def _exchange_and_sum(output: torch.Tensor, buffer: torch.Tensor, group: dist.Pr
 
 
 class _ScaledWork:
-    """A collective whose output is divided once it is there."""
+    """A collective whose output is divided when the collective has finished."""
 
     def __init__(self, work: Work, output: torch.Tensor, divisor: float) -> None:
         self._work, self._output, self._divisor = work, output, divisor
 
     def wait(self) -> None:
+        # With NCCL, wait() orders the current stream behind the collective, so the division runs on complete sums.
         self._work.wait()
         if self._divisor != 1:
             self._output.div_(self._divisor)
-        self._divisor = 1
+        self._divisor = 1  # A second wait() must not divide again.
 
 
 def _issue(collective: Any, custom: CustomCollective | None, *tensors: torch.Tensor, **options: Any) -> Work:
-    """Issue ``custom`` if it is set, which may be synchronous, or ``collective``; complex numbers as pairs."""
+    """Issue ``custom`` if it is set, otherwise ``collective``. Complex tensors are sent as pairs of real numbers."""
     tensors = tuple(map(as_real, tensors))
     if custom is not None:
-        return custom(*tensors, **options, async_op=True) or done
+        return custom(*tensors, **options, async_op=True) or done  # A synchronous one returns None.
     work = collective(*tensors, **options, async_op=True)
-    assert work is not None, "a collective on a group that this rank is not part of"
+    assert work is not None, "this rank is not part of the collective's process group"
     return work
 
 
 def _issue_divided(
     collective: Any, custom: CustomCollective | None, output: torch.Tensor, *inputs: torch.Tensor, divisor: float, **how: Any
 ) -> Work:
-    """As :func:`_issue`, and divide ``output`` once it is there."""
+    """As :func:`_issue`; ``wait()`` then divides ``output`` by ``divisor``."""
     return _ScaledWork(_issue(collective, custom, output, *inputs, **how), output, divisor)
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs, in one dimension: what is added and divided has the same bits over any backend."""
+    """Complex numbers as pairs of real numbers, in one dimension: sums and divisions have the same bits over any backend."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def _power_of_two_near_root(divisor: float) -> int:
+    """A power of two near the square root of ``divisor``, chosen as FSDP2 does."""
     factor = 1
     while divisor % factor == 0 and divisor / factor > factor:
         factor *= 2

@@ -1,4 +1,7 @@
-"""All-gather and reduce-scatter by copies between the ranks' memory: no process group, and on a GPU no SMs for the copies."""
+"""All-gather and reduce-scatter as copies between the memories of the ranks. On a GPU, copy engines make the copies, not SMs.
+
+Nothing here allocates or maps memory: ``PeerMemory`` does.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +27,22 @@ __all__ = ["CopyEngineCollectives"]
 
 
 class CopyEngineCollectives:
-    """Collectives over :class:`PeerMemory`; what they do not cover goes to the process group.
+    """Collectives over :class:`PeerMemory`. Calls that they do not support go to the process group.
 
     ::
 
-        all-gather       each rank copies its shard into its own slot          | signal |  and reads all others' slots
-        reduce-scatter   each rank copies each part into the slot of its owner | signal |  who adds up its own slot
+        all-gather       each rank writes its shard to its own slot           | signal |  each rank reads the other ranks' slots
+        reduce-scatter   each rank writes each part to the slot of its owner  | signal |  each rank adds up its own slot
 
-    Parts are added in the order of the ranks and rounded once on the CPU, as by ``torch.sum`` on a GPU; bfloat16 and float16 in
-    float32. What is larger than a slot goes in pieces. Buffers may lie anywhere: a gather copies a shard twice on its own rank,
-    a reduction a part twice on its owner.
+    On the CPU, parts are added in the order of ranks, and bfloat16 and float16 are added in float32 and rounded once. On a GPU,
+    ``torch.sum`` adds them. A transfer that is larger than a slot is cut into pieces. Buffers may be in any memory, because all
+    data passes through the slots. This costs one more copy of a rank's own shard.
 
     Args:
-        process_groups: of the same ranks; used for other groups, for replicas, and where custom collectives are set.
-        gathers, reductions: memory for each, so that one need not wait for the other.
+        process_groups: collectives of the same ranks. They serve other groups, replicas, and custom collectives.
+        group: the process group of the ranks.
+        gathers: memory for all-gathers.
+        reductions: memory for reduce-scatters; another one, so that neither waits for the other.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class CopyEngineCollectives:
         memory = self._gathers
         outputs, source = _bytes(output).chunk(memory.size), _bytes(shard)
         works = []
+        # All ranks cut at the same offsets, because shards and slots have one size on all ranks. So exchanges match in number.
         for start in range(0, source.numel(), memory.slot_nbytes):
             stop = min(start + memory.slot_nbytes, source.numel())
             parts = [each[start:stop] for each in outputs]
@@ -63,14 +69,17 @@ class CopyEngineCollectives:
         if self._process_groups.custom_reduce_scatter is not None:
             return self._process_groups.reduce_scatter(output, buffer, reduction)
         issue = functools.partial(self._sum, as_real(output), as_real(buffer))
+        # Over NCCL, reduced() might choose AVG, which the sum below does not implement.
         return reduced(issue, self._group, buffer, output, dataclasses.replace(reduction, sum_only=True))
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
+        # No second buffer: a rank receives parts in its slots, which stay allocated.
         adds_wide = device.type == "cpu" and self._process_groups.custom_reduce_scatter is None
         return ReduceScatterTraits(adds_wide, holds_second_buffer=False)
 
     def _sum(self, output: torch.Tensor, buffer: torch.Tensor, op: object, divisor: float) -> Work:
         memory = self._reductions
+        # A slot receives a piece from every rank, itself included. Each piece has whole elements, so that it can be added.
         piece = memory.slot_nbytes // (memory.size * buffer.element_size())
         works = []
         for start in range(0, output.numel(), piece):
@@ -83,11 +92,13 @@ class CopyEngineCollectives:
 
 
 def _gather(shard: torch.Tensor, outputs: list[torch.Tensor], rank: int) -> tuple[Step, Step]:
-    """What to write and to read to have the ``shard`` of each rank in one of ``outputs``; all are bytes."""
-    others = [(rank + step) % len(outputs) for step in range(1, len(outputs))]  # Each rank begins with another one.
+    """The two halves of an exchange that fills ``outputs`` with the ``shard`` of each rank. All tensors are bytes."""
+    # Each rank begins with the rank after it: if all began with rank 0, they would share the links of rank 0.
+    others = [(rank + step) % len(outputs) for step in range(1, len(outputs))]
 
     def write(slots: list[torch.Tensor]) -> None:
         slots[rank][: shard.numel()].copy_(shard)
+        # Nothing to copy if the caller gathers in place.
         if outputs[rank].data_ptr() != shard.data_ptr():
             outputs[rank].copy_(shard)
 
@@ -99,13 +110,16 @@ def _gather(shard: torch.Tensor, outputs: list[torch.Tensor], rank: int) -> tupl
 
 
 def _scatter_and_sum(parts: list[torch.Tensor], output: torch.Tensor, rank: int, divisor: float) -> tuple[Step, Step]:
-    """What to write and to read to have the sum over ranks of ``parts[rank]``, divided, in ``output``."""
+    """The two halves of an exchange that sums ``parts[rank]`` over ranks into ``output``, and divides it by ``divisor``."""
     ranks, numel, nbytes, dtype = len(parts), output.numel(), parts[rank].nbytes, parts[rank].dtype
 
     def rows(slot: torch.Tensor) -> torch.Tensor:
+        """The part of each rank in a slot."""
         return slot[: ranks * nbytes].view(dtype).view(ranks, numel)
 
     def write(slots: list[torch.Tensor]) -> None:
+        # Each rank writes its own row of every slot, so ranks never write to the same bytes. Each begins with itself, so that
+        # ranks do not all write to one rank at a time.
         for step in range(ranks):
             owner = (rank + step) % ranks
             rows(slots[owner])[rank].copy_(parts[owner])
@@ -114,7 +128,7 @@ def _scatter_and_sum(parts: list[torch.Tensor], output: torch.Tensor, rank: int,
         if output.device.type == "cpu":
             sum_parts(rows(slots[rank]).unbind(), output, divisor)
             return
-        torch.sum(rows(slots[rank]), 0, dtype=output.dtype, out=output)  # One kernel.
+        torch.sum(rows(slots[rank]), 0, dtype=output.dtype, out=output)  # One kernel, which reads each part once.
         if divisor != 1:
             output.div_(divisor)
 

@@ -1,4 +1,7 @@
-"""All-gather and reduce-scatter over gloo: without its own all-gather's copies, with half its own reduce-scatter's bytes."""
+"""Faster all-gather and reduce-scatter over gloo: no copy of the gathered buffer, and half the bytes of gloo's reduce-scatter.
+
+No thread here may block in torch or call Python from a thread of gloo: the process could not exit.
+"""
 
 from __future__ import annotations
 
@@ -18,38 +21,41 @@ __all__ = ["all_gather", "errors_of", "is_worth_broadcasts", "reduce_scatter", "
 
 _SMALLEST_BROADCAST = 2**18
 _MOST_BROADCASTS = 8
-"""Bytes of a shard from which on, and ranks up to which, a broadcast of each is faster than gloo's all-gather.
+"""If a shard has at least so many bytes, and there are at most so many ranks, broadcasts are faster than gloo's all-gather.
 
-Measured on 2, 4 and 8 ranks of one host. Each broadcast is a call, and several steps on a tree.
+Measured on 2, 4 and 8 ranks of one host. With small shards or many ranks they are slower, because each broadcast is a call of
+its own and takes several steps.
 """
 
 _SMALLEST_PAIR = 2**21
-"""Bytes of a shard from which on two exchanges without a rank's own part take about as long as one with it.
+"""If a shard has at least so many bytes, two exchanges with the other ranks take about as long as one exchange with all ranks.
 
-Measured on 2, 4 and 8 ranks of one host: 0.98, 1.03 and 1.05 of the time at this size, more below it.
+Measured on 2, 4 and 8 ranks of one host: 0.98, 1.03 and 1.05 of the time at this size. For smaller shards, two take longer.
 """
 
 _SUMMED_AT_ONCE = 2**17
-"""Elements that are added up over all ranks before the next ones, so that their sum stays in the cache."""
+"""A sum over ranks adds so many elements of all ranks before it adds the next ones, so that the sum stays in the cache."""
 
 _POLL = 1e-3
-"""Seconds between two looks at the collectives in flight."""
+"""Seconds between two checks of the collectives in flight."""
 
 _LONGEST_STEP = 10.0
-"""Seconds that a process which ends waits for a sum or a copy."""
+"""Seconds for which an exiting process waits until the assistant has ended a sum or a copy."""
 
 
 def is_worth_broadcasts(shard: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether :func:`all_gather` is faster than gloo's, which has less to do for each call."""
+    """Whether :func:`all_gather` is faster than gloo's all-gather. Equal on all ranks, because shards have one size."""
     return shard.nbytes >= _SMALLEST_BROADCAST and group.size() <= _MOST_BROADCASTS
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Assisted:
-    """Fill ``output`` (ranks * S) with every rank's ``shard`` (S). A broadcast of each rank's, into its place.
+    """Fill ``output`` (ranks * S elements) with every rank's ``shard`` (S elements): one broadcast per rank.
 
-    gloo's own gathers into memory of its own, and copies that to where it belongs.
+    A broadcast writes to the shard's offset in ``output``. gloo's all-gather fills its own memory and copies it to ``output``.
     """
     parts, rank = output.chunk(group.size()), group.rank()
+    # All ranks issue the broadcasts in the order of source ranks, so that they match. This rank sends ``shard``, not its copy
+    # in ``output``. So the copy can be made while the broadcasts are in flight.
     works = [
         _issued(dist.broadcast, shard if source == rank else part, group=group, group_src=source)
         for source, part in enumerate(parts)
@@ -58,31 +64,35 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGro
 
 
 def reduce_scatter(output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, divisor: float) -> Assisted:
-    """Sum ``buffer`` (ranks * S) over ranks, divided; this rank's slice goes to ``output`` (S), which may be wider.
+    """Sum ``buffer`` (ranks * S elements) over ranks, divide it, and write this rank's slice to ``output`` (S elements).
 
-    One all-to-all or two, and a sum. gloo's own is an all-reduce of a copy of the buffer, twice the bytes. Meanwhile there is
-    memory for the other ranks' parts, ranks - 1 of them if they are large; otherwise for another buffer.
+    ``output`` may have a wider dtype. This takes one or two all-to-alls and a local sum. gloo's reduce-scatter is an all-reduce
+    of a copy of the buffer and sends twice the bytes. Until ``wait()``, a receive buffer is allocated: ranks - 1 parts if parts
+    are large, otherwise as much as ``buffer``.
     """
+    # Equal on all ranks, because parts have one size: one all-to-all does not match two.
     exchange = _exchange_with_others if output.numel() * buffer.element_size() >= _SMALLEST_PAIR else _exchange
     works, parts = exchange(buffer, group)
     return Assisted(works, _sum, parts, output, divisor, needs_works=True)
 
 
 def _exchange(buffer: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[dist.Work], list[torch.Tensor]]:
-    """This rank's part from all ranks, its own copied beside them."""
+    """Receive this rank's part from all ranks. Its own part is copied to the receive buffer."""
     received = torch.empty_like(buffer)
     work = _issued(dist.all_to_all_single, received, buffer, group=group)
     return [work], list(received.chunk(group.size()))
 
 
 def _exchange_with_others(buffer: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[dist.Work], list[torch.Tensor]]:
-    """This rank's part from all ranks, its own where it is.
+    """Receive this rank's part from all other ranks. Its own part stays in ``buffer``.
 
     ::
 
         rank 1 of 4            | 0 | own | 2 3 |      the buffer
         first all-to-all    to   0           from 2 3
         second all-to-all   to         2 3   from 0
+
+    One all-to-all cannot leave out the rank's own part: the parts before it and after it are not contiguous.
     """
     size, rank = group.size(), group.rank()
     part = buffer.numel() // size
@@ -90,6 +100,8 @@ def _exchange_with_others(buffer: torch.Tensor, group: dist.ProcessGroup) -> tup
     received = buffer.new_empty(buffer.numel() - part)
     from_below, from_above = received.split([sum(below), sum(above)])
     to_below, own, to_above = buffer.split([sum(below), part, sum(above)])
+    # On all ranks, the first call sends to lower ranks and the second call sends to higher ranks: each call receives what the
+    # peers send in the same call.
     works = [
         _issued(dist.all_to_all_single, from_above, to_below, above, below, group=group),
         _issued(dist.all_to_all_single, from_below, to_above, below, above, group=group),
@@ -98,12 +110,13 @@ def _exchange_with_others(buffer: torch.Tensor, group: dist.ProcessGroup) -> tup
 
 
 def sum_parts(parts: Sequence[torch.Tensor], output: torch.Tensor, divisor: float) -> None:
-    """``output`` (S) becomes the sum of ``parts`` (S each) in their order, divided.
+    """Write the sum of ``parts`` (S elements each), divided by ``divisor``, to ``output`` (S elements).
 
-    Added up in the dtype of ``output``, bfloat16 and float16 in float32 and rounded once.
+    Parts are added in their order, in the dtype of ``output``. If that is bfloat16 or float16, they are added in float32, and
+    the sum is rounded once.
     """
     is_narrow = output.dtype in (torch.bfloat16, torch.float16)
-    with torch.inference_mode():  # Tensors that were made in it may be written too.
+    with torch.inference_mode():  # Outside of it, torch refuses writes to tensors that were made in inference mode.
         for target, *pieces in zip(*(each.split(_SUMMED_AT_ONCE) for each in (output, *parts))):
             total = torch.empty_like(target, dtype=torch.float32) if is_narrow else target
             total.copy_(pieces[0])
@@ -128,44 +141,54 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _issued(collective: Callable[..., Any], *arguments: Any, **options: Any) -> dist.Work:
     work = collective(*arguments, **options, async_op=True)
-    assert work is not None, "a collective on a group that this rank is not part of"
+    assert work is not None, "this rank is not part of the collective's process group"
     return work
 
 
 class Assisted:
-    """A collective of which a ``step`` is this process's own: made by the assistant, or by ``wait()`` if that was first.
+    """Collectives in flight and a local ``step``, which runs once: on the assistant's thread or in ``wait()``.
 
     Args:
-        works: the collectives in flight. Kept until ``wait()``, as the arguments are, so that the caller's thread frees them.
-        needs_works: whether the step needs what the works bring.
+        works: the collectives in flight.
+        step: the local work, such as a sum.
+        arguments: the arguments of ``step``.
+        needs_works: whether ``step`` reads the results of ``works``.
     """
 
     def __init__(self, works: list[dist.Work], step: Callable[..., None], *arguments: Any, needs_works: bool) -> None:
+        # Works and arguments are kept until wait(), also after the step: the caller's thread frees their memory, at a moment
+        # that does not depend on the assistant.
         self._works, self._step, self._needs_works = works, step, needs_works
         self._arguments: tuple[Any, ...] | None = arguments
         self._is_made, self._lock = False, threading.Lock()
-        _assistant.watch(self)
+        _assistant.watch(self)  # Last: the assistant may run the step at once.
 
     def wait(self) -> None:
-        """Raises what the first work to fail, or the step, raises, once nothing is in flight any more."""
+        """Wait for the collectives and the step.
+
+        Raises:
+            Exception: the first error of a collective, or the error of the step. No collective is in flight then.
+        """
         errors = errors_of(self._works)
         if errors:
+            # The results are incomplete, so the assistant must not run the step. If it is running it, the lock waits.
             with self._lock:
-                self._arguments = None  # There is nothing to make the step of.
+                self._arguments = None
             raise errors[0]
         self._make()
         self._works, self._arguments = [], None
 
     def advance(self) -> bool:
-        """Make the step if it can be made; whether it need not be looked at again."""
+        """Run the step if its input is complete. Returns whether the assistant can forget this object."""
         try:
             if not self._needs_works or all(work.is_completed() for work in self._works):
                 self._make()
-        except Exception:  # wait() raises it.
+        except Exception:  # The step is not marked as made, so wait() runs it again and raises.
             return True
         return self._is_made
 
     def _make(self) -> None:
+        # The lock is held during the step: if the assistant runs it, wait() returns after its end.
         with self._lock:
             if not self._is_made and self._arguments is not None:
                 self._step(*self._arguments)
@@ -173,7 +196,7 @@ class Assisted:
 
 
 def errors_of(works: Iterable[Any]) -> list[Exception]:
-    """What waiting for them raises. All are waited for, so that nothing is in flight afterwards."""
+    """The errors that ``wait()`` of ``works`` raises. All works are waited for, so that none is in flight afterwards."""
     errors = []
     for work in works:
         try:
@@ -184,18 +207,19 @@ def errors_of(works: Iterable[Any]) -> list[Exception]:
 
 
 class _Assistant:
-    """A thread that hides such steps behind compute. Nobody depends on it.
+    """A thread that runs the steps of collectives while the caller computes. ``wait()`` runs each step that it has not run.
 
-    A thread of this module and not gloo's, in a callback: a gloo thread that wants Python while the interpreter ends calls
-    ``std::terminate``, and ``destroy_process_group`` waits for it forever. This one looks and never blocks in torch, so that
-    it stops when told.
+    A callback in a thread of gloo cannot replace it. If such a thread enters Python while the interpreter exits, it calls
+    ``std::terminate``, and ``destroy_process_group`` waits for the callback forever. The assistant polls and never blocks in
+    torch, so ``_stop()`` can end it at any time.
     """
 
     def __init__(self) -> None:
         self._forget()
         atexit.register(self._stop)
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)  # The child has no such thread.
+            # A forked child has no copy of the thread, and another thread may have held the lock during the fork.
+            os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
         self._tasks: queue.SimpleQueue[Assisted | None] = queue.SimpleQueue()
@@ -203,15 +227,17 @@ class _Assistant:
         self._has_ended, self._lock = False, threading.Lock()
 
     def watch(self, task: Assisted) -> None:
-        """Make its step when that can be made."""
+        """Run the step of ``task`` when its input is complete."""
         with self._lock:
             if self._has_ended:
                 return
+            # Started by the first task, so that processes without gloo have no thread. A daemon: at exit, Python joins all
+            # other threads before it calls _stop(), and this one ends only if _stop() asks it to.
             if self._thread is None:
                 thread = threading.Thread(target=_assist, args=(self._tasks,), name="collectives", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # The process cannot start another thread.
+                except RuntimeError:  # The process cannot start another thread: wait() runs all steps.
                     self._has_ended = True
                     return
                 self._thread = thread
@@ -220,22 +246,24 @@ class _Assistant:
     def _stop(self) -> None:
         with self._lock:
             self._has_ended = True
+        # A thread that runs torch's code while the interpreter exits would abort the process, so its step has to end first.
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join(_LONGEST_STEP)
 
 
 def _assist(tasks: queue.SimpleQueue[Assisted | None]) -> None:
-    """Advance each of ``tasks`` until it is finished; stop at None."""
-    under_way: list[Assisted] = []
+    """Advance each of ``tasks`` until it is finished. Return when ``tasks`` yields None."""
+    in_flight: list[Assisted] = []
     while True:
+        # If nothing is in flight, the thread sleeps until a task comes and takes no CPU time.
         with contextlib.suppress(queue.Empty):
-            task = tasks.get(timeout=_POLL if under_way else None)
+            task = tasks.get(timeout=_POLL if in_flight else None)
             if task is None:
                 return
-            under_way.append(task)
-        task = None  # Not to keep its tensors.
-        under_way = [each for each in under_way if not each.advance()]
+            in_flight.append(task)
+        task = None  # While the thread sleeps, this variable must not keep the task's tensors alive.
+        in_flight = [each for each in in_flight if not each.advance()]
 
 
 _assistant = _Assistant()

@@ -1,4 +1,7 @@
-"""Collectives in two levels: ranks of one node, then ranks of the same index in all nodes (``HIERARCHICAL``)."""
+"""Reduce-scatters in two steps for ``HIERARCHICAL``: within each node, then across nodes.
+
+All-gathers stay one collective over all ranks here; ``core/_resident.py`` gathers within and across nodes.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,13 @@ __all__ = ["HierarchicalCollectives", "Levels"]
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """A buffer's ranks as ``nodes`` of ``per_node`` consecutive ones, with the process groups of this rank's.
+    """The ranks of a buffer as ``nodes`` nodes of ``per_node`` consecutive ranks each, with two process groups of this rank.
 
-    Rank j of node n has slot ``n * per_node + j``. ``across`` has the ranks with the same j, ``within`` those of the same node.
+    Rank j of node n holds shard ``n * per_node + j``.
+
+    Attributes:
+        across: the ranks with the same j in all nodes.
+        within: the ranks of this rank's node; None if a node has one rank.
     """
 
     across: dist.ProcessGroup
@@ -33,7 +40,7 @@ class Levels:
 
 
 class HierarchicalCollectives(ProcessGroupCollectives):
-    """Reduces gradients within each node first, then across nodes: each a reduce-scatter."""
+    """Reduces gradients within each node, then across nodes. Each step is a reduce-scatter."""
 
     def __init__(self, levels: Levels, everything: dist.ProcessGroup) -> None:
         super().__init__(everything)
@@ -43,16 +50,19 @@ class HierarchicalCollectives(ProcessGroupCollectives):
         self.reducers = (self._within, self._across)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+        # One reduce-scatter within this node for the shards of each node, because these are contiguous in the buffer. Rank j of
+        # this node gets shard j of every node. All ranks of a node issue them in the order of nodes.
         partial = output.new_empty(self._levels.nodes * output.numel())
         parts = zip(partial.split(output.numel()), buffer.split(self._levels.per_node * output.numel()))
         works = [self._within.reduce_scatter(part, node, reduction) for part, node in parts]
-        # A divisor of the user's is applied once.
+        # The first step applies the user's divisor. If there is none, each step divides by its own number of ranks.
         rest = Reduction(None if reduction.divisor is None else 1.0, reduction.sum_only)
+        # The second step reads ``partial``, so it is issued when the first step has finished.
         return _Then(wait_all(works), lambda: self._across.reduce_scatter(output, partial, rest))
 
 
 class _Then:
-    """A collective that follows another: started when that one is waited for."""
+    """A collective that ``wait()`` issues after another one has finished. All ranks must wait for these in the same order."""
 
     def __init__(self, first: Work, second: Callable[[], Work]) -> None:
         self._first, self._second = first, second

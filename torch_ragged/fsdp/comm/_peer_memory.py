@@ -1,4 +1,7 @@
-"""PeerMemory: memory of all ranks of a process group that each of them reads and writes itself, with signals between them."""
+"""PeerMemory: memory that all ranks of a process group read and write directly, with signals between the ranks.
+
+Nothing here knows what the bytes mean: the caller's ``write`` and ``read`` copy and add them.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +28,23 @@ from torch_ragged.fsdp.comm._collectives import Work
 __all__ = ["HostPeerMemory", "PeerMemory", "Step", "StreamWork", "SymmetricPeerMemory", "host_of"]
 
 TURNS = 2
-"""Slots that exchanges use by turns: what the one before last left may be overwritten, since a rank that has begun the last is
-through with it."""
+"""Slots per rank, which exchanges use in turn. Two are enough, with one signal per exchange: a rank that begins exchange n has
+the signals of exchange n - 1 from all ranks. A rank sends this signal after it has read exchange n - 2, so the slot of exchange
+n - 2 may be overwritten."""
 
 _LONGEST_STEP = 10.0
-"""Seconds that a process which ends waits for half an exchange, which are copies of memory."""
+"""Seconds for which an exiting process waits until a thread has ended one half of an exchange."""
 
 Step = Callable[[list[torch.Tensor]], None]
-"""A half of an exchange, which is given the slots of all ranks, as flat tensors of bytes."""
+"""One half of an exchange. Its argument is the slots of all ranks in the order of ranks, as flat tensors of bytes."""
 
 
 class PeerMemory(Protocol):
-    """Slots of equal size in the memory of each rank, for exchanges that all ranks make in the same order.
+    """Slots of equal size in the memory of each rank, for exchanges. All ranks make the exchanges in the same order.
 
     Attributes:
         rank: this rank in the group.
-        size: how many ranks there are.
+        size: the number of ranks.
         slot_nbytes: bytes of a slot.
     """
 
@@ -49,12 +53,15 @@ class PeerMemory(Protocol):
     slot_nbytes: int
 
     def exchange(self, write: Step, read: Step, nbytes: int) -> Work:
-        """Have every rank ``write`` to slots, then, when all have, ``read`` from them; returns at once.
+        """Issue an exchange: every rank calls ``write``; when all ranks have written, every rank calls ``read``.
 
-        What ``write`` reads and ``read`` writes must stay alive and untouched until ``wait()``.
+        This returns at once. Until ``wait()``, the caller must keep the tensors that ``write`` reads and ``read`` writes alive,
+        and must not use them.
 
         Args:
-            nbytes: of a slot that are used; the same on all ranks.
+            write: writes to slots of any rank.
+            read: reads from slots of any rank.
+            nbytes: the bytes of a slot that the exchange uses; the same on all ranks.
         """
 
 
@@ -62,31 +69,33 @@ class PeerMemory(Protocol):
 
 
 def host_of() -> str:
-    """What ranks must have in common to share memory of the CPU: the running kernel and its network namespace.
+    """An id of this host. Ranks with equal ids can share CPU memory: they have one kernel, network namespace and user.
 
     Raises:
-        OSError: this system has none of what is needed: it is no Linux.
+        OSError: this system is not Linux.
     """
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
-        raise OSError(f"memory is shared between processes on Linux only, this is {sys.platform}")
+        raise OSError(f"shared memory between processes needs Linux, this is {sys.platform}")
+    # A host name is no id: containers on different hosts may have the same one. Abstract sockets belong to a network namespace.
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
 
 
 class HostPeerMemory:
-    """Shared memory between the ranks of one host, and a Unix socket between each two of them for signals.
+    """Memory that the ranks of one host share, and a Unix socket between each pair of ranks for signals.
 
-    Both have no names in any file system, so that nothing is left however a process ends: memory is a ``memfd`` whose
-    descriptor goes over the socket, and the kernel frees it with the last process. A peer that dies closes its socket, and one
-    that is silent for longer than the group's timeout is given up.
+    Neither has a name in a file system, so nothing is left after a process ends in any way. The memory is a ``memfd``. A rank
+    sends its descriptor over the sockets, and the kernel frees the memory with the last process that maps it.
 
-    A thread makes the exchanges, one after the other, and sleeps while it waits for signals: ranks may wait for what they have
-    issued in different orders, and compute meanwhile.
+    If a peer dies, its socket closes and exchanges raise. They also raise if a peer sends no signal within the group's timeout.
 
-    Making it is collective, two all-gathers of objects.
+    A thread makes the exchanges in the order in which they were issued, and sleeps while it waits for signals. So the ranks can
+    compute meanwhile, and can call ``wait()`` on their exchanges in different orders.
+
+    All ranks must construct this together: it makes two all-gathers of objects.
 
     Raises:
-        OSError: the ranks cannot share memory; on every rank.
+        OSError: the ranks cannot share memory. Every rank raises it.
     """
 
     def __init__(self, group: dist.ProcessGroup, slot_nbytes: int) -> None:
@@ -98,34 +107,36 @@ class HostPeerMemory:
         try:
             self._peers = _connected(group, timeout)
             slots = self._shared()
-        except Exception as error:  # What follows is collective: nobody leaves alone.
+        except Exception as error:  # Not raised: the other ranks wait for this rank in the all-gather below.
             problem = str(error) or type(error).__name__
-            self.close()  # Ranks that wait for this one's memory get an error.
+            self.close()  # Before the all-gather: ranks that wait for this rank's memory get an error and reach it too.
         if problem := problems_of_ranks(problem, group):
             self.close()
             raise OSError(problem)
         self._tasks: queue.SimpleQueue[_HostExchange | None] = queue.SimpleQueue()
         signals = _Signals(f"copy engine of group {group.group_name}", self.rank, self._peers, timeout)
-        # The thread does not know this object, so that it ends when nobody else does.
+        # The thread has no reference to this object. So __del__ runs when the last collectives are gone, and ends the thread.
         thread = threading.Thread(target=_serve, args=(self._tasks, slots, signals), name="copy engine", daemon=True)
         _serving[thread] = (self._tasks, signals)
         thread.start()
 
     def _shared(self) -> list[list[torch.Tensor]]:
-        """The slots of every rank, by turn."""
+        """Share memory with all ranks. Returns, for each turn, the slots of all ranks."""
         nbytes = TURNS * self.slot_nbytes
         mine = os.memfd_create("torch_ragged")
         try:
-            os.posix_fallocate(mine, 0, nbytes)  # Otherwise a full /dev/shm kills the process at the first write.
+            # Reserves the memory, and raises if there is none. Without this, a later write would kill the process by a signal.
+            os.posix_fallocate(mine, 0, nbytes)
+            # Every rank sends to all peers before it receives, so that no two ranks wait for each other.
             for peer in self._peers.values():
                 socket.send_fds(peer, [b"m"], [mine])
             mapped = {self.rank: _mapped(mine, nbytes)}
         finally:
-            os.close(mine)
+            os.close(mine)  # The mapping and the descriptors in the sockets keep the memory.
         for rank, peer in self._peers.items():
             _, descriptors, _, _ = socket.recv_fds(peer, 1, 1)
-            if not descriptors:
-                raise OSError(f"rank {rank} has shared no memory")
+            if not descriptors:  # The peer has closed its socket: see __init__.
+                raise OSError(f"rank {rank} has not shared its memory")
             try:
                 mapped[rank] = _mapped(descriptors[0], nbytes)
             finally:
@@ -135,16 +146,17 @@ class HostPeerMemory:
     def exchange(self, write: Step, read: Step, nbytes: int) -> Work:
         """As :meth:`PeerMemory.exchange`.
 
-        ``wait()`` raises RuntimeError if a peer has gone, is silent, or exchanges other bytes; so do all exchanges behind.
+        ``wait()`` raises RuntimeError if a peer has closed its socket, has sent no signal in time, or exchanges another number
+        of bytes. All later exchanges then raise the same error.
         """
         exchange = _HostExchange(write, read, nbytes)
         self._tasks.put(exchange)
         return exchange
 
     def close(self) -> None:
-        """Be gone, for peers too, behind the exchanges that were issued. Memory goes with the last process that has it."""
+        """Close the sockets after the exchanges that were issued. Later exchanges of the peers raise."""
         if hasattr(self, "_tasks"):
-            self._tasks.put(None)
+            self._tasks.put(None)  # The thread closes the sockets when it gets here: until then it needs them.
         else:
             for peer in self._peers.values():
                 peer.close()
@@ -155,7 +167,7 @@ class HostPeerMemory:
 
 
 class _HostExchange:
-    """An exchange, made by the thread; what it raised, ``wait()`` raises."""
+    """An exchange that the thread makes. If it fails, ``wait()`` raises the error."""
 
     def __init__(self, write: Step, read: Step, nbytes: int) -> None:
         self.write, self.read, self.nbytes = write, read, nbytes
@@ -164,55 +176,62 @@ class _HostExchange:
 
     def wait(self) -> None:
         self.done.wait()
+        # A new exception for each call: several exchanges share the error, and raising one object adds to its traceback.
         if self.error is not None:
             raise RuntimeError(str(self.error)) from self.error
 
 
 def _serve(tasks: queue.SimpleQueue[_HostExchange | None], slots: list[list[torch.Tensor]], signals: _Signals) -> None:
-    """Make exchanges until None comes; behind one that failed, all fail."""
+    """Make the exchanges of ``tasks`` until None comes. If one fails, all later ones fail with its error."""
     error: Exception | None = None
-    with torch.inference_mode():  # Tensors that were made in it may be written too.
+    with torch.inference_mode():  # Outside of it, torch refuses writes to tensors that were made in inference mode.
         number = 0
         while (exchange := tasks.get()) is not None:
             try:
+                # After an error, slots are in an unknown state and signals no longer match, so nothing is exchanged any more.
                 if error is None:
                     exchange.write(slots[number % TURNS])
+                    # The signal says that this rank has written, so it follows write(). read() needs the writes of all ranks.
                     signals.send(exchange.nbytes)
                     signals.receive(exchange.nbytes)
                     exchange.read(slots[number % TURNS])
             except Exception as found:
                 error = found
-                signals.close()  # So that peers hear of it.
-            exchange.error = error
+                signals.close()  # Peers that wait for a signal raise now, and not after the timeout.
+            exchange.error = error  # Before the event, after which wait() reads it.
             exchange.done.set()
-            del exchange  # Not to keep its tensors until the next one comes.
+            del exchange  # While the thread sleeps, this variable must not keep the tensors of the exchange alive.
             number += 1
     signals.close()
 
 
 _serving: weakref.WeakKeyDictionary[threading.Thread, tuple[queue.SimpleQueue[_HostExchange | None], _Signals]]
 _serving = weakref.WeakKeyDictionary()
-"""The threads that make exchanges until they have ended, what they take them from, and what they wait for."""
+"""The threads that make exchanges, each with its tasks and its signals. Weak keys: a thread that has ended is dropped."""
 
+# A forked child has the sockets but none of the threads. At its exit, it must not shut down the connections of its parent.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_serving.clear)  # The child has the sockets, but none of the threads.
+    os.register_at_fork(after_in_child=_serving.clear)
 
 
 @atexit.register
 def _stop_serving() -> None:
-    """Stop the threads: torch's code in a thread of an interpreter that ends aborts the process."""
+    """Stop the threads. A thread that runs torch's code while the interpreter exits would abort the process."""
     serving = dict(_serving)
+    # All are stopped before the first is joined, so that they end at the same time. Interrupt first: a thread that waits for a
+    # peer does not look at its tasks.
     for tasks, signals in serving.values():
         signals.interrupt()
         tasks.put(None)
     for thread in serving:
-        thread.join(_LONGEST_STEP)  # Until it has freed its tensors too.
+        thread.join(_LONGEST_STEP)  # It ends after its last tensors are freed, which is torch's code too.
 
 
 class _Signals:
-    """What tells ranks of each other that they have written, over a socket for each peer: the number of bytes.
+    """The signals of one rank to its peers, over one socket per peer. A signal says that the rank has written.
 
-    Ranks that have gone different ways notice it where these differ.
+    A signal holds the number of bytes of the exchange. If ranks issue different collectives, these numbers usually differ, and
+    the ranks raise.
     """
 
     def __init__(self, name: str, rank: int, peers: dict[int, socket.socket], timeout: float) -> None:
@@ -227,6 +246,7 @@ class _Signals:
 
     def receive(self, nbytes: int) -> None:
         """Wait until all peers have sent ``nbytes``."""
+        # A peer may have sent the signal of the next exchange already. Sockets keep the order of signals: it is read next time.
         for rank, peer in self._peers.items():
             try:
                 found = int.from_bytes(_received(peer, 8), "little")
@@ -234,18 +254,22 @@ class _Signals:
                 raise self._lost(rank, error) from error
             if found != nbytes:
                 raise RuntimeError(
-                    f"{self._name}: rank {self._rank} exchanges {nbytes} bytes, rank {rank} {found}: ranks must issue the same "
-                    "collectives in the same order"
+                    f"{self._name}: rank {self._rank} exchanges {nbytes} bytes, rank {rank} exchanges {found} bytes: issue the "
+                    "same collectives in the same order on all ranks"
                 )
 
     def _lost(self, rank: int, error: OSError) -> RuntimeError:
-        what = f"sent no signal within {self._timeout:g} s" if isinstance(error, TimeoutError) else f"has gone ({error})"
-        return RuntimeError(f"{self._name}: rank {rank} of {len(self._peers) + 1} {what}")
+        if isinstance(error, TimeoutError):
+            problem = f"sent no signal within {self._timeout:g} s: if it is only slow, raise the process group's timeout"
+        else:
+            problem = f"has closed its connection ({error}): it has ended or failed, see its own log"
+        return RuntimeError(f"{self._name}: rank {rank} of {len(self._peers) + 1} {problem}")
 
     def interrupt(self) -> None:
-        """Have what waits for peers, here and there, raise now."""
+        """Make threads that wait for signals raise now, on this rank and on its peers."""
+        # shutdown() and not close(): closing a socket does not wake a thread that reads from it.
         for peer in self._peers.values():
-            with contextlib.suppress(OSError):  # It may be closed.
+            with contextlib.suppress(OSError):  # The thread may have closed it.
                 peer.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -254,27 +278,30 @@ class _Signals:
 
 
 def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
-    """The memory behind a descriptor, which may be closed: the tensor keeps it."""
+    """The memory of ``descriptor`` as a tensor. The tensor keeps the memory, so the descriptor may be closed."""
     return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
 
 
 def _connected(group: dist.ProcessGroup, timeout: float) -> dict[int, socket.socket]:
-    """A socket to each other rank of ``group``, all of which call this."""
+    """Connect to all other ranks of ``group``, which call this too. Returns the sockets by rank, in ascending order."""
     rank, peers = group.rank(), {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         name, token = secrets.token_hex(16), secrets.token_bytes(16)
         problem = ""
         try:
-            listener.bind(f"\0torch_ragged-{name}")  # A name that begins so is in no file system.
+            listener.bind(f"\0torch_ragged-{name}")  # An abstract address: it is in no file system.
             listener.listen(group.size())
             listener.settimeout(timeout)
-        except OSError as error:
+        except OSError as error:  # Not raised: the other ranks wait for this rank in the all-gather below.
             problem = str(error)
+        # After this all-gather, all ranks listen, so that connect() below does not fail.
         addresses: list[tuple[str, bytes, str]] = [("", b"", "")] * group.size()
         dist.all_gather_object(addresses, (name, token, problem), group=group)
         for other, (_, _, found) in enumerate(addresses):
             if found:
                 raise OSError(f"rank {other} cannot listen: {found}")
+        # Each pair of ranks has one connection, from the higher rank to the lower rank. All ranks connect before they accept.
+        # This cannot deadlock, because the backlog of each listener has room for all ranks.
         try:
             for other in range(rank):
                 peers[other] = peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -285,7 +312,8 @@ def _connected(group: dist.ProcessGroup, timeout: float) -> dict[int, socket.soc
                 peer, _ = listener.accept()
                 peer.settimeout(timeout)
                 greeting = _received(peer, len(token) + 4)
-                if greeting[: len(token)] != token:  # It is of another process.
+                # Any process in this network namespace can connect; only ranks of this group know the token.
+                if greeting[: len(token)] != token:
                     peer.close()
                     continue
                 peers[int.from_bytes(greeting[len(token) :], "little")] = peer
@@ -301,7 +329,7 @@ def _received(peer: socket.socket, nbytes: int) -> bytes:
     while nbytes:
         part = peer.recv(nbytes)
         if not part:
-            raise ConnectionError("its end of the socket is closed")
+            raise ConnectionError("end of file")
         parts.append(part)
         nbytes -= len(part)
     return b"".join(parts)
@@ -311,13 +339,18 @@ def _received(peer: socket.socket, nbytes: int) -> bytes:
 
 
 class SymmetricPeerMemory:
-    """Symmetric memory (``torch.distributed._symmetric_memory``) of GPUs with peer access, on a stream of its own.
+    """Symmetric memory (``torch.distributed._symmetric_memory``) of GPUs with peer access, and a stream for exchanges.
 
-    An exchange is copies on that stream, around a barrier on the signal pads, one kernel of a warp: the host waits for nothing,
-    and the SMs are left to compute. Making it is collective, and waits for the device.
+    An exchange is copies on this stream, with a barrier on the signal pads between them. The barrier is one kernel of one warp.
+    So the host does not wait, and the SMs are free to compute.
+
+    All ranks must construct this together; it waits for the device.
 
     Args:
-        priority: of the stream; lower is more urgent.
+        group: the process group of the ranks.
+        device: this rank's GPU.
+        slot_nbytes: bytes of a slot.
+        priority: the priority of the stream; a lower number is more urgent.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, slot_nbytes: int, priority: int = -1) -> None:
@@ -334,19 +367,25 @@ class SymmetricPeerMemory:
         self._count = 0
 
     def exchange(self, write: Step, read: Step, nbytes: int) -> Work:
-        """As :meth:`PeerMemory.exchange`, behind what the current stream holds now; ``wait()`` has the current stream wait."""
+        """As :meth:`PeerMemory.exchange`. ``wait()`` blocks the current stream, not the host.
+
+        The exchange runs behind the work that the current stream holds when it is issued.
+        """
+        # Ranks issue exchanges in the same order, so they use the same slots.
         slots = self._slots[self._count % TURNS]
         self._count += 1
+        # The current stream has computed the tensors that write() reads, and has used the ones that read() overwrites.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.no_grad(), torch.cuda.stream(self._stream):
             write(slots)
+            # Each rank's barrier is behind its writes on its stream: after it, the writes of all ranks are complete.
             self._handle.barrier(0, self._timeout_ms)
             read(slots)
             return StreamWork(self._stream.record_event())
 
 
 class StreamWork:
-    """What was issued on another stream, up to an event; ``wait()`` orders the current stream behind it."""
+    """Work on another stream, up to an event. ``wait()`` orders the current stream behind it."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event

@@ -1,4 +1,7 @@
-"""Gradients that come in a wider dtype than their group's: they are sent beside a reduce-scatter in the narrow dtype."""
+"""Gradients in a wider dtype than their group's: a second reduce-scatter reduces them, beside the one in the narrow dtype.
+
+Nothing here decides whether gradients are reduced like this: ``core/_gradients.py`` does.
+"""
 
 from __future__ import annotations
 
@@ -12,53 +15,60 @@ from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 __all__ = ["WideGradients"]
 
 _LARGEST_PART = 1 / 16
-"""Of a group's buffer, up to which wide gradients are few."""
+"""Wide gradients are few if they are at most this fraction of their group's buffer."""
 
 
 class WideGradients:
-    """The gradients of those parameters of a group that may come wide, cut where the group's shards are.
+    """The gradients of the parameters of a group that may be wide. They are cut at the boundaries of the group's shards.
 
     ::
 
-        the group's buffer     | x x a a | a x x x | x x x b | x x x x |      of gradients a and b
-        sent beside it         | a a | a . | b . | . . |                      one part per rank, as long as the longest
+        the group's buffer     | x x a a | a x x x | x x x b | x x x x |      a and b are wide gradients
+        the second buffer      | a a | a . | b . | . . |                      one part per rank, padded to the longest part
 
     Args:
-        layout: of the group.
+        layout: the layout of the group.
         rank: this rank among the shards.
-        indices: the parameters, the same on all ranks.
+        indices: the parameters that may have wide gradients, the same on all ranks.
 
     Attributes:
-        are_few: whether it costs little to send them beside the others, or to keep them. Equal on all ranks.
+        are_few: whether sending or keeping them beside the other gradients costs little. Equal on all ranks.
     """
 
     def __init__(self, layout: BufferLayout, rank: int, indices: Sequence[int]) -> None:
         self._layout, self._rank, self._indices = layout, rank, frozenset(indices)
+        # Of all ranks, because this rank packs its gradients for each of them.
         self._intervals = [_intervals(layout, each, indices) for each in range(layout.ranks)]
+        # The longest part on any rank: a reduce-scatter has parts of one size.
         self._part = max(sum(stop - start for _, _, start, stop in intervals) for intervals in self._intervals)
+        # Equal on all ranks, as the layout and the indices are. It depends on no gradient: these may differ between ranks.
         self.are_few = self._part * layout.ranks <= layout.numel * _LARGEST_PART
 
     def __contains__(self, index: int) -> bool:
         return index in self._indices
 
     def __bool__(self) -> bool:
-        """Whether any rank sends something."""
+        """Whether any rank has an element of these gradients. Equal on all ranks."""
         return self._part > 0
 
     def are_many(self, gradients: Iterable[torch.Tensor]) -> bool:
-        """Whether a wide buffer for the whole group costs less than keeping these gradients beside it."""
+        """Whether a wide buffer for the whole group costs less than keeping ``gradients`` beside it."""
+        # A rank decides this alone: it changes where the rank accumulates, and no collective.
         return sum(gradient.numel() for gradient in gradients) > self._layout.numel * _LARGEST_PART
 
     def reduce(
         self, gradients: dict[int, torch.Tensor], output: torch.Tensor, collectives: Collectives, reduction: Reduction
     ) -> Work:
-        """Reduce the gradients that this rank has, in the dtype of ``output``; ``wait()`` adds them to it. One reduce-scatter.
+        """Reduce this rank's wide gradients by one reduce-scatter in the dtype of ``output``; ``wait()`` adds them to it.
 
         Args:
-            gradients: by parameter; a missing one counts as zeros.
-            output: the rank's shard, (S,), which another reduce-scatter has filled before ``wait()`` is called.
+            gradients: this rank's gradients by parameter. A missing one counts as zeros.
+            output: this rank's shard (S elements). The group's own reduce-scatter must have filled it before ``wait()``.
+            collectives: the group's collectives.
+            reduction: the same as that of the group's own reduce-scatter.
         """
         received = output.new_empty(self._part)
+        # Zeros: a rank without some of the gradients must still take part for the other ranks.
         packed = received.new_zeros(len(self._intervals) * self._part)
         for part, intervals in zip(packed.split(self._part), self._intervals):
             for index, offset, start, stop in intervals:
@@ -67,14 +77,14 @@ class WideGradients:
         return _Added(self, collectives.reduce_scatter(received, packed, reduction), received, output)
 
     def add(self, received: torch.Tensor, output: torch.Tensor) -> None:
-        """Add this rank's part to its shard."""
+        """Add this rank's reduced part to its shard."""
         for index, offset, start, stop in self._intervals[self._rank]:
             first = self._layout.offsets[index] + start - self._rank * self._layout.shard_numel
             output[first : first + stop - start].add_(received[offset : offset + stop - start])
 
 
 def _intervals(layout: BufferLayout, rank: int, indices: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """What lies in the shard of ``rank``: the parameter, the offset in the rank's part, start and stop in the gradient."""
+    """The pieces of gradients in the shard of ``rank``: parameter, offset in the part, start and stop in the gradient."""
     intervals, offset = [], 0
     for index in indices:
         start, stop = layout.local_range(index, rank)
@@ -85,11 +95,13 @@ def _intervals(layout: BufferLayout, rank: int, indices: Sequence[int]) -> list[
 
 
 class _Added:
-    """A reduce-scatter whose result is added to that of another one, which was waited for before."""
+    """A reduce-scatter whose result ``wait()`` adds to the result of another one. The other one must be waited for first."""
 
     def __init__(self, wide: WideGradients, work: Work, received: torch.Tensor, output: torch.Tensor) -> None:
         self._wide, self._work, self._received, self._output = wide, work, received, output
 
     def wait(self) -> None:
+        # On a GPU, this orders the current stream behind the collective, as the wait for the other one has done. So the
+        # addition below, on this stream, reads both results.
         self._work.wait()
         self._wide.add(self._received, self._output)

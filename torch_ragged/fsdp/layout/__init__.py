@@ -1,4 +1,4 @@
-"""What lies where: the layout of a group's tensors in one buffer, and the planner that finds it.
+"""The layout of a group's tensors in one buffer, and the planner that computes it.
 
-Integers only: nothing here allocates memory or communicates.
+This works on integers only: nothing here allocates memory or communicates.
 """

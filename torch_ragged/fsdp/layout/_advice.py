@@ -1,4 +1,7 @@
-"""What to change where a group's padding exceeds a limit. Nothing is suggested that was not planned first."""
+"""Advice for groups whose padding exceeds a limit: changes that reduce the padding.
+
+Each suggested change was planned first, so its padding is exact.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,19 @@ from torch_ragged.fsdp.layout._planner import plan_layout
 __all__ = ["PADDING_LIMIT", "Remedy", "advise", "remedies"]
 
 PADDING_LIMIT = 0.05
-"""Above this much padding for the granularity of a group, ``fully_shard`` warns, and :func:`advise` advises."""
+"""If a group's granularity causes more padding than this, ``fully_shard`` warns. :func:`advise` has the same default limit."""
 
-_MOST_MERGED_TENSORS = 10_000  # Planning a larger group would take longer than advice is worth.
+_MOST_MERGED_TENSORS = 10_000  # Planning a larger group takes too long for advice.
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change, in words, and the padding that it leaves, relative to the elements concerned."""
+    """A change and its padding.
+
+    Attributes:
+        text: the change, in words.
+        padding_fraction: the padding after the change, relative to the elements of the changed groups.
+    """
 
     text: str
     padding_fraction: float
@@ -28,17 +36,18 @@ class Remedy:
 
 
 def advise(layouts: Mapping[str, BufferLayout], limit: float = PADDING_LIMIT) -> list[str]:
-    """Advice for the groups whose padding exceeds ``limit``: what forces it, and what would mend it.
+    """Advice for the groups whose padding exceeds ``limit``: the reason for the padding, and changes that reduce it.
 
-    Groups of equal tensors are reported once. What is offered brings the group's padding within the limit, as planning it
-    showed; if nothing that was tried does, the text says so, and names the best of what was tried.
+    Groups of equal tensors are reported once. Each suggestion was planned, and its padding is within the limit. If no tried
+    change is within the limit, the text says so and names the best one.
 
     Args:
-        layouts: of all groups of a model by name, in the model's order.
-        limit: padding relative to the elements of the group.
+        layouts: the layouts of all groups of a model by name, in the model's order.
+        limit: the most padding, relative to the elements of the group.
 
     Returns:
-        One text per kind of group that exceeds the limit, of a line per suggestion. It plans only if there is one.
+        One text per kind of group that exceeds the limit, with one line per suggestion. If no group exceeds it, nothing is
+        planned.
     """
     kinds: dict[object, list[str]] = {}
     for name, layout in layouts.items():
@@ -57,13 +66,13 @@ def advise(layouts: Mapping[str, BufferLayout], limit: float = PADDING_LIMIT) ->
 def remedies(
     layout: BufferLayout, limit: float, count: int = 1, neighbours: Sequence[tuple[str, BufferLayout]] = ()
 ) -> list[Remedy]:
-    """The least invasive change of each sort that brings the padding within ``limit``; of sorts without one, the best.
+    """For each sort of change, the smallest change whose padding is within ``limit``. If a sort has none, its best change.
 
     Args:
-        layout: the group.
-        limit: padding relative to the elements of the group.
-        count: how many groups like it there are.
-        neighbours: names and layouts of other groups that it might be merged with.
+        layout: the layout of the group.
+        limit: the most padding, relative to the elements of the group.
+        count: the number of groups with equal tensors, this one included.
+        neighbours: names and layouts of other groups, with which this one can be merged.
     """
     sorts = (_finer(layout), _split(layout), _merged(layout, count, neighbours), _smaller_sizes(layout))
     found = []
@@ -88,16 +97,16 @@ def _text(names: Sequence[str], layout: BufferLayout, limit: float, found: Seque
     if mending:
         return "\n".join([*lines, *(f"  - {remedy}" for remedy in mending)])
     if not found:
-        return "\n".join([*lines, "  nothing that was tried lessens it"])
+        return "\n".join([*lines, "  no tried change reduces it"])
     best = min(found, key=lambda remedy: remedy.padding_fraction)
-    return "\n".join([*lines, "  nothing that was tried brings it within the limit; the best was", f"  - {best}"])
+    return "\n".join([*lines, "  no tried change brings it within the limit; the best one is", f"  - {best}"])
 
 
-# --- what may be changed, from less to more ----------------------------------------------------------------------
+# --- sorts of changes; each yields small changes first -----------------------------------------------------------
 
 
 def _finer(layout: BufferLayout) -> Iterator[Remedy]:
-    """Halve the rows of the largest block, and of blocks of as many rows, down to single elements."""
+    """Halve the rows of the largest block and of all blocks with as many rows. Repeat this down to single elements."""
     tensors = layout.tensors
     while any(_rows(tensor) for tensor in tensors):
         rows = _rows(max(tensors, key=lambda tensor: (_rows(tensor) > 0, tensor.block)))
@@ -106,12 +115,12 @@ def _finer(layout: BufferLayout) -> Iterator[Remedy]:
         for before, after in zip(layout.tensors, tensors):
             if before != after:
                 changes.setdefault((_cut(after), _cut(before)), []).append(before.name)
-        text = ", ".join(f"{new} in place of {old} for {_and_more(names)}" for (new, old), names in changes.items())
+        text = ", ".join(f"{new} instead of {old} for {_and_more(names)}" for (new, old), names in changes.items())
         yield Remedy(text, plan_layout(tensors, layout.ranks, layout.alignment).padding_fraction)
 
 
 def _split(layout: BufferLayout) -> Iterator[Remedy]:
-    """A group of its own for the tensors of one block size; then one for those of each block size."""
+    """Put the tensors of one block size in a group of their own. Last, make one group per block size."""
     parts: dict[int, list[TensorSpec]] = {}
     for tensor in layout.tensors:
         parts.setdefault(tensor.block, []).append(tensor)
@@ -125,7 +134,7 @@ def _split(layout: BufferLayout) -> Iterator[Remedy]:
 
 
 def _merged(layout: BufferLayout, count: int, neighbours: Sequence[tuple[str, BufferLayout]]) -> Iterator[Remedy]:
-    """Several groups like it as one; or this one with a neighbour, whose own padding counts too."""
+    """Merge several groups with equal tensors, or merge this group with a neighbour. The neighbour's padding counts too."""
     for number in (2, 4, 8):
         if number <= count and number * len(layout.tensors) <= _MOST_MERGED_TENSORS:
             yield Remedy(f"one group for every {number} of these {count}", _padding([layout.tensors * number], layout))
@@ -136,7 +145,7 @@ def _merged(layout: BufferLayout, count: int, neighbours: Sequence[tuple[str, Bu
 
 
 def _smaller_sizes(layout: BufferLayout) -> Iterator[Remedy]:
-    """The FSDP sizes at 7, 6, 5 and 4 eighths, and so on down; multiples of 8 ranks where there are that many."""
+    """Reduce the FSDP size to 7, 6, 5 and 4 eighths, and repeat this from the half. Above 8 ranks, sizes are multiples of 8."""
     whole, tried = layout.ranks, {layout.ranks}
     while whole > 1:
         for ranks in (whole * eighths // 8 for eighths in (7, 6, 5, 4)):
@@ -149,13 +158,13 @@ def _smaller_sizes(layout: BufferLayout) -> Iterator[Remedy]:
 
 
 def _padding(groups: Sequence[Sequence[TensorSpec]], layout: BufferLayout) -> float:
-    """Padding of ``groups`` together, each planned as ``layout`` was."""
+    """The padding of all ``groups`` together, each planned with the ranks and the alignment of ``layout``."""
     planned = [plan_layout(tensors, layout.ranks, layout.alignment) for tensors in groups]
     return sum(one.padding_numel for one in planned) / max(1, sum(map(total_numel, groups)))
 
 
 def _rows(tensor: TensorSpec) -> int:
-    """Rows of a block, one element of a 1-D tensor being a row; 0 if the tensor may be cut anywhere."""
+    """The rows of a block; 0 if the tensor may be cut anywhere. An element of a 1-D tensor counts as a row."""
     row = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     return tensor.block // row if tensor.block > 1 and row else 0
 

@@ -1,4 +1,7 @@
-"""Lower bounds on the shard size, each with what forces it."""
+"""Lower bounds on the shard size, each with its reason in words.
+
+Nothing here depends on the order of tensors: the bounds hold for every layout.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +19,30 @@ __all__ = ["Bound", "lower_bound"]
 
 @dataclass(frozen=True)
 class Bound:
-    """No layout has a smaller ``shard``, because of ``why``: of tensor number ``tensor``, if it is one that forces it."""
+    """A lower bound on the shard size.
+
+    Attributes:
+        shard: no layout has a smaller shard, in elements.
+        why: the reason, in words.
+        tensor: the index of the tensor that forces the bound; None if no single tensor does.
+    """
 
     shard: int
     why: str
     tensor: Optional[int] = None
 
     def explain(self, tensors: Sequence[TensorSpec]) -> str:
-        """Why, in words."""
+        """The reason, with the name of the tensor that forces the bound."""
         return self.why if self.tensor is None else f"{tensors[self.tensor].name}: {self.why}"
 
 
 def lower_bound(kinds: Sequence[Kind], ranks: int, alignment: int) -> Bound:
-    """A shard size below which nothing fits, in any order: the largest of four bounds.
+    """The largest of four lower bounds on the shard size S, which hold for every order of tensors.
 
-    - all elements must fit into ``ranks`` shards;
-    - a block lies in one shard;
-    - tensors that are cut into multiples of ``d`` elements only take ``floor(S / d)`` multiples of each shard;
-    - a tensor of more than ``2 * S`` elements contains a whole shard wherever it lies, so that S is a multiple of its block.
+    - All elements must fit into ``ranks`` shards.
+    - A block must fit into one shard.
+    - If tensors are cut at multiples of ``d`` elements only, a shard holds at most ``floor(S / d)`` of these multiples.
+    - A tensor of more than ``2 * S`` elements contains a whole shard at every offset. So S must be a multiple of its block.
     """
     total = sum(kind.numel for kind in kinds)
     bounds = [Bound(-(-total // ranks), f"all {total:,} elements must fit into {ranks:,} shards")]
@@ -41,7 +50,7 @@ def lower_bound(kinds: Sequence[Kind], ranks: int, alignment: int) -> Bound:
     block = min(kinds[largest].block, kinds[largest].numel)
     bounds.append(Bound(block, f"a block of {block:,} elements must fit into one shard", largest))
     bounds += [bound for divisor in _divisors(kinds) if (bound := _of_divisor(kinds, ranks, divisor)) is not None]
-    # Among equals the simplest reason, or the largest divisor, which comes first.
+    # max() returns the first of equal bounds: the simplest reason, then the largest divisor.
     best = max(bounds, key=lambda bound: _round_up(bound.shard, alignment))
     return _of_whole_shards(kinds, alignment, replace(best, shard=max(alignment, _round_up(best.shard, alignment))))
 
@@ -60,7 +69,7 @@ def _of_divisor(kinds: Sequence[Kind], ranks: int, divisor: int) -> Bound | None
 
 
 def _of_whole_shards(kinds: Sequence[Kind], alignment: int, bound: Bound) -> Bound:
-    """The next shard size at which every tensor of more than two shards has shards of its blocks."""
+    """Raise ``bound`` until, for every tensor of more than two shards, the shard is a multiple of the tensor's blocks."""
     while True:
         inside = {kind: index for index, kind in reversed(list(enumerate(kinds))) if kind.numel > 2 * bound.shard}
         units = {kind: math.gcd(kind.block, kind.unit) for kind in inside}
@@ -69,7 +78,7 @@ def _of_whole_shards(kinds: Sequence[Kind], alignment: int, bound: Bound) -> Bou
             return bound
         kind = max((kind for kind in inside if bound.shard % units[kind]), key=lambda kind: (units[kind], kind.numel))
         why = f"its {kind.numel:,} elements contain a whole shard, which must be a multiple of {units[kind]:,}"
-        smallest = min(kind.numel for kind in inside)  # It need not contain a whole shard once these are half of it.
+        smallest = min(kind.numel for kind in inside)  # If a shard is half of this tensor, the tensor need not contain one.
         bound = Bound(min(shard, _round_up(-(-smallest // 2), alignment)), why, inside[kind])
 
 

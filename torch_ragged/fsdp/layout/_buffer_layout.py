@@ -1,4 +1,7 @@
-"""The layout of a group of tensors in one buffer of equal shards."""
+"""The layout of a group of tensors in one buffer of equal shards.
+
+A layout is integers only: it owns no memory and does not know the rank of its process.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ __all__ = ["BufferLayout", "TensorSpec"]
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Where each tensor lies in a buffer of ``ranks`` shards of ``shard_numel`` elements each; it validates itself.
+    """The offset of each tensor in a buffer of ``ranks`` shards, with ``shard_numel`` elements each.
 
     Three tensors on three ranks; ``.`` is padding::
 
@@ -24,16 +27,17 @@ class BufferLayout:
 
     Attributes:
         tensors: in the order given by the user.
-        offsets: of each tensor, in elements from the start of the buffer.
+        offsets: the offset of each tensor, in elements from the start of the buffer.
         shard_numel: elements of each rank's shard (S).
-        ranks: number of shards.
+        ranks: the number of shards.
         alignment: ``shard_numel`` is a multiple of it.
         lower_bound: no layout of these tensors has a smaller ``shard_numel``.
-        forced_by: why, in words: the tensor or the divisor that forces it.
-        order: name of the order that the planner laid the tensors out in.
+        forced_by: the reason for the lower bound, in words.
+        order: the name of the order in which the planner laid out the tensors.
 
     Raises:
-        ValueError: tensors overlap or leave the buffer, a shard boundary cuts a block, or shards are unaligned.
+        ValueError: tensors overlap or extend beyond the buffer, a shard boundary is inside a block, or ``shard_numel`` is not
+            a positive multiple of ``alignment``.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -47,34 +51,35 @@ class BufferLayout:
 
     def __post_init__(self) -> None:
         if self.shard_numel <= 0 or self.shard_numel % self.alignment:
-            raise ValueError(f"shard of {self.shard_numel} elements is not a positive multiple of {self.alignment}")
+            raise ValueError(f"shard_numel must be a positive multiple of alignment {self.alignment}, got {self.shard_numel}")
         if len(self.offsets) != len(self.tensors):
-            raise ValueError(f"{len(self.tensors)} tensors, but {len(self.offsets)} offsets")
-        position, previous, shard = 0, "the start of the buffer", self.shard_numel
+            raise ValueError(f"each tensor needs one offset, got {len(self.tensors)} tensors and {len(self.offsets)} offsets")
+        end, previous, shard = 0, "the start of the buffer", self.shard_numel
         for offset, numel, index in sorted(
             zip(self.offsets, [tensor.numel for tensor in self.tensors], range(len(self.tensors)))
         ):
             tensor = self.tensors[index]
-            if offset < position:
-                raise ValueError(f"{tensor.name} at {offset} overlaps {previous}, which ends at {position}")
-            position, previous = offset + numel, tensor.name
+            if offset < end:
+                raise ValueError(f"{tensor.name} at offset {offset} overlaps {previous}, which ends at {end}")
+            end, previous = offset + numel, tensor.name
             if shard - offset % shard < numel:
                 self._check_cuts(offset, tensor)
-        if position > self.numel:
-            raise ValueError(f"{previous} ends at {position}, beyond the buffer of {self.numel} elements")
+        if end > self.numel:
+            raise ValueError(f"{previous} ends at {end}, beyond the buffer of {self.numel} elements")
 
     def _check_cuts(self, offset: int, tensor: TensorSpec) -> None:
-        """Raise if one of the shard boundaries inside ``tensor`` falls inside a block."""
+        """Raise if a shard boundary is inside a block of ``tensor``."""
         shard, numel, block, period = self.shard_numel, tensor.numel, tensor.block, tensor.period or tensor.numel
         first = shard - offset % shard
         if first + shard < numel and first % period % block == 0:
             if shard % (block if period == numel or period % block == 0 else period) == 0:
-                return  # All further cuts are like the first.
+                return  # The first cut is between blocks and a shard has whole blocks: all other cuts are between blocks too.
         for cut in range(first, numel, shard):
             if cut % period % block:
-                where = f"shard boundary {(offset + cut) // shard} cuts {tensor.name} at {cut}"
+                anew = f" (blocks are counted anew every {period} elements)" if tensor.period else ""
                 raise ValueError(
-                    f"{where}, inside a block of {block}{f', counted from each {period}' if tensor.period else ''}"
+                    f"shard boundary {(offset + cut) // shard} cuts {tensor.name} at element {cut}, inside a block of {block} "
+                    f"elements{anew}"
                 )
 
     @property
@@ -98,43 +103,43 @@ class BufferLayout:
 
     @property
     def bound_fraction(self) -> float:
-        """The padding that no layout of these tensors could avoid, relative to their elements."""
+        """The padding at the lower bound, which no layout of these tensors avoids, relative to their elements."""
         used = self.numel - self.padding_numel
         return (self.ranks * self.lower_bound - used) / max(1, used)
 
     @property
     def granularity_fraction(self) -> float:
-        """The padding beyond what single elements in aligned shards would need, relative to the elements of the tensors."""
+        """The padding beyond that of single elements in aligned shards, relative to the elements of the tensors."""
         used = self.numel - self.padding_numel
         smallest = max(1, -(-used // (self.ranks * self.alignment))) * self.alignment
         return self.ranks * (self.shard_numel - smallest) / max(1, used)
 
     def local_range(self, index: int, rank: int) -> tuple[int, int]:
-        """Start and stop, in elements of the tensor, of what ``rank`` holds of tensor ``index``."""
+        """The part of tensor ``index`` that ``rank`` holds: start and stop, in elements of the tensor."""
         offset, numel = self.offsets[index], self.tensors[index].numel
         start = rank * self.shard_numel - offset
         return min(max(start, 0), numel), min(max(start + self.shard_numel, 0), numel)
 
     def placement(self, index: int) -> RaggedShard:
-        """The RaggedShard of tensor ``index``: each rank's share in slices of the prefix that it is cut along."""
+        """The RaggedShard of tensor ``index``: the number of slices along the sharded dimensions that each rank holds."""
         tensor = self.tensors[index]
-        if not tensor.numel:  # Without elements any units do; a single one divides every prefix.
+        if not tensor.numel:  # Any units describe an empty tensor. A single unit divides the slices of every tensor.
             return RaggedShard(tensor.dims, Units([(1, 1), (0, self.ranks - 1)]))
         shards = Units([(self.shard_numel, self.ranks)])
         unit, offset = math.prod(tensor.shape[len(tensor.dims) :]), self.offsets[index]
         return RaggedShard(tensor.dims, shards.within(offset, offset + tensor.numel).scaled(1, unit))
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The padding: (start, stop) of each stretch of the buffer that belongs to no tensor."""
-        gaps, position = [], 0
+        """The padding: (start, stop) of each interval of the buffer that belongs to no tensor."""
+        gaps, end = [], 0
         for offset, tensor in sorted(zip(self.offsets, self.tensors), key=lambda pair: (pair[0], pair[1].numel)):
-            if offset > position:
-                gaps.append((position, offset))
-            position = offset + tensor.numel
-        return tuple(gaps) + (((position, self.numel),) if position < self.numel else ())
+            if offset > end:
+                gaps.append((end, offset))
+            end = offset + tensor.numel
+        return tuple(gaps) + (((end, self.numel),) if end < self.numel else ())
 
     def describe(self, name: str, itemsize: int) -> str:
-        """One line for people: ranks, shard size, padding, bytes per collective."""
+        """One line of text: ranks, shard size, padding, bytes per collective."""
         return (
             f"{name}: {len(self.tensors)} tensors on {self.ranks} ranks, shard {self.shard_numel:,} elements, padding "
             f"{100 * self.padding_fraction:.2f}% (bound {100 * self.bound_fraction:.2f}%), "

@@ -1,8 +1,8 @@
-"""Orders that mix tensors of several blocks, which fit where no sorted order does.
+"""Orders that mix tensors of different block sizes, for shard sizes at which no sorted order fits.
 
-At each shard boundary only the tensor that lies across it can waste elements: as many as its cut misses a block by. Where
-every block but the smallest would miss, an order that always has a tensor of the smallest block at hand wastes nothing;
-consumed in proportion, these last to the end.
+Padding arises at shard boundaries: if a boundary would be inside a block, the tensor there starts later. Tensors of the
+smallest block need the least padding. So a good order has one of them at every boundary, and uses them in proportion, so that
+some are left for the last boundaries.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from torch_ragged.fsdp.layout._packing import Kind, advance
 
 __all__ = ["interleaved_order"]
 
-_WIDTH = 8  # states kept for each number of tensors placed
-_BAND = 2  # tensors that a class may be ahead of its share, or behind
-_MAX_CLASSES = 8
+_WIDTH = 8  # The number of states that the search keeps after each tensor.
+_BAND = 2  # The number of tensors by which a class may differ from its proportional share.
+_MAX_CLASSES = 8  # With more classes, the search takes too long.
 
 _State = tuple[tuple[int, ...], int, int, Any]
-"""How many tensors of each class are placed, the position after them, the padding so far, and their order as a linked list."""
+"""The number of laid-out tensors of each class, the offset after them, their padding, and their order as a linked list."""
 
 
 def interleaved_order(kinds: Sequence[Kind], ranks: int, shard: int) -> list[int] | None:
     """An order in which tensors fit into ``ranks`` shards of ``shard`` elements; None if this search finds none.
 
-    A dynamic program over how many tensors of each class (those of equal blocks, in the given order) are placed: the least
-    position for each such count, for counts near the proportional mix. Its cost is that of placing a few dozen orders.
+    A class is the tensors of one block size, in the given order. A dynamic program keeps, for counts of laid-out tensors per
+    class, the order that ends at the smallest offset. It looks at counts near the proportional mix only. It costs as much as
+    laying out a few dozen orders.
     """
     classes: dict[tuple[int, int], list[int]] = {}
     for index, kind in enumerate(kinds):
@@ -37,17 +38,17 @@ def interleaved_order(kinds: Sequence[Kind], ranks: int, shard: int) -> list[int
     spans = [shard % kind.unit == 0 for kind in kinds]
     slack = ranks * shard - sum(kind.numel for kind in kinds)
     states: list[_State] = [((0,) * len(members), 0, 0, None)]
-    for placed in range(1, len(kinds) + 1):
-        shares = [len(own) * placed / len(kinds) for own in members]
+    for count in range(1, len(kinds) + 1):
+        shares = [len(own) * count / len(kinds) for own in members]
         limits = [(max(0, share - _BAND - 1), min(len(own) - 1, share + _BAND - 1)) for own, share in zip(members, shares)]
         found: dict[tuple[int, ...], _State] = {}
-        for counts, position, padding, chain in states:
+        for counts, offset, padding, chain in states:
             for c, (low, high) in enumerate(limits):
                 if not low <= counts[c] <= high:
                     continue
                 index = members[c][counts[c]]
-                end = advance(position, kinds[index], 1, shard, spans[index])
-                if end is None or (waste := padding + end - position - kinds[index].numel) > slack:
+                end = advance(offset, kinds[index], 1, shard, spans[index])
+                if end is None or (waste := padding + end - offset - kinds[index].numel) > slack:
                     continue
                 key = (*counts[:c], counts[c] + 1, *counts[c + 1 :])
                 if key not in found or end < found[key][1]:

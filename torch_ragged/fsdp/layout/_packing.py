@@ -1,4 +1,7 @@
-"""Packing tensors into equal shards in a given order: each as early as possible, no block cut."""
+"""Packing tensors into equal shards in a given order: each tensor at the smallest offset at which no block is cut.
+
+Nothing here chooses the order or the shard size.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,13 @@ __all__ = ["Kind", "advance", "fits", "place"]
 
 
 class Kind(NamedTuple):
-    """What the planner knows of a tensor: ``numel`` elements, cut only at multiples of ``block`` counted from each ``period``.
+    """The planner's view of a tensor, without its name and shape. Tensors of equal kind are interchangeable.
 
-    ``unit``: the tensor can contain whole shards if these are multiples of it.
+    Attributes:
+        numel: the number of elements.
+        block: the tensor is cut at multiples of ``block`` only.
+        period: blocks are counted anew every ``period`` elements.
+        unit: if the shard size is a multiple of ``unit``, the tensor can contain whole shards.
     """
 
     numel: int
@@ -35,50 +42,67 @@ def _kind(numel: int, block: int, period: int) -> Kind:
 
 
 def place(kinds: Sequence[Kind], ranks: int, shard: int) -> list[int] | None:
-    """Offsets of tensors placed in order, each as early as possible, in ``ranks`` shards of ``shard``; None if too few."""
-    offsets, position = [], 0
+    """The smallest offsets of tensors in this order, in ``ranks`` shards of ``shard`` elements; None if they do not fit."""
+    offsets, offset = [], 0
     for kind in kinds:
-        end = advance(position, kind, 1, shard, shard % kind.unit == 0)
+        end = advance(offset, kind, 1, shard, shard % kind.unit == 0)
         if end is None or end > ranks * shard:
             return None
         offsets.append(end - kind.numel)
-        position = end
+        offset = end
     return offsets
 
 
-def advance(position: int, kind: Kind, count: int, shard: int, may_span: bool) -> int | None:
-    """Where ``count`` equal tensors end that are placed one after another, as early as possible from ``position`` on.
+def advance(offset: int, kind: Kind, count: int, shard: int, may_span: bool) -> int | None:
+    """The offset after ``count`` tensors of ``kind``, each laid out at the smallest possible offset, from ``offset`` on.
 
-    ``may_span`` says whether they may contain whole shards. None where one fits nowhere: if a tensor does not work out in the
-    shard of ``position`` nor from the start of the next one, it never does, since all further shards are alike. One step for
-    all tensors that lie in one shard, one for each that crosses a boundary.
+    All tensors that fit in the rest of a shard take one step together. A tensor across a boundary takes one step.
+
+    Args:
+        offset: the offset to start from.
+        kind: the kind of the tensors.
+        count: the number of tensors.
+        shard: the shard size.
+        may_span: whether a tensor may contain whole shards.
+
+    Returns:
+        None if a tensor fits at no offset. This is certain if it fits neither in the shard of ``offset`` nor from the start of
+        the next shard, because all other shards are like the next one.
     """
     numel, block, period = kind.numel, kind.block, kind.period
     while count:
-        room = shard - position % shard
+        room = shard - offset % shard
         inside = min(room // numel, count) if numel else count
         if inside:
-            position += inside * numel
+            offset += inside * numel
             count -= inside
             continue
-        gap = room % period % block  # So that the boundary falls between blocks.
+        gap = room % period % block  # After this gap, the shard boundary is between two blocks.
         if gap >= room or not (may_span or numel <= room - gap + shard):
-            position += room
+            offset += room
             if numel <= shard:
                 continue
             gap = shard % period % block
             if gap >= shard or not (may_span or numel <= 2 * shard - gap):
                 return None
-        position += gap + numel
+        offset += gap + numel
         count -= 1
-    return position
+    return offset
 
 
 def fits(runs: Sequence[tuple[Kind, int]], ranks: int, shard: int, spans: Mapping[Kind, bool]) -> bool:
-    position = 0
+    """Whether tensors fit into ``ranks`` shards of ``shard`` elements.
+
+    Args:
+        runs: in order, each kind with the number of its tensors in a row.
+        ranks: the number of shards.
+        shard: the shard size.
+        spans: for each kind, whether a tensor may contain whole shards.
+    """
+    offset = 0
     for kind, count in runs:
-        end = advance(position, kind, count, shard, spans[kind])
+        end = advance(offset, kind, count, shard, spans[kind])
         if end is None or end > ranks * shard:
             return False
-        position = end
+        offset = end
     return True

@@ -1,10 +1,12 @@
 """The planner: the smallest equal shards that hold a group of tensors without cutting their blocks.
 
-For a fixed order and shard size S, placing each tensor as early as possible is exact and takes O(n). Feasibility is not
-monotone in S: a tensor that contains whole shards needs S to be a multiple of its block, one that crosses a single boundary
-does not. So for each set of blocks allowed to contain whole shards the search runs over multiples of their least common
-multiple, where feasibility is monotone, and keeps the smallest S of all sets and orders. No cost grows with the number of
-elements, and none with the number of ranks beyond that of tensors. ``docs/planner.md`` has the proofs and the measurements.
+For a fixed order and shard size S, the smallest offset for each tensor is optimal and takes O(n). Feasibility is not monotone
+in S: if a tensor contains whole shards, S must be a multiple of its block; if it crosses one boundary only, S need not be. So
+the search goes through the sets of blocks whose tensors may contain whole shards. For each set, it tries multiples of their
+least common multiple, where feasibility is monotone. It keeps the smallest S of all sets and orders.
+
+The cost does not grow with the number of elements. It does not grow with the number of ranks beyond the number of tensors.
+``docs/planner.md`` has the proofs and the measurements.
 """
 
 from __future__ import annotations
@@ -23,31 +25,31 @@ from torch_ragged.fsdp.layout._packing import Kind, fits, place
 
 __all__ = ["plan_layout", "smallest_shard"]
 
-_MAX_SUBSET_BLOCKS = 5  # Above it, only prefixes of the ascending blocks are tried, not all subsets.
-_MAX_PERMUTED, _MAX_PERMUTATIONS = 64, 720  # All orders are tried of up to so many tensors that have up to so many orders.
-_MAX_MIXED = 6  # Shard sizes that interleaved orders are sought for.
-_CLOSE = 1e-4  # Interleaved orders are not sought within this fraction of the bound.
+_MAX_SUBSET_BLOCKS = 5  # For more blocks, the search tries prefixes of the ascending blocks instead of all subsets.
+_MAX_PERMUTED, _MAX_PERMUTATIONS = 64, 720  # Up to so many tensors with up to so many distinct orders, all orders are tried.
+_MAX_MIXED = 6  # The number of shard sizes for which the planner looks for interleaved orders.
+_CLOSE = 1e-4  # If the shard size is within this fraction of the bound, the planner does not look for interleaved orders.
 
 
 def plan_layout(
     tensors: Sequence[TensorSpec], ranks: int, alignment: int = 1, *, order: str = "auto", threshold: float = 0.0
 ) -> BufferLayout:
-    """Lay ``tensors`` out over ``ranks`` equal shards, the same on every rank without communication.
+    """Lay ``tensors`` out over ``ranks`` equal shards. Every rank computes the same layout, without communication.
 
     Args:
-        tensors: what to lay out, in the user's order; of one dtype.
-        ranks: number of shards.
+        tensors: the tensors to lay out, in the user's order. All have one dtype.
+        ranks: the number of shards.
         alignment: the shard size is a multiple of it, in elements.
-        order: ``"auto"`` takes another order than the given one where that makes shards smaller by more than ``threshold``;
-            ``"default"`` keeps the given one, so that the buffer reads as the module does.
-        threshold: a fraction of the shard size in the given order.
+        order: ``"auto"`` uses another order if it makes shards smaller by more than ``threshold``. ``"default"`` keeps the
+            user's order, so that the buffer has the order of the module.
+        threshold: a fraction of the shard size in the user's order.
 
     Returns:
-        A validated layout, with a lower bound on the shard size of any layout and what forces it. Groups of the same sizes and
+        A validated layout, with a lower bound on the shard size of any layout and its reason. Groups with the same sizes and
         blocks are planned once.
 
     Raises:
-        ValueError: no tensors, mixed dtypes, a block below 1, or another argument out of range.
+        ValueError: ``tensors`` is empty or has several dtypes, or another argument is out of range.
     """
     tensors = tuple(tensors)
     _check(tensors, ranks, alignment, order, threshold)
@@ -64,13 +66,13 @@ def _check(tensors: Sequence[TensorSpec], ranks: int, alignment: int, order: str
     if order not in ("auto", "default"):
         raise ValueError(f"plan_layout: order must be 'auto' or 'default', got {order!r}")
     if not 0 <= threshold < math.inf:
-        raise ValueError(f"plan_layout: threshold must be a fraction of the shard size, at least 0, got {threshold!r}")
+        raise ValueError(f"plan_layout: threshold must be a finite fraction of the shard size, at least 0, got {threshold!r}")
     if not tensors:
-        raise ValueError("plan_layout: no tensors to lay out, expected at least one")
+        raise ValueError("plan_layout: tensors must have at least one tensor, got none")
     dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
     if len(dtypes) > 1:
         examples = ", ".join(f"{dtype} ({next(t.name for t in tensors if t.dtype == dtype)})" for dtype in dtypes)
-        raise ValueError(f"plan_layout: one buffer has one dtype, got {examples}: plan the tensors of each dtype by themselves")
+        raise ValueError(f"plan_layout: all tensors must have one dtype, got {examples}: plan the tensors of each dtype apart")
 
 
 class _Plan(NamedTuple):
@@ -85,22 +87,22 @@ def _plan(kinds: tuple[Kind, ...], ranks: int, alignment: int, policy: str, thre
     bound = lower_bound(kinds, ranks, alignment)
     indices = list(range(len(kinds)))
     given = smallest_shard(kinds, ranks, alignment, bound.shard)
-    assert given is not None, "one shard that holds everything always fits"
+    assert given is not None, "a shard that holds all tensors fits"
     best, name, order = given, "given", indices
     if policy == "auto" and given > bound.shard:
         limit = math.ceil(given - threshold * given)
         for other, candidate, shard in _improvements(kinds, ranks, alignment, bound.shard, limit):
             best, name, order = shard, other, candidate
-    placed = place([kinds[i] for i in order], ranks, best)
-    assert placed is not None
-    offsets = dict(zip(order, placed))
+    found = place([kinds[i] for i in order], ranks, best)
+    assert found is not None
+    offsets = dict(zip(order, found))
     return _Plan(best, tuple(offsets[i] for i in indices), name, bound)
 
 
 def _improvements(
     kinds: tuple[Kind, ...], ranks: int, alignment: int, bound: int, below: int
 ) -> Iterator[tuple[str, list[int], int]]:
-    """Orders with ever smaller shards than ``below``, with their names and shard sizes; stops at the bound."""
+    """Orders with shards smaller than ``below``, each smaller than the last: (name, order, shard size). Stops at the bound."""
     for name, order in _sorted_orders(kinds):
         shard = smallest_shard([kinds[i] for i in order], ranks, alignment, bound, below)
         if shard is not None:
@@ -141,7 +143,7 @@ def _permutations(kinds: Sequence[Kind]) -> int:
 
 
 def _distinct_orders(kinds: Sequence[Kind]) -> Iterator[list[int]]:
-    """Every order, less those that only swap equal tensors."""
+    """All orders. Of orders that only swap equal tensors, it yields one."""
     if not kinds:
         yield []
         return
@@ -161,7 +163,7 @@ def _distinct_orders(kinds: Sequence[Kind]) -> Iterator[list[int]]:
 
 
 def _round_shards(kinds: Iterable[Kind], alignment: int, bound: int, below: int) -> list[int]:
-    """Shard sizes from ``bound`` up to ``below`` at which cuts repeat: multiples of blocks, or of what two have in common."""
+    """Shard sizes from ``bound`` to ``below`` at which cuts repeat: multiples of a block or of a divisor of two blocks."""
     units = sorted({kind.block for kind in kinds if kind.block > 1})
     common = {math.gcd(a, b) for a, b in itertools.combinations(units[-_MAX_SUBSET_BLOCKS:], 2)}
     steps = [math.lcm(alignment, unit) for unit in {*units, *common}]
@@ -173,9 +175,9 @@ def _round_shards(kinds: Iterable[Kind], alignment: int, bound: int, below: int)
 
 
 def smallest_shard(kinds: Sequence[Kind], ranks: int, alignment: int, bound: int, below: int | None = None) -> int | None:
-    """The smallest shard size, at least ``bound``, at which tensors fit in this order; None if none is less than ``below``."""
+    """The smallest shard size, from ``bound`` on, at which tensors fit in this order; None if it is not less than ``below``."""
     runs = [(kind, len(list(same))) for kind, same in itertools.groupby(kinds)]
-    enough = max(alignment, sum(kind.numel for kind in kinds))  # One shard holds everything.
+    enough = max(alignment, sum(kind.numel for kind in kinds))  # At this size, one shard holds all tensors.
     best = below
     for step in _steps({kind for kind, _ in runs}, alignment, bound):
         spans = {kind: step % kind.unit == 0 for kind, _ in runs}
@@ -190,9 +192,10 @@ def smallest_shard(kinds: Sequence[Kind], ranks: int, alignment: int, bound: int
 
 
 def _steps(kinds: Iterable[Kind], alignment: int, bound: int) -> list[int]:
-    """What shards are multiples of, for each set of units whose tensors may contain whole shards; smallest first.
+    """The numbers whose multiples are tried as shard sizes, smallest first: one per set of units.
 
-    Only tensors of at least ``bound`` elements can; one whose unit divides another's costs nothing.
+    Tensors of these units may contain whole shards. Only tensors of at least ``bound`` elements can do so. If one unit divides
+    another unit of the set, it does not change the number.
     """
     units = sorted({kind.unit for kind in kinds if kind.numel >= bound})
     if len(units) <= _MAX_SUBSET_BLOCKS:
@@ -203,7 +206,10 @@ def _steps(kinds: Iterable[Kind], alignment: int, bound: int) -> list[int]:
 
 
 def _first(works: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The first of ``low`` to ``high`` that works, where all after it do too; None if none does. It is sought near ``low``."""
+    """The first number from ``low`` to ``high`` for which ``works`` is true; None if there is none.
+
+    If ``works`` is true for a number, it must be true for all larger ones. The search is fast if the answer is near ``low``.
+    """
     if low > high or not works(high):
         return None
     failed, reach = low - 1, 1

@@ -1,7 +1,9 @@
-"""The offline planner: ``python -m torch_ragged.fsdp.plan MODEL``; ``--help`` documents it. No GPU, no process group.
+"""The offline planner: ``python -m torch_ragged.fsdp.plan MODEL``; ``--help`` documents it.
 
-Files by noun: ``_shapes`` (families of models), ``_models`` (where a model comes from), ``_model_plan`` (its groups and their
-layouts), ``_peers`` (other schemes), ``_memory`` (bytes), ``_report``, ``_plot``, ``_drawing`` (what is shown), ``_cli``.
+It must not need a GPU or a process group.
+
+Files: ``_shapes`` (families of models), ``_models`` (loads a model), ``_model_plan`` (its groups and their layouts), ``_peers``
+(the schemes to compare with), ``_memory`` (bytes), ``_report``, ``_plot`` and ``_drawing`` (output), ``_cli`` (options).
 """
 
 from torch_ragged.fsdp.plan._cli import main

@@ -1,4 +1,7 @@
-"""The command line of ``python -m torch_ragged.fsdp.plan``."""
+"""The command line of ``python -m torch_ragged.fsdp.plan``.
+
+It must check all options before it plans anything.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ from torch_ragged.fsdp.plan._report import Report
 __all__ = ["main"]
 
 _DESCRIPTION = """\
-Plan the FSDP buffers of a model without a GPU or a process group: padding, bytes per collective and memory per rank at
-several FSDP sizes, beside FSDP2 (torch.chunk on dimension 0) and LCM (a buffer of whole rows, as Megatron-FSDP's; what exactly
-is modelled stands in torch_ragged/fsdp/plan/_peers.py).
+Plan the FSDP buffers of a model without a GPU or a process group. It shows padding, bytes per collective and memory per rank at
+several FSDP sizes, and compares them with FSDP2 (torch.chunk on dimension 0) and with LCM (a buffer of whole rows, as in
+Megatron-FSDP; torch_ragged/fsdp/plan/_peers.py describes the model of it).
 """
 _EPILOG = """\
 examples:
@@ -46,14 +49,14 @@ _FORMS: dict[str, Callable[..., Granularity]] = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors have one line."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool with the arguments ``argv`` (of the command line by default); the exit status, 2 for bad input."""
+    """Run the tool with the arguments ``argv`` (default: the command line's). Returns the exit status, 2 for bad input."""
     try:
         options = _parser().parse_args(argv)
         granularity, precision, model = _check(options)
@@ -78,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _explain(plan: ModelPlan, group: str, report: Report, svg: str | None) -> str:
-    """The drawing of ``group``, written to ``svg`` too, with what forces its padding and what would mend it."""
+    """The drawing of ``group``, with the reason for its padding and advice. If ``svg`` is given, draw it to this file too."""
     layout = plan.group_layouts()[group]
     title = layout.describe(group, report.precision.param.itemsize)
     if svg:
@@ -102,30 +105,32 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--granularity",
         default="elements",
-        help="elements (default), rows:N, rows:N/WITHIN, blocks:HxW or tensor: what may not be cut",
+        help="blocks that are never cut: elements (default), rows:N, rows:N/WITHIN, blocks:HxW or tensor",
     )
     add(
         "--apply",
         choices=("experts", "all"),
-        help="matrices that it holds for (default: those of experts, all if there are none)",
+        help="matrices that have this granularity (default: experts, or all if the model has no experts)",
     )
     add(
-        "--experts", metavar="REGEX", help="names of expert matrices (default: as the families name them; 'experts' in modules)"
+        "--experts",
+        metavar="REGEX",
+        help="pattern of the names of expert matrices (default: the family's names; for module:callable, 'experts')",
     )
-    add("--param-dtype", type=_dtype, default="bfloat16", help="of what all-gathers move (default: bfloat16)")
-    add("--reduce-dtype", type=_dtype, default="float32", help="of what reduce-scatters move (default: float32)")
-    add("--optimizer-dtype", type=_dtype, default="float32", help="of the optimizer's values (default: float32)")
+    add("--param-dtype", type=_dtype, default="bfloat16", help="dtype in all-gathers (default: bfloat16)")
+    add("--reduce-dtype", type=_dtype, default="float32", help="dtype in reduce-scatters (default: float32)")
+    add("--optimizer-dtype", type=_dtype, default="float32", help="dtype of the optimizer's values (default: float32)")
     add(
         "--states",
         type=_natural,
         default=3,
         help="optimizer values per parameter (default: 3, Adam's moments and a master copy)",
     )
-    add("--limit", type=_percent, default=5.0, help="recommend sizes with padding up to this percentage (default: 5)")
-    add("--explain", metavar="GROUP", help="draw the buffer of this group at one FSDP size, in place of the tables")
-    add("--svg", metavar="FILE", help="with --explain: draw it to this file too")
-    add("--json", metavar="FILE", help="write all results to this file too")
-    add("--plot", metavar="FILE", help="draw padding against FSDP size (.png, .svg, .pdf; needs matplotlib, the viz extra)")
+    add("--limit", type=_percent, default=5.0, help="recommend FSDP sizes with at most this percentage of padding (default: 5)")
+    add("--explain", metavar="GROUP", help="draw the buffer of this group at one FSDP size, instead of the tables")
+    add("--svg", metavar="FILE", help="with --explain: also draw the buffer to this file")
+    add("--json", metavar="FILE", help="also write all results to this file")
+    add("--plot", metavar="FILE", help="plot padding against FSDP size (.png, .svg, .pdf; needs matplotlib, the viz extra)")
     return parser
 
 
@@ -133,27 +138,27 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> tuple[Granularity, Precision, Model]:
-    """Everything that can be wrong with the options together; fills in their defaults.
+    """Check the options together, load the model, and fill in defaults.
 
     Raises:
-        ValueError: something is wrong.
+        ValueError: an option is wrong, or does not go with another one.
     """
     granularity = _granularity(options.granularity)
     precision = Precision(options.param_dtype, options.reduce_dtype, options.optimizer_dtype, options.states)
     if options.svg and not options.explain:
-        raise ValueError("--svg draws what --explain GROUP shows: give that too")
+        raise ValueError("--svg needs --explain GROUP: it draws the same buffer")
     if options.explain and len(options.ranks or ()) != 1:
-        raise ValueError("--explain draws one FSDP size: give it with --ranks")
+        raise ValueError("--explain draws one FSDP size: give one size with --ranks")
     for option in ("svg", "json", "plot"):
         path = getattr(options, option)
         if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-            raise ValueError(f"--{option} {path}: not a file in an existing folder")
+            raise ValueError(f"--{option} {path}: expected the path of a file in an existing folder")
     if options.plot:
         check_plot_path(options.plot)
     options.ranks = options.ranks or [2**n for n in range(3, 11)]
     model = load_model(options.model, options.experts)
     if options.apply == "experts" and not model.has_experts:
-        raise ValueError(f"{model.name} has no expert matrices: use --apply all, or name them with --experts")
+        raise ValueError(f"{model.name} has no expert matrices: use --apply all, or match their names with --experts REGEX")
     options.apply = options.apply or ("experts" if model.has_experts else "all")
     if options.explain and options.explain not in model.groups:
         close = difflib.get_close_matches(options.explain, model.groups, 3, 0.5) or [*model.groups][:3]

@@ -1,6 +1,6 @@
-"""A picture of one buffer: which tensor lies where on which rank, padding hatched. Text for a terminal, or SVG.
+"""Drawings of one buffer: the tensors and the padding on each rank, as text for a terminal or as SVG.
 
-Neither looks at every rank: ranks that hold the same share one row, so that work and size grow with the tensors alone.
+The work must not grow with the number of ranks: neighbouring ranks with equal contents share one row.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _OTHERS, _PADDING = "*", "/"
 _PADDING_KIND = -1
 
 Pieces = tuple[tuple[int, int, int], ...]
-"""What a rank holds: (kind, start, stop), in elements of its shard. Together they fill it."""
+"""The contents of a rank's shard: (kind, start, stop), in elements of the shard. Together they fill it."""
 
 
 @dataclass
 class _Kind:
-    """Tensors that are drawn alike: one tensor or, if there are too many, those that differ by numbers in their name."""
+    """Tensors with one symbol: one tensor or, if there are too many, all tensors whose names differ in numbers only."""
 
     symbol: str
     name: str
@@ -39,7 +39,7 @@ class _Kind:
 
 @dataclass(frozen=True)
 class _Row:
-    """Neighbouring ranks, both ends included, that hold the same."""
+    """Neighbouring ranks with equal contents, from ``first`` to ``last``, both included."""
 
     first: int
     last: int
@@ -56,15 +56,16 @@ class _Row:
 
 
 def draw_text(layout: BufferLayout, width: int = 100, height: int = 24) -> str:
-    """The buffer of ``layout`` as lines of at most about ``width`` characters.
+    """The buffer of ``layout`` as text, in lines of about ``width`` characters.
 
-    A row is the shard of a rank, to scale; ``/`` is padding, a letter is a tensor of the legend. Neighbouring ranks that
-    hold the same share a row; of more than ``height`` rows, and as many lines of the legend, the middle is left out.
+    A row is the shard of a rank, to scale: ``/`` is padding, a letter is a tensor of the legend. Neighbouring ranks with equal
+    contents share a row. If there are more than ``height`` rows, the text leaves out the middle ones. The same holds for the
+    legend.
     """
     kinds, rows = _picture(layout)
     head, hidden, tail = ends(rows, height)
     margin = max(len(row.label) for row in (*head, *tail))
-    symbols = [kind.symbol for kind in kinds] + [_PADDING]  # The kind of padding, -1, is the last.
+    symbols = [kind.symbol for kind in kinds] + [_PADDING]  # The kind of padding is -1, the index of the last symbol.
     lines = []
     for row in (*head, *tail):
         cells = _cells(row.pieces, symbols, layout.shard_numel, max(width - margin - 24, 20))
@@ -81,15 +82,15 @@ def _picture(layout: BufferLayout) -> tuple[list[_Kind], list[_Row]]:
 
 
 def _kinds(layout: BufferLayout) -> tuple[list[_Kind], list[int]]:
-    """What is drawn alike, in order of appearance in the buffer, and the kind of each tensor."""
-    placed = sorted((index for index, tensor in enumerate(layout.tensors) if tensor.numel), key=layout.offsets.__getitem__)
-    keys: dict[int, object] = {index: index for index in placed}
-    if len(placed) > len(_SYMBOLS) // 2:
-        keys = {i: (re.sub(r"\d+", "*", layout.tensors[i].name), layout.tensors[i].shape) for i in placed}
+    """All kinds in the order of their offsets, and the kind of each tensor."""
+    by_offset = sorted((index for index, tensor in enumerate(layout.tensors) if tensor.numel), key=layout.offsets.__getitem__)
+    keys: dict[int, object] = {index: index for index in by_offset}
+    if len(by_offset) > len(_SYMBOLS) // 2:
+        keys = {i: (re.sub(r"\d+", "*", layout.tensors[i].name), layout.tensors[i].shape) for i in by_offset}
     named: dict[object, int] = {}
     kinds: list[_Kind] = []
     kind_of = [_PADDING_KIND] * len(layout.tensors)
-    for index in placed:
+    for index in by_offset:
         tensor, offset = layout.tensors[index], layout.offsets[index]
         number = named.setdefault(keys[index], min(len(named), len(_SYMBOLS)))
         last = (offset + tensor.numel - 1) // layout.shard_numel
@@ -117,7 +118,7 @@ def _rows(layout: BufferLayout, kind_of: list[int]) -> list[_Row]:
 
 
 def _single_rows(layout: BufferLayout, kind_of: list[int]) -> Iterator[_Row]:
-    """Each rank in turn; the ranks that lie wholly inside a tensor or a gap together."""
+    """The rows in the order of ranks. All ranks whose shards are wholly inside one tensor or one gap are one row."""
     shard = layout.shard_numel
     segments = [(start, stop, _PADDING_KIND) for start, stop in layout.gaps()]
     for index, tensor in enumerate(layout.tensors):
@@ -133,7 +134,7 @@ def _single_rows(layout: BufferLayout, kind_of: list[int]) -> Iterator[_Row]:
                 start += whole * shard
                 continue
             end = min(stop - rank * shard, shard)
-            if pieces and pieces[-1][0] == kind:  # Neighbours that are drawn alike become one.
+            if pieces and pieces[-1][0] == kind:  # Neighbouring pieces of one kind become one piece.
                 inside = pieces.pop()[1]
             pieces.append((kind, inside, end))
             start = rank * shard + end
@@ -149,7 +150,7 @@ def _cells(pieces: Pieces, symbols: list[str], shard: int, room: int) -> str:
     starts = [start for _, start, _ in pieces]
     kinds = [pieces[bisect.bisect_right(starts, (2 * i + 1) * shard // (2 * room)) - 1][0] for i in range(room)]
     for kind, start, _ in pieces:
-        if kind == _PADDING_KIND:  # Small as it may be, it is what the picture is for.
+        if kind == _PADDING_KIND:  # Padding is always visible, also if it is smaller than a character.
             kinds[start * room // shard] = kind
     return "".join(symbols[kind] for kind in kinds)
 
@@ -190,17 +191,17 @@ def _block(kind: _Kind) -> str:
 
 # --- SVG -----------------------------------------------------------------------------------------------------------
 
-_LEFT, _WIDTH, _HEIGHT = 120, 960, 20  # Pixels: where shards begin, how wide they are, how high a row is.
+_LEFT, _WIDTH, _HEIGHT = 120, 960, 20  # Pixels: left edge of the shards, width of a shard, height of a row.
 _STYLE = """<style>text { font: 12px sans-serif; }</style>
 <defs><pattern id="padding" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
 <rect width="6" height="6" fill="white"/><rect width="2" height="6" fill="black"/></pattern></defs>"""
 
 
 def draw_svg(layout: BufferLayout, title: str, height: int = 64) -> str:
-    """The buffer of ``layout`` as an SVG document, as :func:`draw_text` shows it.
+    """The buffer of ``layout`` as an SVG document, with the rows of :func:`draw_text`.
 
-    A rectangle says what it is when pointed at. Of more than ``height`` rows, and as many lines of the legend, the middle
-    is left out. The same layout gives the same text.
+    A rectangle shows its name if the mouse points at it. If there are more than ``height`` rows, the drawing leaves out the
+    middle ones. The same holds for the legend. The same layout always gives the same document.
     """
     kinds, rows = _picture(layout)
     head, hidden, tail = ends(rows, height)
@@ -238,7 +239,7 @@ def _piece(piece: tuple[int, int, int], kinds: list[_Kind], shard: int, top: int
 
 
 def _fill(kind: int) -> str:
-    """A colour per kind, neighbours far apart on the colour circle."""
+    """The colour of a kind. Neighbouring kinds have very different colours."""
     return (
         "url(#padding)" if kind == _PADDING_KIND else f"hsl({math.floor(kind * 137.508) % 360}, 65%, {62 + 12 * (kind % 2)}%)"
     )

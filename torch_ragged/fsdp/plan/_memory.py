@@ -1,4 +1,7 @@
-"""Bytes per collective, and memory per rank under ZeRO-1, 2 and 3."""
+"""Bytes per collective, and memory per rank under ZeRO-1, 2 and 3.
+
+It must count padding, because collectives move it and buffers store it.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ _SHARD_ALIGNMENT_BYTES = 128  # As fully_shard lays buffers out.
 
 @dataclass(frozen=True)
 class Precision:
-    """Element types of a training run.
+    """The dtypes of a training run.
 
     Attributes:
-        param: of the parameters that the model computes with, which the all-gather moves.
-        reduce: of the gradients, which the reduce-scatter moves.
-        optimizer: of the optimizer's values.
-        states: how many values the optimizer keeps per parameter: 3 are Adam's two moments and a master copy.
+        param: the dtype of the parameters in compute, and in all-gathers.
+        reduce: the dtype of gradients in reduce-scatters.
+        optimizer: the dtype of the optimizer's values.
+        states: the number of optimizer values per parameter: 3 for Adam's two moments and a master copy.
     """
 
     param: torch.dtype = torch.bfloat16
@@ -31,13 +34,18 @@ class Precision:
 
     @property
     def alignment(self) -> int:
-        """Elements that a shard size is a multiple of, so that shards are whole multiples of 128 bytes in either type."""
+        """The alignment of shards in elements. It makes a shard a multiple of 128 bytes in ``param`` and in ``reduce``."""
         return max(1, _SHARD_ALIGNMENT_BYTES // min(self.param.itemsize, self.reduce.itemsize))
 
 
 @dataclass(frozen=True)
 class Collective:
-    """Bytes of one kind of collective: of the largest group, and of all groups together."""
+    """Bytes of one kind of collective.
+
+    Attributes:
+        largest: bytes of the largest group.
+        total: bytes of all groups together.
+    """
 
     largest: int
     total: int
@@ -45,7 +53,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per rank, padding included; activations and buffers that live for one layer only are not counted."""
+    """Bytes per rank, padding included. Activations, and buffers that exist during one layer only, are not counted."""
 
     parameters: int
     gradients: int
@@ -57,10 +65,10 @@ class Memory:
 
 
 def collectives(sharding: Sharding, precision: Precision, replicas: int = 1) -> dict[str, Collective]:
-    """Bytes of the buffers that collectives work on, padding included.
+    """Bytes of the buffers of collectives, padding included.
 
-    An all-gather fills, and a reduce-scatter reads, the whole buffer of a group, all shards of it. With more than one
-    replica (HSDP), ranks that hold the same shard then all-reduce it.
+    An all-gather fills the whole buffer of a group, all shards of it. A reduce-scatter reads the whole buffer. If there are
+    several replicas (HSDP), the ranks with the same shard then all-reduce it.
     """
     largest, total, ranks = sharding.largest_shard_numel, sharding.shard_numel, sharding.ranks
     param, reduce = precision.param.itemsize, precision.reduce.itemsize
@@ -76,8 +84,8 @@ def collectives(sharding: Sharding, precision: Precision, replicas: int = 1) -> 
 def zero_memory(sharding: Sharding, precision: Precision) -> dict[int, Memory]:
     """Memory per rank by ZeRO stage.
 
-    Stage 1 shards the optimizer's values, stage 2 the gradients too, stage 3 the parameters too. What is not sharded
-    counts as whole buffers, with their padding. Replicas (HSDP) do not change it.
+    Stage 1 shards the optimizer's values, stage 2 also the gradients, stage 3 also the parameters. Unsharded values count as
+    whole buffers, with their padding. Replicas (HSDP) do not change the memory per rank.
     """
     shard = sharding.shard_numel
     whole = sharding.ranks * shard

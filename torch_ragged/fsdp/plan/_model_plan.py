@@ -1,4 +1,7 @@
-"""Layouts of a whole model at one FSDP size: the package's own, beside the two schemes it is compared with."""
+"""Layouts of a whole model at one FSDP size: those of this package, and shard sizes of the two schemes to compare with.
+
+Nothing here depends on dtypes: all sizes are in elements.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,26 @@ Policy = Callable[[Parameter], Granularity]
 
 
 def granularity_policy(granularity: Granularity, every_matrix: bool) -> Policy:
-    """``granularity`` for expert matrices, or for all parameters of two or more dimensions; any other is element-wise."""
+    """A policy that gives ``granularity`` to expert matrices, and ``elements()`` to all other parameters.
+
+    If ``every_matrix`` is True, all parameters of two or more dimensions get ``granularity``.
+    """
     return lambda one: granularity if one.expert or (every_matrix and len(one.shape) >= 2) else elements()
 
 
 def tensor_specs(group: str, parameters: Sequence[Parameter], policy: Policy) -> tuple[TensorSpec, ...]:
-    """What the planner is told of ``parameters``; names are without that of the group."""
+    """The planner's descriptions of ``parameters``, with names relative to the group."""
     return tuple(policy(one).tensor_spec(one.name.removeprefix(f"{group}."), one.shape) for one in parameters)
 
 
 @dataclass(frozen=True)
 class GroupKind:
-    """Groups that differ in their name only, and therefore have one layout: their names, and the tensors of each."""
+    """Groups that differ in their names only, and therefore have one layout.
+
+    Attributes:
+        names: the names of the groups.
+        tensors: the tensors of each group.
+    """
 
     names: tuple[str, ...]
     tensors: tuple[TensorSpec, ...]
@@ -35,12 +46,12 @@ class GroupKind:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What one scheme makes of a model.
+    """The shard sizes of a model in one scheme.
 
     Attributes:
-        ranks: number of shards of each group.
-        numel: elements of the model.
-        shards: per kind of group, how many groups there are and the elements of each one's shard.
+        ranks: the number of shards of each group.
+        numel: the elements of the model.
+        shards: for each kind of group, the number of groups and the elements of one group's shard.
     """
 
     ranks: int
@@ -49,7 +60,7 @@ class Sharding:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of a rank's shards of all groups together, padding included."""
+        """Elements of all shards of a rank together, padding included."""
         return sum(count * shard for count, shard in self.shards)
 
     @property
@@ -69,8 +80,11 @@ class ModelPlan:
 
     Attributes:
         kinds: the model's groups.
-        layouts: of each kind of group.
-        ragged, bound, fsdp2, lcm: shard sizes of the package, of its lower bound, of FSDP2 and of rows in LCM cells.
+        layouts: the layout of each kind of group.
+        ragged: the shard sizes of this package.
+        bound: the lower bounds on these shard sizes.
+        fsdp2: the shard sizes of FSDP2.
+        lcm: the shard sizes of a buffer of rows in LCM cells, see :class:`RowBuffer`.
     """
 
     kinds: tuple[GroupKind, ...]
@@ -94,10 +108,10 @@ class ModelPlan:
 
 
 class ModelPlanner:
-    """Plans a model at any number of FSDP sizes; what does not depend on the size is computed once.
+    """Plans a model at several FSDP sizes. Results that do not depend on the size are computed once.
 
     Args:
-        model: what to plan.
+        model: the model.
         policy: the granularity of each parameter.
         alignment: shard sizes are a multiple of it, in elements.
     """

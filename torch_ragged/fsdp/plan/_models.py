@@ -1,4 +1,7 @@
-"""The model to plan for: built in, from a Hugging Face ``config.json``, or any module built on the meta device."""
+"""Loads the model to plan: a built-in one, a Hugging Face ``config.json``, or a module that is built on the meta device.
+
+It must not allocate the model's parameters.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ from torch_ragged.fsdp.plan._shapes import FAMILIES, Config, Groups, Parameter, 
 
 __all__ = ["BUILT_IN", "Model", "load_model", "module_groups"]
 
-_EXPERTS = r"experts(?!.*bias)"  # Names of expert matrices in modules; stacked biases of experts have two dimensions too.
+_EXPERTS = r"experts(?!.*bias)"  # Names of expert matrices in modules. Stacked biases of experts have two dimensions too.
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model as groups of parameters: one group per transformer block, and ``"rest"``."""
+    """A model as groups of parameters: one group per transformer block, and ``"rest"`` for all other parameters."""
 
     name: str
     groups: Groups
@@ -49,11 +52,12 @@ def load_model(source: str, experts: str | None = None) -> Model:
     Args:
         source: a key of :data:`BUILT_IN` (in any case), a path of a ``config.json`` or of a folder with one, or
             ``module:callable``, which is called without arguments under ``torch.device("meta")`` and returns an nn.Module.
-        experts: a regular expression; parameters of two or more dimensions whose name it finds are expert matrices.
-            Default: what the published families call so; in modules, names with ``experts`` but not ``bias`` behind it.
+        experts: a regular expression. If it matches in the name of a parameter of two or more dimensions, this parameter is an
+            expert matrix. Default: the names in the published families; for a module, names with ``experts`` that have no
+            ``bias`` after it.
 
     Raises:
-        ValueError: there is no such model, or it cannot be read or built.
+        ValueError: ``experts`` is no regular expression, there is no such model, or it cannot be read or built.
     """
     try:
         pattern = re.compile(experts or _EXPERTS)
@@ -96,10 +100,10 @@ def _from_config(path: Path) -> Model:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"cannot read {path}: {reason}") from None
     if not isinstance(fields, dict):
-        raise ValueError(f"cannot read {path}: a JSON object was expected, got {type(fields).__name__}")
+        raise ValueError(f"cannot read {path}: expected a JSON object, got {type(fields).__name__}")
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"{path}: model_type {kind!r} is not supported; supported: {', '.join(FAMILIES)}")
+        raise ValueError(f"{path}: model_type must be one of {', '.join(FAMILIES)}, got {kind!r}")
     return Model(str(path), FAMILIES[kind](Config(fields, str(path))))
 
 
@@ -112,7 +116,7 @@ def _from_callable(source: str) -> Model:
         build: Any = importlib.import_module(module_name)
         for name in attribute.split("."):
             build = getattr(build, name)
-    except Exception as error:  # Anything may go wrong in the user's code; the tool says what.
+    except Exception as error:  # The user's code may raise any error; the tool shows it in one line.
         raise ValueError(f"cannot import {source}: {type(error).__name__}: {error}") from None
     try:
         with torch.device("meta"):
@@ -127,8 +131,8 @@ def _from_callable(source: str) -> Model:
 def module_groups(module: nn.Module) -> Groups:
     """The parameters of ``module`` by group.
 
-    Each child of an nn.ModuleList or nn.ModuleDict, of the outermost ones, is a group; what is left is ``"rest"``. A
-    parameter that stands in several places counts once: in the first block that has it, else in the rest.
+    Each child of an outermost nn.ModuleList or nn.ModuleDict is a group. All other parameters are in ``"rest"``. If a parameter
+    is registered several times, it counts once: in the first block that has it, or in ``"rest"`` if no block has it.
     """
     groups: Groups = {}
     taken: set[nn.Parameter] = set()
@@ -206,4 +210,4 @@ BUILT_IN: dict[str, Callable[[], Groups]] = {
         vocab_size=151936,
     ),
 }
-"""Name -> the groups of a built-in model: DeepSeek-V3 without MTP, GPT-OSS-120B, Llama-3-70B, Qwen3-30B-A3B."""
+"""By name: a function that makes the groups of DeepSeek-V3 without MTP, GPT-OSS-120B, Llama-3-70B or Qwen3-30B-A3B."""

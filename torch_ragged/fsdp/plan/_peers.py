@@ -1,6 +1,7 @@
-"""Shard sizes of other schemes, to compare with: FSDP2's dim-0 chunks, and a buffer of shards of whole rows.
+"""Shard sizes of two other schemes, to compare with: FSDP2's chunks of dimension 0, and a buffer of whole rows.
 
-Both depend on shapes and blocks alone. Their padding counts as the package's: ranks * shard size - elements.
+They must not import these schemes: they depend on shapes and blocks only. Padding is ranks * shard size - elements, as for this
+package.
 """
 
 from __future__ import annotations
@@ -15,34 +16,34 @@ __all__ = ["RowBuffer", "fsdp2_shard"]
 
 
 def fsdp2_shard(tensors: Sequence[TensorSpec], ranks: int) -> int:
-    """Elements of each rank's shard where FSDP2 shards ``tensors`` over ``ranks``.
+    """Elements of each rank's shard if FSDP2 shards ``tensors`` over ``ranks``.
 
-    FSDP2 cuts each tensor with ``torch.chunk`` on dimension 0 and pads every rank's piece to the size of the first:
-    ceil(shape[0] / ranks) slices. It knows no blocks, so those of the tensors are not looked at. A 0-D tensor, which it
-    refuses, counts as one of shape (1,).
+    FSDP2 cuts each tensor with ``torch.chunk`` on dimension 0, and pads the piece of each rank to the size of the first piece:
+    ceil(shape[0] / ranks) slices. FSDP2 has no blocks, so the blocks of ``tensors`` have no effect. FSDP2 refuses a 0-D tensor;
+    here, it counts as a tensor of shape (1,).
     """
     return sum(-(-_slices(tensor) // ranks) * _slice_numel(tensor) for tensor in tensors)
 
 
 @dataclass(frozen=True)
 class RowBuffer:
-    """A buffer whose shards are multiples of the least common multiple of the rows of all its tensors, in the way of
-    Megatron-FSDP's row-only buffer.
+    """A buffer whose shards are multiples of the least common multiple (LCM) of all tensors' rows, as in Megatron-FSDP.
 
-    A *unit* of a tensor is a slice of dimension 0, or the least common multiple of that and the tensor's block if it has
-    one (of that and the period, where blocks do not fill it). A *cell* is the least common multiple of all units and of the
-    alignment. Shards are whole cells, so that no boundary cuts a unit of a tensor that begins on a cell. In detail:
+    A *unit* of a tensor is a slice of dimension 0. If the tensor has a block, the unit is the LCM of slice and block, or the
+    LCM of slice and period if blocks do not fill the period. A *cell* is the LCM of all units and the alignment. Shards are
+    whole cells. So if a tensor begins at a cell's start, no shard boundary cuts its units.
 
-    - A tensor of a cell or more begins on a cell. If whole cells do not fill it, its last cell has room left: the next
-      such tensor whose own remainder fits there (and whose units tile it) ends on a cell, with its remainder first.
-    - Tensors smaller than a cell go, largest first, where room is left, then by first fit into cells of their own.
-    - A shard need never be larger than all tensors together.
+    - A tensor of at least one cell begins at a cell's start. If it does not fill its last cell, the rest of this cell is free.
+      The next such tensor may use it: if its own remainder fits there and its units tile it, its remainder goes there first and
+      the tensor ends at a cell's end.
+    - Smaller tensors go to free rests of cells, the largest tensor first. If none has room, they go to new cells, by first fit.
+    - A shard is never larger than all tensors together.
 
     Attributes:
-        offsets: of each tensor, in elements from the start of the buffer.
-        cell: elements of a cell.
-        cells: how many of them the buffer needs.
-        numel: elements of all tensors, rounded up to the alignment.
+        offsets: the offset of each tensor, in elements from the start of the buffer.
+        cell: the elements of a cell.
+        cells: the number of cells that the buffer needs.
+        numel: the elements of all tensors, rounded up to the alignment.
     """
 
     offsets: tuple[int, ...]
@@ -52,18 +53,18 @@ class RowBuffer:
 
     @classmethod
     def pack(cls, tensors: Sequence[TensorSpec], alignment: int) -> RowBuffer:
-        """The buffer of ``tensors``; the same for any number of ranks."""
+        """The buffer of ``tensors``. It does not depend on the number of ranks."""
         cell = math.lcm(alignment, *map(_unit, tensors))
         offsets, rooms, cells = _pack_large(tensors, cell)
         small = [index for index, tensor in enumerate(tensors) if index not in offsets]
         for index in sorted(small, key=lambda index: -tensors[index].numel):
             numel = tensors[index].numel
-            slot = next((slot for slot, (_, room) in enumerate(rooms) if numel <= room), None)
-            if slot is None:
-                slot, cells = len(rooms), cells + 1
+            found = next((number for number, (_, room) in enumerate(rooms) if numel <= room), None)
+            if found is None:
+                found, cells = len(rooms), cells + 1
                 rooms.append(((cells - 1) * cell, cell))
-            offsets[index], room = rooms[slot]
-            rooms[slot] = (offsets[index] + numel, room - numel)
+            offsets[index], room = rooms[found]
+            rooms[found] = (offsets[index] + numel, room - numel)
         total = sum(tensor.numel for tensor in tensors)
         packed = tuple(offsets[index] for index in range(len(tensors)))
         return cls(packed, cell, cells, max(1, -(-total // alignment)) * alignment)
@@ -74,7 +75,7 @@ class RowBuffer:
 
 
 def _pack_large(tensors: Sequence[TensorSpec], cell: int) -> tuple[dict[int, int], list[tuple[int, int]], int]:
-    """Offsets of the tensors of a cell or more, the rooms (start, size) left between them, and the cells they take."""
+    """Lay out the tensors of at least one cell: their offsets, the free rests of cells (start, size), the number of cells."""
     offsets: dict[int, int] = {}
     rooms: list[tuple[int, int]] = []
     waiting = [index for index, tensor in enumerate(tensors) if tensor.numel >= cell]
@@ -109,6 +110,6 @@ def _slice_numel(tensor: TensorSpec) -> int:
 
 def _unit(tensor: TensorSpec) -> int:
     block, period = max(1, min(tensor.block, tensor.numel)), tensor.period
-    if period % block:  # Blocks that begin anew in each period, and do not fill it: cuts between periods harm none.
+    if period % block:  # Blocks are counted anew in each period and do not fill it: only cuts between periods cut no block.
         block = period
     return math.lcm(max(1, _slice_numel(tensor)), block)

@@ -1,4 +1,7 @@
-"""The plot of padding against FSDP size; the only file that needs matplotlib (the ``viz`` extra)."""
+"""The plot of padding against FSDP size.
+
+Importing this file must not need matplotlib (the ``viz`` extra): ``plot()`` imports it.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ _ENDINGS = (".png", ".svg", ".pdf")
 
 
 def check_plot_path(path: str) -> None:
-    """Check, before any work, that a plot can be drawn to ``path``.
+    """Check, before any work, that :func:`plot` can write to ``path``.
 
     Raises:
-        ValueError: the ending of ``path`` is none of .png, .svg and .pdf, or matplotlib is not installed.
+        ValueError: ``path`` does not end in .png, .svg or .pdf, or matplotlib is not installed.
     """
     if Path(path).suffix not in _ENDINGS:
-        raise ValueError(f"--plot {path}: expected a file that ends in {', '.join(_ENDINGS)}")
+        raise ValueError(f"--plot {path}: expected a file name that ends in {', '.join(_ENDINGS)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install 'torch_ragged[viz]'")
 
 
 def plot(report: Report, path: str) -> None:
-    """Draw padding against FSDP size, for torch_ragged, its lower bound, FSDP2 and LCM, to ``path``."""
+    """Plot padding against FSDP size to ``path``, for torch_ragged, its lower bound, FSDP2 and LCM."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -40,7 +43,7 @@ def plot(report: Report, path: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=45)
     axes.minorticks_off()
-    axes.set_yscale("symlog", linthresh=0.1)  # From none at all to several times the model.
+    axes.set_yscale("symlog", linthresh=0.1)  # Padding ranges from zero to several times the size of the model.
     axes.set_ylim(0, 2 * max(axes.get_ylim()))
     axes.yaxis.set_major_formatter("{x:g}%")
     axes.set(

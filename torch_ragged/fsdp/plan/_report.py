@@ -1,4 +1,7 @@
-"""What the tool prints and writes: tables of all FSDP sizes, which of them it recommends and why, and the same as JSON."""
+"""The report of the planning tool: tables of all FSDP sizes, recommended sizes and advice, as text and as JSON.
+
+Nothing here plans a layout, except for the advice.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ class Report:
     """A model planned at several FSDP sizes.
 
     Attributes:
-        model: what was planned.
-        granularity: what may not be cut, in words.
-        precision: element types; they make bytes of elements.
-        replicas: how many times the model is sharded (HSDP); the world has ranks * replicas ranks.
-        limit: padding of the whole model, relative to its parameters, up to which a size is recommended.
-        plans: one per FSDP size, ascending.
+        model: the model.
+        granularity: the granularity of its parameters, in words.
+        precision: the dtypes, which give bytes per element.
+        replicas: the number of replicas of the sharded model (HSDP). The world has ranks * replicas ranks.
+        limit: a size is recommended if the padding of the whole model, relative to its parameters, is at most this.
+        plans: one plan per FSDP size, in ascending order.
     """
 
     model: Model
@@ -46,7 +49,7 @@ class Report:
         return advise(over[0].group_layouts(), self.limit) if over else []
 
     def text(self) -> str:
-        """All of it for a terminal."""
+        """The whole report as text for a terminal."""
         precision, replicas = self.precision, self.replicas
         title = [
             f"{self.model.name}: {self.model.numel:,} parameters in {self.model.num_tensors:,} tensors, "
@@ -64,7 +67,7 @@ class Report:
         return "\n\n".join(["\n".join(title), *tables, "\n".join([*self._recommendation(), *self.advice])])
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it for JSON: sizes in elements and bytes, padding as fractions of the elements."""
+        """The whole report for JSON, with sizes in elements and bytes, and padding as fractions of the elements."""
         precision = self.precision
         return {
             "model": self.model.name,
@@ -164,7 +167,7 @@ class Report:
 
 
 def bytes_text(count: int) -> str:
-    """``1.50 GiB``"""
+    """A number of bytes for people, such as ``1.50 GiB``."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]

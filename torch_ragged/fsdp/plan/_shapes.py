@@ -1,6 +1,6 @@
 """Parameter names and shapes of published model families, from the fields of their Hugging Face ``config.json``.
 
-Names and shapes are those of the checkpoints: experts that are stored one by one are one tensor each here too.
+Names and shapes are those of the checkpoints: if a checkpoint stores each expert in a tensor of its own, this does so too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ __all__ = ["FAMILIES", "Config", "Groups", "Parameter", "gpt_oss_original"]
 
 
 class Parameter(NamedTuple):
-    """A parameter: its fully qualified name, its shape, and whether it is a weight matrix of an expert, routed or shared."""
+    """A parameter.
+
+    Attributes:
+        name: the fully qualified name.
+        shape: the shape.
+        expert: whether it is a weight matrix of an expert, routed or shared.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -20,25 +26,25 @@ class Parameter(NamedTuple):
 
 
 Groups = dict[str, list[Parameter]]
-"""Group name -> its parameters; one group per transformer block and ``"rest"`` for all others."""
+"""By name of a group, its parameters: one group per transformer block, and ``"rest"`` for all other parameters."""
 
 
 class Config:
     """The fields of a ``config.json``.
 
     Raises:
-        ValueError: on reading a field that is missing without a default, or has another type than asked for.
+        ValueError: a method reads a field that is missing and has no default, or a field of another type.
     """
 
     def __init__(self, fields: Mapping[str, Any], source: str) -> None:
         self._fields, self._source = fields, source
 
     def count(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """The integer field ``name``, at least ``least``; null is the same as missing."""
+        """The integer field ``name``, at least ``least``. A null counts as missing."""
         value = self._fields.get(name)
         value = default if value is None else value
         if value is None:
-            raise ValueError(f"{self._source} has no field {name!r}")
+            raise ValueError(f"{self._source} has no field {name!r}, which its model_type needs")
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{self._source}: {name} must be an integer of at least {least}, got {value!r}")
         return value
@@ -51,7 +57,7 @@ class Config:
         return value
 
     def layers(self, name: str) -> set[int]:
-        """The field ``name``, a list of layer numbers; empty if missing."""
+        """The field ``name``, a list of layer numbers. Empty if the field is missing."""
         value = self._fields.get(name) or []
         if not isinstance(value, list) or not all(isinstance(layer, int) for layer in value):
             raise ValueError(f"{self._source}: {name} must be a list of layer numbers, got {value!r}")
@@ -76,7 +82,7 @@ def _gated_mlp(name: str, hidden: int, inner: int, bias: bool = False, expert: b
 
 
 def _attention(config: Config, qkv_bias: bool, out_bias: bool, qk_norm: bool = False, head_dim: int = 0) -> list[Parameter]:
-    """Grouped-query attention; ``head_dim`` is the family's default, 0 for hidden size / heads."""
+    """Grouped-query attention. ``head_dim`` is the family's default; 0 means hidden size / heads."""
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
     groups = config.count("num_key_value_heads", heads)
     head = config.count("head_dim", head_dim or hidden // heads)
@@ -90,7 +96,7 @@ def _attention(config: Config, qkv_bias: bool, out_bias: bool, qk_norm: bool = F
 
 
 def _latent_attention(config: Config) -> list[Parameter]:
-    """DeepSeek's multi-head latent attention; without ``q_lora_rank`` the query is one projection."""
+    """DeepSeek's multi-head latent attention. Without ``q_lora_rank``, the query is one projection."""
     hidden, heads, bias = config.count("hidden_size"), config.count("num_attention_heads"), config.flag("attention_bias")
     nope, rope = config.count("qk_nope_head_dim"), config.count("qk_rope_head_dim")
     value, kv_rank, q_rank = config.count("v_head_dim"), config.count("kv_lora_rank"), config.count("q_lora_rank", 0, 0)
@@ -111,7 +117,7 @@ def _latent_attention(config: Config) -> list[Parameter]:
 
 
 def _decoder(config: Config, block: Callable[[int], list[Parameter]]) -> Groups:
-    """Embedding, blocks of ``block(layer)`` with two norms each, a norm, and a head unless it is tied."""
+    """An embedding, one block of ``block(layer)`` and two norms per layer, a last norm, and a head unless it is tied."""
     hidden, vocabulary = config.count("hidden_size"), config.count("vocab_size")
     groups = {}
     for layer in range(config.count("num_hidden_layers")):
@@ -178,7 +184,7 @@ def _deepseek_v3(config: Config) -> Groups:
 
 
 def _gpt_oss(config: Config) -> Groups:
-    """As Hugging Face's modules: 3-D expert weights with the input dimension first."""
+    """GPT-OSS as in Hugging Face's modules: 3-D expert weights with the input dimension before the output dimension."""
     hidden, inner, experts = (config.count(name) for name in ("hidden_size", "intermediate_size", "num_local_experts"))
     bias = config.flag("attention_bias", True)
     moe = [
@@ -193,7 +199,7 @@ def _gpt_oss(config: Config) -> Groups:
 
 
 def gpt_oss_original(config: Config) -> Groups:
-    """As OpenAI's checkpoint: fused attention, and 3-D expert weights with the output dimension first."""
+    """GPT-OSS as in OpenAI's checkpoint: fused attention, 3-D expert weights with the output dimension before the input's."""
     hidden, inner, experts = (config.count(name) for name in ("hidden_size", "intermediate_size", "num_local_experts"))
     heads, head = config.count("num_attention_heads"), config.count("head_dim")
     qkv = (heads + 2 * config.count("num_key_value_heads")) * head
@@ -232,4 +238,4 @@ FAMILIES: dict[str, Callable[[Config], Groups]] = {
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
 }
-"""``model_type`` of a config.json -> its parameters by group."""
+"""By ``model_type`` of a config.json, a function that makes its parameters by group."""

@@ -1,4 +1,7 @@
-"""memory_report: what the groups of a model hold now, and the most that they will hold in a training step."""
+"""memory_report: the memory of a model's groups now, and their predicted peak in a training step.
+
+It must not communicate, and must not allocate memory on the model's device.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ class MemoryRow:
     """Bytes on this rank, padding included.
 
     Attributes:
-        name: of the group; or what the row is.
-        sharded: the shards that the parameters are views of.
+        name: the name of the group; ``"total"`` or the name of the peak in the other rows.
+        sharded: the shards; the parameters are views of them.
         gathered: gathered parameters.
-        gradients: gradients not reduced yet, a buffer of the size of the gathered parameters.
-        grad: what ``.grad`` of the parameters lies in, and reduced shards on their way there.
+        gradients: gradients that are not reduced yet, in a buffer as large as the gathered parameters.
+        grad: the memory of the parameters' ``.grad``, and reduced shards that become ``.grad``.
         optimizer: the optimizer's state for the parameters.
     """
 
@@ -46,12 +49,12 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What :func:`memory_report` found; ``str()`` of it is a table.
+    """The result of :func:`memory_report`; ``str()`` makes a table of it.
 
     Attributes:
-        groups: what each group holds now, in the order of ``named_modules``.
+        groups: the memory of each group now, in the order of ``named_modules``.
         total: the sum of ``groups``.
-        peak: the highest moment of a training step, as predicted, named after it ("backward of blocks.0").
+        peak: the predicted memory at the peak of a training step. Its name is the moment, such as "backward of blocks.0".
     """
 
     groups: tuple[MemoryRow, ...]
@@ -72,25 +75,27 @@ class MemoryReport:
 
 
 def memory_report(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> MemoryReport:
-    """What each group under ``model`` holds now, and the peak of one training step. No communication; per rank.
+    """The memory of each group under ``model`` now, and the predicted peak of one training step, on this rank.
 
-    The prediction runs one step of the groups' own code on the meta device, with stand-ins for computation and collectives, in
-    the order of the last forward (before the first: of ``named_modules``). It is exact if all of this holds; otherwise it is a
-    bound, too high by less than the gradient buffers of modules around others:
+    It does not communicate. The prediction runs one step of the groups' own code on the meta device, with stand-ins for
+    computation and collectives. Modules run in the order of the last forward, or in the order of ``named_modules`` before the
+    first forward. The prediction is exact if all of these conditions hold:
 
     - ``.grad`` is None when the step begins (``zero_grad()``), and one backward follows one forward;
-    - modules around others use parameters after them, as a model its head: their gradients come first in backward;
+    - a module that contains sharded modules uses its own parameters after them, as a model uses its head;
     - all gradients have the parameters' dtype;
-    - the inputs of every group but the root's need gradients, and no activation checkpointing runs calls again;
-    - the optimizer has its state: before its first step there is none, and none is predicted.
+    - the inputs of all groups except the root's need gradients, and activation checkpointing runs no call again;
+    - the optimizer has its state: the report does not predict the state that its first step makes.
 
-    Over gloo a reduce-scatter holds a second buffer, of its input's size at most: it is counted with the gradients. Buffers of
-    ``HIERARCHICAL`` between its two reductions, and of tensor types with their own all-gather, are not counted. Activations,
-    parameters in no group and what the optimizer holds during its step are not in the report.
+    Otherwise it is an upper bound. It is too high by less than the gradient buffers of modules that contain sharded modules.
+
+    Over gloo, a reduce-scatter holds a second buffer, at most as large as its input. The report counts it as ``gradients``. It
+    does not count the buffers between the two reductions of ``HIERARCHICAL``, buffers of tensor types with their own
+    all-gather, activations, parameters in no group, and memory that the optimizer allocates during its step only.
 
     Args:
-        model: a module that ``fully_shard`` was called on, or that holds such modules.
-        optimizer: one or several, whose state is to be counted.
+        model: a module on which ``fully_shard`` was called, or a module that contains such modules.
+        optimizer: one or several optimizers, whose state is counted.
 
     Raises:
         ValueError: ``fully_shard`` was called on no module of ``model``.
@@ -107,21 +112,21 @@ def memory_report(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] |
 
 
 def optimizers_of(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
-    """One, several or none, as a list."""
+    """One optimizer, several or None, as a list."""
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
 
 def transient_nbytes(group: FSDPParamGroup) -> int:
-    """Bytes that a group's gathered parameters and gradients not reduced yet hold now."""
+    """The bytes of a group's gathered parameters, and of its gradients that are not reduced yet, now."""
     buffers = group.buffers()
     return sum(buffer.resident_nbytes for kind in ("gathered", "gradients") for buffer in buffers[kind]) + group.kept_nbytes
 
 
 def _row_of(name: str, group: FSDPParamGroup, held: dict[int, int]) -> MemoryRow:
     resident = {kind: sum(b.resident_nbytes for b in buffers) for kind, buffers in group.buffers().items()}
-    grads = {}  # All are views of one buffer, unless the user has set them.
+    grads = {}  # By storage: gradients are views of one buffer, unless the user has set them.
     for param in group.params:
         if param.sharded.grad is not None:
             storage = _local(param.sharded.grad).untyped_storage()
@@ -137,7 +142,7 @@ def _row_of(name: str, group: FSDPParamGroup, held: dict[int, int]) -> MemoryRow
 
 
 def _optimizer_nbytes(optimizers: list[Optimizer]) -> dict[int, int]:
-    """Bytes of the state of each parameter, by its ``id``."""
+    """By ``id`` of a parameter, the bytes of its optimizer state on this rank."""
     return {
         id(param): sum(_local(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
         for optimizer in optimizers
@@ -155,8 +160,9 @@ def _human(nbytes: int) -> str:
 
 
 def _forward_order(states: list[FSDPState]) -> list[FSDPState]:
-    """The calls of the last forward that is known whole; before the first, every module once."""
+    """The calls of the last complete forward. Before the first forward, each module once."""
     contexts = {id(state.context): state.context for state in states}.values()
+    # During a forward, its order is incomplete: the longest order is taken.
     calls = max((order for c in contexts for order in (c.order.states, c.last_order.states)), key=len, default=[])
     mine = set(map(id, states))
     return [state for state in calls if id(state) in mine] or states

@@ -1,4 +1,7 @@
-"""monitor: where a training step's time, bytes and memory go."""
+"""monitor: the time, the bytes and the memory of training steps, as a row of numbers per step.
+
+It must not communicate, and must not change what a step computes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _KINDS = ("all_gather", "reduce_scatter", "other")
 
 
 def monitor(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> Monitor:
-    """Watch the training steps of ``model`` from now on, until the end of the ``with`` block or :meth:`Monitor.close`.
+    """Watch the training steps of ``model`` until the end of the ``with`` block, or until :meth:`Monitor.close`.
 
     ::
 
@@ -36,12 +39,12 @@ def monitor(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None 
                 row = watch.step(tokens=n)      # a flat dict of floats, for a logger
                 bar.set_postfix_str(watch.postfix())
 
-    No communication. ``torch.profiler`` needs no monitor: collectives are ranges with their group's name anyway,
-    ``torch_ragged::all_gather (blocks.3)`` where issued and ``torch_ragged::all_gather_wait (blocks.3)`` where waited for.
+    It does not communicate. ``torch.profiler`` works without a monitor: collectives are always ranges with the name of their
+    group. ``torch_ragged::all_gather (blocks.3)`` is the call, ``torch_ragged::all_gather_wait (blocks.3)`` is the wait.
 
     Args:
-        model: a module that ``fully_shard`` was called on, or that holds such modules.
-        optimizer: one or several, whose steps are to be timed.
+        model: a module on which ``fully_shard`` was called, or a module that contains such modules.
+        optimizer: one or several optimizers, whose steps are timed.
 
     Raises:
         ValueError: ``fully_shard`` was called on no module of ``model``, or another monitor watches it.
@@ -50,31 +53,31 @@ def monitor(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None 
 
 
 class Monitor:
-    """What :func:`monitor` returns. A row of :meth:`step` has these keys, values of this rank since the last row:
+    """The object that :func:`monitor` returns. Each row of :meth:`step` has these keys, for this rank, since the last row:
 
     ============================  ====================================================================================
-    ``step_s``                    seconds
-    ``tokens_per_s``              the tokens told to ``step`` per second; only if it was told
+    ``step_s``                    seconds of the step
+    ``tokens_per_s``              ``tokens`` of :meth:`step` per second; only if ``tokens`` was given
     ``optimizer_s``               seconds in ``optimizer.step()``; 0 if ``monitor`` was not given the optimizer
-    ``exposed_s``                 seconds that the step stood still for collectives: the sum of ``<kind>_exposed_s``
-    ``compute_s``                 the rest of ``step_s``: forward, backward, data, collectives that were not watched
-    ``<kind>_s``                  seconds from issuing collectives to the end of waiting for them, added up: what they
-                                  took at most, as one that ends before it is waited for counts until then
-    ``<kind>_exposed_s``          seconds of that in waiting for them
-    ``<kind>_calls``              how many were issued
-    ``<kind>_bytes``              bytes of the buffers gathered or reduced, of all ranks' shards, padding included
-    ``memory_peak_bytes``         most bytes of tensors on the GPU in the step; CPU: largest resident set so far
-    ``memory_reserved_bytes``     most bytes reserved by the allocator in the step; CPU: resident set of the process now
-    ``buffer_bytes``              bytes that the groups' buffers hold now: sharded and gathered parameters, and gradients
-                                  not reduced yet
-    ``buffer_peak_bytes``         the most that they held at once
+    ``exposed_s``                 seconds in which the step waited for collectives: the sum of ``<kind>_exposed_s``
+    ``compute_s``                 the rest of ``step_s``: forward, backward, data, collectives that are not watched
+    ``<kind>_s``                  seconds from the issue of each collective to the end of its wait, summed up. An upper
+                                  bound: if a collective ends before the wait begins, the time between them counts too
+    ``<kind>_exposed_s``          seconds in the waits for collectives
+    ``<kind>_calls``              the number of collectives issued
+    ``<kind>_bytes``              bytes of the gathered or reduced buffers: the shards of all ranks, padding included
+    ``memory_peak_bytes``         GPU: most bytes of tensors in the step. CPU: largest resident set of the process so far
+    ``memory_reserved_bytes``     GPU: most bytes that the allocator reserved in the step. CPU: resident set now
+    ``buffer_bytes``              bytes of the groups' buffers now: sharded and gathered parameters, and gradients that
+                                  are not reduced yet
+    ``buffer_peak_bytes``         most bytes of the groups' buffers at one moment of the step
     ============================  ====================================================================================
 
-    ``<kind>`` is ``all_gather``, ``reduce_scatter`` or ``other``: all other collectives of the groups, and those marked by
-    :meth:`collective`. What DTensors issue, as in ``clip_grad_norm_``, is not watched.
+    ``<kind>`` is ``all_gather``, ``reduce_scatter`` or ``other``. ``other`` is all other collectives of the groups, and blocks
+    in :meth:`collective`. Collectives that DTensor issues, as in ``clip_grad_norm_``, are not watched.
 
-    On a CPU seconds are the host's. On a GPU they are the current stream's, by events, and waiting is the time that the
-    stream was held; ``step`` then waits for the stream, and :meth:`restart` resets the allocator's peaks.
+    On a CPU, seconds are measured on the host. On a GPU, they are measured on the current stream by events, and a wait is the
+    time for which the stream waits. :meth:`step` then waits for the stream, and :meth:`restart` resets the allocator's peaks.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
@@ -92,7 +95,8 @@ class Monitor:
         self._undo: list[Callable[[], None]] = [log.stop for _, log in self._logs]
         self._is_open = True
         self._row: dict[str, float] = {}
-        self._optimizer: tuple[Any, list[tuple[Any, Any]]] | None = None  # since when in its step, and waits in there
+        # During an optimizer's step: when it began, and the waits for collectives since then.
+        self._optimizer: tuple[Any, list[tuple[Any, Any]]] | None = None
         self.restart()
         for group in self._groups.values():
             self._watch_group(group)
@@ -107,7 +111,7 @@ class Monitor:
         self.close()
 
     def close(self) -> None:
-        """Stop watching: collectives, hooks and optimizers are as they were."""
+        """Stop watching, and remove the monitor from collectives and optimizers."""
         while self._undo:
             self._undo.pop()()
         self._is_open = False
@@ -115,7 +119,7 @@ class Monitor:
     # -- rows ------------------------------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """Drop what was watched since the last row: the next one begins here. For after an evaluation or a checkpoint."""
+        """Begin the next row now, and drop all numbers since the last row. Call it after an evaluation or a checkpoint."""
         self._optimizer = None
         self._spans: list[tuple[str, Any, Any]] = []
         self._counts = Counter[str]()
@@ -127,10 +131,10 @@ class Monitor:
         self._start = self._clock.mark()
 
     def step(self, tokens: float | None = None) -> dict[str, float]:
-        """The row of the step that ends here, of the keys above; the next one begins.
+        """End the step. Returns its row, with the keys above, and begins the next row.
 
         Args:
-            tokens: tokens of this step, of all ranks for the throughput of all.
+            tokens: the tokens of this step. Give the tokens of all ranks to get the throughput of all ranks.
 
         Raises:
             RuntimeError: the monitor is closed.
@@ -159,7 +163,7 @@ class Monitor:
         return dict(self._row)
 
     def postfix(self) -> str:
-        """The last row in a few words, for a progress bar; empty before the first."""
+        """The last row in a few words, for a progress bar. Empty before the first row."""
         row = self._row
         if not row:
             return ""
@@ -172,11 +176,16 @@ class Monitor:
             return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
         return _resident_set()
 
-    # -- what is watched -------------------------------------------------------------------------------------------
+    # -- watching --------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def collective(self, nbytes: int = 0, name: str = "own") -> Iterator[None]:
-        """Count the block, which communicates ``nbytes``, as one exposed collective of kind ``other``."""
+        """Count the ``with`` block as one collective of kind ``other``, with all of its time exposed.
+
+        Args:
+            nbytes: the bytes that the block communicates.
+            name: the name of its range in ``torch.profiler``.
+        """
         self._count("other", nbytes)
         begin = self._clock.mark()
         with profiler_range("collective", name):
@@ -189,7 +198,7 @@ class Monitor:
         group.collectives = watched
 
         def undo() -> None:
-            if group.collectives is watched:  # Otherwise other collectives were set meanwhile.
+            if group.collectives is watched:  # Otherwise, set_collectives() has replaced them, and they stay.
                 group.collectives = collectives
 
         self._undo.append(undo)
@@ -207,15 +216,16 @@ class Monitor:
         self._optimizer = (self._clock.mark(), [])
 
     def _after_optimizer(self, *args: Any) -> None:
-        if self._optimizer is not None:  # Else the row was begun in its step.
+        if self._optimizer is not None:  # If the row began during the optimizer's step, there is no beginning to measure from.
             begin, waits = self._optimizer
             self._spans.append(("optimizer_s", begin, self._clock.mark()))
-            self._spans += [("optimizer_exposed_s", *wait) for wait in waits]  # A closure's, which are counted as such.
+            # If the step calls a closure with forward and backward, its waits count as exposed, not as the optimizer's time.
+            self._spans += [("optimizer_exposed_s", *wait) for wait in waits]
             self._optimizer = None
 
 
 class _WatchedCollectives:
-    """The collectives of a group, any that it has, watched by a monitor."""
+    """The collectives of a group, of any implementation, watched by a monitor."""
 
     def __init__(self, collectives: Collectives, watch: Monitor) -> None:
         self._collectives, self._watch = collectives, watch
@@ -240,11 +250,13 @@ class _WatchedCollectives:
     def _watched(self, kind: str, nbytes: int, issue: Callable[[], Work]) -> Work:
         watch = self._watch
         watch._count(kind, nbytes)
-        issued = watch._clock.mark()
+        issued = watch._clock.mark()  # Before the call, so that a synchronous collective has its time.
         return _WatchedWork(issue(), watch, kind, issued)
 
 
 class _WatchedWork:
+    """A collective in flight, watched by a monitor."""
+
     def __init__(self, work: Work, watch: Monitor, kind: str, issued: Any) -> None:
         self._work, self._watch, self._kind, self._issued = work, watch, kind, issued
 
@@ -266,7 +278,7 @@ class _HostClock:
 
 
 class _CudaClock(_HostClock):
-    """The same on the current stream: moments are events in it."""
+    """Moments and the seconds between them, on the current stream: a moment is an event."""
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -274,13 +286,13 @@ class _CudaClock(_HostClock):
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
-        begin.synchronize()  # It may be in another stream than the end.
+        begin.synchronize()  # It may be on another stream than the end.
         end.synchronize()
         return begin.elapsed_time(end) / 1000
 
 
 def _resident_set() -> tuple[float, float]:
-    """The largest resident set of this process so far, and that of now, in bytes; 0 where there is no ``/proc``."""
+    """The largest resident set of this process so far and the resident set now, in bytes. 0 if the system has no ``/proc``."""
     try:
         with open("/proc/self/status") as file:
             sizes = {key: value for key, _, value in (line.partition(":") for line in file)}

@@ -1,6 +1,7 @@
-"""Replay: one training step of a model's groups on the meta device, for the memory that it takes.
+"""Replay: one training step of a model's groups on the meta device, to predict its memory.
 
-The groups' own code runs: hooks, unshard, reshard, reductions. Only computation and communication are left out.
+It must not touch the model. It runs the groups' own code (hooks, unshard, reshard, reductions) on stand-ins of the modules,
+which neither compute nor communicate.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ _COPIED_FROM_GRADIENTS = ("max_reductions", "requires_all_reduce")
 
 
 def highest_moment(states: dict[str, FSDPState], order: Sequence[FSDPState]) -> tuple[str, dict[str, int]]:
-    """Play one forward and backward of ``states``; when their buffers hold most, and what they hold then.
+    """Replay one forward and one backward of ``states``, and find the moment at which their buffers hold most bytes.
 
     Args:
-        states: by name.
-        order: the calls of a forward; a call of a module inside another one's belongs to the last call of that one.
+        states: the states of a model by name.
+        order: the calls of a forward. If a module is inside another one, its call is part of the last call of that module.
 
     Returns:
-        the moment's name, such as "backward of blocks.0", and bytes of "gathered", "gradients" and "grad".
+        The name of the moment, such as "backward of blocks.0", and the bytes of "gathered", "gradients" and "grad" then.
     """
     return _Replay(states).play(order)
 
 
 class _Replay:
-    """The stand-ins of ``states``, as modules that call each other.
+    """Stand-ins of ``states``, as modules that call each other.
 
     Attributes:
-        labels: (moment in the logs, name of what begins), in order.
+        labels: the names of the moments that began, in order, such as "backward of blocks.0".
     """
 
     def __init__(self, states: dict[str, FSDPState]) -> None:
@@ -62,7 +63,8 @@ class _Replay:
         self._modules: dict[FSDPState, list[_StandIn]] = {}
         self._calls: dict[FSDPState, int] = {}
         self._logs: list[tuple[str, MemoryLog]] = []
-        self._clock = MemoryLog()  # An event without bytes has a moment: it says when a call begins.
+        # An event of 0 bytes at the beginning of each call: all logs count moments together, so this orders calls and bytes.
+        self._clock = MemoryLog()
         self._clock.start()
         self.labels: list[str] = []
         for state, name in self._names.items():
@@ -93,7 +95,7 @@ class _Replay:
         return max(around, key=lambda other: sum(self.is_inside(other, each) for each in around), default=None)
 
     def is_inside(self, state: FSDPState, other: FSDPState) -> bool:
-        """Whether the modules of ``state`` are inside those of ``other``."""
+        """Whether the modules of ``state`` are inside the modules of ``other``."""
         return state is not other and state.modules[0] in self._inside[other]
 
     def _group(self, state: FSDPState, group: FSDPParamGroup) -> FSDPParamGroup:
@@ -124,15 +126,15 @@ class _Replay:
             self._logs.append((kind, log))
         return twin
 
-    def begin(self, what: str) -> None:
-        """Something begins, named ``what``."""
+    def begin(self, label: str) -> None:
+        """Note that the moment named ``label`` begins."""
         self._clock.note(0)
-        self.labels.append(what)
+        self.labels.append(label)
 
     def play(self, order: Sequence[FSDPState]) -> tuple[str, dict[str, int]]:
-        """Run the calls of ``order`` forward, and backward through all of them."""
-        calls: list[_Call] = []  # The outermost ones.
-        around: list[_Call] = []  # Those that the next call may be inside.
+        """Run forward through the calls of ``order``, then backward. Returns the result of :func:`highest_moment`."""
+        calls: list[_Call] = []  # The outermost calls.
+        around: list[_Call] = []  # The open calls, outermost first: the next call may be inside each of them.
         for state in order:
             number = self._calls[state] = self._calls.get(state, -1) + 1
             call = _Call(state, self._modules[state][number % len(state.modules)])
@@ -144,7 +146,7 @@ class _Replay:
             x = torch.empty(1, device="meta")
             for call in calls:
                 x = call.run(x)
-            if x.requires_grad:  # Otherwise everything is frozen.
+            if x.requires_grad:
                 x.sum().backward()
         moment, held = high_water(self._logs, {"gathered": 0, "gradients": 0, "grad": 0})
         begun = [label for (when, _), label in zip(self._clock.events, self.labels) if when <= moment]
@@ -152,7 +154,7 @@ class _Replay:
 
 
 class _Call:
-    """One call in forward, with those inside it."""
+    """One call in forward, with the calls inside it."""
 
     def __init__(self, state: FSDPState, module: _StandIn) -> None:
         self.state, self._module = state, module
@@ -165,9 +167,10 @@ class _Call:
 
 
 class _StandIn(nn.Module):
-    """A module that computes nothing: it runs the calls inside it, and uses its parameters after them.
+    """A module that computes nothing: it runs the calls inside it, then uses its own parameters.
 
-    So their gradients come first in backward, and are there while the gradients of the modules inside are computed.
+    So the gradients of its own parameters come first in backward. Their buffer stays allocated while backward runs through the
+    modules inside.
     """
 
     def __init__(self, replay: _Replay, name: str) -> None:
@@ -176,7 +179,7 @@ class _StandIn(nn.Module):
 
     def forward(self, x: torch.Tensor, calls: Sequence[_Call]) -> torch.Tensor:
         end = f"backward of {self.name}" if x.requires_grad else "end of backward"
-        if not x.requires_grad:  # As tokens, behind an embedding.
+        if not x.requires_grad:  # The first module gets tokens. Its stand-in needs a gradient, so that backward reaches it.
             x = x.detach().requires_grad_()
         x = _Begin.apply(x, self.replay, end)
         for call in calls:
@@ -186,21 +189,21 @@ class _StandIn(nn.Module):
 
 
 class _Begin(torch.autograd.Function):
-    """Identity; says that something begins when backward reaches it."""
+    """Identity. When backward reaches it, the moment named ``label`` begins."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, replay: _Replay, what: str) -> torch.Tensor:
-        ctx.replay, ctx.what = replay, what
+    def forward(ctx: Any, x: torch.Tensor, replay: _Replay, label: str) -> torch.Tensor:
+        ctx.replay, ctx.label = replay, label
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        ctx.replay.begin(ctx.what)
+        ctx.replay.begin(ctx.label)
         return gradient, None, None
 
 
 class _Compute(torch.autograd.Function):
-    """Returns its input; in backward, a gradient of every trainable parameter comes, in the way that a module's would."""
+    """Returns its input. In backward, it makes a gradient for each trainable parameter, as a real module does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *params: nn.Parameter) -> torch.Tensor:
@@ -213,7 +216,7 @@ class _Compute(torch.autograd.Function):
 
 
 def _gradient_of(param: nn.Parameter) -> torch.Tensor | None:
-    """What autograd gets; None if the gradient is frozen, or if a matmul writes it to the gradient buffer."""
+    """The gradient that autograd gets. None if the parameter is frozen, or if a matmul writes to the gradient buffer itself."""
     target = getattr(param, "gradient_target", None)
     if target is not None and target.begin() is not None:
         target.done()
@@ -222,7 +225,7 @@ def _gradient_of(param: nn.Parameter) -> torch.Tensor | None:
 
 
 class _NoCollectives:
-    """Collectives that send nothing. What the backend would allocate meanwhile is logged."""
+    """Collectives that send nothing. They log the second buffer that the real collectives would allocate."""
 
     def __init__(self, traits: ReduceScatterTraits, log: MemoryLog) -> None:
         self._traits, self._log = traits, log
@@ -244,7 +247,7 @@ class _NoCollectives:
 
 
 class _Held:
-    """A reduce-scatter with a second buffer, until it is waited for."""
+    """A reduce-scatter that holds a second buffer until ``wait()``."""
 
     def __init__(self, nbytes: int, log: MemoryLog) -> None:
         self._nbytes, self._log = nbytes, log
@@ -252,4 +255,4 @@ class _Held:
 
     def wait(self) -> None:
         self._log.note(-self._nbytes)
-        self._nbytes = 0
+        self._nbytes = 0  # A second wait() frees nothing.
