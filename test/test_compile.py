@@ -132,24 +132,24 @@ class CompileTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             run_ranks(2, with_shared_cache, folder, *check)
 
-    def test_functions_as_one_graph(self):
+    def test_functions_compile_to_one_graph(self):
         run_ranks(2, check_functions, "aot_eager", list(FUNCTIONS))
 
-    def test_functions_under_inductor(self):
+    def test_functions_under_inductor_equal_eager(self):
         self.run_cached(check_functions, "inductor", ["element-wise", "to Shard(1)", "from a root", "Partial to a root"])
 
-    def test_backward(self):
+    def test_backward_compiled_equals_eager(self):
         run_ranks(2, check_backward, "aot_eager")
 
     @pytest.mark.slow
-    def test_backward_under_inductor(self):
+    def test_backward_under_inductor_equals_eager(self):
         self.run_cached(check_backward, "inductor")
 
-    def test_adamw_step(self):
+    def test_a_compiled_adamw_step_equals_that_of_plain_tensors(self):
         run_ranks(2, check_adamw, "aot_eager", False)
 
     @pytest.mark.slow
-    def test_adamw_step_under_inductor(self):
+    def test_an_adamw_step_under_inductor_equals_that_of_plain_tensors(self):
         self.run_cached(check_adamw, "inductor", True)
 
 

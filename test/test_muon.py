@@ -217,7 +217,7 @@ def _check_edges(with_missing, poisoned):
     assert torch.isfinite(after).all() and not torch.equal(after, before)
 
 
-def test_missing_zero_and_nan_gradients():
+def test_missing_zero_and_nan_gradients_are_as_on_one_rank():
     run_ranks(4, _check_edges, train(make, "", None, missing=_missing), _poisoned("", None))
 
 
@@ -496,7 +496,7 @@ def _check_partial():
     assert_same(wholes(params, optimizer), wholes(plain, reference), "two meshes")
 
 
-def test_several_meshes_and_plain_tensors():
+def test_parameters_on_several_meshes_and_plain_ones_train_as_on_one_rank():
     run_ranks(2, _check_partial)
 
 

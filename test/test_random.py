@@ -164,8 +164,8 @@ def check_views():
         assert results[0][0].stride() == results[1][0].stride() != full.stride()
 
 
-def check_under_way_and_outside():
-    """A tensor whose data is still under way is waited for; a rank outside of the mesh holds nothing and draws nothing."""
+def check_in_flight_and_outside():
+    """A tensor in flight is waited for; a rank outside of the mesh holds nothing and draws nothing."""
     mesh, full = init_device_mesh("cpu", (3,)), torch.rand(8, 6)
     for function in (lambda t, p, g: t.normal_(), lambda t, p, g: torch.bernoulli(t), lambda t, p, g: F.dropout(t)):
         x = distribute_tensor(full, mesh, [Shard(1)])
@@ -505,46 +505,46 @@ class RandomTest(ExpectTestCase):
             seen = self.check_cases(mesh_shape, 8, seed=math.prod(mesh_shape) + 1)
             self.assertTrue(seen["empty local"], seen)
 
-    def test_probabilities_follow(self):
+    def test_probabilities_follow_the_tensor_that_is_drawn(self):
         run_ranks(3, check_probabilities)
 
-    def test_views(self):
+    def test_views_draw_the_numbers_of_the_view(self):
         run_ranks(3, check_views)
 
-    def test_tensors_under_way_and_ranks_outside(self):
-        run_ranks(3, check_under_way_and_outside)
+    def test_a_tensor_in_flight_is_waited_for_and_a_rank_outside_draws_nothing(self):
+        run_ranks(3, check_in_flight_and_outside)
 
-    def test_dropout_forward_and_backward(self):
+    def test_dropout_masks_backward_as_forward(self):
         run_ranks(3, check_dropout)
 
-    def test_init(self):
+    def test_nn_init_draws_the_numbers_of_one_process(self):
         run_ranks(3, check_init, (3,))
         run_ranks(4, check_init, (2, 2))
 
-    def test_modules_built_on_the_meta_device(self):
+    def test_modules_built_on_the_meta_device_have_the_same_numbers(self):
         run_ranks(2, check_modules, (2,))
         run_ranks(4, check_modules, (2, 2))
 
     def test_meta_and_fake_tensors_draw_nothing(self):
         run_ranks(2, check_nothing_drawn)
 
-    def test_compiled(self):
+    def test_compiled_code_draws_the_numbers_of_eager(self):
         run_ranks(2, check_compiled, without_draws, ((0, 1),))
 
     @pytest.mark.slow
-    def test_inductor(self):
+    def test_code_compiled_by_inductor_draws_them_too(self):
         run_ranks(2, check_compiled, "inductor", ((1, 3), (0, 1)))
 
-    def test_memory(self):
+    def test_drawing_holds_the_whole_tensor_and_a_copy_only_of_values(self):
         whole = 4 * 512 * 512
         for rank, peaks in enumerate(run_ranks(2, check_memory)):
             local = whole * (1 + 2 * rank) // 4
             self.assertEqual(peaks, [whole, whole + local, 2 * whole], "in place, a factory, of values")
 
-    def test_tracker_of_accelerators(self):
+    def test_accelerators_have_the_tracker_of_torch(self):
         check_tracker()
 
-    def test_errors(self):
+    def test_errors_are_the_same_on_all_ranks(self):
         answers = run_ranks(4, check_errors)
         self.assertEqual(answers, [answers[0]] * 4)
         self.assertExpectedInline(

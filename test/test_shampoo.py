@@ -26,7 +26,7 @@ def make(params, **options):
     return Shampoo([group for group in groups if group["params"]], **{"lr": 0.01, "interval": 3, **options})
 
 
-def test_inverse_root():
+def test_inverse_root_is_one_and_not_finite_only_if_its_matrix_is_not():
     matrix = value(0, 0, (6, 9)) @ value(0, 0, (6, 9)).T
     root = inverse_root(matrix, 4, 0.0)
     torch.testing.assert_close(root @ root @ root @ root @ matrix, torch.eye(6), atol=1e-3, rtol=0)
