@@ -3,8 +3,8 @@
 Costs are seconds per rank: collectives are rings with a latency and a bandwidth (alpha-beta), compute is given per group.
 :func:`play` goes through one forward and backward in the order in which torch_ragged/fsdp/core/_fsdp_state.py issues things:
 
-- forward: wait for the group's all-gather, start the next group's, compute, give back;
-- backward: the same the other way round; behind it wait for the reduce-scatter under way, start this group's;
+- forward: wait for the group's all-gather, start the next group's, compute, reshard;
+- backward: the same the other way round; behind it wait for the reduce-scatter in flight, start this group's;
 - all-gathers and reduce-scatters share one communicator, which runs them one by one in the order of issue, each behind the
   compute that was issued before it; all-reduces over replicas (HSDP) have a communicator of their own;
 - the host issues everything, and may run ahead of the device.
@@ -91,7 +91,7 @@ class Schedule:
             which on a device runs ahead of it to the same effect, but not on a CPU.
         overlaps: collectives run beside compute. False: everything in turn, as where they need the same cores.
         reduces_replicas_late: the all-reduce is issued where the reduce-scatter is waited for, not right behind it.
-        copies_in_backward: gradients are copied as they come; else once the reduce-scatter under way is through.
+        copies_in_backward: if true, gradients are copied as they come; if false, after the reduce-scatter in flight has ended.
         agrees: a small all-reduce ends backward, of ``agreement`` seconds.
         host: seconds of Python per group in forward, and again in backward.
         runs_ahead: the host issues without waiting (GPU); else its time adds to compute (CPU).
@@ -169,7 +169,7 @@ class _Player:
     def _forward(self, index: int) -> None:
         self._run("forward", index)
         # A host that runs ahead issues the next all-gather while this group is computed. FSDP2 has it wait for the copies
-        # of the group before this one, since their source is given back.
+        # of the group before this one, since their source is freed.
         if not self._schedule.prefetches_forward and self._schedule.runs_ahead and index + 1 < len(self._groups):
             self._gather(index + 1, behind=self._copied[index - 1] if index else 0.0)
         if not self._groups[index].stays:
@@ -216,7 +216,7 @@ class _Player:
             self._gathered[index] = self._issue("gather", index, "shards", behind)
 
     def _issue(self, what: str, index: int, communicator: str, behind: float | None = None) -> float:
-        """Start a collective, ``behind`` the compute issued so far where None; returns when it is through."""
+        """Start a collective, ``behind`` the compute issued so far if None; returns when it ends."""
         begin = max(self._free[communicator], self._compute if behind is None else behind, self._host)
         end = begin + getattr(self._groups[index], what)
         self._free[communicator] = end

@@ -104,7 +104,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 class _Done:
-    """A collective that is through."""
+    """A collective that has ended."""
 
     def wait(self) -> None:
         return None

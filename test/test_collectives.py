@@ -349,7 +349,7 @@ def hierarchical() -> tuple[tuple[str, ...], list[str]]:
 
 
 def summed_in_time() -> None:
-    """A reduction is through before anybody waits for it; one of a thread that is no more, when somebody does."""
+    """A reduction ends before wait() is called; if the assistant thread has ended, in wait()."""
     collectives, rank = ProcessGroupCollectives(dist.group.WORLD), dist.get_rank()
     buffer = torch.arange(1 << 16, dtype=torch.float32) * (rank + 1)
     expected = torch.arange(1 << 16).chunk(2)[rank] * 1.5
@@ -445,7 +445,7 @@ if rank == 0:
 
 
 class FailingWork:
-    """A collective that is through, and has failed where there is an ``error``."""
+    """A collective that has ended, and failed if there is an ``error``."""
 
     def __init__(self, error=None):
         self.error, self.waits = error, 0
@@ -502,7 +502,7 @@ class SetCollectivesTest(unittest.TestCase):
         _peer_memory._serving[thread] = (tasks, signals)
         thread.start()
         tasks.put(None)
-        time.sleep(0.1)  # It has nothing more to make, but memory to give back.
+        time.sleep(0.1)  # It has no more work, but memory to free.
         self.assertTrue(thread.is_alive())
         with mock.patch.object(_peer_memory, "_serving", {thread: _peer_memory._serving[thread]}):
             _peer_memory._stop_serving()

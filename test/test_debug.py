@@ -1,4 +1,4 @@
-"""Pictures of who owns what, as text and as files."""
+"""Pictures of the ranks that own parts of a tensor, as text and as files."""
 
 import io
 import itertools

@@ -177,7 +177,7 @@ def check_containers():
         for output in outputs:
             assert type(output) is Hidden and output.value.dtype == output.rest["input"].dtype == torch.float32
         assert torch.equal(outputs[0].value, outputs[1].value)
-        assert all(isinstance(p, DTensor) for layer in models[0] for p in layer.parameters(recurse=True))  # given back
+        assert all(isinstance(p, DTensor) for layer in models[0] for p in layer.parameters(recurse=True))  # resharded
         with torch.no_grad():  # gives back what backward is to gather anew
             models[0](Hidden(torch.ones(2, DIM), {"input": torch.ones(1)}))
         for output in outputs:
@@ -348,7 +348,7 @@ def adopted_gradients(policy):
 
 
 def gradient_buffers_at_once():
-    """Over gloo a reduction under way, which has memory of its own, is through before other gradients have a buffer."""
+    """Over gloo a reduction in flight, which holds a second buffer, ends before other gradients have a buffer."""
     for reductions in (1, 2):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
         for layer in model:

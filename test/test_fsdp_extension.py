@@ -105,7 +105,7 @@ def check_like_fsdp2():
         for mine, other in zip(ours.parameters(), theirs.parameters()):
             torch.testing.assert_close(_plain(mine), _plain(other))
     held = memory_report(ours).total.gathered
-    assert held == 0, held  # All is given back.
+    assert held == 0, held  # All memory is freed.
 
 
 def _plain(parameter):

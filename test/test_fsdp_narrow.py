@@ -181,7 +181,7 @@ def raise_on_one_rank(where):
     model = fully_shard(Part(), mp_policy=POLICY) if where == "loss" else sharded(Parts())
     inputs, everything = torch.ones(2, DIM), ("norm", "linear", "extra")
     model.set_requires_gradient_sync(False)
-    if where == "loss":  # Before backward comes to any module.
+    if where == "loss":  # Before backward reaches any module.
         loss = model(inputs, everything).sum()
         loss.register_hook(_raise)
     else:

@@ -43,7 +43,7 @@ def check_late_collectives():
 
 
 def check_late_collectives_of_a_module_called_again():
-    """The second of two backwards reduces after the first of three calls; more gradients come when that is under way."""
+    """The second of two backwards reduces after the first of three calls; more gradients come while that is in flight."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model, single = same_twice(Repeat)
     fully_shard(model.layer, mesh=mesh)

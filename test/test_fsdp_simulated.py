@@ -133,7 +133,7 @@ class SimulatedTest(unittest.TestCase):
         self.assertEqual(counted.bytes["all_reduce_max"], len(names))
         # When a collective begins: parameters and their gradients, both in param_dtype; or wider gradients, without parameters.
         self.assertEqual(most, whole // RANKS + 2 * whole)
-        self.assertEqual(resident(group), whole // RANKS)  # All else is given back.
+        self.assertEqual(resident(group), whole // RANKS)  # All other buffers are free.
         peak = memory_report(model).peak
         narrow, wide = (whole, 0) if reduce_dtype == torch.bfloat16 else (0, 2 * whole)
         self.assertEqual((peak.gathered, peak.gradients), (narrow, whole + wide))

@@ -37,7 +37,7 @@ from torch_ragged.fsdp.plan._models import module_groups
 
 
 class Resident:
-    """The most bytes that DBuffers, and those let go that ``.grad`` lies in, hold at once: looked up at every allocation."""
+    """The most bytes that DBuffers, ``.grad`` and kept parts hold at once: looked up at every allocation."""
 
     def __init__(self, model):
         self.model, self.peak, self.peak_unreduced = model, 0, 0

@@ -105,7 +105,7 @@ def addresses_stay() -> None:
     assert all(buffer.resident_nbytes == 0 for group in groups for buffer in group.buffers()["gathered"])
     model.set_persistent_buffers(False)
     step(model)
-    assert len({group.unsharded.flat.untyped_storage().nbytes() for group in blocks}) == 1  # all given back
+    assert len({group.unsharded.flat.untyped_storage().nbytes() for group in blocks}) == 1  # Every slot is as large.
 
 
 def converted() -> None:

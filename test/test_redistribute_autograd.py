@@ -1,4 +1,4 @@
-"""Redistribution among operators: gradients once and twice, results that are still under way, types."""
+"""Redistribution among operators: gradients once and twice, results that are still in flight, types."""
 
 import itertools
 import unittest
@@ -55,7 +55,7 @@ def check_autograd():
 
 
 def check_async():
-    """A redistribution is under way until its result is used; what unpacks waits too."""
+    """A redistribution is in flight until its result is used; code that unpacks the result waits too."""
     mesh = init_device_mesh("cpu", (4,))
     full = torch.randn(8, 4)
     for source, target in (

@@ -53,7 +53,7 @@ def resume(path, dropout):
 
 
 def resume_running(path):
-    """Into a run that is under way: its own states and gradients give way."""
+    """Load into a run that has trained: its own states and gradients are replaced."""
     state = make_state(2)
     train(state, 2)
     state.model(torch.arange(4)).sum().backward()

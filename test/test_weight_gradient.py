@@ -186,7 +186,7 @@ class SavedTensorTest(unittest.TestCase):
                 self.assertTrue(torch.equal(one, other))
 
     def test_released_storage(self):
-        """As fully_shard does: the storage is given back after forward, and refilled before backward."""
+        """As fully_shard does: the storage is freed after forward, and allocated and filled again before backward."""
         layout = plan_layout([TensorSpec("w", (N, K), (), N * K), TensorSpec("e", (E, K, N), (), E * K * N)], 1)
         buffers = [DBuffer(layout, Replicate(), 0, torch.float32, torch.device("cpu")) for _ in range(2)]
         values = [torch.randn(N, K), torch.randn(E, K, N)]
