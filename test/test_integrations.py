@@ -1,0 +1,108 @@
+"""install(): programs that call torch's fully_shard call ours, and torch's again when it is undone."""
+
+import sys
+import types
+import unittest
+
+import torch
+import torch.distributed.fsdp
+from common import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torch_ragged import RaggedShard
+from torch_ragged.fsdp import FSDPModule, buffer_layouts, rows
+from torch_ragged.integrations import install, installed
+
+TORCHS = [torch.distributed.fsdp.fully_shard]  # In a list: a name of this module would be replaced too.
+
+PROGRAM = """
+import torch.distributed.fsdp as fsdp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard as shard
+
+
+def early(module, **options):
+    return fully_shard(module, **options)
+
+
+def late(module, **options):
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(module, **options)
+"""
+
+
+def load_program(test=None):
+    """A program that has torch's function under two names, and imports it in a function too."""
+    program = sys.modules["someones_program"] = types.ModuleType("someones_program")
+    exec(PROGRAM, program.__dict__)
+    if test is not None:
+        test.addCleanup(sys.modules.pop, "someones_program")
+    return program
+
+
+def shard_by_the_program():
+    """How modules are sharded inside and outside of the block, and with which options."""
+    program, mesh = load_program(), init_device_mesh("cpu", (2,))
+    found = []
+    with installed(orig_param_policy=lambda fqn, param: rows(3) if param.ndim == 2 else None) as installation:
+        for call in (program.early, program.late):
+            model = call(nn.Sequential(nn.Linear(8, 9)), mesh=mesh)
+            model(torch.ones(2, 8)).sum().backward()
+            placement = model[0].weight.placements[0]
+            found.append((isinstance(model, FSDPModule), isinstance(placement, RaggedShard)))
+            (layout,) = buffer_layouts(model).values()
+            assert layout.tensors[0].block == 3 * 8, layout
+            assert program.fully_shard.state(model) is not None
+        assert installation.calls == 2
+    model = program.early(nn.Linear(8, 8), mesh=mesh)
+    found.append((isinstance(model, FSDPModule), isinstance(model.weight.placements[0], RaggedShard)))
+    return found
+
+
+class InstallTest(unittest.TestCase):
+    def test_a_program_shards_with_ours_inside_the_block_and_with_torchs_after_it(self):
+        for found in run_ranks(2, shard_by_the_program):
+            self.assertEqual(found, [(True, True), (True, True), (False, False)])
+
+    def test_the_installation_lists_what_it_replaced(self):
+        load_program(self)
+        with installed(reshard_after_forward=False) as installation:
+            self.assertIn("torch.distributed.fsdp.fully_shard", installation.names)
+            self.assertIn("someones_program.fully_shard", installation.names)
+            self.assertIn("someones_program.shard", installation.names)
+            self.assertTrue(str(installation).startswith("torch_ragged.fsdp.fully_shard with reshard_after_forward=False in"))
+        self.assertEqual(installation.names, [])
+
+    def test_uninstalling_restores_each_name(self):
+        program = load_program(self)
+        installation = install()
+        self.assertIsNot(program.shard, TORCHS[0])
+        installation.uninstall()
+        installation.uninstall()  # Nothing is left to undo.
+        self.assertTrue(program.shard is program.fully_shard is torch.distributed.fsdp.fully_shard is TORCHS[0])
+
+    def test_the_innermost_installation_holds(self):
+        with installed(reshard_after_forward=True):
+            outer = torch.distributed.fsdp.fully_shard
+            with installed(reshard_after_forward=False) as inner:
+                self.assertIs(torch.distributed.fsdp.fully_shard.torch_ragged_installation, inner)
+            self.assertIs(torch.distributed.fsdp.fully_shard, outer)
+        self.assertIs(torch.distributed.fsdp.fully_shard, TORCHS[0])
+
+    def test_a_name_that_the_program_has_replaced_meanwhile_stays(self):
+        program = load_program(self)
+        with installed():
+            program.shard = len
+        self.assertIs(program.shard, len)
+        self.assertIs(program.fully_shard, TORCHS[0])
+
+    def test_an_unknown_option_is_an_error_and_nothing_is_replaced(self):
+        with self.assertRaisesRegex(TypeError, "install.. got granularity: expected options of fully_shard, of reshard_after"):
+            install(granularity=rows(3))
+        self.assertIs(torch.distributed.fsdp.fully_shard, TORCHS[0])
+
+
+if __name__ == "__main__":
+    unittest.main()
