@@ -5,7 +5,9 @@ It moves no data: states and groups ask it, and tell it which call's backward ha
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from torch.autograd import Variable
@@ -48,7 +50,7 @@ class BackwardPass:
     def __init__(self, root: Root) -> None:
         self._root = weakref.ref(root)
         # Autograd alone holds the pass that runs, and drops it if the backward raises: so this tells a pass that raised.
-        self._running: weakref.ref[_Running] | None = None
+        self._running: Callable[[], _Running | None] | None = None
         self.is_unfinished = False
         self.handle: object | None = None
 
@@ -112,10 +114,23 @@ class BackwardPass:
         """The pass is over, and gradients are set."""
         self.is_unfinished, self._running = False, None
 
+    @contextlib.contextmanager
+    def raised_on_error(self) -> Iterator[None]:
+        """If the block raises, the pass counts as one that raised, also if autograd does not run it: see ``has_raised``."""
+        try:
+            yield
+        except BaseException:
+            self._running = _none_runs
+            raise
+
     def forget(self) -> None:
         """As if no pass had begun."""
         self._running = self.handle = None
         self.is_unfinished = False
+
+
+def _none_runs() -> None:
+    """In place of a reference to a pass that autograd has dropped."""
 
 
 class _Running:

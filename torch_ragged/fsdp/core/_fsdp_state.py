@@ -119,7 +119,7 @@ class FSDPStateContext:
 
         Collectives: the reductions that are left, and one all-reduce of a byte per parameter and mesh.
         """
-        with profiler_range("root_post_backward_callback", self.states[0].fqn):
+        with profiler_range("root_post_backward_callback", self.states[0].fqn), self.backward.raised_on_error():
             self.start_reductions()
             # Shards that replicas do not reduce are kept apart from .grad. No reduction outlives its backward.
             for group in self.groups:

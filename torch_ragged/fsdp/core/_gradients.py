@@ -134,6 +134,7 @@ class GradientBuffers:
             param.sync_requires_grad()
         if not param.requires_grad:  # frozen since forward
             return
+        self._start_backward()
         has_graph = gradient.requires_grad
         if has_graph:  # create_graph=True: as with FSDP2, ``.grad`` itself has no graph.
             gradient = gradient.detach()
@@ -165,6 +166,7 @@ class GradientBuffers:
             hooks = getattr(param.unsharded, "_post_accumulate_grad_hooks", None) or {}
             if not param.requires_grad or param.unsharded._backward_hooks or len(hooks) > 1:  # One hook is ours.
                 return None
+        self._start_backward()
         return param.distribution.gathered(self.views()[index]), param.has_gradient
 
     def done(self, index: int) -> None:
@@ -177,6 +179,9 @@ class GradientBuffers:
         self.needs_reduction = True
         if self._state is not GradientState.ACCUMULATING:
             self._move_to(GradientState.ACCUMULATING)
+
+    def _start_backward(self) -> None:
+        """Before a gradient is written: starting a pass drops the gradients of one that raised."""
         self.backward.start()  # No hook may have run: a parameter may be used outside of its module.
 
     def views(self) -> list[torch.Tensor]:
@@ -341,11 +346,13 @@ class GradientBuffers:
             return
         work, self._reduce_scatter = self._reduce_scatter, None
         output, self._output = self._output, None  # Of one that fails there is none.
-        with profiler_range("reduce_scatter_wait", self.fqn):
-            work.wait()
-        self._free()
+        try:
+            with profiler_range("reduce_scatter_wait", self.fqn):
+                work.wait()
+        finally:  # Also if it fails: the next backward pass must not add to what is left.
+            self._free()
+            self._move_to(GradientState.REDUCED)
         self._output = output
-        self._move_to(GradientState.REDUCED)
 
     def finish_reduction(self) -> None:
         """Wait for the reduce-scatter in flight, free its input and issue the all-reduce of the shard."""
@@ -430,14 +437,16 @@ class GradientBuffers:
         self._state = GradientState.EMPTY
         self._reduce_scatter = self._output = self._all_reduce = self._reduced = self._kept = None
         self._wide.clear()
-        # Collectives that other ranks take part in have to end here too; their input is freed after that only.
-        for work in in_flight:
-            if work is not None:
-                work.wait()
         self.needs_reduction = self.is_accumulating = False
         for param in self._params:
             param.has_gradient = param.was_used = False
-        self._free()
+        # Collectives that other ranks take part in have to end here too; their input is freed after that only.
+        try:
+            for work in in_flight:
+                if work is not None:
+                    work.wait()
+        finally:
+            self._free()
         return had_any
 
 

@@ -17,7 +17,8 @@ class GradientReductionHandle:
         if not context.is_initialized:  # No forward was run.
             self._context = None
             return
-        context.start_reductions()
+        with context.backward.raised_on_error():
+            context.start_reductions()
         context.backward.handle = self
 
     def wait(self) -> None:
