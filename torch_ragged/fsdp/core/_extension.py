@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ class TypeEncoding(Encoding):
 
     @property
     def nbytes_beside(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in (*self._outputs, *self._inner))
+        return _nbytes((*self._outputs, *self._inner))
 
     @property
     def numel_by_dtype(self) -> dict[torch.dtype, int]:
@@ -126,8 +126,9 @@ class TypeEncoding(Encoding):
             self._has_rows = [tensor.ndim == shard.ndim and tensor.size(0) == shard.size(0) for tensor in inputs]
         for output in self._outputs:
             allocate_storage(output, self._log)
-        pairs = zip(self._outputs, inputs)
-        return wait_all([collectives.all_gather(output.view(-1), tensor.view(-1)) for output, tensor in pairs])
+        # With version counters of their own: the type may compute with an output itself, which autograd then has saved.
+        pairs = [(output.data.view(-1), tensor.view(-1)) for output, tensor in zip(self._outputs, inputs)]
+        return wait_all([collectives.all_gather(output, tensor) for output, tensor in pairs])
 
     def _padded(self, shard: torch.Tensor) -> torch.Tensor:
         """This rank's rows, and zeros after them if the first rank has more: what is gathered has one size on all ranks."""
@@ -153,7 +154,7 @@ class TypeEncoding(Encoding):
         if self._made is None:
             with torch.inference_mode(False):
                 self._made, self._inner = shard.fsdp_post_all_gather(outputs, self._metadata, self._dtype)
-            self._log.note(sum(tensor.untyped_storage().nbytes() for tensor in self._inner))
+            self._log.note(self.nbytes_beside - _nbytes(self._outputs))
             return self._made
         for tensor in self._inner:
             allocate_storage(tensor, self._log)
@@ -171,3 +172,9 @@ class TypeEncoding(Encoding):
 
     def is_intact(self, param: FSDPParam, local: torch.Tensor) -> bool:
         return True
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that ``tensors`` hold now. Several of them may share a storage: a type may return what was all-gathered."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())

@@ -247,7 +247,8 @@ class FSDPParamGroup:
                 self._wait_for_all_gather()
                 made = self.encoding.decode(self.shards, self.keeper.keeps_buffer)
                 if made is not None:
-                    self._init_unsharded_param(0, self.params[0], self.params[0].distribution.gathered(made))
+                    with torch.inference_mode(False):  # Later forwards train it.
+                        self._init_unsharded_param(0, self.params[0], self.params[0].distribution.gathered(made))
             self.keeper.drop()  # The all-gather has read it.
             self._move_to(ShardedState.UNSHARDED)
             # Registered last: if anything above raises, the modules still have the sharded parameters.
