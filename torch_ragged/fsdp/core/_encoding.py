@@ -101,6 +101,12 @@ class Encoding:
         if not keeps_storage and not keeps_buffer:
             self.buffer.free()
 
+    def free_replaced(self) -> None:
+        """Free all memory, also what ``keeps_storage`` keeps: :meth:`make_buffers` follows, and both together may not fit."""
+        keeps_storage, self.keeps_storage = self.keeps_storage, False
+        self.free(keeps_buffer=False)
+        self.keeps_storage = keeps_storage
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, or a tensor that it wraps, is an unsharded parameter or a view of one."""
         return self.buffer.holds(tensor)

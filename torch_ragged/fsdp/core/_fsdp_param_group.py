@@ -327,7 +327,7 @@ class FSDPParamGroup:
         """Allocate unsharded parameters and gradients from these pools from now on. All gradients are in ``.grad``."""
         self.reshard()
         self.keeper.invalidate()
-        self.encoding.free(keeps_buffer=False)
+        self.encoding.free_replaced()
         self._pool = gathered
         self.encoding.make_buffers(self.param_dtype, self.device, gathered, self.memory.gathered)
         self.gradients.set_pool(gradients)
@@ -564,8 +564,7 @@ class FSDPParamGroup:
 
     def _rebuild(self, device: torch.device, dtype: torch.dtype, values: list[torch.Tensor] | None) -> None:
         """New buffers, with ``values`` as this rank's part of each parameter."""
-        # The old buffers go before the new ones come: both together may not fit.
-        self.encoding.free(keeps_buffer=False)
+        self.encoding.free_replaced()
         self._allocate(device, dtype)
         self.keeper.reset()
         self.gradients.place(self.device, self.param_dtype, self.reduce_dtype, self.sharded)
