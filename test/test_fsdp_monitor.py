@@ -434,6 +434,22 @@ def check_report():
     return str(report)
 
 
+def check_report_anywhere():
+    """A report is the same in every mode; before the first forward, also for a list of modules that are one unit."""
+    model = build("ragged")
+    reports = [memory_report(model)]
+    with torch.inference_mode():
+        reports.append(memory_report(model))
+    step_of(model)
+    model.zero_grad()
+    with torch.inference_mode():
+        reports.append(memory_report(model))
+    assert reports[0] == reports[1] == reports[2], reports
+    parts = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard([parts[0], parts[2]])
+    assert memory_report(fully_shard(parts)).peak.gradients > 0
+
+
 class Planned(nn.Module):
     """Blocks that two ranks share with no padding."""
 
@@ -518,6 +534,9 @@ class MemoryReportTest(unittest.TestCase):
 
     def test_report_counts_what_is_resident(self):
         run_ranks(2, check_report)
+
+    def test_report_in_inference_mode_and_of_a_list_of_modules(self):
+        run_ranks(2, check_report_anywhere)
 
     def test_resident_memory_is_what_was_planned(self):
         run_ranks(2, check_plan)

@@ -101,15 +101,16 @@ def plan_groups(
 def make_group(plan: GroupPlan) -> FSDPParamGroup:
     """The group of ``plan``, with what shards its parameters and what encodes them for the all-gather."""
     layout, rank, first = plan.layout, plan.dp.rank, plan.params[0]
-    if has_extension(first.value):
-        return FSDPParamGroup(plan, TypeShards(layout, rank), TypeEncoding(plan))
-    if first.distribution.shard_dim:
-        encoding: Encoding = ContiguousEncoding(layout, rank, first.distribution)
-    elif plan.tile is not None:
-        encoding = Float8Encoding(layout, rank, plan.tile)
-    else:
-        encoding = Encoding(layout, rank)
-    return FSDPParamGroup(plan, Shards(layout, rank), encoding)
+    with torch.inference_mode(False):  # Steps in other modes train these parameters too.
+        if has_extension(first.value):
+            return FSDPParamGroup(plan, TypeShards(layout, rank), TypeEncoding(plan))
+        if first.distribution.shard_dim:
+            encoding: Encoding = ContiguousEncoding(layout, rank, first.distribution)
+        elif plan.tile is not None:
+            encoding = Float8Encoding(layout, rank, plan.tile)
+        else:
+            encoding = Encoding(layout, rank)
+        return FSDPParamGroup(plan, Shards(layout, rank), encoding)
 
 
 def _tile_of(

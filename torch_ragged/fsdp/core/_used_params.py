@@ -29,7 +29,7 @@ def used_anywhere(groups: Sequence[FSDPParamGroup]) -> Iterator[bool]:
         start = stop
     with profiler_range("unused_parameters_all_reduce", groups[0].fqn):
         groups[0].collectives.all_reduce_max(flags).wait()
-    if all(local):
+    if all(local) or flags.is_meta:  # A memory report runs a step on the meta device, without other ranks.
         return iter(local)
     # A frozen parameter has no gradient on any rank.
     trainable = [param.sharded.requires_grad for group in groups for param in group.params]
