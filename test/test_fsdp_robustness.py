@@ -507,7 +507,7 @@ class RobustnessTest(unittest.TestCase):
 
     def test_conversions_keep_parameters_in_the_buffer_or_raise(self):
         words = (
-            "is sharded in a buffer on cpu and cannot be on meta: expected cpu",
+            "is sharded in a buffer on cpu and cannot move to meta: expected cpu",
             "cannot be moved to shared memory",
             "RuntimeError: attention.qkv.weight, attention.out.weight changed while unsharded",
             "attention.qkv.weight was replaced by DTensor of torch.Size([72, 24]), torch.float64",
@@ -536,7 +536,7 @@ class RobustnessTest(unittest.TestCase):
 
     def test_one_root(self):
         for error in run_ranks(2, check_roots):
-            self.assertIn("RuntimeError: FSDPLinear ran its forward before the module around it", error)
+            self.assertIn("RuntimeError: FSDPLinear became a root when it ran its forward before the module around it", error)
 
     def test_several_meshes_under_one_root(self):
         run_ranks(4, check_several_meshes)

@@ -8,7 +8,7 @@ __all__ = ["GradientState", "ShardedState", "check_transition"]
 
 
 class ShardedState(Enum):
-    """What a group's modules have registered, and whether the unsharded parameters are there.
+    """Which parameters are registered in a group's modules, and whether the unsharded ones are allocated.
 
     ::
 
@@ -27,26 +27,26 @@ class ShardedState(Enum):
 
 
 class GradientState(Enum):
-    """Where a group's gradients are, on their way from autograd to ``.grad``.
+    """The state of a group's gradients, on their way from autograd to ``.grad``.
 
     ::
 
         EMPTY  --a gradient-->  ACCUMULATING  --start_reduction()-->  REDUCING  --wait-->  REDUCED  --finish()-->  EMPTY
           `----------------start_reduction()-----------------------------^                   |
-                                ACCUMULATING <--a gradient that comes later------------------|
+                                ACCUMULATING <--a later gradient-----------------------------|
                                                              REDUCING <--start_reduction()---'
 
-    ``drop()`` leads to EMPTY from each of them. May differ between ranks: one of them may have had no gradient.
+    ``drop()`` leads to EMPTY from each state. The state may differ between ranks: a rank may have no gradient.
     """
 
     EMPTY = auto()
-    """There is none that is not in ``.grad``."""
+    """All gradients are in ``.grad``."""
     ACCUMULATING = auto()
-    """Backward passes have left gradients in the gradient buffer."""
+    """Gradients are in the gradient buffer."""
     REDUCING = auto()
-    """A reduce-scatter reads the gradient buffer."""
+    """A reduce-scatter that reads the gradient buffer is in flight."""
     REDUCED = auto()
-    """The reduced shard is here, and the gradient buffer free. An all-reduce over replicas may be in flight."""
+    """The reduced shard is complete, and the gradient buffer is free. An all-reduce over replicas may be in flight."""
 
 
 _TRANSITIONS: dict[Enum, set[Enum]] = {
@@ -61,10 +61,10 @@ _TRANSITIONS: dict[Enum, set[Enum]] = {
 
 
 def check_transition(name: str, state: Enum, following: Enum) -> None:
-    """Raise if a group may not go from ``state`` to ``following``.
+    """Raise if a group must not go from ``state`` to ``following``.
 
     Raises:
-        RuntimeError: it may not; the text has the group's ``name``.
+        RuntimeError: the transition is not legal. The text has the group's ``name``.
     """
     if following not in _TRANSITIONS[state]:
         raise RuntimeError(f"{name} cannot go from {state.name} to {following.name}")
