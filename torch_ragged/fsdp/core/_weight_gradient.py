@@ -11,9 +11,9 @@ gradient of a weight can write into the buffer itself, or add to it. This needs 
         v             autograd gets None for the weight
     GradientTarget    the tensor to write to, and whether it holds a gradient
 
-A view of a weight, such as one expert's matrix or the transpose, remembers its parameter (:class:`_WeightView`). Its gradient is
-written to the same view of the target. Backward decides whether to write to the target, so that hooks and frozen parameters work
-as in torch. If it does not, the gradient is computed as in torch and returned to autograd.
+A view of a weight, such as one expert's matrix or the transpose, remembers its parameter (:class:`_WeightView`). Its gradient
+is written to the same view of the target. Backward decides whether to write to the target, so that hooks and frozen parameters
+work as in torch. If it does not, the gradient is computed as in torch and returned to autograd.
 
 Compiled code is left to torch: Dynamo traces through ``__torch_function__`` without a graph break.
 """
