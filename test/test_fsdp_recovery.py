@@ -134,14 +134,14 @@ class FailingReduceScatter:
     fails = False
 
     def __call__(self, output, buffer, group, op, async_op):
-        return mock.Mock(wait=Late(self, dist.reduce_scatter_tensor(output, buffer, group=group, op=op, async_op=True)))
+        return Late(self, dist.reduce_scatter_tensor(output, buffer, group=group, op=op, async_op=True))
 
 
 class Late:
     def __init__(self, collective, work):
         self.collective, self.work = collective, work
 
-    def __call__(self):
+    def wait(self):
         self.work.wait()
         if self.collective.fails:
             raise RuntimeError("not reduced")

@@ -327,6 +327,21 @@ def check_report_in_any_mode():
     assert memory_report(fully_shard(parts)).peak.gradients > 0
 
 
+@as_nccl()
+def check_report_of_several_roots():
+    """Each root's last forward is played: the report after it is that before it."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer)
+    before = memory_report(model).peak
+    model(torch.ones(2, 64)).sum().backward()
+    model.zero_grad()
+    assert memory_report(model).peak == before
+    with Resident(model) as resident:
+        model(torch.ones(2, 64)).sum().backward()
+    assert before.total == resident.peak, (before, resident.peak)
+
+
 class Planned(nn.Module):
     """Blocks that two ranks share with no padding."""
 
@@ -397,6 +412,9 @@ class MemoryReportTest(unittest.TestCase):
 
     def test_a_report_is_the_same_in_inference_mode(self):
         run_ranks(2, check_report_in_any_mode)
+
+    def test_every_root_of_a_model_is_in_the_prediction(self):
+        run_ranks(2, check_report_of_several_roots)
 
     def test_resident_memory_is_what_was_planned(self):
         run_ranks(2, check_plan)
