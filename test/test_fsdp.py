@@ -219,7 +219,7 @@ def check_padding_warning():
         (message,) = (record.getMessage() for record in logs.records)
         assert message == (
             "weight and 1 more parameters on 4 ranks: 293.8% padding for their granularity (at least 293.8%: weight: a block "
-            "of 4,096 elements must fit into one shard). advise(buffer_layouts(model)) tells what would mend it"
+            "of 4,096 elements must fit into one shard). advise(buffer_layouts(model)) suggests changes"
         ), message
         (advice,) = advise(buffer_layouts(model))
         assert "blocks of 1 row instead of whole tensors for weight" in advice and "4.62%" in advice, advice

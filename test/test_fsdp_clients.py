@@ -496,7 +496,7 @@ class ClientsTest(unittest.TestCase):
 
     def test_extension_methods_set_after_fully_shard_raise(self):
         for error in run_ranks(2, check_late_extension):
-            self.assertIn("the local tensor of weight has got fsdp_pre_all_gather since fully_shard", error)
+            self.assertIn("the local tensor of weight got fsdp_pre_all_gather after fully_shard", error)
 
     def test_errors_are_those_that_fsdp2_raises_too(self):
         run_ranks(2, check_error_types)

@@ -9,9 +9,9 @@ from common import error_of, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from torch_ragged.fsdp import fully_shard, memory_report, rows
+from torch_ragged.fsdp import fully_shard, memory_report, monitor, rows
 
 
 class Halved(torch.Tensor):
@@ -58,6 +58,16 @@ class Halved(torch.Tensor):
             return None
         made = values.float()
         return made, (made,)
+
+
+class Direct(Halved):
+    """Computes with the gathered tensor itself."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.data_.bfloat16().float(),), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        return None if out is not None else (outputs[0], outputs)
 
 
 class Broken(Halved):
@@ -137,6 +147,50 @@ def check_uneven():
             assert len(local) == max(0, min(-(-len(master) // ranks), len(master) - first))
 
 
+def check_direct():
+    """A type may compute with what was all-gathered: it is gathered again for backward, and its bytes count once."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 16, bias=False))
+    single = nn.Sequential(nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 16, bias=False))
+    for linear, other in ((model[0], single[0]), (model[2], single[2])):
+        other.weight = nn.Parameter(linear.weight.detach().bfloat16().float())
+        linear.weight = nn.Parameter(Direct(linear.weight.detach().clone()))
+        fully_shard(linear, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    inputs = [batch(0, other, 16) for other in range(ranks)]
+    with monitor(model) as watched:
+        peaks = []
+        for _ in range(3):
+            model(inputs[rank]).pow(2).mean().backward()
+            peaks.append(watched.step()["buffer_peak_bytes"])
+    model.zero_grad()
+    model(inputs[rank]).pow(2).mean().backward()
+    single(torch.cat(inputs)).pow(2).mean().backward()
+    for mine, wanted in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad)
+    assert len(set(peaks)) == 1, peaks
+    model[0].unshard()
+    assert memory_report(model).total.gathered == model[0].weight.nbytes
+
+
+def check_model_parallel():
+    """What the first forward makes in inference mode serves training, also if it is a DTensor."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8, bias=False)
+    part = distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]).to_local().clone()
+    model.weight = nn.Parameter(DTensor.from_local(Direct(part), mesh["tp"], [Shard(0)], run_check=False))
+    fully_shard(model, mesh=mesh["dp"])
+    x = DTensor.from_local(torch.ones(2, 8), mesh["tp"], run_check=False)
+    with torch.inference_mode():
+        model(x)
+    for _ in range(2):
+        model(x).to_local().sum().backward()
+    assert torch.equal(model.weight.grad.to_local(), torch.full((2, 8), 4.0))
+
+
 def check_errors():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
@@ -157,6 +211,12 @@ class ExtensionTest(unittest.TestCase):
     def test_rows_of_extensions_need_not_divide_by_the_ranks(self):
         for ranks in (2, 3):
             run_ranks(ranks, check_uneven)
+
+    def test_types_that_compute_with_what_was_gathered(self):
+        run_ranks(2, check_direct)
+
+    def test_model_parallel_in_inference_mode_first(self):
+        run_ranks(4, check_model_parallel)
 
     def test_bad_extensions_are_refused(self):
         words = (

@@ -342,6 +342,9 @@ def check_unsharded_storage_is_kept():
     assert all(addresses) and not any(group.is_unsharded for group in groups_of(ours))
     step(ours)
     assert addresses == [group.unsharded.flat.data_ptr() for group in groups_of(ours)]
+    replaced = [group.unsharded for group in groups_of(ours)]
+    ours.set_persistent_buffers(False)  # New buffers: the old ones are freed first, also those that stay allocated.
+    assert not any(buffer.is_allocated for buffer in replaced)
     ours.set_keep_unsharded_storage(False)
     step(ours)
     assert not any(group.unsharded.is_allocated for group in groups_of(ours))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from common import error_of, run_ranks
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from torch_ragged.fsdp import ZERO2, fully_shard
@@ -127,7 +128,89 @@ def check_failed_decode():
     assert torch.equal(model(x), expected)
 
 
+class FailingReduceScatter:
+    """A reduce-scatter whose wait raises while ``fails``."""
+
+    fails = False
+
+    def __call__(self, output, buffer, group, op, async_op):
+        return Late(self, dist.reduce_scatter_tensor(output, buffer, group=group, op=op, async_op=True))
+
+
+class Late:
+    def __init__(self, collective, work):
+        self.collective, self.work = collective, work
+
+    def wait(self):
+        self.work.wait()
+        if self.collective.fails:
+            raise RuntimeError("not reduced")
+
+
+def check_failed_finalize_backward(dtype, accumulates):
+    """The gradients of the step whose last reduce-scatter failed, and of no other one, are lost."""
+    policy, reduce_scatter = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32), FailingReduceScatter()
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def step(model):
+        if accumulates:
+            model.set_requires_gradient_sync(False)
+            model(x).sum().backward()
+            model.set_requires_gradient_sync(True)
+        model(x).sum().backward()
+        model.finalize_backward()
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(shard_parts(Conditional(), mp_policy=policy))
+        models[-1].first.set_custom_reduce_scatter(reduce_scatter)
+        models[-1].set_manual_backward_finalization(True)
+    model, other = models
+    reduce_scatter.fails = True
+    error = error_of(step, model)
+    reduce_scatter.fails = False
+    model.zero_grad()
+    step(model)
+    step(other)
+    for mine, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad.to_local(), wanted.grad.to_local())
+    assert not any(group.gradients.is_pending for group in model._ragged_groups(True))
+    return error
+
+
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.linear = nn.Parameter(torch.ones(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def check_gradient_after_a_backward_that_raised():
+    """The first gradient of a pass is kept if no module hook of the pass runs before it."""
+    model = fully_shard(Weighted())
+    output = model(torch.ones(2, 4))
+    loss = (2 * model.weight).sum()
+    output.register_hook(lambda gradient: fail())
+    error = error_of(output.sum().backward)
+    loss.backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
+    return error
+
+
 class RecoveryTest(unittest.TestCase):
+    def test_finalize_backward_that_failed_leaves_no_gradients_behind(self):
+        for dtype in (torch.float32, torch.bfloat16):
+            for accumulates in (False, True):
+                for error in run_ranks(2, check_failed_finalize_backward, dtype, accumulates):
+                    self.assertEqual(error, "RuntimeError: not reduced")
+
+    def test_a_gradient_after_a_backward_that_raised_is_kept(self):
+        for error in run_ranks(2, check_gradient_after_a_backward_that_raised):
+            self.assertIn("no gradient for you", error)
+
     def test_what_was_prefetched_or_raised_keeps_no_shards(self):
         run_ranks(2, check_kept_block_after_an_unused_prefetch)
         for error in run_ranks(2, check_kept_block_after_a_backward_that_raised):

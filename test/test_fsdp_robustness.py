@@ -511,7 +511,7 @@ class RobustnessTest(unittest.TestCase):
         run_ranks(3, check_freezing)
 
     def test_conversions_keep_parameters_in_the_buffer_or_raise(self):
-        words = ("is sharded in a buffer on cpu and cannot be on meta: expected cpu", "cannot be moved to shared memory")
+        words = ("is sharded in a buffer on cpu and cannot move to meta: expected cpu", "cannot be moved to shared memory")
         for errors in run_ranks(3, check_conversions):
             for error, text in zip(errors, words, strict=True):
                 self.assertIn(text, error)
@@ -563,7 +563,7 @@ class RobustnessTest(unittest.TestCase):
 
     def test_a_module_that_was_a_root_cannot_get_another_around_it(self):
         for error in run_ranks(2, check_roots):
-            self.assertIn("RuntimeError: FSDPLinear ran its forward before the module around it", error)
+            self.assertIn("RuntimeError: FSDPLinear became a root when it ran its forward before the module around it", error)
 
     def test_groups_of_one_root_may_be_on_several_meshes(self):
         run_ranks(4, check_several_meshes)

@@ -311,6 +311,37 @@ def check_text_of_the_report():
     assert f"{report.total.sharded / 1024:.2f} KiB" in lines[-2] and f"{report.peak.total / 1024:.2f} KiB" in lines[-1]
 
 
+def check_report_in_any_mode():
+    """A report is the same in every mode; before the first forward, also for a list of modules that are one unit."""
+    model = build("ragged")
+    reports = [memory_report(model)]
+    with torch.inference_mode():
+        reports.append(memory_report(model))
+    step_of(model)
+    model.zero_grad()
+    with torch.inference_mode():
+        reports.append(memory_report(model))
+    assert reports[0] == reports[1] == reports[2], reports
+    parts = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard([parts[0], parts[2]])
+    assert memory_report(fully_shard(parts)).peak.gradients > 0
+
+
+@as_nccl()
+def check_report_of_several_roots():
+    """Each root's last forward is played: the report after it is that before it."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer)
+    before = memory_report(model).peak
+    model(torch.ones(2, 64)).sum().backward()
+    model.zero_grad()
+    assert memory_report(model).peak == before
+    with Resident(model) as resident:
+        model(torch.ones(2, 64)).sum().backward()
+    assert before.total == resident.peak, (before, resident.peak)
+
+
 class Planned(nn.Module):
     """Blocks that two ranks share with no padding."""
 
@@ -378,6 +409,12 @@ class MemoryReportTest(unittest.TestCase):
 
     def test_the_text_has_a_line_for_each_group(self):
         run_ranks(2, check_text_of_the_report)
+
+    def test_a_report_is_the_same_in_inference_mode(self):
+        run_ranks(2, check_report_in_any_mode)
+
+    def test_every_root_of_a_model_is_in_the_prediction(self):
+        run_ranks(2, check_report_of_several_roots)
 
     def test_resident_memory_is_what_was_planned(self):
         run_ranks(2, check_plan)

@@ -1,4 +1,4 @@
-"""FSDPModule: what ``fully_shard`` makes of a module, and its methods."""
+"""FSDPModule: the class that a module gets from ``fully_shard``. Its methods call states and groups; they move no data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _classes: dict[type, type] = {}
 
 
 def make_fsdp_module(module: nn.Module, state: FSDPState) -> None:
-    """Have ``module`` keep ``state``, and make its class a subclass of :class:`FSDPModule`."""
+    """Attach ``state`` to ``module``, and make the module's class a subclass of :class:`FSDPModule`."""
     module.__dict__[STATE] = state
     register_composable(torch_fully_shard, module, state)
     module.register_state_dict_pre_hook(_reshard_before_state_dict)
@@ -45,13 +45,13 @@ def make_fsdp_module(module: nn.Module, state: FSDPState) -> None:
 
 
 class FSDPModule(TorchFSDPModule):
-    """What ``fully_shard`` makes of a module: FSDP2's methods, on this package's buffers.
+    """The class of a module after ``fully_shard``: FSDP2's methods, on this package's buffers.
 
-    A subclass of torch's, so that other libraries recognise it. FSDP2 methods that are not offered here raise
-    ``NotImplementedError``.
+    It is a subclass of torch's ``FSDPModule``, so that other libraries recognise it. If a method of FSDP2 is not supported, it
+    raises ``NotImplementedError``.
     """
 
-    # Where the original class stands in the order of bases: torch's __new__ makes an object of it, for slices of containers.
+    # The index of the original class in the MRO. torch's __new__ makes an object of that class for slices of containers.
     _orig_cls_mro_index = 3
 
     def _ragged_states(self, recurse: bool) -> list[FSDPState]:
@@ -62,9 +62,9 @@ class FSDPModule(TorchFSDPModule):
         return [group for state in self._ragged_states(recurse) for group in state.groups]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's parameters now (not those of FSDP modules inside). One all-gather.
+        """All-gather this module's parameters now, but not those of FSDP modules inside it. One all-gather per group.
 
-        With ``async_op`` it returns a handle at once, whose ``wait()`` makes the parameters available.
+        With ``async_op`` the method returns a handle at once. ``handle.wait()`` registers the unsharded parameters.
         """
         state = self._ragged_states(recurse=False)[0]
         groups = list(state.groups)
@@ -80,14 +80,14 @@ class FSDPModule(TorchFSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Give this module's gathered parameters back (not those of FSDP modules inside)."""
+        """Free this module's unsharded parameters, but not those of FSDP modules inside it."""
         _group_call(self, FSDPParamGroup.reshard)  # type: ignore[arg-type]
 
     def reset_iter_state(self) -> None:
-        """Recover after a forward or backward that raised: drop its gradients, reshard all parameters.
+        """Recover after a forward or backward that raised: drop its gradients, and reshard all parameters.
 
-        Gradients accumulated without gradient sync are dropped too; what is in ``.grad`` stays. The next forward of the
-        root does the same by itself after a backward that raised. No collective is issued, but those in flight are waited for.
+        Gradients accumulated without gradient sync are dropped too. What is in ``.grad`` stays. If a backward raised, the
+        next forward of the root does the same by itself. This method issues no collective, and waits for those in flight.
 
         Raises:
             RuntimeError: this is not the root, the outermost ``fully_shard`` module.
@@ -99,14 +99,16 @@ class FSDPModule(TorchFSDPModule):
             each.reset()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """What ``to``, ``cpu``, ``half`` and the like call: on the parameters under this module, which stay the same objects.
+        """Convert the parameters under this module: ``to``, ``cpu``, ``half`` and others call this.
 
-        Where only some of a group's parameters are under it, those become what ``fn`` makes of them, and are in the buffer
-        again once that goes with all others; a use before raises.
+        The parameters stay the same objects. If only some parameters of a group are under this module, ``fn`` converts these
+        alone, and they leave the group's buffer. They return to it when all parameters of the group have one dtype again. A
+        forward before that raises.
 
         Raises:
-            ValueError: ``fn`` would move a sharded parameter to another device; nothing is changed then.
-            RuntimeError: it would change the dtype of one that has gradients not in ``.grad`` yet; as above.
+            ValueError: ``fn`` would move a sharded parameter to another device. Nothing is changed.
+            RuntimeError: ``fn`` would change the dtype of a parameter whose gradients are not in ``.grad`` yet. Nothing is
+                changed.
         """
         under: set[Any] = set(self.modules()) if recurse else {self}  # type: ignore[attr-defined]
         states = self._ragged_states(recurse)
@@ -120,17 +122,17 @@ class FSDPModule(TorchFSDPModule):
             for group in groups:
                 if group.is_whole(under):
                     group.convert(fn)
-                    stack.enter_context(group.hidden())  # Also from modules inside: fn is called once for each parameter.
-            super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # past torch's, whose state is not here
+                    stack.enter_context(group.hidden())  # Otherwise torch's _apply would call fn again.
+            super(TorchFSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # Not torch's, which needs its own state.
         for group in groups:
             group.load_converted()
         return self
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether :meth:`finalize_backward` ends backward, in place of autograd's end of each backward pass.
+        """Whether gradients are set by :meth:`finalize_backward`, and not at the end of each backward pass.
 
         Raises:
-            RuntimeError: this is not the root, or a backward runs or is not finalized yet.
+            RuntimeError: this is not the root; or a backward pass runs, or is not finalized yet.
         """
         state = self._ragged_states(recurse=False)[0]
         _check_root(state, "set_manual_backward_finalization must be called on the root FSDP module")
@@ -140,12 +142,13 @@ class FSDPModule(TorchFSDPModule):
         state.finalizes_manually = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce the gradients that are left, set ``.grad`` and reshard: what otherwise the end of a backward does.
+        """Reduce the gradients that are not reduced yet, set ``.grad`` and reshard.
 
-        For several backward passes before it, disable gradient synchronisation and enable it again before this.
+        If several backward passes run before this call, disable gradient sync for them, and enable it before this call. If
+        this call raises, the next forward drops the gradients.
 
         Args:
-            async_op: start the reductions only, and return a handle whose ``wait()`` does the rest.
+            async_op: issue the reductions only, and return a handle. ``handle.wait()`` does the rest.
 
         Raises:
             RuntimeError: this is not the root, or an earlier handle was not waited for.
@@ -159,12 +162,12 @@ class FSDPModule(TorchFSDPModule):
         return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients; without, they add up in the gradient buffer with no communication."""
+        """Whether backward reduces gradients. If not, they accumulate in the gradient buffer, without communication."""
         for state in self._ragged_states(recurse):
             state.requires_gradient_sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are resharded after forward; as with FSDP2, True frees a part that is kept too.
+        """Whether parameters are resharded after forward. As in FSDP2, True and False both replace an integer.
 
         Raises:
             ValueError: it is not a bool.
@@ -181,18 +184,18 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are resharded after backward.
 
-        If not, the next forward uses them as they are, with no collective. Operations on the DTensor parameters, such as an
-        optimizer step, are noticed: the next forward all-gathers anew. Writes to ``.data`` or to local tensors are not: call
-        :meth:`reshard` after them. As with FSDP2, set it to True before the last backward of an optimizer step.
+        If not, the next forward uses them as they are, without a collective. If an operation changes a DTensor parameter, as
+        an optimizer step does, the next forward all-gathers again. Writes to ``.data`` or to a local tensor are not noticed:
+        call :meth:`reshard` after them. As in FSDP2, set it to True before the last backward of an optimizer step.
         """
         for state in self._ragged_states(recurse):
             state.reshard_after_backward = reshard_after_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the backward passes that follow are the last before an optimizer step. Call it on the root.
+        """Whether the next backward passes are the last before an optimizer step. Call it on the root.
 
-        With ``ZERO1`` only such a backward reduces gradients. Else it is a hint of FSDP2's: every backward finishes its
-        reductions and sets ``.grad`` at its end.
+        With ``ZERO1``, only such a pass reduces gradients. With other placements it changes nothing: every pass finishes its
+        reductions and sets ``.grad``.
         """
         for state in self._ragged_states(recurse=False):
             state.is_last_backward = is_last_backward
@@ -200,16 +203,17 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over the replicas of HSDP.
 
-        Without, it reduces them within each replica only, and adds them up there with no more communication; ``.grad``
-        is set by the next backward that reduces over replicas. Nothing changes on a 1-D mesh.
+        If not, backward reduces them within each replica only, and the reduced shards accumulate there. The next backward that
+        reduces over replicas sets ``.grad``. On a 1-D mesh this changes nothing.
         """
         for group in self._ragged_groups(recurse):
             group.gradients.requires_all_reduce = requires_all_reduce
 
     def set_max_all_gathers_ahead(self, max_all_gathers: int) -> None:
-        """How many all-gathers may be started before their modules run, 2 unless set: FSDP1's rate limiter.
+        """How many modules' all-gathers may be issued before these modules run. The default is 2. FSDP1's rate limiter.
 
-        Call it on the root. Those beyond are started when their modules run. Each one ahead holds a gathered group.
+        Call it on the root. If the limit is reached, an all-gather is issued when its module runs. Each all-gather ahead of
+        use holds the memory of a gathered group.
 
         Raises:
             ValueError: ``max_all_gathers`` is not an int of at least 0.
@@ -219,7 +223,7 @@ class FSDPModule(TorchFSDPModule):
         self._ragged_states(recurse=False)[0].comm.max_gathers = max_all_gathers
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """Start the all-gathers of ``modules`` when this module has its parameters in forward, in place of the next one's.
+        """In forward, issue the all-gathers of ``modules`` after this module's, instead of those of the next module.
 
         Raises:
             ValueError: one of them is not an FSDP module.
@@ -227,7 +231,7 @@ class FSDPModule(TorchFSDPModule):
         self._ragged_states(recurse=False)[0].forward_prefetch = _states_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """Start the all-gathers of ``modules`` when this module has its parameters in backward, in place of the one before.
+        """In backward, issue the all-gathers of ``modules`` after this module's, instead of those of the module before it.
 
         Raises:
             ValueError: one of them is not an FSDP module.
@@ -235,11 +239,11 @@ class FSDPModule(TorchFSDPModule):
         self._ragged_states(recurse=False)[0].backward_prefetch = _states_of(modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward needs this module's parameters: not for an embedding, for example."""
+        """Whether backward needs this module's parameters. An embedding, for example, does not."""
         self._ragged_states(recurse=False)[0].unshard_in_backward = unshard_in_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients over all ranks by ``factor``, in place of the number of ranks.
+        """Divide the sum of gradients over all ranks by ``factor``, instead of the number of ranks.
 
         Raises:
             ValueError: ``factor`` is not a positive number.
@@ -255,24 +259,25 @@ class FSDPModule(TorchFSDPModule):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Ask backends for sums only, and divide apart, where they may average otherwise (NCCL)."""
+        """Whether to reduce with sums and to divide separately, also if the backend (NCCL) can average."""
         for group in self._ragged_groups(recurse=False):
             group.gradients.reduction = dataclasses.replace(group.gradients.reduction, sum_only=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether a group without any gradient on this rank takes part in gathering and reducing, with zeros; True unless set.
+        """Whether a group without gradients on this rank takes part in collectives, with zeros. The default is True.
 
-        It may have gradients on other ranks, who would wait for this one. False saves its collectives where that cannot be:
-        where all ranks leave the same modules unused. (FSDP2 has False unless set, and hangs in the first case.) Single
-        parameters without a gradient contribute zeros always.
+        The group may have gradients on other ranks. If this rank does not take part, the other ranks wait for it forever. If
+        all ranks leave the same modules unused, False saves the collectives. (FSDP2's default is False.) If a group has
+        gradients for some parameters only, the other ones contribute zeros in any case.
         """
         for state in self._ragged_states(recurse):
             state.reduces_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many gradient buffers may be in a reduce-scatter at once; 1 unless set. Each one more is memory.
+        """How many modules' reduce-scatters may be in flight at once. The default is 1. Each one holds a gradient buffer.
 
-        Over gloo the buffer to come is one of them: with 1, a reduction is waited for before the next module's gradients.
+        Over gloo the next gradient buffer counts too: with 1, backward waits for a reduce-scatter before it allocates the next
+        module's gradients.
 
         Raises:
             TypeError: ``max_input_buffers`` is not an int.
@@ -288,10 +293,10 @@ class FSDPModule(TorchFSDPModule):
                 group.gradients.max_reductions = max_input_buffers
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Call ``hook`` with each reduced shard of this module's gradients: flat, of the reduce dtype, to change in place.
+        """Call ``hook`` with each reduced shard of this module's gradients: a flat tensor, which the hook may change in place.
 
-        It is called when the reduce-scatter, or the all-reduce of HSDP, is done and its result divided. There is no stream
-        of its own for it: on a GPU it runs in the current one.
+        The hook runs after the reduce-scatter (HSDP: after the all-reduce) and the division. The shard has the reduce dtype. On
+        a GPU the hook runs in the current stream.
 
         Raises:
             ValueError: a ``stream`` is given.
@@ -302,31 +307,34 @@ class FSDPModule(TorchFSDPModule):
             group.gradients.reduce_hook = hook
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Have the next forward of the root wait for ``event``, recorded behind an optimizer step on a stream of its own.
+        """Let the next forward of the root wait for ``event``, which was recorded after an optimizer step on another stream.
 
-        FSDP2's all-gathers wait for the event in place of the current stream; here they follow the current stream, which
-        waits. The event is dropped then: set a new one in every iteration.
+        In FSDP2, all-gathers wait for the event. Here the current stream waits for it, and all-gathers follow that stream. The
+        event is used once: set a new one in every iteration.
         """
         self._ragged_states(recurse=False)[0].post_optim_event = event
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether unsharded parameters stay allocated, at their addresses, when they are resharded: for CUDA graphs."""
+        """Whether reshard keeps the memory of unsharded parameters, at the same addresses, as CUDA graphs need it."""
         for group in self._ragged_groups(recurse):
             group.encoding.keeps_storage = keep
 
     def set_persistent_buffers(self, enable: bool = True, *, places: int = SLOTS, recurse: bool = True) -> None:
-        """Keep the memory that is gathered into and reduced from, at addresses that stay: groups use ``places`` of it by turns.
+        """Whether the buffers of gathered parameters and gradients stay allocated. Groups take turns in ``places`` slots.
 
-        For CUDA graphs and registered memory, and against the cost of freeing memory (on the CPU, of faulting it in
-        again). Each place is as large as the largest group that uses it. Modules around other ``fully_shard`` modules, and
-        those that are not resharded after forward, have places of their own. What stays gathered or unreduced beyond its turn
-        (gradient accumulation without sync, modules unsharded by hand) needs as many places as there are such groups.
+        Addresses then stay the same, as CUDA graphs and registered memory need it. It also saves the time of freeing memory
+        and, on the CPU, of page faults. Each slot is as large as the largest group that uses it. If a module is around other
+        ``fully_shard`` modules, or is not resharded after forward, it has a slot of its own. If groups stay gathered or
+        unreduced (gradient accumulation without sync, modules unsharded by hand), each of them needs a slot at the same time.
+
+        Args:
+            enable: False: allocate buffers for each use.
+            places: how many slots there are.
 
         Raises:
             ValueError: ``places`` is not an int of at least 2.
-            RuntimeError: parameters are on the meta device, or have gradients that are not in ``.grad`` yet;
-                ``set_collectives`` has chosen registered memory; and later, in the step, a group's turn comes while another
-                one still has its place.
+            RuntimeError: parameters are on the meta device, or have gradients that are not in ``.grad`` yet; or
+                ``set_collectives`` has chosen registered memory. Later, in a step: a group needs a slot that another one uses.
         """
         if isinstance(places, bool) or not isinstance(places, int) or places < 2:
             raise ValueError(f"places must be an int of at least 2, got {places!r}")
@@ -341,13 +349,13 @@ class FSDPModule(TorchFSDPModule):
         make_persistent(self._ragged_states(recurse=True), places, {group: devices[group.device] for group in groups})
 
     def set_collectives(self, name: str, *, recurse: bool = True) -> tuple[str, ...]:
-        """Choose what gathers and reduces over shards. Replicas are reduced by their process group in any case.
+        """Choose the collectives over shards. Replicas are always reduced by their process group.
 
         ===============  =======================================================================================================
         ``nccl``         the mesh's process group, in place; gloo where that is its backend. The default
         ``symm``         the same on memory of NCCL's allocator, registered as symmetric windows; sets persistent buffers
-        ``copy_engine``  copies between the ranks' memory: on GPUs by copy engines over symmetric memory; on the CPU of one host
-                         over shared memory
+        ``copy_engine``  copies between the ranks' memory: on GPUs by copy engines, in symmetric memory; on the CPUs of one host
+                         in shared memory
         ``multimem``     NVSwitch multicast, bfloat16 gradients added in float32; sets persistent buffers
         ``auto``         ``symm`` on GPUs, ``copy_engine`` on the CPU, where it is available
         ===============  =======================================================================================================
@@ -356,15 +364,15 @@ class FSDPModule(TorchFSDPModule):
         ``torch_ragged.fsdp`` says why and the next best is used: for ``multimem`` ``symm``, then ``nccl``.
 
         Collectives: an all-reduce of 24 bytes per process group to agree on the name, all-gathers of objects to agree on what
-        is available, and those that share memory.
+        is available, and the collectives that set up shared memory.
 
         Returns:
-            what was chosen, for each process group of shards in the order of modules.
+            the chosen name for each process group of shards, in the order of modules.
 
         Raises:
-            ValueError: there is no such name, or ranks pass different ones; nothing is changed then.
+            ValueError: the name is unknown, or ranks pass different names. Nothing is changed.
             AssertionError: a custom collective is set.
-            RuntimeError: as of :meth:`set_persistent_buffers`; or another rank raised.
+            RuntimeError: as in :meth:`set_persistent_buffers`; or another rank raised.
         """
         groups = [group for group in self._ragged_groups(recurse) if group.dp.shard_group is not None]
         members: dict[dist.ProcessGroup, list[FSDPParamGroup]] = {}
@@ -390,27 +398,27 @@ class FSDPModule(TorchFSDPModule):
         return tuple(implementation.name for implementation in chosen.values())
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce over a process group of its own, so that a reduce-scatter need not wait for an all-gather.
+        """Whether reduce-scatters use a second process group, so that they do not wait for all-gathers.
 
-        One group per set of ranks, made by its members here: call it on all ranks.
+        The ranks of each process group of shards make a second one here: call it on all ranks.
         """
         for group in self._ragged_groups(recurse):
             group.process_groups.separate_reductions(enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Have gathered parameters and gradients in memory of the backend's own allocator (NCCL), if it has one.
+        """Whether gathered parameters and gradients are in memory of the backend's own allocator (NCCL), if it has one.
 
         Raises:
-            AssertionError: a custom collective is set, as FSDP2.
+            AssertionError: a custom collective is set, as in FSDP2.
         """
         self._set_memory_pool(enable, is_symmetric=False)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Have gathered parameters and gradients in symmetric memory, registered with NCCL as windows.
+        """Allocate gathered parameters and gradients in symmetric memory, registered with NCCL as windows.
 
         Raises:
-            ValueError: another ``backend``.
-            AssertionError: a custom collective is set, as FSDP2.
+            ValueError: ``backend`` is not "NCCL".
+            AssertionError: a custom collective is set, as in FSDP2.
             RuntimeError: the parameters' process group has no NCCL backend.
         """
         if backend != "NCCL":
@@ -426,43 +434,41 @@ class FSDPModule(TorchFSDPModule):
         _check_no_custom_collectives(groups)
         for group in groups:
             if group.gradients.is_pending:
-                raise RuntimeError(
-                    f"{group.names} has gradients that are not in .grad yet: choose where buffers are between steps"
-                )
+                raise RuntimeError(f"{group.names} has gradients that are not in .grad yet: choose buffers between steps")
         for group in groups:
             pool = group.process_groups.memory_pool(group.device, is_symmetric) if enable else None
             group.set_memory_pools(pool, pool)
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather with ``comm(output, shard, group=, async_op=)``, FSDP2's ``AllGather``, less its ``allocate``.
+        """All-gather with ``comm(output, shard, group=, async_op=)``: FSDP2's ``AllGather``, whose ``allocate`` is not called.
 
-        Also among neighbours (``reshard_after_forward=k``), and within and across nodes (``HIERARCHICAL``).
+        It is called among neighbours (``reshard_after_forward=k``), and within and across nodes (``HIERARCHICAL``), too.
         """
         for group in self._ragged_groups(recurse=False):
             group.process_groups.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce with ``comm(output, buffer, group=, op=, async_op=)``: FSDP2's ``ReduceScatter``, less its ``allocate``.
+        """Reduce-scatter with ``comm(output, buffer, group=, op=, async_op=)``: FSDP2's ``ReduceScatter``.
 
-        ``HIERARCHICAL`` calls it for each reduction within a node, then for the one across.
+        Its ``allocate`` is not called. ``HIERARCHICAL`` calls ``comm`` for each reduction within a node, then across.
         """
         for group in self._ragged_groups(recurse=False):
             for reducer in group.process_groups.reducers:
                 reducer.custom_reduce_scatter = comm
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Nothing to set: every all-gather here is asynchronous, as FSDP2's are with ``async_op``."""
+        """Does nothing: every all-gather here is asynchronous, as in FSDP2 with ``async_op``."""
 
     def _get_fsdp_state(self) -> Any:
-        """What torch's ``register_fsdp_forward_method`` asks for: the pre- and post-forward of this module."""
+        """This module's state. torch's ``register_fsdp_forward_method`` calls its pre- and post-forward."""
         return self._ragged_states(recurse=False)[0]
 
 
 def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
-    """Have several roots (stages of a pipeline) share one bound on buffers in flight.
+    """Let several roots (stages of a pipeline) share their limits on collectives in flight.
 
-    FSDP2's shares the streams of its collectives. There are none here; what roots share is how many gradient buffers are in
-    a reduce-scatter at once, and how many all-gathers are ahead of their use.
+    FSDP2's function shares the streams of collectives. Here roots share how many reduce-scatters are in flight at once, and how
+    many all-gathers are issued ahead of use.
 
     Raises:
         ValueError: one of ``modules`` is not an FSDP module.
@@ -501,9 +507,9 @@ def _check_no_custom_collectives(groups: list[FSDPParamGroup]) -> None:
 
 def _refuse(name: str) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"torch_ragged.fsdp does not offer FSDPModule.{name}()")
+        raise NotImplementedError(f"torch_ragged.fsdp does not support FSDPModule.{name}()")
 
-    method.__name__, method.__doc__ = name, "Not offered: raises NotImplementedError."
+    method.__name__, method.__doc__ = name, "Not supported: raises NotImplementedError."
     return method
 
 
@@ -517,14 +523,14 @@ class _UnshardHandle(UnshardHandle):
         self._groups = groups
 
     def wait(self) -> None:
-        """Make the gathered parameters the module's parameters."""
+        """Wait for the all-gather, and register the unsharded parameters."""
         for group in self._groups:
             group.unshard()
         self._groups = []
 
 
 def check_reshard_after_forward(value: Any, ranks: int) -> None:
-    """Raise if ``value`` is neither bool nor None nor a number of ranks that divides ``ranks``."""
+    """Raise if ``value`` is not a bool, None, or an int that divides ``ranks``."""
     if value is None or isinstance(value, bool):
         return
     if not isinstance(value, int):
@@ -542,7 +548,7 @@ def _reshard_before_load(module: Any, *args: Any) -> None:
 
 
 def _adopt_after_load(module: Any, incompatible_keys: Any) -> None:
-    """With ``assign=True`` the values are taken over; the parameters stay the same objects, also for an optimizer."""
+    """After ``load_state_dict(assign=True)``: copy the values into the parameters, which stay the same objects."""
     _group_call(module, FSDPParamGroup.load_replaced)
 
 

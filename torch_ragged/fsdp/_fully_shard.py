@@ -1,4 +1,4 @@
-"""``fully_shard``, and what groups it has made."""
+"""``fully_shard``, and functions that find the groups it has made. It moves parameters once, and trains nothing."""
 
 from __future__ import annotations
 
@@ -53,55 +53,63 @@ def fully_shard(
     orig_param_policy: OrigParamPolicy | None = None,
     placements: BufferPlacements | None = None,
 ) -> Any:
-    """Shard ``module``'s parameters over ``mesh`` in one buffer, gathered and reduced in place around its computation.
+    """Shard the parameters of ``module`` over ``mesh``, in one buffer that is all-gathered and reduce-scattered in place.
 
-    FSDP2's semantics: apply it to submodules first, then to the root; each call makes one group of the parameters not
-    yet in a group. Parameters become DTensors placed as :class:`~torch_ragged.RaggedShard`; the module's class becomes a
-    subclass of :class:`FSDPModule`. Every rank is expected to hold the same parameter values.
+    The semantics are FSDP2's: call ``fully_shard`` on submodules first, then on the root. Each call makes one group, of the
+    parameters under ``module`` that are in no group yet. Parameters become DTensors placed as
+    :class:`~torch_ragged.RaggedShard`. The module's class becomes a subclass of :class:`FSDPModule`. All ranks must hold the
+    same parameter values before the call.
 
-    Collectives: here one all-reduce of 24 bytes per mesh dimension, by which a call that is wrong on one rank, or differs
-    between ranks, is an error on all before anything is changed; another one ahead of it with ``dp_mesh_dims`` or
-    ``HIERARCHICAL``, which make process groups. Per step and group one all-gather in forward, one in backward
-    (if resharded), one reduce-scatter, with HSDP one all-reduce of the shard; and per backward one all-reduce of a byte per
-    parameter, by which ranks agree on unused parameters. Parameters of several meshes, dtypes or compute dtypes, and those that
-    are placed as ``Shard``, have buffers and collectives of their own in the group: a sum has one dtype.
+    Collectives:
+
+    - In this call: one all-reduce of 24 bytes per mesh dimension. If a call is wrong on one rank, or differs between ranks, all
+      ranks raise before anything is changed. ``dp_mesh_dims`` and ``HIERARCHICAL`` make process groups, and need a second one.
+    - Per step and group: one all-gather in forward, one in backward if the group was resharded, and one reduce-scatter. HSDP
+      adds one all-reduce of the shard.
+    - Per backward pass: one all-reduce of a byte per parameter, by which ranks agree on unused parameters.
+
+    A reduction has one dtype and one mesh. So if the parameters of a call differ in mesh, dtype or compute dtype, each kind has
+    its own buffers and collectives. Each parameter placed as ``Shard`` has its own, too.
 
     Args:
-        module: the module to shard, in place; or a list of modules whose parameters make one group. The group is gathered for
-            the first of them that runs and resharded after the last.
-        mesh: a 1-D mesh; or a 2-D mesh (HSDP), whose first dimension are replicas and whose second one shards, for parameters
-            placed as ``(Replicate(), RaggedShard)``. All ranks where None, on the accelerator (the CPU without one). Plain
-            parameters and buffers move to its device, and inputs of the root to an accelerator. Parameters that are DTensors
-            on other dimensions of the same mesh (tensor and expert parallelism) keep their placements behind these:
-            ``(StridedRaggedShard, Shard(0))``, ``(RaggedShard, Shard(1))``.
-        reshard_after_forward: free the unsharded parameters after forward. None: True, but False for the root. A number
-            of ranks: keep, on each, that part of the gathered buffer, so that backward gathers among so few neighbours;
-            registered are the sharded parameters meanwhile. Types with their own all-gather take it as True.
-        shard_placement_fn: ``parameter -> placement``: a granularity, as below; ``Shard(d)``, which makes it a plain FSDP2
-            parameter with a buffer of its own (that dimension lies first in it, the parameter is a view); torch's
-            ``ShardPlacementResult``, with a mesh of its own; or None.
-        mp_policy: dtypes to compute, reduce and return in, as in the installed FSDP2: without a ``reduce_dtype``, gradients
-            are reduced in ``param_dtype`` before torch 2.15, in the parameters' dtype from it on. A :class:`Float8Policy`
-            has matrices all-gathered as 8-bit codes.
-        offload_policy: ``CPUOffloadPolicy()`` keeps sharded parameters, their gradients and so the optimizer on the CPU.
-        ignored_params: parameters that stay as they are: not sharded, nor their gradients reduced.
-        dp_mesh_dims: torch's ``DataParallelMeshDims``: ``mesh`` is the whole mesh, these of its dimensions are data-parallel
-            (several names are flattened). Parameters are DTensors on it, replicated there.
-        orig_param_policy: ``(fqn, parameter) -> granularity``: what may not be cut. None: everything may be. With a list,
-            names begin with the module's index in it.
-        placements: what stays gathered and unreduced between uses, ``ZERO1``, ``ZERO2``, ``ZERO3`` or ``HIERARCHICAL``; None:
-            ``ZERO3`` on a 1-D mesh, HSDP on a 2-D one. See :class:`BufferPlacements`.
+        module: the module to shard, in place; or a list of modules whose parameters make one group. The group is all-gathered
+            for the first module of the list that runs, and resharded after the last one.
+        mesh: a 1-D mesh of shards; or a 2-D mesh (HSDP) of replicas (first dimension) and shards (second dimension), for
+            parameters placed as ``(Replicate(), RaggedShard)``. None: all ranks, on the accelerator, or on the CPU if there is
+            no accelerator. Plain parameters and buffers move to the mesh's device. Inputs of the root move to an accelerator.
+            If parameters are DTensors on other dimensions of the same mesh (tensor or expert parallelism), they keep these
+            placements, behind the new ones: ``(StridedRaggedShard, Shard(0))``, ``(RaggedShard, Shard(1))``.
+        reshard_after_forward: whether to free the unsharded parameters after forward. None: False for the root, True for other
+            modules. An integer k: free them, but each of k neighbouring ranks keeps one k-th of the gathered buffer, and
+            backward all-gathers among these k ranks only. The sharded parameters are registered meanwhile. For tensor types
+            with their own all-gather, an integer means True.
+        shard_placement_fn: a function ``parameter -> placement``. It returns a granularity, as below; or ``Shard(d)``, for a
+            parameter that is sharded as by FSDP2, in a buffer of its own; or torch's ``ShardPlacementResult``, which also names
+            a mesh; or None.
+        mp_policy: the dtypes of computation, reduction and outputs, as in the installed FSDP2. If it has no ``reduce_dtype``,
+            gradients are reduced in ``param_dtype`` (before torch 2.15) or in the parameters' dtype (since torch 2.15). With a
+            :class:`Float8Policy`, matrices are all-gathered as 8-bit codes.
+        offload_policy: with ``CPUOffloadPolicy()``, sharded parameters and their gradients are on the CPU. So the optimizer
+            runs there.
+        ignored_params: parameters that are not sharded, and whose gradients are not reduced.
+        dp_mesh_dims: torch's ``DataParallelMeshDims``. ``mesh`` is then the whole mesh, and ``dp_mesh_dims`` names its
+            data-parallel dimensions; several names are flattened into one dimension. All parameters must be DTensors on
+            ``mesh``, with ``Replicate()`` on these dimensions.
+        orig_param_policy: a function ``(fqn, parameter) -> granularity``, which says what must not be cut. None: a parameter
+            may be cut anywhere. If ``module`` is a list, each name begins with the module's index in the list.
+        placements: what stays gathered or unreduced between uses: ``ZERO1``, ``ZERO2``, ``ZERO3`` or ``HIERARCHICAL``. None:
+            ``ZERO3`` on a 1-D mesh, HSDP on a 2-D mesh. See :class:`BufferPlacements`.
 
     Returns:
         ``module``.
 
     Raises:
-        ValueError: ``mesh`` is not as above, or this rank is not part of it; the module is sharded already, or holds parameters
-            that are, DTensors on a device other than the mesh's, tied to an already sharded one, cut unevenly by model
-            parallelism, or trainable integers; ``reshard_after_forward`` does not divide the shards; a ``Float8Policy``
-            with ``placements`` that stay gathered; ranks disagree.
-        TypeError: ``module`` is not an ``nn.Module``, ``mesh`` not a ``DeviceMesh``, ``reshard_after_forward`` not a bool, int
-            or None, or the policy returns something else than a granularity.
+        ValueError: ``mesh`` is not as above, or this rank is not part of it; ``module`` is sharded already; a parameter is
+            sharded already, is a DTensor on another device than the mesh's, is tied to a sharded parameter, is cut unevenly by
+            model parallelism, or is a trainable integer; ``reshard_after_forward`` does not divide the number of shards;
+            ``mp_policy`` is a ``Float8Policy`` and ``placements`` keep parameters gathered; or ranks disagree.
+        TypeError: ``module`` is not an ``nn.Module``, ``mesh`` is not a ``DeviceMesh``, ``reshard_after_forward`` is not a
+            bool, int or None, or ``orig_param_policy`` returns something other than a granularity.
         RuntimeError: another rank raised.
     """
     mesh = _default_mesh() if mesh is None else mesh
@@ -113,7 +121,7 @@ def fully_shard(
         DataParallelMesh.check(mesh, dp_mesh_dims)
         makes_groups = _check_placements(mesh, dp_mesh_dims, placements) or dp_mesh_dims is not None
         if isinstance(mp_policy, Float8Policy) and placements is not None and placements.stay_gathered:
-            raise ValueError(f"Float8Policy does not go with {placements}, where gathered parameters stay: use ZERO3 or HSDP")
+            raise ValueError(f"Float8Policy does not support {placements}, which keeps parameters gathered: use ZERO3 or HSDP")
         claim += [f"dp_mesh_dims {dp_mesh_dims}, placements {placements}"] * makes_groups
     with agreement(ranks, device, "fully_shard") as claim:
         dp, levels = _with_levels(DataParallelMesh.of(mesh, dp_mesh_dims), placements)
@@ -129,7 +137,7 @@ def fully_shard(
             _sharded_originals[param.value] = param.fqn
     groups = [make_group(plan) for plan in plans]
     for plan in plans:
-        plan.params.clear()  # The originals' memory goes here.
+        plan.params.clear()  # This frees the memory of the original parameters.
     if not isinstance(reshard_after_forward, (bool, type(None))):
         reshard_after_forward = _keep_parts(groups, reshard_after_forward)
     if levels is not None:
@@ -142,7 +150,7 @@ def fully_shard(
 
 
 def _state(module: nn.Module) -> FSDPState | None:
-    """``fully_shard.state(module)``, as FSDP2's: what it keeps for ``module``; None if it was not called on it."""
+    """``fully_shard.state(module)``, as in FSDP2: the state of ``module``, or None if ``fully_shard`` was not called on it."""
     return getattr(module, STATE, None)
 
 
@@ -150,12 +158,12 @@ fully_shard.state = _state  # type: ignore[attr-defined]
 
 
 def buffer_layouts(module: nn.Module) -> dict[str, BufferLayout]:
-    """The plan of each group under ``module``, by the name of the module that ``fully_shard`` was called on."""
+    """The layout of each group under ``module``, by the name of the module that ``fully_shard`` was called on."""
     return {name: group.layout for name, group in named_groups(module).items()}
 
 
 def named_groups(module: nn.Module) -> dict[str, FSDPParamGroup]:
-    """The groups under ``module`` by the name of their module; of several of one module, later ones with a number."""
+    """The groups under ``module``, by the name of their module: ``name``, ``name[1]``, ``name[2]``, ..."""
     groups: dict[str, FSDPParamGroup] = {}
     for name, state in _states(module).items():
         groups.update({f"{name}[{i}]" if i else name: group for i, group in enumerate(state.groups)})
@@ -163,10 +171,12 @@ def named_groups(module: nn.Module) -> dict[str, FSDPParamGroup]:
 
 
 def module_states(module: nn.Module) -> dict[str, FSDPState]:
-    """The state of each module under ``module`` that ``fully_shard`` was called on, by its name; once for a list of modules.
+    """The state of each module under ``module`` that ``fully_shard`` was called on, by the module's name.
+
+    If ``fully_shard`` was called on a list of modules, they have one state, under the name of the first.
 
     Raises:
-        ValueError: there is none.
+        ValueError: ``fully_shard`` was called on no module of ``module``.
     """
     states = _states(module) if isinstance(module, nn.Module) else {}
     if not states:
@@ -189,7 +199,7 @@ def _states(module: nn.Module) -> dict[str, FSDPState]:
 
 
 def _root_modules(module: Any) -> tuple[nn.Module, ...]:
-    """The modules to shard, less those inside others of the list."""
+    """The modules to shard. A module inside another one of the list is left out."""
     modules = (module,) if isinstance(module, nn.Module) else tuple(module) if isinstance(module, (list, tuple)) else ()
     if not modules or not all(isinstance(each, nn.Module) for each in modules):
         raise TypeError(
@@ -206,7 +216,7 @@ def _check_modules(
     dp: DataParallelMesh,
     ignored: set[nn.Parameter],
 ) -> dict[str, tuple[nn.Parameter, RegisteredNames]]:
-    """The parameters to shard, once everything about them is as it should be."""
+    """Check the modules and their parameters, and return the parameters to shard."""
     for module in modules:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ValueError(f"fully_shard cannot shard a {type(module).__name__}, which has no forward: shard its members")
@@ -226,7 +236,7 @@ def _check_modules(
 
 
 def _move(modules: Sequence[nn.Module], found: dict[str, tuple[nn.Parameter, RegisteredNames]], device: torch.device) -> None:
-    """Move the parameters to shard, and the buffers beside them, to where they are computed with; none from the meta device."""
+    """Move the parameters to shard, and the modules' buffers, to ``device``. Those on the meta device stay there."""
     tensors = [param for param, _ in found.values() if not isinstance(param, DTensor)]
     inside = {child for module in modules for child in module.modules() if child not in modules and hasattr(child, STATE)}
     sharded = {each for child in inside for each in child.modules()}
@@ -239,9 +249,13 @@ def _move(modules: Sequence[nn.Module], found: dict[str, tuple[nn.Parameter, Reg
 
 
 def _keep_parts(groups: Sequence[FSDPParamGroup], size: int) -> bool:
-    """Have ``size`` neighbours keep gathered parameters between them; all of them is not keeping, one is keeping everything.
+    """Implement ``reshard_after_forward=size``: each of ``size`` neighbours keeps a part of the gathered buffers.
 
-    If a group computes with other memory than it gathers, it has no buffer to keep a part of: it is resharded.
+    If ``size`` is the number of shards, nothing is kept. If ``size`` is 1, the group is not resharded. If a group computes with
+    other memory than the gathered buffer, it keeps nothing.
+
+    Returns:
+        whether to reshard after forward.
     """
     for group in groups:
         shards = group.dp.shard_group
@@ -254,7 +268,7 @@ def _check_placements(mesh: DeviceMesh, dims: Any, placements: BufferPlacements 
     """Whether ``placements`` need more process groups than the mesh has.
 
     Raises:
-        ValueError: they are for a mesh with another number of dimensions, or do not go with ``dp_mesh_dims``.
+        ValueError: the mesh has another number of dimensions than ``placements``, or ``dp_mesh_dims`` is not supported.
     """
     ndim = mesh.ndim if dims is None else bool(dims.replicate_names) + bool(dims.shard_names)
     if placements is None:
@@ -264,12 +278,12 @@ def _check_placements(mesh: DeviceMesh, dims: Any, placements: BufferPlacements 
     if not placements.stay_gathered or ndim == 1:
         return False
     if dims is not None:
-        raise ValueError("HIERARCHICAL does not go with dp_mesh_dims: pass the two data-parallel dimensions as the mesh")
+        raise ValueError("HIERARCHICAL does not support dp_mesh_dims: pass the two data-parallel dimensions as the mesh")
     return True
 
 
 def _with_levels(dp: DataParallelMesh, placements: BufferPlacements | None) -> tuple[DataParallelMesh, Levels | None]:
-    """The mesh that the optimizer's shards are on; and over which ranks parameters stay gathered, if they do."""
+    """The mesh of the optimizer's shards; and the ranks over which parameters stay gathered, or None."""
     if placements is None or not placements.stay_gathered:
         return dp, None
     if dp.mesh.ndim == 1:
@@ -280,14 +294,14 @@ def _with_levels(dp: DataParallelMesh, placements: BufferPlacements | None) -> t
 
 def _stay_gathered(groups: Sequence[FSDPParamGroup], levels: Levels) -> None:
     for group in groups:
-        if not group.encoding.makes_params:  # Its type keeps nothing gathered.
+        if not group.encoding.makes_params:  # A tensor type with its own all-gather keeps nothing.
             group.keeper = Resident(levels, group.memory.gathered)
         if levels.within is not None and group.dp.shard_group is not None:
             group.process_groups = group.collectives = HierarchicalCollectives(levels, group.dp.shard_group)
 
 
 def _default_mesh() -> DeviceMesh:
-    """All ranks, on the accelerator; on the CPU without one."""
+    """All ranks, on the accelerator, or on the CPU if there is none."""
     return init_device_mesh(_default_device().type, (dist.get_world_size(),))
 
 
@@ -297,7 +311,10 @@ def _default_device() -> torch.device:
 
 
 def _check_mesh(mesh: Any) -> None:
-    """Raise where there is no telling whom to agree with: all ranks hear of what is no mesh, none of a mesh of others."""
+    """Raise if ``mesh`` has no process groups over which ranks can agree.
+
+    If it is not a mesh, all ranks raise. If it is a mesh without this rank, this rank raises alone.
+    """
     if isinstance(mesh, DeviceMesh):
         if mesh.get_coordinate() is None:
             DataParallelMesh.check(mesh)
@@ -313,7 +330,7 @@ def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 
 
 def _model_groups(modules: Sequence[nn.Module], mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """The process groups of the meshes that the modules' parameters are distributed over, but for those of ``mesh``."""
+    """The process groups of the meshes that the modules' parameters are distributed over, without those of ``mesh``."""
     params = [param for module in modules for param in module.parameters() if isinstance(param, DTensor)]
     meshes = dict.fromkeys(param.device_mesh for param in params)
     known = _groups_of(mesh)
@@ -321,7 +338,7 @@ def _model_groups(modules: Sequence[nn.Module], mesh: DeviceMesh) -> list[dist.P
 
 
 def _claim(plans: Sequence[GroupPlan], *options: Any) -> list[str]:
-    """What must be equal on all ranks, those of model parallelism too: the plans and the options, as lines."""
+    """The plans and options as lines of text, which must be equal on all ranks, also on those of model parallelism."""
     lines = [f"options {options}"]
     for plan in plans:
         layout, mesh = plan.layout, plan.dp.mesh

@@ -1,11 +1,13 @@
-"""BackwardPass: what a backward pass over the modules of a root knows: whether it runs, how far it is, what ends it.
+"""BackwardPass: the backward pass over the modules under a root: whether it runs, which calls it has reached, its end.
 
 It moves no data: states and groups ask it, and tell it which call's backward has begun.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from torch.autograd import Variable
@@ -17,7 +19,7 @@ __all__ = ["BackwardPass"]
 
 
 class Root(Protocol):
-    """What a pass needs of its root."""
+    """The methods of the root that a pass calls."""
 
     def drop_raised_backward(self) -> None:
         """Drop the gradients of a pass that raised."""
@@ -37,18 +39,18 @@ class BackwardPass:
         finish()         gradients are in ``.grad``; or pause(), if ``finalize_backward`` ends it
 
     Args:
-        root: the context of the modules, which has the root post-backward callback. By a weak reference: groups hold the pass,
-            and a module that outlives its model must not keep the others alive.
+        root: the context of the modules, with the root post-backward callback. The pass has a weak reference to it: groups hold
+            the pass, and a module that outlives its model must not keep the other modules alive.
 
     Attributes:
-        is_unfinished: whether a pass has ended that awaits ``finalize_backward``.
-        handle: of the ``finalize_backward`` that was begun and not waited for.
+        is_unfinished: whether a pass has ended, and ``finalize_backward`` has not been called since then.
+        handle: the handle of a ``finalize_backward`` that was not waited for yet.
     """
 
     def __init__(self, root: Root) -> None:
         self._root = weakref.ref(root)
-        # Autograd alone holds the pass that runs, and drops it if the backward raises: so this tells a pass that raised.
-        self._running: weakref.ref[_Running] | None = None
+        # Only autograd holds the running pass, and drops it if backward raises. So a dead reference means: it raised.
+        self._running: Callable[[], _Running | None] | None = None
         self.is_unfinished = False
         self.handle: object | None = None
 
@@ -59,22 +61,22 @@ class BackwardPass:
 
     @property
     def has_raised(self) -> bool:
-        """Whether a pass was started that did not reach its end."""
+        """Whether the last pass was started and did not reach its end."""
         return self._running is not None and not self.is_running
 
     def start(self) -> None:
-        """Have autograd call the root when the pass that runs now is over. Does nothing if the pass has been started.
+        """Let autograd call the root at the end of the current pass. If the pass was started before, do nothing.
 
         Raises:
             RuntimeError: the root module was deleted.
         """
-        # Any hook may be the first in a pass: which one it is differs between ranks, and what it does must not.
+        # Any hook may be the first of a pass, and ranks may differ in it. So all hooks call this method.
         if self.is_running:
             return
         root = self._root()
         if root is None:
             raise RuntimeError("the root of this fully_shard module was deleted: run the module's forward before backward")
-        # A pass that raised has left gradients, which would be added to those of this pass.
+        # A pass that raised has left gradients. This pass must not add to them.
         root.drop_raised_backward()
         running = _Running(root)
         self._running = weakref.ref(running)
@@ -87,8 +89,8 @@ class BackwardPass:
         return [] if running is None else running.orders
 
     def reach(self, order: ForwardOrder) -> None:
-        """Backward has reached a call in ``order``: all of a forward that ran later has been passed."""
-        # Autograd runs later forwards first, so the calls of orders reached before are all passed, on every rank.
+        """Backward has reached a call in ``order``, so it has finished all later forwards."""
+        # Autograd runs later forwards first: on every rank, the calls of orders reached before are finished.
         if order not in self._orders:
             self.finish_orders()
             order.restart()
@@ -99,7 +101,7 @@ class BackwardPass:
         return order in self._orders
 
     def finish_orders(self) -> None:
-        """Backward reaches no further call of the orders it is in."""
+        """Backward reaches no further call of the orders that it has reached."""
         for order in self._orders:
             order.finish()
 
@@ -109,17 +111,30 @@ class BackwardPass:
         self.is_unfinished, self._running = True, None
 
     def finish(self) -> None:
-        """The pass is over, and gradients are set."""
+        """The pass is over, and ``.grad`` is set."""
         self.is_unfinished, self._running = False, None
 
+    @contextlib.contextmanager
+    def raised_on_error(self) -> Iterator[None]:
+        """If the block raises, set ``has_raised``, also if the block runs outside of autograd."""
+        try:
+            yield
+        except BaseException:
+            self._running = _none_runs
+            raise
+
     def forget(self) -> None:
-        """As if no pass had begun."""
+        """Return to the state before any pass."""
         self._running = self.handle = None
         self.is_unfinished = False
 
 
+def _none_runs() -> None:
+    """A dead reference, as to a pass that autograd has dropped."""
+
+
 class _Running:
-    """A pass that runs: what autograd calls at its end. The orders hold the states of all modules, and so live no longer."""
+    """The running pass, which autograd calls at its end. It holds the states of all modules, so it must not live longer."""
 
     def __init__(self, root: Root) -> None:
         self._root = root

@@ -1,4 +1,4 @@
-"""FSDPCommContext: what bounds the communication of the groups that share it.
+"""FSDPCommContext: the limits on the communication of the groups that share it.
 
 It issues no collective: groups ask it before they all-gather ahead of use, allocate gradients, or reduce.
 """
@@ -16,29 +16,29 @@ class InFlight(Protocol):
     """A reduce-scatter that was issued: the gradients of a group."""
 
     def wait_for_second_buffer(self) -> None:
-        """Wait for it if it holds a buffer beside its input."""
+        """If it holds a second buffer, wait for it."""
 
     def finish_reduction(self) -> None:
         """Wait for it, and free its input."""
 
 
 class FSDPCommContext:
-    """Bounds for all groups under a root, or under several roots (``share_comm_ctx``).
+    """Limits for all groups under a root, or under several roots (``share_comm_ctx``).
 
     Attributes:
         max_gathers: how many modules' all-gathers may be issued ahead of use.
-        reducing: the reduce-scatters in flight, oldest first; one entry has the groups of one module.
+        reducing: the reduce-scatters in flight, the oldest first. An entry holds the groups of one module.
     """
 
     def __init__(self) -> None:
         self.max_gathers = 2
-        # By weak references: a module that outlives its model must not keep the shards of one that was prefetched.
+        # Weak references: a module that outlives its model must not keep the shards of a prefetched module.
         self._gathering: list[weakref.ref[object]] = []
         self.reducing: list[Sequence[InFlight]] = []
 
     @property
     def may_gather_ahead(self) -> bool:
-        """Whether one more all-gather may be issued ahead of use. Equal on all ranks: no garbage collection counts."""
+        """Whether one more all-gather may be issued ahead of use. Equal on all ranks: garbage collection does not change it."""
         return len(self._gathering) < self.max_gathers
 
     def add_gathering(self, state: object) -> None:
@@ -46,7 +46,7 @@ class FSDPCommContext:
         self._gathering.append(weakref.ref(state))
 
     def forget_gathering(self, state: object) -> bool:
-        """The all-gathers of a state were used, or dropped; says whether they were ahead of use."""
+        """The all-gathers of a state were used or dropped; return whether they had been issued ahead of use."""
         if not self._gathering:  # Mostly: asked whenever a module is unsharded or resharded.
             return False
         count = len(self._gathering)
@@ -54,11 +54,12 @@ class FSDPCommContext:
         return len(self._gathering) < count
 
     def wait_for_room(self, max_reductions: int) -> None:
-        """Before gradients are allocated: wait for the oldest reductions, so that fewer than ``max_reductions`` are in flight.
+        """Before gradients are allocated: wait for the oldest reductions until fewer than ``max_reductions`` are in flight.
 
-        Only for those that hold a second buffer, as over gloo. On a GPU this would block the stream without saving memory.
+        This waits only for reductions that hold a second buffer, as over gloo. On a GPU it would block the stream and save no
+        memory.
         """
-        # Waiting does not finish them: finishing issues HSDP's all-reduce, at a moment that has to be equal on all ranks.
+        # Do not finish them: finishing issues HSDP's all-reduce, and all ranks must issue that at the same moment.
         excess = len(self.reducing) - max_reductions + 1
         for entry in self.reducing[: max(0, excess)]:
             for gradients in entry:
@@ -69,8 +70,8 @@ class FSDPCommContext:
         self.reducing.append(entry)
 
     def finish_reductions(self, max_reductions: int) -> None:
-        """Before a reduce-scatter is issued: finish the oldest ones, so that fewer than ``max_reductions`` are in flight."""
-        # Oldest first: the order in which they were issued is the order in which they end.
+        """Before a reduce-scatter is issued: finish the oldest ones until fewer than ``max_reductions`` are in flight."""
+        # The oldest first: collectives end in the order of issue.
         while len(self.reducing) >= max_reductions:
             for gradients in self.reducing.pop(0):
                 gradients.finish_reduction()

@@ -1,4 +1,4 @@
-"""ContiguousEncoding: a parameter placed as ``Shard(d)`` with d > 0, which is contiguous where it is gathered."""
+"""ContiguousEncoding: a parameter placed as ``Shard(d)`` with d > 0, which is contiguous after the all-gather."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ContiguousEncoding"]
 
 
 class ContiguousEncoding(Encoding):
-    """One parameter cut along a dimension behind the first: all-gathered piece by piece, then put together by one copy.
+    """One parameter that is cut along a later dimension than the first: one copy joins the all-gathered pieces.
 
     ::
 
@@ -24,9 +24,9 @@ class ContiguousEncoding(Encoding):
            | all-gather
         buffer      DBuffer Replicate(): | piece of rank 0 | piece of rank 1 | ...
            | one copy, after which the pieces are freed
-        whole       the contiguous parameter, as ``weight.view(-1)`` and kernels want it
+        whole       the contiguous parameter, as ``weight.view(-1)`` and kernels need it
 
-    Its gradient has the layout of the pieces, and is copied piece by piece.
+    The gradient buffer has the layout of the pieces. The gradient is copied into it piece by piece.
     """
 
     computes_in_buffer = False
@@ -45,7 +45,7 @@ class ContiguousEncoding(Encoding):
         return self._whole.untyped_storage().nbytes()
 
     def compute_tensor(self, index: int) -> torch.Tensor:
-        return self._whole.data  # With a version counter of its own: autograd may have saved it when it is filled again.
+        return self._whole.data  # A view with its own version counter: autograd may have saved it before the next copy.
 
     def decode(self, shards: Shards, keeps_buffer: bool) -> None:
         allocate_storage(self._whole, self._log)

@@ -19,7 +19,7 @@ from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 __all__ = ["DBuffer", "MemoryPool"]
 
 MemoryPool = Union[torch.cuda.MemPool, Slot]
-"""Where memory may come from, instead of the default allocator: a pool, or a slot at a fixed address."""
+"""A source of memory other than the default allocator: a pool, or a slot at a fixed address."""
 
 
 class DBuffer:
@@ -29,22 +29,21 @@ class DBuffer:
     placement     ``flat`` on each rank       ``tensor(i)``
     ============  ==========================  =============================================
     Shard(0)      its shard, (S,)             1-D view of this rank's interval of tensor i
-    Replicate()   everything, (ranks * S,)    view of tensor i with its shape
-    Partial()     everything, to be reduced   view of tensor i with its shape
+    Replicate()   all shards, (ranks * S,)    view of tensor i with its shape
+    Partial()     all shards, not reduced     view of tensor i with its shape
     ============  ==========================  =============================================
 
-    Views stay at fixed offsets in the storage, which is allocated and freed as a whole: a view made once is valid
-    whenever the storage is allocated. Views have version counters of their own, so that refilling the buffer does not
-    disturb what autograd saved.
+    Views stay at fixed offsets in the storage, which is allocated and freed as a whole. So a view is valid whenever the
+    storage is allocated. Views have their own version counters: autograd does not see that the buffer is filled again.
 
     Args:
-        layout: where each tensor lies.
+        layout: the offset of each tensor.
         placement: ``Shard(0)``, ``Replicate()`` or ``Partial()``.
         rank: this rank in the mesh dimension.
-        is_pinned: in page-locked memory of the CPU, for copies to a GPU.
-        pool: where its memory comes from, if not from the allocator.
-        borrowed: memory with another owner, all of a storage. :meth:`free` drops the reference to it, and with it the use of
-            the buffer.
+        is_pinned: whether the memory is page-locked memory of the CPU, for copies to a GPU.
+        pool: the source of the memory; None: the allocator.
+        borrowed: a tensor to use as the memory; it fills its storage, which has another owner. :meth:`free` drops the reference
+            to it, and the buffer cannot be used again.
         log: records when memory is allocated and freed.
     """
 
@@ -86,12 +85,12 @@ class DBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the allocation while it is not freed."""
+        """Bytes of the buffer when it is allocated."""
         return self._nbytes
 
     @property
     def resident_nbytes(self) -> int:
-        """Bytes that it holds now: ``nbytes``, or 0 once freed."""
+        """Bytes that the buffer holds now: ``nbytes``, or 0 if it is freed."""
         return self._nbytes if self.is_allocated else 0
 
     @property
@@ -106,7 +105,7 @@ class DBuffer:
         return self._slab is None or self._slab.is_free_for(self)
 
     def allocate(self) -> None:
-        """Allocate the storage, unless it is allocated; its contents are undefined.
+        """Allocate the storage, unless it is allocated. Its contents are undefined.
 
         Raises:
             RuntimeError: another buffer uses this one's slot.
@@ -122,7 +121,7 @@ class DBuffer:
             self._log.note(self._nbytes)
 
     def free(self) -> None:
-        """Free the storage; views remain, and are valid again after :meth:`allocate`."""
+        """Free the storage. Views stay, and are valid again after :meth:`allocate`."""
         if self._log is not None and self.is_allocated:
             self._log.note(-self._nbytes)
         if self._slab is not None:
@@ -133,8 +132,8 @@ class DBuffer:
             self.flat.untyped_storage().resize_(0)
 
     def tensor(self, index: int) -> torch.Tensor:
-        """The part of tensor ``index`` in this buffer, as a view of it with a version counter of its own."""
-        flat = self.flat.data  # Autograd must not see that the buffer is filled again under a tensor that it saved.
+        """The part of tensor ``index`` in this buffer, as a view with its own version counter."""
+        flat = self.flat.data  # Autograd must not see that the buffer is filled again: it may have saved the view.
         if self.is_sharded:
             start, stop = self.layout.local_range(index, self.rank)
             begin = max(self.layout.offsets[index] - self.rank * self.layout.shard_numel, 0)
@@ -153,14 +152,14 @@ class DBuffer:
         return mine in storage_ids(tensor)
 
     def shard(self) -> torch.Tensor:
-        """This rank's shard: all of a sharded buffer, or its slice. No copy."""
+        """This rank's shard: the whole of a sharded buffer, or a slice of another one. No copy."""
         if self.is_sharded:
             return self.flat
         start = self.rank * self.layout.shard_numel
         return self.flat[start : start + self.layout.shard_numel]
 
     def zero_padding(self) -> None:
-        """Zero what belongs to no tensor, so that reductions see no garbage."""
+        """Fill the padding with zeros, so that reductions do not read undefined values."""
         start = self.rank * self.layout.shard_numel if self.is_sharded else 0
         for begin, end in self.layout.gaps():
             begin, end = max(begin - start, 0), min(end - start, self.flat.numel())
@@ -170,11 +169,11 @@ class DBuffer:
     def all_gather_from(self, sharded: DBuffer, collectives: Collectives) -> Work:
         """Shard(0) -> Replicate(): one all-gather into this buffer.
 
-        With equal dtypes and devices the shards are read where they are; else this rank's shard is first cast, or copied from
-        the CPU, straight into its slice of this buffer and gathered in place.
+        If dtypes and devices are equal, the all-gather reads the shard in its own buffer. Otherwise the shard is first cast, or
+        copied from the CPU, into its slice of this buffer, and all-gathered in place.
         """
         self.allocate()
-        # The cast goes to the rank's own slot, so the all-gather finds its input there, and sends param_dtype.
+        # Cast into this rank's slice: the all-gather then needs no other buffer, and sends param_dtype.
         source = sharded.flat
         if (source.dtype, source.device) != (self.flat.dtype, self.flat.device):
             source = scaled_copy_(self.shard(), source, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Distribution: how one parameter lies over data-parallel ranks and, before that, over those of model parallelism."""
+"""Distribution: how one parameter is cut, first by model parallelism and then by data parallelism. It holds no data."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ __all__ = ["Distribution", "has_extension", "local_of"]
 
 
 class Distribution:
-    """Where the elements of a parameter are, and the forms that it takes in the buffers of its group.
+    """How the elements of a parameter are distributed, and its forms in the buffers of its group.
 
-    A group works on ``local_shape``: the whole parameter or, where it is a DTensor (tensor or expert parallelism), this rank's
-    piece of it. The data-parallel shards of the piece stand before the model's placements on a mesh of both::
+    A group works on ``local_shape``: the whole parameter or, if it is a DTensor (tensor or expert parallelism), this rank's
+    piece of it. The sharded parameter is a DTensor on a mesh of both: first the data-parallel shards, then the model's
+    placements::
 
         plain                   (RaggedShard,)
         HSDP                    (Replicate(), RaggedShard)
@@ -33,11 +34,11 @@ class Distribution:
     Args:
         fqn: the parameter's name, for errors.
         param: a plain tensor, or a DTensor as the model has distributed it.
-        shard_dim: cut along this dimension as ``Shard`` does; None for a ragged placement.
+        shard_dim: the dimension of a ``Shard`` placement; None: a ragged placement.
 
     Raises:
-        ValueError: the parameter is a DTensor that data parallelism has placed already, that is Partial, or cut unevenly; a
-            plain tensor on a mesh with ``dp_mesh_dims``; or has no dimension ``shard_dim``.
+        ValueError: the parameter is a DTensor that data parallelism has sharded already, or is a Partial or unevenly cut
+            DTensor, or is a plain tensor on a mesh with ``dp_mesh_dims``, or has no dimension ``shard_dim``.
     """
 
     def __init__(self, fqn: str, param: torch.Tensor, dp: DataParallelMesh, shard_dim: int | None = None) -> None:
@@ -48,8 +49,8 @@ class Distribution:
             self._model_mesh, self._model_placements = param.device_mesh, param.placements
         elif dp.spmd is not None:
             raise ValueError(
-                f"When dp_mesh_dims is provided, all parameters must be DTensors on the full mesh, {fqn} is plain: "
-                "distribute it (distribute_tensor, distribute_module), with Replicate() on data-parallel dimensions"
+                f"When dp_mesh_dims is provided, all parameters must be DTensors on the full mesh, but {fqn} is plain: "
+                "distribute it (distribute_tensor, distribute_module), with Replicate() on data-parallel mesh dimensions"
             )
         self.local_shape = tuple(local_of(param).shape)
         self.mesh, self._template = dp.place(param if isinstance(param, DTensor) else None)
@@ -63,7 +64,7 @@ class Distribution:
 
     @property
     def text(self) -> str:
-        """What it is, in words that are the same on all ranks."""
+        """A description, equal on all ranks."""
         cut = "" if self.shard_dim is None else f" cut along dimension {self.shard_dim}"
         model = ""
         if self.is_dtensor:
@@ -74,7 +75,7 @@ class Distribution:
     # -- for the planner -------------------------------------------------------------------------------------------
 
     def tensor_spec(self, granularity: Granularity) -> TensorSpec:
-        """What the planner is told: whole slices too where the model cuts a dimension behind the first."""
+        """The planner's input. If the model cuts a later dimension than the first, shards must be whole slices, too."""
         spec = granularity.tensor_spec(self.fqn, self.local_shape)
         cut = min((dim for dim in self._cuts() if dim > 0), default=None)
         if cut is None or not spec.numel:
@@ -85,7 +86,7 @@ class Distribution:
         return TensorSpec(self.fqn, self.local_shape, spec.dims[:cut], block, period)
 
     def even_layout(self, ranks: int) -> BufferLayout:
-        """A buffer of this parameter alone, cut as ``Shard(shard_dim)`` cuts it: the ranks' pieces one after the other."""
+        """The layout of a buffer of this parameter alone, cut by ``Shard(shard_dim)``: the pieces in the order of ranks."""
         assert self.shard_dim is not None
         row = self._row_numel
         shard = max(1, self._rows * row)
@@ -106,13 +107,15 @@ class Distribution:
         return torch.cat([piece.reshape(-1) for piece in whole.split(max(1, self._rows), self.shard_dim)])
 
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Of all elements in the order of the buffer, what each rank holds, as views; concatenated along ``shard_dim`` they
-        are the parameter."""
+        """Views of each rank's piece, given all elements in the order of the buffer.
+
+        Concatenated along ``shard_dim``, they are the parameter.
+        """
         assert self.shard_dim is not None
         return [self._local(piece) for piece in flat.split(max(1, self._rows * self._row_numel))]
 
     def sharded(self, flat: torch.Tensor, layout: BufferLayout, index: int) -> DTensor:
-        """The DTensor whose elements here are ``flat``, which it is a view of."""
+        """The sharded DTensor, as a view of ``flat``, which holds this rank's elements."""
         local = self._local(flat)
         if self.shard_dim is not None:
             return self.shaped(local)
@@ -120,7 +123,7 @@ class Distribution:
         return DTensor.from_local(local, self.mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
 
     def sharded_like(self, flat: torch.Tensor, parameter: DTensor) -> DTensor:
-        """The same, placed as ``parameter``, which :meth:`sharded` has made: placements of many ranks take long to make."""
+        """As :meth:`sharded`, with the placements of ``parameter``: it is slow to make placements of many ranks."""
         return dtensor_like(self._local(flat), parameter)
 
     def _local(self, flat: torch.Tensor) -> torch.Tensor:
@@ -132,14 +135,14 @@ class Distribution:
         return flat if None in self._template else flat.view(self.local_shape)
 
     def shaped(self, local: torch.Tensor) -> DTensor:
-        """The DTensor whose part here, along ``shard_dim``, is ``local``."""
+        """The DTensor cut along ``shard_dim`` with the local tensor ``local``."""
         split = math.prod(self._cuts().get(self.shard_dim, ()))  # type: ignore[arg-type]
         shard = _StridedShard(self.shard_dim, split_factor=split) if split > 1 else Shard(self.shard_dim)  # type: ignore[arg-type]
         placements = [shard if placement is None else placement for placement in self._template]
         return DTensor.from_local(local, self.mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
 
     def gathered(self, view: torch.Tensor) -> torch.Tensor:
-        """What the model computes with, of a ``view`` of all elements of the piece, in its shape."""
+        """The tensor that the model computes with, given a ``view`` of all elements in ``local_shape``."""
         if not self.is_dtensor:
             return view
         mesh, placements = self._model_mesh, self._model_placements
@@ -148,9 +151,9 @@ class Distribution:
     def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a gradient, as a tensor in the order of the buffer.
 
-        A DTensor is first redistributed to the model's placements, which may be a collective of the model's mesh dimensions.
-        Its placements on data-parallel dimensions are ignored, as FSDP2 does: each rank's local tensor is its own
-        contribution, which the group reduces. Replicate() there says nothing: ``weight.to_local()`` labels gradients so.
+        A DTensor is first redistributed to the model's placements: perhaps a collective on the model's mesh dimensions. Its
+        placements on data-parallel mesh dimensions are ignored, as in FSDP2: each rank's local tensor is its own contribution,
+        and the group reduces it. ``weight.to_local()``, for example, gives such gradients Replicate().
         """
         if self.is_dtensor:
             assert isinstance(gradient, DTensor)
@@ -170,7 +173,7 @@ class Distribution:
         return StridedRaggedShard(ragged.dims, ragged.units, split_factor=math.prod(cuts[0]))
 
     def _cuts(self) -> dict[int, list[int]]:
-        """Dimensions that the model cuts on mesh dimensions behind the shards', with the sizes of these."""
+        """The dimensions that the model cuts, with the sizes of the mesh dimensions. Only those after the shards' count."""
         cuts: dict[int, list[int]] = {}
         behind = self._template.index(None) + 1 if None in self._template else len(self._template)
         for dim in range(behind, len(self._template)):
@@ -181,7 +184,7 @@ class Distribution:
 
     @property
     def _rows(self) -> int:
-        """Of the dimension ``shard_dim``, what the first rank holds; further ranks hold as much or less."""
+        """The size of the first rank's piece along ``shard_dim``. Later ranks hold as much or less."""
         assert self.shard_dim is not None
         return -(-self.local_shape[self.shard_dim] // self._ranks)
 
@@ -207,7 +210,7 @@ def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> N
             if sizes[placement.dim] % param.device_mesh.size(dim):
                 raise ValueError(
                     f"{fqn} of shape {tuple(param.shape)} is cut unevenly by {placement} over {param.device_mesh.size(dim)} "
-                    "ranks of model parallelism: pad it, or choose a size that they divide"
+                    "ranks of model parallelism: pad it, or choose a size that is a multiple of the number of ranks"
                 )
             sizes[placement.dim] //= param.device_mesh.size(dim)
         elif not isinstance(placement, Replicate):
@@ -221,10 +224,10 @@ def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> N
 
 
 def has_extension(param: torch.Tensor) -> bool:
-    """Whether ``param``, or its local tensor, brings ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+    """Whether ``param``, or its local tensor, has the methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
     Raises:
-        AssertionError: it brings only one of the two, as FSDP2.
+        AssertionError: it has only one of the two, as in FSDP2.
     """
     inner = local_of(param) if isinstance(param, DTensor) else param
     pre, post = (hasattr(inner, f"fsdp_{when}_all_gather") for when in ("pre", "post"))
@@ -234,7 +237,7 @@ def has_extension(param: torch.Tensor) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; a plain tensor itself, detached."""
+    """The local tensor of a DTensor; a plain tensor is returned detached."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     return local_tensor(tensor)

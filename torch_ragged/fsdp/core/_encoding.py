@@ -1,6 +1,6 @@
-"""Encoding: what an all-gather sends for a group's parameters, and the memory that the model computes with.
+"""Encoding: what an all-gather sends for a group's parameters, and the memory of the unsharded parameters.
 
-It knows no modules and no states: the group says when to gather, to decode and to free.
+It does not decide when to all-gather, decode or free: the group does.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Encoding:
            | all-gather, in place
         buffer     DBuffer Replicate(), param_dtype; unsharded parameters are views of it
 
-    A group calls ``make_buffers`` once, and ``all_gather``, ``decode`` and ``free`` in each use. Other encodings override what
-    they do in another way.
+    A group calls ``make_buffers`` once, and ``all_gather``, ``decode`` and ``free`` in each use. Subclasses override the
+    methods in which they differ.
 
     Attributes:
-        buffer: what is gathered, once it is decoded.
-        computes_in_buffer: whether unsharded parameters are views of ``buffer``. Their gradients then have its layout.
-        makes_params: whether :meth:`decode` makes the unsharded parameter, of a tensor type of the user's.
-        keeps_storage: unsharded parameters stay allocated, at their addresses, when they are resharded.
+        buffer: the gathered parameters, after ``decode``.
+        computes_in_buffer: whether unsharded parameters are views of ``buffer``. Then their gradients have its layout.
+        makes_params: whether :meth:`decode` makes the unsharded parameter, of the user's tensor type.
+        keeps_storage: whether :meth:`free` keeps the memory of unsharded parameters, so that their addresses stay.
     """
 
     computes_in_buffer = True
@@ -48,10 +48,10 @@ class Encoding:
         self.keeps_storage = False
 
     def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
-        """New buffers for parameters that are computed with in ``dtype`` on ``device``; :meth:`free` them after use.
+        """Make buffers for a computation in ``dtype`` on ``device``. They are allocated: call :meth:`free` after use.
 
         Args:
-            pool: where their memory comes from, if not from the allocator.
+            pool: the memory pool of the buffers; None: the allocator.
             log: records when they are allocated and freed.
         """
         self._log = log
@@ -63,12 +63,12 @@ class Encoding:
 
     @property
     def nbytes_beside(self) -> int:
-        """Bytes allocated beside the buffers."""
+        """Bytes allocated outside of the buffers."""
         return 0
 
     @property
     def numel_by_dtype(self) -> dict[torch.dtype, int]:
-        """Elements of the buffers, by dtype: what persistent buffers have to hold."""
+        """Elements of the buffers by dtype: the size of persistent buffers."""
         return {self.buffer.flat.dtype: self._layout.numel}
 
     @property
@@ -77,35 +77,41 @@ class Encoding:
         return all(buffer.is_free for buffer in self.buffers())
 
     def compute_tensor(self, index: int) -> torch.Tensor:
-        """The memory of an unsharded parameter, in the shape that the model computes with."""
+        """The memory of an unsharded parameter, in the parameter's shape."""
         return self.buffer.tensor(index)
 
     def all_gather(self, shards: Shards, collectives: Collectives) -> Work:
-        """Allocate, and issue the all-gather."""
+        """Allocate the buffers, and issue the all-gather."""
         return self.buffer.all_gather_from(shards.buffer, collectives)
 
     def decode(self, shards: Shards, keeps_buffer: bool) -> torch.Tensor | None:
-        """The all-gather is done: make parameters of what it brought, if that is encoded.
+        """After the all-gather: decode the gathered bytes. Plain parameters need no decoding.
 
         Args:
-            keeps_buffer: whether ``buffer`` has to stay allocated.
+            keeps_buffer: whether ``buffer`` stays allocated.
 
         Returns:
-            a tensor to compute with, if it is a new one (``makes_params``).
+            if ``makes_params`` and this is the first call, the tensor to compute with; otherwise None.
         """
         return None
 
     def free(self, keeps_buffer: bool) -> None:
-        """Free the unsharded parameters, but for a ``buffer`` that has to stay."""
+        """Free the unsharded parameters. If ``keeps_buffer``, ``buffer`` stays allocated."""
         keeps_storage = self.keeps_storage and not isinstance(self.buffer.pool, Slot)  # A slot keeps its address anyway.
         if not keeps_storage and not keeps_buffer:
             self.buffer.free()
+
+    def free_replaced(self) -> None:
+        """Free all memory, also what ``keeps_storage`` keeps: :meth:`make_buffers` follows, and both together may not fit."""
+        keeps_storage, self.keeps_storage = self.keeps_storage, False
+        self.free(keeps_buffer=False)
+        self.keeps_storage = keeps_storage
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, or a tensor that it wraps, is an unsharded parameter or a view of one."""
         return self.buffer.holds(tensor)
 
     def is_intact(self, param: FSDPParam, local: torch.Tensor) -> bool:
-        """Whether the memory of an unsharded parameter, whose local tensor is ``local``, is still the encoding's."""
+        """Whether an unsharded parameter with the local tensor ``local`` still lies in the encoding's memory."""
         view = param.view
         return local.dtype == view.dtype and local.data_ptr() == view.data_ptr()

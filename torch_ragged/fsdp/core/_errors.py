@@ -6,4 +6,4 @@ __all__ = ["InvalidArgument"]
 
 
 class InvalidArgument(ValueError, AssertionError):
-    """A wrong argument, for which FSDP2 raises AssertionError and this package ValueError: it is both."""
+    """A wrong argument. FSDP2 raises AssertionError for it, this package ValueError: this class is both."""

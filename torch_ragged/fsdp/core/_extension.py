@@ -1,10 +1,10 @@
-"""TypeEncoding and TypeShards: a tensor type that says what is gathered (FSDP2's tensor extensions: float8 and the like)."""
+"""TypeEncoding and TypeShards: tensor types with their own all-gather (FSDP2's tensor extensions, such as float8)."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ __all__ = ["TypeEncoding", "TypeShards"]
 
 
 class TypeShards(Shards):
-    """This rank's rows of one tensor of such a type: its memory is the type's. The buffer stays free.
+    """This rank's rows of one tensor of such a type, as FSDP2's ``Shard(0)`` cuts them. The type owns their memory.
 
-    The rows are those of FSDP2's ``Shard(0)``.
+    The buffer of the base class is never allocated. It only tells the dtype and device of ``.grad``.
     """
 
     _local: torch.Tensor
@@ -57,27 +57,27 @@ class TypeShards(Shards):
 
     @property
     def local(self) -> torch.Tensor:
-        """The rows as they are now: operations on the parameter may replace what its type holds."""
+        """The current rows. Operations on the parameter may replace the tensors inside its type."""
         return local_of(self.params[0].sharded)
 
 
 def first_rows(layout: BufferLayout) -> int:
-    """The rows of the first shard, the largest."""
+    """The number of rows of the first shard, which is the largest."""
     return -(-layout.tensors[0].shape[0] // layout.ranks)
 
 
 class TypeEncoding(Encoding):
-    """One parameter whose type has an all-gather of its own.
+    """One parameter whose tensor type has its own all-gather.
 
     ::
 
         shards      rows of the tensor, of its type
-           | fsdp_pre_all_gather: any number of tensors, whose rows are those of the shard, or of one size on all ranks
-        outputs     one all-gather each
-           | fsdp_post_all_gather: the tensor to compute with; its memory is freed and allocated under it
+           | fsdp_pre_all_gather returns any number of tensors; each has the shard's rows, or one size on all ranks
+        outputs     one all-gather for each of these tensors
+           | fsdp_post_all_gather returns the tensor to compute with; its storage is freed after use, and allocated again
 
-    Gradients are those of any group: one buffer, one reduce-scatter. If the ranks do not divide the rows, the shards are padded
-    here, so that the type need not know.
+    Gradients are as in other groups: one buffer, one reduce-scatter. If the number of ranks does not divide the rows, shards
+    are padded here, and the type does not see the padding.
     """
 
     computes_in_buffer = False
@@ -90,10 +90,10 @@ class TypeEncoding(Encoding):
         self._shape = torch.Size(found.distribution.local_shape)
 
     def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
-        """The type makes tensors of its own, by its first ``fsdp_post_all_gather``: no memory comes from a ``pool``."""
+        """Prepare for the first ``fsdp_post_all_gather``, which allocates the tensors. ``pool`` is not used."""
         self._dtype, self._device, self._log = dtype, device, log
         self._outputs: list[torch.Tensor] = []
-        self._has_rows: list[bool] = []  # Of the outputs, which have the parameter's rows.
+        self._has_rows: list[bool] = []  # Of each output: whether it has the parameter's rows.
         self._inner: list[torch.Tensor] = []
         self._made: torch.Tensor | None = None
         self._metadata: Any = None
@@ -103,14 +103,14 @@ class TypeEncoding(Encoding):
 
     @property
     def nbytes_beside(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in (*self._outputs, *self._inner))
+        return _nbytes((*self._outputs, *self._inner))
 
     @property
     def numel_by_dtype(self) -> dict[torch.dtype, int]:
         return {}
 
     def compute_tensor(self, index: int) -> torch.Tensor:
-        """Nothing, until the type has made a tensor."""
+        """An empty tensor: the type makes the tensor to compute with in the first :meth:`decode`."""
         return torch.empty(0)
 
     def all_gather(self, shards: Shards, collectives: Collectives) -> Work:
@@ -120,17 +120,18 @@ class TypeEncoding(Encoding):
         inputs = tuple(tensor.to(self._device).contiguous() for tensor in inputs)
         if not self._outputs:
             ranks = self._layout.ranks
-            with torch.inference_mode(False):  # Later forwards write to them in other modes too.
+            with torch.inference_mode(False):  # Later forwards in other modes write to them, too.
                 self._outputs = [tensor.new_empty(ranks * tensor.size(0), *tensor.shape[1:]) for tensor in inputs]
             self._log.note(self.nbytes_beside)
             self._has_rows = [tensor.ndim == shard.ndim and tensor.size(0) == shard.size(0) for tensor in inputs]
         for output in self._outputs:
             allocate_storage(output, self._log)
-        pairs = zip(self._outputs, inputs)
-        return wait_all([collectives.all_gather(output.view(-1), tensor.view(-1)) for output, tensor in pairs])
+        # Views with their own version counters: the type may compute with an output itself, and autograd may have saved it.
+        pairs = [(output.data.view(-1), tensor.view(-1)) for output, tensor in zip(self._outputs, inputs)]
+        return wait_all([collectives.all_gather(output, tensor) for output, tensor in pairs])
 
     def _padded(self, shard: torch.Tensor) -> torch.Tensor:
-        """This rank's rows, and zeros after them if the first rank has more: what is gathered has one size on all ranks."""
+        """This rank's rows, padded with zeros to the rows of the first rank: all ranks send the same size."""
         rows = first_rows(self._layout)
         if shard.size(0) == rows:
             return shard
@@ -153,11 +154,11 @@ class TypeEncoding(Encoding):
         if self._made is None:
             with torch.inference_mode(False):
                 self._made, self._inner = shard.fsdp_post_all_gather(outputs, self._metadata, self._dtype)
-            self._log.note(sum(tensor.untyped_storage().nbytes() for tensor in self._inner))
+            self._log.note(self.nbytes_beside - _nbytes(self._outputs))
             return self._made
         for tensor in self._inner:
             allocate_storage(tensor, self._log)
-        out = self._made.data  # With a version counter of its own: autograd may have saved it.
+        out = self._made.data  # A view with its own version counter: autograd may have saved the tensor.
         shard.fsdp_post_all_gather(outputs, self._metadata, self._dtype, out=out)
         return None
 
@@ -171,3 +172,9 @@ class TypeEncoding(Encoding):
 
     def is_intact(self, param: FSDPParam, local: torch.Tensor) -> bool:
         return True
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that ``tensors`` hold now. Several of them may share a storage: a type may return what was all-gathered."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())

@@ -24,31 +24,32 @@ from torch_ragged.granularity import Granularity, blocks, elements
 __all__ = ["Float8Encoding", "Float8Policy", "keeps_tiles"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SLOT_ALIGNMENT = 128
+_SLICE_ALIGNMENT = 128
 
 
 @dataclass(frozen=True)
 class Float8Policy(MixedPrecisionPolicy):
-    """A ``MixedPrecisionPolicy`` whose matrices travel as float8: every tile of them as e4m3 codes and a float32 scale.
+    """A ``MixedPrecisionPolicy`` that all-gathers matrices as float8: e4m3 codes, with one float32 scale per tile.
 
-    The sharded parameters, gradients and the optimizer stay as they are. What forward and backward compute with is the
-    parameter quantised and dequantised, in ``param_dtype``; the same bits on any number of ranks, those of
-    :mod:`torch_ragged._kernels.float8` on the whole parameter (of what model parallelism leaves of it on a rank).
+    Sharded parameters, gradients and the optimizer do not change. Forward and backward compute in ``param_dtype``, with the
+    parameter after quantising and dequantising. These values are bitwise equal on any number of ranks: they are those of
+    :mod:`torch_ragged._kernels.float8` on the whole parameter (with model parallelism: on this rank's piece of it).
 
-    Quantised are parameters of two or more dimensions whose granularity keeps every tile on one rank: ``blocks(128, 128)``,
-    ``rows(n)`` of whole tiles, ``tensor()``. Where ``fully_shard`` is given neither ``orig_param_policy`` nor
-    ``shard_placement_fn``, such parameters get ``blocks(*tile)``, but for those of embeddings. All others are gathered in
-    ``param_dtype``, in a group of their own: one more all-gather and reduce-scatter per unit that has both.
+    A parameter is quantised if it has two or more dimensions and its granularity keeps every tile on one rank:
+    ``blocks(128, 128)``, ``rows(n)`` of whole tiles, ``tensor()``. If ``fully_shard`` gets neither ``orig_param_policy`` nor
+    ``shard_placement_fn``, parameters with two or more dimensions get ``blocks(*tile)``, except embeddings. All other
+    parameters are all-gathered in ``param_dtype``, in another group. So a module with both kinds has one more all-gather and
+    one more reduce-scatter.
 
-    Bytes per element and all-gather: 1, plus 4 per tile, against 2 in bfloat16. Memory: an all-gather in flight
-    holds its codes only; they and the parameters in ``param_dtype`` are there together for the moment of dequantising.
+    An all-gather sends 1 byte per element and 4 bytes per tile; bfloat16 needs 2 bytes per element. An all-gather in flight
+    holds only the codes. While the codes are dequantised, the parameters in ``param_dtype`` are allocated, too.
 
     Args:
-        param_dtype, reduce_dtype, output_dtype, cast_forward_inputs: as of ``MixedPrecisionPolicy``.
+        param_dtype, reduce_dtype, output_dtype, cast_forward_inputs: as in ``MixedPrecisionPolicy``.
         tile: ``(128, 128)``, or ``(1, 128)`` for finer scales (3 % more bytes).
 
     Raises:
-        ValueError: ``tile`` is neither; or ``param_dtype`` is no float of 16 or 32 bits.
+        ValueError: ``tile`` is another one; or ``param_dtype`` is not float32, bfloat16, float16 or None.
     """
 
     tile: tuple[int, int] = float8.TILES[0]
@@ -60,17 +61,17 @@ class Float8Policy(MixedPrecisionPolicy):
             raise ValueError(f"Float8Policy param_dtype must be one of {_DTYPES} or None, got {self.param_dtype}")
 
     def default_granularity(self, param: torch.Tensor, places: Sequence[tuple[nn.Module, str]]) -> Granularity:
-        """Of a parameter that the caller of ``fully_shard`` says nothing about."""
+        """The granularity of a parameter for which the caller of ``fully_shard`` gives none."""
         is_embedding = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module, _ in places)
         return elements() if is_embedding or param.ndim < 2 else blocks(*self.tile)
 
     def quantizes(self, spec: TensorSpec, dtype: torch.dtype) -> bool:
-        """Whether parameters of ``dtype``, laid out as ``spec``, travel as float8."""
+        """Whether parameters of ``dtype`` with the layout ``spec`` are all-gathered as float8."""
         return dtype in _DTYPES and keeps_tiles(spec, self.tile[0])
 
 
 def keeps_tiles(spec: TensorSpec, height: int) -> bool:
-    """Whether no shard boundary can fall inside a band of ``height`` rows, counted from the start of each matrix."""
+    """Whether no shard boundary falls inside a band of ``height`` rows. Bands are counted from the start of each matrix."""
     if len(spec.shape) < 2 or not spec.numel:
         return False
     rows, columns = spec.shape[-2:]
@@ -86,33 +87,33 @@ def keeps_tiles(spec: TensorSpec, height: int) -> bool:
 
 
 class Float8Encoding(Encoding):
-    """Parameters of a :class:`Float8Policy` that are quantised.
+    """The quantised parameters of a :class:`Float8Policy`.
 
     ::
 
         shards     DBuffer Shard(0), original dtype
-           | each tile quantised, straight into this rank's slot
-        codes      DBuffer Replicate(), bytes: | codes, scales | codes, scales | ...   one slot per rank, all of one size
+           | quantise each tile into this rank's slice
+        codes      DBuffer Replicate(), bytes: | codes, scales | codes, scales | ...   one slice per rank, all of one size
            | one all-gather, in place
-           | each tile dequantised; then the codes are freed
-        buffer     DBuffer Replicate(), param_dtype; as of plain parameters from here on
+           | dequantise each tile; then free the codes
+        buffer     DBuffer Replicate(), param_dtype; from here on as for plain parameters
 
-    If neighbours keep a part of the gathered parameters for backward, it is one in ``param_dtype``, and gathered as such.
+    If neighbours keep a part for backward, they keep it in ``param_dtype``, and all-gather it in ``param_dtype``.
 
     Attributes:
-        codes: the codes and scales; allocated from the all-gather to its end.
+        codes: the codes and scales. Allocated from the issue of the all-gather to ``decode``.
     """
 
     def __init__(self, layout: BufferLayout, rank: int, tile: tuple[int, int]) -> None:
         super().__init__(layout, rank)
-        self._slots = _Slots(layout, tile)
-        self._mine = TileTable(self._slots.runs_of(rank, gathered=False), tile)
-        everything = [run for each in range(layout.ranks) for run in self._slots.runs_of(each, gathered=True)]
+        self._slices = _Slices(layout, tile)
+        self._mine = TileTable(self._slices.runs_of(rank, gathered=False), tile)
+        everything = [run for each in range(layout.ranks) for run in self._slices.runs_of(each, gathered=True)]
         self._everything = TileTable(everything, tile)
 
     def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
         super().make_buffers(dtype, device, pool, log)
-        self.codes = DBuffer(self._slots.layout, Replicate(), self._rank, torch.uint8, device, pool=pool, log=log)
+        self.codes = DBuffer(self._slices.layout, Replicate(), self._rank, torch.uint8, device, pool=pool, log=log)
         self.codes.free()
 
     def buffers(self) -> list[DBuffer]:
@@ -120,16 +121,16 @@ class Float8Encoding(Encoding):
 
     @property
     def numel_by_dtype(self) -> dict[torch.dtype, int]:
-        return {**super().numel_by_dtype, torch.uint8: self._slots.layout.numel}
+        return {**super().numel_by_dtype, torch.uint8: self._slices.layout.numel}
 
     def all_gather(self, shards: Shards, collectives: Collectives) -> Work:
         self.codes.allocate()
-        slot = self.codes.shard()
-        float8.quantize(shards.buffer.flat.to(slot.device, non_blocking=True), slot, self._mine)
-        return collectives.all_gather(self.codes.flat, slot)
+        mine = self.codes.shard()
+        float8.quantize(shards.buffer.flat.to(mine.device, non_blocking=True), mine, self._mine)
+        return collectives.all_gather(self.codes.flat, mine)
 
     def decode(self, shards: Shards, keeps_buffer: bool) -> None:
-        if self.codes.is_allocated:  # Otherwise neighbours have kept the parameters decoded.
+        if self.codes.is_allocated:  # Otherwise neighbours have all-gathered decoded parameters.
             self.buffer.allocate()
             float8.dequantize(self.buffer.flat, self.codes.flat, self._everything)
             self.codes.free()
@@ -139,10 +140,10 @@ class Float8Encoding(Encoding):
         self.codes.free()
 
 
-class _Slots:
-    """Where the codes and scales of every rank's shard lie in the buffer that is all-gathered.
+class _Slices:
+    """The offsets of codes and scales in the buffer that is all-gathered: one slice for each rank's shard.
 
-    A slot has a byte of codes for each element of the shard, at its place in the shard, and then the scales of its tiles.
+    A slice has one byte for each element of the shard, at the element's offset, and then the scales of the tiles.
     """
 
     def __init__(self, layout: BufferLayout, tile: tuple[int, int]) -> None:
@@ -155,18 +156,18 @@ class _Slots:
                 for first, sizes in matrix_runs(start, stop, rows, columns):
                     self._pieces[rank].append((offset + first - rank * self._shard, sizes))
         scales = max(sum(self._scales(sizes) for _, sizes in pieces) for pieces in self._pieces)
-        nbytes = -(-(self._shard + 4 * scales) // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
-        why = "the codes of a shard and the most scales that one has"
-        self.layout = BufferLayout((), (), nbytes, layout.ranks, _SLOT_ALIGNMENT, nbytes, why, "slots")
+        nbytes = -(-(self._shard + 4 * scales) // _SLICE_ALIGNMENT) * _SLICE_ALIGNMENT
+        why = "the codes of a shard and the largest number of scales of one"
+        self.layout = BufferLayout((), (), nbytes, layout.ranks, _SLICE_ALIGNMENT, nbytes, why, "slices")
 
     def _scales(self, sizes: tuple[int, int, int]) -> int:
         return math.prod(TileRun(0, 0, 0, sizes).grid(self._tile))
 
     def runs_of(self, rank: int, gathered: bool) -> list[TileRun]:
-        """The runs of a rank's shard: in the gathered buffers, or in the shard and its slot."""
-        values, slot = (rank * self._shard, rank * self.layout.shard_numel) if gathered else (0, 0)
-        runs, scale = [], (slot + self._shard) // 4
-        for place, sizes in self._pieces[rank]:
-            runs.append(TileRun(values + place, slot + place, scale, sizes))
+        """The runs of a rank's shard: in the gathered buffers, or in the shard and its slice."""
+        values, codes = (rank * self._shard, rank * self.layout.shard_numel) if gathered else (0, 0)
+        runs, scale = [], (codes + self._shard) // 4
+        for offset, sizes in self._pieces[rank]:
+            runs.append(TileRun(values + offset, codes + offset, scale, sizes))
             scale += self._scales(sizes)
         return runs

@@ -1,4 +1,4 @@
-"""ForwardOrder: the calls in one forward of the root, and the way that backward goes through them on every rank."""
+"""ForwardOrder: the calls in one forward of the root, and the order in which backward reaches them on all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Call", "ForwardOrder"]
 
 
 class Member(Protocol):
-    """What the order needs of a state, whose calls it holds."""
+    """The methods of a state that the order calls."""
 
     reduces_unused: bool
 
@@ -20,7 +20,7 @@ class Member(Protocol):
 
 
 class Call:
-    """One forward call of a module: its place in the order, and whether backward has begun with it.
+    """One forward call of a module: its position in the order, and whether backward has reached it.
 
     Calls outside of the root's forward, such as recomputations, have no ``order``.
     """
@@ -28,7 +28,7 @@ class Call:
     def __init__(self, order: ForwardOrder | None, state: Member) -> None:
         self.order = order
         self.position = -1 if order is None else order.enter(state)
-        self.begun_in = -1  # the backward pass that began with it last
+        self.begun_in = -1  # The last backward pass that reached it.
 
     @property
     def is_first(self) -> bool:
@@ -37,19 +37,19 @@ class Call:
 
 
 class ForwardOrder:
-    """What ran in one forward of the root, in turn, and how far backward has come.
+    """The calls in one forward of the root, in their order, and the progress of backward.
 
     ::
 
         forward     enter 0   enter 1   exit 1   enter 2   exit 2   exit 0
         backward    <-----------------------------------------------------
 
-    Autograd runs the nodes of a graph in the reverse order of their making. So if it reaches one of these events, later calls
-    that it has not reached have no gradient on this rank. They may have one on other ranks, which unshard and reduce for them.
-    This rank then does the same, with a gradient of zeros: the order of collectives is equal on all ranks.
+    Autograd runs the nodes of a graph in the reverse order of their creation. So if it reaches one of these events, later calls
+    that it has not reached have no gradient on this rank. Other ranks may have gradients for them, and unshard and reduce. This
+    rank then does the same, with gradients of zeros. So the order of collectives is equal on all ranks.
 
     Attributes:
-        states: whose calls they are, by position.
+        states: the state of each call, by position.
     """
 
     def __init__(self) -> None:
@@ -92,25 +92,25 @@ class ForwardOrder:
 
     def begin(self, position: int) -> None:
         """Backward begins with a call."""
-        self._come_to(self._exits[position])
+        self._advance_to(self._exits[position])
 
     def end(self, position: int) -> None:
         """Backward has finished a call."""
-        self._come_to(self._entries[position])
+        self._advance_to(self._entries[position])
 
     def finish(self) -> None:
         """Backward reaches no further call."""
-        self._come_to(-1)
+        self._advance_to(-1)
 
-    def _come_to(self, event: int) -> None:
-        # From the latest event on down: the order in which ranks that have these gradients run their hooks.
+    def _advance_to(self, event: int) -> None:
+        # From the latest event to earlier ones: the order in which other ranks, which have these gradients, run their hooks.
         for index in range(self._at - 1, event, -1):
-            self._at = index  # Before the calls below, which may come back here.
+            self._at = index  # Before the calls below, which may call this method.
             position, is_exit = self._events[index]
             state = self.states[position]
             if is_exit and state.reduces_unused:
                 self._skipped.add(position)
                 state.pre_backward(self, position)
-            elif position in self._skipped:  # Of a call that this rank reached, autograd calls post-backward.
+            elif position in self._skipped:  # For calls that this rank has reached, autograd calls it.
                 state.post_backward(is_last=self.is_first(position))
         self._at = min(self._at, event)

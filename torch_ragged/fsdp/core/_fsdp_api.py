@@ -1,4 +1,4 @@
-"""BufferPlacements: what of parameters, gradients and optimizer state each rank keeps (ZeRO-1, 2, 3, hierarchical)."""
+"""BufferPlacements: which part of parameters, gradients and optimizer state each rank keeps (ZeRO-1, 2, 3, hierarchical)."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ __all__ = ["HIERARCHICAL", "ZERO1", "ZERO2", "ZERO3", "BufferPlacements"]
 
 @dataclass(frozen=True)
 class BufferPlacements:
-    """Placements of the buffers of a group between uses, one per mesh dimension, for ``fully_shard(placements=)``.
+    """The placements of a group's buffers between uses, one per mesh dimension, for ``fully_shard(placements=)``.
 
-    =================  ======  ============  ============  ============  ==========================================
+    =================  ======  ============  ============  ============  =================================================
     name               mesh    parameters    gradients     optimizer     per step and group
-    =================  ======  ============  ============  ============  ==========================================
-    ``ZERO3``          1-D     S             S             S             gather in forward and in backward, reduce
-    ``ZERO2``          1-D     R             S             S             gather once, reduce
-    ``ZERO1``          1-D     R             P             S             gather once, reduce once per optimizer step
+    =================  ======  ============  ============  ============  =================================================
+    ``ZERO3``          1-D     S             S             S             all-gather in forward and backward, reduce
+    ``ZERO2``          1-D     R             S             S             all-gather once, reduce
+    ``ZERO1``          1-D     R             P             S             all-gather once, reduce once per optimizer step
     HSDP, the default  2-D     R, S          R, S          R, S          as ZERO3 within a replica, all-reduce across
-    ``HIERARCHICAL``   2-D     R, S          S, S          S, S          gather across once, within twice; reduce both
-    =================  ======  ============  ============  ============  ==========================================
+    ``HIERARCHICAL``   2-D     R, S          S, S          S, S          all-gather across once, within twice; reduce both
+    =================  ======  ============  ============  ============  =================================================
 
-    S is ``Shard(0)``, R ``Replicate()``, P ``Partial()``: gradients stay unreduced until the backward that
-    ``set_is_last_backward(True)``, the default, marks. The optimizer's placement is that of the DTensor parameters, so of
-    ``.grad``, optimizer state and checkpoints. What is gathered once is good for that forward and its backward, and for those
-    that follow while gradients accumulate unreduced, unless an operation on a DTensor parameter has changed it. Any other
-    forward gathers anew: what a checkpoint or ``.data`` has written meanwhile is seen, on all ranks.
+    S is ``Shard(0)``, R is ``Replicate()``, P is ``Partial()``. With P, gradients stay unreduced until the last backward of an
+    optimizer step: see ``set_is_last_backward``. DTensor parameters, ``.grad`` and checkpoints have the optimizer's
+    placement.
+
+    Parameters that are all-gathered once serve one forward and its backward. They also serve the next passes, as long as
+    gradients accumulate unreduced and no operation changes a DTensor parameter. Every other forward all-gathers again, so that
+    all ranks see what a checkpoint or a write to ``.data`` has changed.
     (Rajbhandari et al., ZeRO, 2020; Wang et al., ZeRO++, 2023.)
 
     Raises:
-        ValueError: the three are none of the rows above.
+        ValueError: the three placements are in no row above.
     """
 
     parameters: tuple[Placement, ...]
@@ -48,12 +50,12 @@ class BufferPlacements:
 
     @property
     def stay_gathered(self) -> bool:
-        """Whether parameters stay gathered, over the first dimension at least, that the optimizer has cut."""
+        """Whether parameters stay gathered, at least over the first mesh dimension, although optimizer state is sharded."""
         return self.parameters[0] != self.optimizer[0]
 
     @property
     def stay_unreduced(self) -> bool:
-        """Whether gradients do, until the last backward."""
+        """Whether gradients stay unreduced until the last backward."""
         return self.gradients[0] == Partial()
 
 

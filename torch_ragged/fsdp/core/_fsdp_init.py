@@ -1,4 +1,4 @@
-"""Which parameters ``fully_shard`` takes, how each may be cut, and the groups that they make."""
+"""The steps of ``fully_shard``: find parameters, plan groups, make groups. Only the last step allocates memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["RegisteredNames", "ShardPlacementFn", "find_params", "make_group", "
 
 RegisteredNames = list[tuple[nn.Module, str]]
 ShardPlacementFn = Callable[[nn.Parameter], Optional[Union[Shard, Granularity, Any]]]
-"""FSDP2's: parameter -> ``Shard``, a result with ``placement`` and ``mesh_info``, or None; a granularity here too."""
+"""parameter -> ``Shard``, a granularity, FSDP2's result with ``placement`` and ``mesh_info``, or None."""
 
 _SHARD_ALIGNMENT_BYTES = 128
 _logger = logging.getLogger("torch_ragged.fsdp")
@@ -39,7 +39,7 @@ _logger = logging.getLogger("torch_ragged.fsdp")
 def find_params(
     modules: Sequence[nn.Module], ignored: set[nn.Parameter], is_managed: Callable[[nn.Module], bool]
 ) -> dict[str, tuple[nn.Parameter, RegisteredNames]]:
-    """Parameters under ``modules`` by name, each once, with all its places; none of inner ``is_managed`` modules."""
+    """Each parameter under ``modules``, by its first name, with all its registered names. Inner managed modules are skipped."""
     names: dict[nn.Parameter, str] = {}
     found: dict[str, tuple[nn.Parameter, RegisteredNames]] = {}
 
@@ -48,9 +48,9 @@ def find_params(
             if param is None or param in ignored:
                 continue
             fqn = names.setdefault(param, f"{prefix}{name}")
-            _, places = found.setdefault(fqn, (param, []))
-            if (module, name) not in places:
-                places.append((module, name))
+            _, registered = found.setdefault(fqn, (param, []))
+            if (module, name) not in registered:
+                registered.append((module, name))
         for name, child in module.named_children():
             if child not in modules and not is_managed(child):
                 visit(f"{prefix}{name}.", child)
@@ -68,22 +68,22 @@ def plan_groups(
     policy: OrigParamPolicy | None,
     shard_placement_fn: ShardPlacementFn | None,
 ) -> list[GroupPlan]:
-    """One plan for the parameters of each mesh, dtype and compute dtype, and one for every parameter placed as ``Shard``.
+    """One plan for each mesh, dtype and compute dtype; and one for each parameter placed as ``Shard``.
 
     Raises:
-        ValueError, TypeError: as :func:`fully_shard`.
+        ValueError, TypeError: as in :func:`fully_shard`.
     """
     buckets: dict[Any, list[tuple[FoundParam, Granularity]]] = {}
     meshes: dict[Any, DataParallelMesh] = {}
-    for fqn, (param, places) in found.items():
+    for fqn, (param, registered) in found.items():
         cut, mesh = _cut_of(fqn, param, dp, policy, shard_placement_fn)
         if isinstance(mp_policy, Float8Policy) and policy is shard_placement_fn is None:
-            cut = mp_policy.default_granularity(param, places)
+            cut = mp_policy.default_granularity(param, registered)
         if has_extension(param):
             cut = _rows_of_extension(fqn, param, cut)
         dtype = _param_dtype(fqn, param, mp_policy)
         shard_dim = cut.dim if isinstance(cut, Shard) else None
-        one = FoundParam(fqn, places, param, Distribution(fqn, param, mesh, shard_dim))
+        one = FoundParam(fqn, registered, param, Distribution(fqn, param, mesh, shard_dim))
         tile = _tile_of(one, cut, dtype or param.dtype, mp_policy)
         key = (mesh.key, param.dtype, dtype, param.is_meta, fqn if shard_dim is not None else None, tile)
         meshes[key] = mesh
@@ -99,23 +99,24 @@ def plan_groups(
 
 
 def make_group(plan: GroupPlan) -> FSDPParamGroup:
-    """The group of ``plan``, with what shards its parameters and what encodes them for the all-gather."""
+    """The group of ``plan``, with its kind of shards and encoding."""
     layout, rank, first = plan.layout, plan.dp.rank, plan.params[0]
-    if has_extension(first.value):
-        return FSDPParamGroup(plan, TypeShards(layout, rank), TypeEncoding(plan))
-    if first.distribution.shard_dim:
-        encoding: Encoding = ContiguousEncoding(layout, rank, first.distribution)
-    elif plan.tile is not None:
-        encoding = Float8Encoding(layout, rank, plan.tile)
-    else:
-        encoding = Encoding(layout, rank)
-    return FSDPParamGroup(plan, Shards(layout, rank), encoding)
+    with torch.inference_mode(False):  # Later steps train these parameters.
+        if has_extension(first.value):
+            return FSDPParamGroup(plan, TypeShards(layout, rank), TypeEncoding(plan))
+        if first.distribution.shard_dim:
+            encoding: Encoding = ContiguousEncoding(layout, rank, first.distribution)
+        elif plan.tile is not None:
+            encoding = Float8Encoding(layout, rank, plan.tile)
+        else:
+            encoding = Encoding(layout, rank)
+        return FSDPParamGroup(plan, Shards(layout, rank), encoding)
 
 
 def _tile_of(
     param: FoundParam, cut: Granularity | Shard, compute_dtype: torch.dtype, policy: MixedPrecisionPolicy
 ) -> tuple[int, int] | None:
-    """The tiles in which a parameter is gathered as float8; None where it is gathered in the dtype to compute with."""
+    """The tile of a parameter that is all-gathered as float8; None if it is all-gathered in its compute dtype."""
     if not isinstance(policy, Float8Policy) or isinstance(cut, Shard):
         return None
     spec = param.distribution.tensor_spec(cut)
@@ -123,7 +124,7 @@ def _tile_of(
 
 
 def _layout(params: list[FoundParam], granularities: Iterable[Granularity], ranks: int, itemsize: int) -> BufferLayout:
-    """The layout of ``params`` over ``ranks``: shard bytes are a multiple of 128 in every dtype."""
+    """The layout of ``params`` over ``ranks``. The bytes of a shard are a multiple of 128 in every dtype."""
     if params[0].distribution.shard_dim is not None:
         return params[0].distribution.even_layout(ranks)
     specs = [param.distribution.tensor_spec(granularity) for param, granularity in zip(params, granularities)]
@@ -132,7 +133,7 @@ def _layout(params: list[FoundParam], granularities: Iterable[Granularity], rank
         padding, bound = 100 * layout.padding_fraction, 100 * layout.bound_fraction
         _logger.warning(
             f"{params[0].fqn} and {len(params) - 1} more parameters on {ranks} ranks: {padding:.1f}% padding for their "
-            f"granularity (at least {bound:.1f}%: {layout.forced_by}). advise(buffer_layouts(model)) tells what would mend it"
+            f"granularity (at least {bound:.1f}%: {layout.forced_by}). advise(buffer_layouts(model)) suggests changes"
         )
     return layout
 
@@ -140,7 +141,7 @@ def _layout(params: list[FoundParam], granularities: Iterable[Granularity], rank
 def _cut_of(
     fqn: str, param: nn.Parameter, dp: DataParallelMesh, policy: OrigParamPolicy | None, fn: ShardPlacementFn | None
 ) -> tuple[Granularity | Shard, DataParallelMesh]:
-    """How ``param`` may be cut, and over which mesh."""
+    """The granularity or ``Shard`` of ``param``, and its mesh."""
     granularity = policy(fqn, param) if policy else None
     if granularity is not None and not isinstance(granularity, Granularity):
         raise TypeError(
@@ -164,17 +165,17 @@ def _cut_of(
 
 
 def _rows_of_extension(fqn: str, param: nn.Parameter, cut: Granularity | Shard) -> Shard:
-    """Parameters of types with their own all-gather are cut into rows, as FSDP2 cuts them."""
+    """``Shard(0)``: FSDP2's placement of parameters whose tensor type has its own all-gather."""
     if (isinstance(cut, Shard) and cut.dim != 0) or not param.ndim:
         raise ValueError(
             f"{fqn} of shape {tuple(param.shape)} is a {type(param).__name__} with fsdp_pre_all_gather, whose rows are sharded"
-            f"{f': shard_placement_fn returned {cut}, return Shard(0) or None' if param.ndim else ': it has none'}"
+            f"{f': shard_placement_fn returned {cut}, return Shard(0) or None' if param.ndim else ': it has no rows'}"
         )
     return Shard(0)
 
 
 def _param_dtype(fqn: str, param: nn.Parameter, mp_policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    """What to compute with; None for the parameter's own dtype, which complex ones keep."""
+    """The compute dtype; None: the parameter's own dtype, as for complex parameters."""
     if not param.dtype.is_floating_point:
         if param.requires_grad and not param.dtype.is_complex:
             raise ValueError(

@@ -17,14 +17,15 @@ class FSDPParam:
     """One parameter of a group, with the modules and names that it is registered under (several if tied).
 
     Attributes:
-        distribution: how its elements are distributed.
+        distribution: how the elements are distributed.
         sharded: the DTensor that is registered between uses.
-        unsharded: what the model computes with; ``view`` is its memory, in the group's buffer.
-        requires_grad: of both, when they were switched last.
-        version: :attr:`compute_version` when it was gathered.
-        has_gradient: there is one in the gradient buffer.
-        was_used: in the reduction in flight.
-        may_be_wide: whether its gradient may come in a wider dtype than the group's.
+        unsharded: the parameter that the model computes with.
+        view: the memory of ``unsharded``, in the group's buffer.
+        requires_grad: of ``sharded`` and ``unsharded``, when they were last made equal.
+        version: :attr:`compute_version` after the last all-gather.
+        has_gradient: whether the unreduced buffer holds a gradient.
+        was_used: whether this rank has a gradient in the next or current reduction.
+        may_be_wide: whether the gradient may have a wider dtype than the gradient buffer.
     """
 
     fqn: str
@@ -41,33 +42,33 @@ class FSDPParam:
 
     @property
     def registered(self) -> torch.Tensor | None:
-        """What the modules have for this parameter now."""
+        """The parameter that is registered in the modules now."""
         module, name = self.registered_names[0]
         return module._parameters.get(name)
 
     @property
     def is_renormalised(self) -> bool:
-        """Whether its module writes to it in forward, the same each time: an embedding with ``max_norm``."""
+        """Whether its module writes to it in every forward, as an embedding with ``max_norm`` does."""
         return any(getattr(module, "max_norm", None) is not None for module, _ in self.registered_names)
 
     @property
     def compute_version(self) -> int:
-        """Changes with every write to the unsharded parameter."""
+        """A number that changes with every write to the unsharded parameter."""
         return self.unsharded._version + self.view._version
 
     def register(self, value: nn.Parameter) -> None:
-        """Make ``value`` the modules' parameter."""
+        """Register ``value`` in the modules."""
         self.sync_requires_grad()
         for module, name in self.registered_names:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = value
-            else:  # It may keep references of its own.
+            else:  # Such a module may keep its own references.
                 setattr(module, name, value)
 
     def sync_requires_grad(self) -> None:
-        """Freezing or unfreezing either of the two parameters holds for both."""
+        """If the user has frozen or unfrozen one of the two parameters, do the same with the other one."""
         sharded, unsharded, before = self.sharded, self.unsharded, self.requires_grad
-        if sharded.requires_grad is before and unsharded.requires_grad is before:  # Five times a step: no list is made.
+        if sharded.requires_grad is before and unsharded.requires_grad is before:  # This runs five times a step.
             return
         self.requires_grad = not before
         sharded.requires_grad_(self.requires_grad)

@@ -1,6 +1,6 @@
 """FSDPParamGroup: parameters that are all-gathered together, with their buffers and collectives.
 
-It knows no modules but as owners of registered parameters; module hooks are in ``_fsdp_state``.
+It does not run or hook modules: it only changes their registered parameters. Module hooks are in ``_fsdp_state``.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
 
 __all__ = ["FSDPParamGroup"]
 
-# From 2.15 on FSDP2 does not round gradients to param_dtype: autograd leaves them in the dtype they are computed in, and
-# without a reduce_dtype they are reduced in the parameters' own dtype. Results follow the FSDP2 that is installed.
+# Since torch 2.15, FSDP2 does not round gradients to param_dtype. Autograd leaves them in the dtype of their computation, and
+# without a reduce_dtype they are reduced in the parameters' own dtype. Results are those of the installed FSDP2.
 _KEEPS_WIDE_GRADIENTS = torch.__version__ >= "2.15"
 
 SMALLEST_WRITTEN_IN_PLACE = 2**16
-"""Elements of a weight whose gradient matmuls write in place: below, noticing the matmul in Python costs more than the copy."""
+"""If a weight has fewer elements, detecting its matmuls in Python costs more time than one copy of its gradient."""
 
 
 _groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
 
 
 class FSDPParamGroup:
-    """Buffers and collectives of one group; the modules' parameters are switched between two sets.
+    """Buffers and collectives of one group. It registers either sharded or unsharded parameters in the modules.
 
     ::
 
@@ -61,11 +61,11 @@ class FSDPParamGroup:
         encoding: what the all-gather sends, and where the unsharded parameters lie.
 
     Attributes:
-        keeper: what stays gathered after reshard; nothing, unless it is set before the first forward.
+        keeper: what stays gathered after reshard. Nothing, unless ``fully_shard`` sets another keeper.
         memory: the log of this group's memory, for monitors and memory reports.
-        fqn: of the group's module, once the root has run its first forward.
-        is_hidden: whether the parameters are deregistered from their modules for a while.
-        has_registered_memory: whether buffers lie in memory that the collectives have registered.
+        fqn: the name of the group's module; empty before the root's first forward.
+        is_hidden: whether the parameters are temporarily deregistered from their modules.
+        has_registered_memory: whether the buffers lie in memory that the collectives have registered.
     """
 
     def __init__(self, plan: GroupPlan, shards: Shards, encoding: Encoding) -> None:
@@ -84,7 +84,7 @@ class FSDPParamGroup:
         self._allocate(local_of(first).device, first.dtype)
         self.params = [self._init_param(index, found) for index, found in enumerate(plan.params)]
         self.shards.params = self.params
-        # Before the unsharded parameters: these are made with the gradient buffer as the target of their matmuls.
+        # Before the unsharded parameters: matmuls with these write into the gradient buffer.
         self.gradients = GradientBuffers(self.params, self.layout, self.rank, plan.dp.has_replicas, self.memory)
         self.gradients.place(self.device, self.param_dtype, self.reduce_dtype, self.sharded)
         self.collectives = self.process_groups
@@ -95,7 +95,7 @@ class FSDPParamGroup:
     # -- construction ----------------------------------------------------------------------------------------------
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Buffers for parameters of ``dtype`` that are computed with on ``device``."""
+        """Allocate buffers for parameters of ``dtype``, for a computation on ``device``."""
         self.device, self.orig_dtype = device, dtype
         self.param_dtype = (dtype.is_floating_point and self._plan.param_dtype) or dtype
         default = dtype if _KEEPS_WIDE_GRADIENTS else self.param_dtype
@@ -114,24 +114,24 @@ class FSDPParamGroup:
         return FSDPParam(found.fqn, found.registered_names, found.distribution, sharded, requires_grad=sharded.requires_grad)
 
     def _init_unsharded_params(self) -> None:
-        """New unsharded parameters, in the memory of the encoding, which is freed."""
+        """Make new unsharded parameters as views of the encoding's memory, and free that memory."""
         for index, param in enumerate(self.params):
             param.view = self.encoding.compute_tensor(index)
-            if self.encoding.makes_params:  # Until its type has made one.
+            if self.encoding.makes_params:  # A placeholder: the tensor type makes the parameter in the first all-gather.
                 param.unsharded = nn.Parameter(param.view, requires_grad=param.requires_grad)
             else:
                 self._init_unsharded_param(index, param, param.distribution.gathered(param.view))
         self.encoding.free(keeps_buffer=False)
 
     def _init_unsharded_param(self, index: int, param: FSDPParam, value: torch.Tensor) -> None:
-        """The parameter that the model computes with, whose gradients go to the gradient buffer."""
+        """Make an unsharded parameter of ``value``. Its gradients go to the gradient buffer."""
         has_gradients = self.param_dtype.is_floating_point or self.param_dtype.is_complex
         if self._is_written_in_place(value):
             param.unsharded = compute = ComputeParameter(value)
             compute.gradient_target = self.gradients.target(index)
         else:
             param.unsharded = nn.Parameter(value, requires_grad=has_gradients)
-        if has_gradients:  # A hook can be set only where a gradient can be.
+        if has_gradients:  # torch refuses hooks on tensors without gradients.
             keeps_wide = _KEEPS_WIDE_GRADIENTS and self.reduce_dtype.itemsize > self.param_dtype.itemsize
             if keeps_wide and not self.encoding.makes_params:
                 param.unsharded.grad_dtype = None  # The copy into the gradient buffer casts.
@@ -140,7 +140,7 @@ class FSDPParamGroup:
         param.unsharded.requires_grad_(param.requires_grad)
 
     def plan_on_meta(self, params: list[FoundParam]) -> GroupPlan:
-        """The plan of this group for other ``params``, with which it trains on the meta device."""
+        """The plan of a group like this one, with ``params``, that trains on the meta device."""
         return dataclasses.replace(self._plan, params=params, runs_on_meta=True)
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -148,27 +148,27 @@ class FSDPParamGroup:
         return self.encoding.holds(tensor)
 
     def check_late_extensions(self) -> None:
-        """Raise if a local tensor has got an all-gather of its own since ``fully_shard``, which would never be called.
+        """Raise if a parameter's local tensor got its own all-gather after ``fully_shard``: it would never be called.
 
         Raises:
-            ValueError: it has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+            ValueError: a local tensor has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
         """
         late = [param.fqn for param in self.params if has_extension(param.sharded)]
         if late and not self.encoding.makes_params:
             raise ValueError(
-                f"the local tensor of {', '.join(late)} has got fsdp_pre_all_gather since fully_shard, which laid the "
-                "parameter out in a buffer: give the parameter a tensor type with these methods before fully_shard"
+                f"the local tensor of {', '.join(late)} got fsdp_pre_all_gather after fully_shard, which has placed the "
+                "parameter in a buffer already: give the parameter a tensor type with this method before fully_shard"
             )
 
     def _is_written_in_place(self, value: torch.Tensor) -> bool:
-        """Whether matmuls with ``value`` are to write its gradient: where that costs less than a copy of it."""
+        """Whether matmuls with ``value`` write its gradient into the buffer: if that costs less than one copy."""
         is_matrix = not isinstance(value, DTensor) and value.ndim in (2, 3) and value.numel() >= SMALLEST_WRITTEN_IN_PLACE
         has_layout = self.encoding.computes_in_buffer and self.param_dtype == self.gradients.dtype
         return is_matrix and has_layout and value.is_floating_point()
 
     @property
     def collectives(self) -> Collectives:
-        """What gathers and reduces."""
+        """The collectives that all-gather parameters and reduce gradients."""
         return self._collectives
 
     @collectives.setter
@@ -177,12 +177,12 @@ class FSDPParamGroup:
 
     @property
     def names(self) -> str:
-        """The first parameter's name, and how many more there are."""
+        """The first parameter's name, and the number of the others: for errors."""
         return f"{self.params[0].fqn}{f' and {len(self.params) - 1} more' if len(self.params) > 1 else ''}"
 
     @property
     def is_meta(self) -> bool:
-        """Whether there is no memory yet."""
+        """Whether the parameters have no memory yet."""
         return self.device.type == "meta" and not self._plan.runs_on_meta
 
     @property
@@ -205,7 +205,7 @@ class FSDPParamGroup:
         return any(isinstance(param.unsharded, ComputeParameter) for param in self.params)
 
     def buffers(self) -> dict[str, list[DBuffer]]:
-        """The buffers of this group, freed ones too, by what they hold. ``.grad`` lies in others."""
+        """The buffers of this group by their contents, also freed ones. ``.grad`` is not in them."""
         return {"sharded": [self.sharded], "gathered": self.encoding.buffers(), **self.gradients.buffers()}
 
     # -- unshard and reshard ---------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class FSDPParamGroup:
         self._sharded_state = moved(lambda: self.names, self._sharded_state, state)
 
     def unshard(self, wait: bool = True) -> None:
-        """Issue the all-gather, unless it was issued; with ``wait``, wait for it and register the unsharded parameters.
+        """Issue the all-gather, unless it was issued. If ``wait``, wait for it and register the unsharded parameters.
 
         Raises:
             RuntimeError: the parameters are on the meta device.
@@ -234,9 +234,9 @@ class FSDPParamGroup:
                 missing = [param.fqn for param in self.params if param.registered is None or param.registered.is_meta]
                 raise RuntimeError(
                     f"{', '.join(missing)} on the meta device: materialise all parameters before forward, with "
-                    "to_empty(device=...) and reset_parameters(), or load_state_dict(..., assign=True)"
+                    "to_empty(device=...) and reset_parameters(), or with load_state_dict(..., assign=True)"
                 )
-            # Before the shards are read: a write after this makes the group outdated, also while the all-gather is in flight.
+            # Before the shards are read: a later write makes the group outdated, also while the all-gather is in flight.
             self._gathered_versions = [param.sharded._version for param in self.params]
             try:
                 with profiler_range("all_gather", self.fqn):
@@ -251,7 +251,8 @@ class FSDPParamGroup:
                 self._wait_for_all_gather()
                 made = self.encoding.decode(self.shards, self.keeper.keeps_buffer)
                 if made is not None:
-                    self._init_unsharded_param(0, self.params[0], self.params[0].distribution.gathered(made))
+                    with torch.inference_mode(False):  # Later forwards train it.
+                        self._init_unsharded_param(0, self.params[0], self.params[0].distribution.gathered(made))
             except BaseException:
                 self._reset_after_error()
                 raise
@@ -264,7 +265,7 @@ class FSDPParamGroup:
                     param.version = param.compute_version
 
     def _reset_after_error(self) -> None:
-        """The all-gather has failed: be sharded as before it, so that all ranks can issue it again."""
+        """Return to the sharded state after an error, so that all ranks can issue the all-gather again."""
         self._all_gather, self._sharded_state = None, ShardedState.SHARDED
         self.keeper.invalidate()
         self._free_unsharded()
@@ -276,29 +277,30 @@ class FSDPParamGroup:
             work.wait()
 
     def expire_resident(self) -> None:
-        """An iteration starts: all-gather what is resident anew, unless gradients accumulate.
+        """An iteration starts: invalidate resident parameters, unless gradients accumulate.
 
-        ``.data``, local tensors and ``dcp.load`` write to parameters without a trace, and on one rank the others cannot know.
+        ``dcp.load`` and writes to ``.data`` or local tensors change no version counter, and may happen on one rank only. So all
+        ranks all-gather again.
         """
         if not self.is_gathered and not self.gradients.is_accumulating:
             self.keeper.invalidate()
 
     @property
     def is_outdated(self) -> bool:
-        """Whether an operation on a sharded parameter, the same on all ranks, has changed it since it was gathered."""
+        """Whether an operation has changed a sharded parameter since its all-gather. Equal on all ranks, as operations are."""
         return self.is_gathered and self._gathered_versions != [param.sharded._version for param in self.params]
 
     def reshard(self, keep: bool = False) -> None:
         """Free the unsharded parameters and register the sharded ones.
 
         Args:
-            keep: keep this rank's part of the gathered buffer for backward, if neighbours keep the other parts.
+            keep: whether the keeper may keep a part of the gathered buffer for backward.
 
         Raises:
-            RuntimeError: a parameter was written to or replaced while it was unsharded, which would be lost.
+            RuntimeError: a parameter was written to or replaced while it was unsharded. That change is lost.
         """
         was_gathered, was_unsharded = self.is_gathered, self.is_unsharded
-        # First: if the wait below raises, the group is sharded all the same, and the next unshard issues a new all-gather.
+        # First: if the wait below raises, the group is sharded, too, and the next unshard issues a new all-gather.
         if was_gathered:
             self._move_to(ShardedState.SHARDED)
         # An all-gather in flight writes to the buffer that is freed below.
@@ -328,31 +330,31 @@ class FSDPParamGroup:
         self.encoding.free(self.keeper.keeps_buffer)
 
     def set_memory_pools(self, gathered: MemoryPool | None, gradients: MemoryPool | None) -> None:
-        """Allocate unsharded parameters and gradients from these pools from now on. All gradients are in ``.grad``."""
+        """From now on, allocate unsharded parameters and gradients from these pools. All gradients must be in ``.grad``."""
         self.reshard()
         self.keeper.invalidate()
-        self.encoding.free(keeps_buffer=False)
+        self.encoding.free_replaced()
         self._pool = gathered
         self.encoding.make_buffers(self.param_dtype, self.device, gathered, self.memory.gathered)
         self.gradients.set_pool(gradients)
         self._init_unsharded_params()
 
     def reduce_gradients(self) -> None:
-        """Cast what backward has brought, unless the collectives take it as it is, and issue one reduce-scatter."""
+        """Issue one reduce-scatter of the gradients; before it, cast them, unless the collectives add them in a wider dtype."""
         with profiler_range("reduce_scatter", self.fqn):
             self.gradients.start_reduction(self.reduces_narrow)
 
     @property
     def reduces_narrow(self) -> bool:
-        """Whether gradients are reduced in the dtype in which they come, and summed in ``reduce_dtype``. Equal on all ranks.
+        """Whether gradients are sent in the dtype of backward, and summed in ``reduce_dtype``. Equal on all ranks.
 
-        Only if every pass gathers the group: then all ranks have made the same passes since the last reduction. Of a group
-        that stays unsharded, ranks may accumulate the gradients of different numbers of passes.
+        It requires that each pass all-gathers the group: then all ranks have run the same passes since the last reduction. If a
+        group stays unsharded, ranks may have accumulated the gradients of different numbers of passes.
         """
         return self.keeper.gathers_each_pass and self.gradients.can_reduce_narrow
 
     def finish_gradients(self, used_anywhere: list[bool]) -> None:
-        """Set ``.grad``; an optimizer may change the parameters now."""
+        """Set ``.grad``. After this an optimizer may change the parameters."""
         self.gradients.finish(used_anywhere)
         # All ranks set .grad in the same pass, so what they keep gathered is out of date on all of them.
         self.keeper.invalidate()
@@ -364,11 +366,11 @@ class FSDPParamGroup:
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of gathered parameters beside the buffers."""
+        """Bytes of gathered parameters outside of the buffers."""
         return self.encoding.nbytes_beside + self.keeper.nbytes
 
     def _restore_changed(self) -> list[str]:
-        """The names of unsharded parameters that the user changed; they are views of the buffer again."""
+        """Make all unsharded parameters views of the buffer again; return the names of those that the user has changed."""
         changed = []
         for index, param in enumerate(self.params):
             is_intact = self.encoding.is_intact(param, local_of(param.unsharded))
@@ -390,8 +392,8 @@ class FSDPParamGroup:
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Deregister this group's parameters from the modules for a while."""
-        # An entry of None keeps the name's turn in the module's order of parameters.
+        """Deregister this group's parameters from the modules during the block."""
+        # None keeps the name's position in the module's order of parameters.
         for module, name in [pair for param in self.params for pair in param.registered_names]:
             module._parameters[name] = None
         self.is_hidden = True
@@ -402,13 +404,13 @@ class FSDPParamGroup:
             self.register_sharded()
 
     def load_replaced(self) -> None:
-        """Load parameters that the user has replaced, as ``load_state_dict(assign=True)`` does, into the buffer.
+        """Copy parameters that the user has replaced, as ``load_state_dict(assign=True)`` does, into the buffer.
 
-        The old parameters stay registered, since an optimizer may have them. On the meta device the new ones do, and are loaded
-        once all of the group are there.
+        The old parameters are registered again, since an optimizer may hold them. If the group is on the meta device, the new
+        parameters stay registered, and are copied when the user has replaced all parameters of the group.
 
         Raises:
-            ValueError: a replacement has another shape, dtype, device or kind than the parameter; nothing is loaded.
+            ValueError: a new parameter is no DTensor, or has another shape, dtype or device. Nothing is copied.
         """
         if self.is_unsharded:
             return
@@ -420,7 +422,7 @@ class FSDPParamGroup:
             if self.is_meta:
                 self._load_if_all(replaced)
                 return
-            # All are checked, then all are cloned, then all are loaded: they may be views of this buffer, in another order.
+            # Check all, then clone all, then copy all: they may be views of this buffer, in another order.
             values = [self._replacement(index, self.orig_dtype) for index in replaced]
             for index, value, copy in zip(replaced, values, [value.clone() for value in values]):
                 self._load(index, copy, value.requires_grad)
@@ -438,24 +440,24 @@ class FSDPParamGroup:
         found = (getattr(current, "shape", None), getattr(current, "dtype", None), getattr(current, "device", None))
         if current is not None and self._is_another(param, current):
             raise ValueError(
-                f"{param.fqn} was replaced by another parameter that fully_shard has sharded, which would not tie them: tie "
+                f"{param.fqn} was replaced by another parameter that fully_shard has sharded. This does not tie the two: tie "
                 "parameters before fully_shard, in one group, or assign a copy"
             )
         if not isinstance(current, DTensor) or found[: 2 if self.is_meta else 3] != wanted[: 2 if self.is_meta else 3]:
             raise ValueError(
                 f"{param.fqn} was replaced by {type(current).__name__} of {', '.join(map(str, found))}; expected a DTensor of "
-                f"{', '.join(map(str, wanted))}. Load with load_state_dict(...) or assign DTensors like it; cast or move a "
-                "module before fully_shard, or a module with all parameters of the group"
+                f"{', '.join(map(str, wanted))}. Load with load_state_dict(...), or assign such a DTensor. Cast or move a "
+                "module before fully_shard, or cast or move a module that has all parameters of the group"
             )
         return current
 
     def _is_another(self, param: FSDPParam, current: torch.Tensor) -> bool:
-        """Whether ``current`` is another parameter of some group, and registered under its own name too."""
+        """Whether ``current`` is another sharded parameter, which is registered under its own name, too."""
         others = (other for group in _groups for other in group.params if other is not param and other.sharded is current)
         return any(other.registered is other.sharded or other.registered is other.unsharded for other in others)
 
     def _load(self, index: int, value: torch.Tensor, requires_grad: bool) -> None:
-        """Copy ``value`` into the buffer; the parameter stays the same object, also for an optimizer."""
+        """Copy ``value`` into the buffer. The parameter stays the object that an optimizer holds."""
         param = self.params[index]
         if not self.shards.holds(local_of(param.sharded)):
             self._put(index, param.sharded)
@@ -464,14 +466,14 @@ class FSDPParamGroup:
         self._register_everywhere(param)
 
     def _load_if_all(self, replaced: list[int], dtype: torch.dtype | None = None) -> None:
-        """Make new buffers of the parameters that the user has registered, once all of them are there.
+        """If the user has replaced all parameters of the group, make new buffers and copy the new parameters into them.
 
         Args:
-            dtype: of the new parameters, if it is another one.
+            dtype: the dtype of the new parameters; None: that of the old ones.
         """
         dtype = dtype or self.orig_dtype
         values = [self._replacement(index, dtype) for index in replaced]
-        # A buffer has one dtype and one device, so it is made when the last parameter is there.
+        # A buffer has one dtype and one device, so it is made when the last parameter is replaced.
         if len(values) < len(self.params) or any(value.is_meta for value in values):
             return
         placements = [param.sharded.placements for param in self.params]  # type: ignore[attr-defined]
@@ -484,10 +486,10 @@ class FSDPParamGroup:
 
     def _put(self, index: int, parameter: nn.Parameter) -> None:
         """Make the object ``parameter`` a view of the sharded buffer."""
-        # Optimizers hold the parameter as an object: it stays, and its contents are exchanged.
+        # Optimizers hold the parameter as an object. So the object stays, and its contents are swapped.
         inside = nn.Parameter(self.shards.dtensor(index, self.params[index].distribution), parameter.requires_grad)
         vars(inside).update(vars(parameter))
-        gradient, parameter.grad = parameter.grad, None  # It would be exchanged too.
+        gradient, parameter.grad = parameter.grad, None  # It would be swapped, too.
         torch.utils.swap_tensors(parameter, inside)
         parameter.grad = gradient
 
@@ -498,13 +500,14 @@ class FSDPParamGroup:
     # -- conversions -----------------------------------------------------------------------------------------------
 
     def check_conversion(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Raise if ``function``, which ``Module.to`` and others apply to parameters, moves them where they cannot be.
+        """Raise if the group cannot have the dtype or device that ``function`` gives. ``Module.to`` and others apply it.
 
         Raises:
-            ValueError: to another device than the mesh's (than the CPU, if offloaded), or to shared memory.
-            RuntimeError: to another dtype, while there are gradients that are not in ``.grad`` yet.
+            ValueError: ``function`` moves parameters to another device than the mesh's (if offloaded: than the CPU), or to
+                shared memory.
+            RuntimeError: ``function`` changes the dtype, while there are gradients that are not in ``.grad`` yet.
         """
-        # The function may be anything; an empty tensor tells where it moves parameters, and costs nothing.
+        # The function is opaque: call it on an empty tensor to see the device and dtype.
         device = self.sharded.flat.device
         probe = function(torch.empty(0, dtype=self.orig_dtype, device=device))
         offloads = isinstance(self._plan.offload, CPUOffloadPolicy)
@@ -514,7 +517,7 @@ class FSDPParamGroup:
                 "" if not self.is_meta else f" with a mesh on {self.dp.mesh.device_type}{' and offload' if offloads else ''}"
             )
             raise ValueError(
-                f"{self.names} is sharded in a buffer on {device}{where} and cannot be on {probe.device}: expected {home}; "
+                f"{self.names} is sharded in a buffer on {device}{where} and cannot move to {probe.device}: expected {home}; "
                 "move the module before fully_shard"
             )
         if probe.dtype.is_floating_point != self.orig_dtype.is_floating_point:
@@ -535,9 +538,9 @@ class FSDPParamGroup:
         return in_place and all(module in modules for param in self.params for module, _ in param.registered_names)
 
     def convert(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace parameters and their gradients by ``function`` of them, where they are.
+        """Apply ``function`` to the parameters and their gradients.
 
-        A new dtype, or memory for parameters on the meta device, makes new buffers; the parameters stay the same objects.
+        If the dtype changes, or parameters leave the meta device, new buffers are made. The parameters stay the same objects.
         """
         probe = function(torch.empty(0, dtype=self.orig_dtype, device=self.sharded.flat.device))
         with torch.no_grad():
@@ -558,7 +561,7 @@ class FSDPParamGroup:
                 param.sharded.grad = None if gradient is None else function(gradient)
 
     def load_converted(self) -> None:
-        """:meth:`load_replaced`, also if all parameters have another dtype. If only some have it, they wait for the others."""
+        """:meth:`load_replaced`, also if all parameters have a new dtype. If only some have it, nothing is copied yet."""
         dtypes = {None if param.registered is None else param.registered.dtype for param in self.params}
         if self.is_unsharded or dtypes == {self.orig_dtype}:
             self.load_replaced()
@@ -567,9 +570,8 @@ class FSDPParamGroup:
                 self._load_if_all(list(range(len(self.params))), *dtypes)
 
     def _rebuild(self, device: torch.device, dtype: torch.dtype, values: list[torch.Tensor] | None) -> None:
-        """New buffers, with ``values`` as this rank's part of each parameter."""
-        # The old buffers go before the new ones come: both together may not fit.
-        self.encoding.free(keeps_buffer=False)
+        """Make new buffers, and copy ``values`` into them, the local tensor of each parameter."""
+        self.encoding.free_replaced()
         self._allocate(device, dtype)
         self.keeper.reset()
         self.gradients.place(self.device, self.param_dtype, self.reduce_dtype, self.sharded)
@@ -578,7 +580,7 @@ class FSDPParamGroup:
         self._init_unsharded_params()
 
     def _compute_device(self, home: torch.device) -> torch.device:
-        """Where to compute with parameters that are at ``home``."""
+        """The device of the computation, if the sharded parameters are on ``home``."""
         if not self.is_meta or home.type == "meta":
             return self.device
         device_type = self.dp.mesh.device_type

@@ -1,4 +1,4 @@
-"""FSDPState: what ``fully_shard`` keeps for a module, and the module hooks that unshard, reshard and reduce.
+"""FSDPState: the state of a module after ``fully_shard``, and the module hooks that unshard, reshard and reduce.
 
 ::
 
@@ -6,9 +6,9 @@
     post-forward    reshard
     pre-backward    unshard again; prefetch the groups before
     post-backward   reshard; reduce the gradients
-    root post-backward callback, once per pass: reduce what is left, set ``.grad``, reshard everything
+    root post-backward callback, once per pass: reduce all other gradients, set ``.grad``, reshard everything
 
-It moves no data itself: groups do.
+It moves no data: its groups do.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ STATE = "_ragged_fsdp_state"
 
 
 class FSDPStateContext:
-    """What the states under one root share.
+    """The data that the states under one root share.
 
-    A state has a context of its own until the root runs its first forward; then all have the root's.
+    Each state has its own context until the root's first forward. From then on, all states under the root share one.
 
     Attributes:
-        states: of the modules, the root's first, in the order of ``modules()``.
-        is_initialized: whether a root has run its forward.
-        order, last_order: the calls of the root's forward that runs or ran last, and of the one before. The next module is
-            prefetched by ``last_order``.
+        states: the states under the root, in the order of ``modules()``; the root's is the first.
+        is_initialized: whether the root has run its first forward.
+        order: the calls of the root's current or last forward.
+        last_order: the calls of the forward before it. Prefetching follows ``last_order``.
         backward: the backward pass.
     """
 
@@ -61,7 +61,7 @@ class FSDPStateContext:
 
     @property
     def all_states(self) -> list[FSDPState]:
-        """FSDP2's name of ``states``, which the pipeline schedules of torch 2.11 to 2.13 read."""
+        """``states`` under FSDP2's name, which the pipeline schedules of torch 2.11 to 2.13 read."""
         return self.states
 
     @property
@@ -72,17 +72,17 @@ class FSDPStateContext:
     def start_iteration(self) -> None:
         """The root's forward begins."""
         for state in self.states:
-            # An optimizer on a stream of its own may still write to the shards that the next all-gathers read.
+            # An optimizer on another stream may still write to the shards that the next all-gathers read.
             event, state.post_optim_event = state.post_optim_event, None
             if event is not None:
                 event.wait()
             state.refresh()
-        # Prefetching goes by the last forward: all ranks have run that one whole, in the same order.
+        # Prefetching follows the last forward: all ranks have completed it, in the same order.
         self.last_order, self.order = self.order, ForwardOrder()
 
     def drop_unused_prefetches(self) -> None:
-        """The root's forward is over, and no backward follows: reshard what was prefetched for modules that did not run."""
-        # Ranks prefetch by the same order, so they have issued the same all-gathers, and drop the same.
+        """After a forward without backward: reshard modules that were prefetched and did not run."""
+        # All ranks prefetch in the same order. So they have issued, and drop, the same all-gathers.
         for state in self.states:
             if state.comm.forget_gathering(state):
                 state.reshard()
@@ -98,11 +98,11 @@ class FSDPStateContext:
 
     def pause_backward(self) -> None:
         """A backward pass is over; others may follow before ``finalize_backward``."""
-        # Modules that backward did not reach on this rank may have been reached on others: take part for them.
+        # Other ranks may have reached modules that backward did not reach here: take part in their collectives.
         self.backward.finish_orders()
         for state in self.states:
             state.post_backward(is_last=True)
-        # Even if gradients were reduced: the same parameters serve the next pass, so what is resident stays.
+        # Even if gradients were reduced: the next pass uses the same parameters, so resident ones stay.
         self._mark_accumulating(True)
         self.backward.pause()
 
@@ -115,17 +115,17 @@ class FSDPStateContext:
             state.reduce_gradients()
 
     def end_backward(self) -> None:
-        """The root post-backward callback: reduce what is left, agree on unused parameters, set ``.grad``, reshard.
+        """End a backward pass: reduce all other gradients, agree on unused parameters, set ``.grad``, reshard.
 
-        Collectives: the reductions that are left, and one all-reduce of a byte per parameter and mesh.
+        Collectives: the reductions not issued yet, and per mesh one all-reduce of a byte per parameter.
         """
-        with profiler_range("root_post_backward_callback", self.states[0].fqn):
+        with profiler_range("root_post_backward_callback", self.states[0].fqn), self.backward.raised_on_error():
             self.start_reductions()
-            # Shards that replicas do not reduce are kept apart from .grad. No reduction outlives its backward.
+            # These groups do not set .grad now. Finish their reductions, too: none stays in flight after its backward.
             for group in self.groups:
                 if group.gradients.keeps_shards:
                     group.gradients.finish_reduction()
-            # Equal on all ranks, as are the collectives below: groups are reduced where pre-backward ran, on any rank.
+            # Equal on all ranks, as are the collectives below: a group is reduced if pre-backward ran on any rank.
             reduced = [group for group in self.groups if group.gradients.was_reduced]
             for mesh in dict.fromkeys(group.dp.key for group in reduced):
                 members = [group for group in reduced if group.dp.key == mesh]
@@ -143,14 +143,14 @@ class FSDPStateContext:
             group.gradients.is_accumulating = is_accumulating
 
     def drop_raised_backward(self) -> None:
-        """Drop the gradients of a backward that raised. Otherwise no later backward would set ``.grad``."""
+        """If the last backward raised, drop its gradients: the next pass must not add to them."""
         if self.backward.has_raised and self.drop_backward():
             warnings.warn(
                 "a backward pass raised: its gradients, and those accumulated without gradient sync, are dropped", stacklevel=2
             )
 
     def drop_backward(self) -> bool:
-        """Drop reductions in flight and gradients that are not in ``.grad`` yet; says whether there were any."""
+        """Drop reductions in flight and gradients that are not in ``.grad`` yet; return whether there were any."""
         self.backward.forget()
         had_any = False
         for state in self.states:
@@ -159,17 +159,17 @@ class FSDPStateContext:
 
 
 class FSDPState:
-    """The state of one module, or of several that share their groups, and the module hooks.
+    """The state of one module, or of several modules that share their groups, and the module hooks.
 
     Attributes:
-        modules: that ``fully_shard`` was called on together.
-        groups: of their parameters: one, unless these differ in mesh, dtype or kind of placement; none without parameters.
-        calls: the forward calls that run now, innermost last.
-        reduces_last_only: keep gradients unreduced until ``is_last_backward`` of the root (``ZERO1``).
+        modules: the modules of one call of ``fully_shard``.
+        groups: the groups of their parameters: several if these differ in mesh, dtype or kind of placement.
+        calls: the forward calls that run now; the innermost is the last.
+        reduces_last_only: whether gradients stay unreduced until the root's ``is_last_backward`` (``ZERO1``).
         max_reductions: how many modules' reduce-scatters may be in flight.
         unshard_in_backward: whether backward needs the parameters.
         reduces_unused: whether a group without gradients on this rank takes part in collectives.
-        forward_prefetch, backward_prefetch: what to all-gather ahead, if the user has chosen it.
+        forward_prefetch, backward_prefetch: the states to all-gather ahead; None: the next one.
     """
 
     def __init__(
@@ -194,9 +194,9 @@ class FSDPState:
         self.backward_prefetch: list[FSDPState] | None = None
         self.is_root = False
         self.calls: list[Call] = []
-        self._in_backward = False  # Between pre- and post-backward: a forward call then is a recomputation.
-        self._still_to_run = set(self.modules)  # Of several modules, those that have not run since the last reshard.
-        self._must_refresh = False  # What is unsharded may be out of date when the next iteration starts.
+        self._in_backward = False  # Between pre- and post-backward. A forward call then is a recomputation.
+        self._still_to_run = set(self.modules)  # The modules that have not run since the last reshard.
+        self._must_refresh = False  # Unsharded parameters may be out of date in the next iteration.
         self.fqn = ""
         # The root owns the context; before the first forward, each state owns one.
         self._owned_context: FSDPStateContext | None = FSDPStateContext([self], is_initialized=False)
@@ -213,9 +213,9 @@ class FSDPState:
 
     @property
     def context(self) -> FSDPStateContext:
-        """What this state shares with the others under its root."""
+        """The context that this state shares with the others under its root."""
         context = self._context()
-        if context is None:  # The root was deleted: this module is on its own again.
+        if context is None:  # The root was deleted: this module may become a root.
             context = self._owned_context = FSDPStateContext([self], is_initialized=False)
             self._share(context, FSDPCommContext())
         return context
@@ -225,7 +225,7 @@ class FSDPState:
         return self._comm
 
     def share_comm(self, comm: FSDPCommContext) -> None:
-        """Bound this state's communication by ``comm``."""
+        """Let ``comm`` limit this state's communication."""
         self._comm = comm
         for group in self.groups:
             group.gradients.comm = comm
@@ -238,14 +238,14 @@ class FSDPState:
             group.gradients.backward = context.backward
 
     def _lazy_init(self) -> None:
-        """The module whose forward runs first is the root; all states under it share its context from now on."""
+        """Make this module the root, as its forward runs first. All states under it share its context from now on."""
         found = [getattr(module, STATE, None) for root in self.modules for module in root.modules()]
         states: list[FSDPState] = list(dict.fromkeys(state for state in found if state is not None))
         for state in states:
             if state.context.is_initialized:
                 raise RuntimeError(
-                    f"{state.name} ran its forward before the module around it and became a root, or is "
-                    "part of another root: run the outermost fully_shard module first"
+                    f"{state.name} became a root when it ran its forward before the module around it, or it is "
+                    "part of another root: run the forward of the outermost fully_shard module first"
                 )
         for group in [group for state in states for group in state.groups]:
             group.check_late_extensions()
@@ -264,13 +264,13 @@ class FSDPState:
                 getattr(module, STATE)._set_name(name or "root")
 
     def _set_name(self, fqn: str) -> None:
-        """Of several modules, the first one's name holds."""
+        """Set the name, unless another module of this state has set it."""
         self.fqn = self.fqn or fqn
         for index, group in enumerate(self.groups):
             group.fqn = group.gradients.fqn = f"{self.fqn}[{index}]" if index else self.fqn
 
     def refresh(self) -> None:
-        """A forward begins: reshard what an earlier forward left unsharded, since the shards may have changed."""
+        """A forward begins: reshard parameters that an earlier forward left unsharded, since the shards may have changed."""
         self.calls.clear()
         self._still_to_run = set(self.modules)
         if self._must_refresh or any(group.is_outdated for group in self.groups):
@@ -290,15 +290,15 @@ class FSDPState:
         self.comm.forget_gathering(self)
 
     def reshard(self, keep: bool = False) -> None:
-        """Free the unsharded parameters, but for the part that neighbours ``keep`` for backward."""
+        """Free the unsharded parameters. If ``keep``, the keeper may keep a part for backward."""
         self.comm.forget_gathering(self)
         for group in self.groups:
             group.reshard(keep)
-        # A part that was kept is of these values: a forward that begins without a backward in between drops it.
+        # A kept part has the current values. If a new forward begins before backward, it drops the part.
         self._must_refresh = any(group.keeper.holds_part for group in self.groups)
 
     def reset(self) -> None:
-        """As before the forward or backward that runs."""
+        """Return to the state before the current forward and backward."""
         self.drop_backward()
         self.calls.clear()
         self.reshard()
@@ -315,7 +315,7 @@ class FSDPState:
         if self._in_backward and context.backward.is_running:  # Activation checkpointing recomputes this call.
             return args, kwargs
         context.drop_raised_backward()
-        if not context.backward.is_running:  # Otherwise a forward inside backward: the iteration goes on.
+        if not context.backward.is_running:  # A forward inside backward belongs to the same iteration.
             if self.is_root:
                 context.start_iteration()
             elif not context.in_forward:  # The user calls this module by itself.
@@ -328,11 +328,11 @@ class FSDPState:
             if self.groups:
                 self.unshard()
                 self._must_refresh = True
-                # After the wait for this module: its all-gather is not delayed by the next one's.
+                # After the wait for this module, whose all-gather must not be delayed by the next one's.
                 for neighbour in self._prefetch(self.forward_prefetch, context.last_order, call.position, step=1):
                     neighbour._must_refresh = True  # It may never be called.
         if torch.is_grad_enabled():
-            # Here as well as in backward: a rank whose backward raises must count what the others have left.
+            # Here and in backward: if backward raises here, this rank still knows that other ranks accumulate gradients.
             self._note_accumulation()
             args, kwargs = self._watch_inputs(args, kwargs, call)
         return args, kwargs
@@ -347,13 +347,13 @@ class FSDPState:
     def _prefetch(
         self, chosen: list[FSDPState] | None, order: ForwardOrder | None, position: int, step: int
     ) -> list[FSDPState]:
-        """Issue the all-gathers of the ``chosen`` modules, or of the next one in ``order``; returns whose were issued.
+        """Issue the all-gathers of ``chosen``, or of the next module in ``order``; return the states whose were issued.
 
-        No more are issued than may be ahead of their use. The others are issued when their modules run.
+        If the limit of all-gathers ahead of use is reached, an all-gather is issued when its module runs.
         """
         states = self._next(order.states if order else [], position, step) if chosen is None else chosen
         started = []
-        # All that is asked below is equal on all ranks: the order, what is in flight, and whose turn the slots are.
+        # These conditions are equal on all ranks: the order, the all-gathers in flight, and the holders of slots.
         for state in states:
             is_gathered = all(group.is_gathered for group in state.groups)
             can_start = all(group.has_slot for group in state.groups)
@@ -375,7 +375,7 @@ class FSDPState:
 
     @dynamo_disabled
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Runs also if forward raised, with None as output."""
+        """Reshard after forward. If forward raised, this runs with None as output."""
         context = self.context
         if not context.is_initialized:
             return output
@@ -385,7 +385,7 @@ class FSDPState:
             return output
         call = self.calls.pop() if self.calls else Call(None, self)
         tensors, opaque = tensors_in(output)
-        # If no output can start pre-backward, but an opaque one may hide a tensor that does, nothing would unshard again.
+        # If only a tensor inside an opaque output may reach backward, no hook would unshard again: stay unsharded.
         needs_backward = torch.is_grad_enabled()
         must_stay = needs_backward and not self._watch_outputs(tensors, context, call) and opaque
         if any(group.holds(tensor) for group in self.groups for tensor in tensors):
@@ -406,7 +406,7 @@ class FSDPState:
     def _watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Have post-backward run when the gradients of all inputs are there."""
+        """Let post-backward run when autograd has the gradients of all inputs."""
         watched = [t for t in tensors_in((args, kwargs))[0] if t.requires_grad]
         if not watched:
             return args, kwargs
@@ -416,17 +416,17 @@ class FSDPState:
         return map_tensors(lambda t: next(outputs) if t.requires_grad else t, (args, kwargs))
 
     def _watch_outputs(self, outputs: list[torch.Tensor], context: FSDPStateContext, call: Call) -> bool:
-        """Have pre-backward run when backward reaches an output; False if it can reach none."""
+        """Let pre-backward run when backward reaches an output; return whether it can reach one."""
         watched = [t for t in outputs if t.requires_grad and not t.is_leaf]
         if not watched:
             return False
         if call.order is not None:
             call.order.watch_exit(call.position)
-        # Hooks hold the context of the forward: the module may have another root when backward comes.
+        # Hooks hold the context of this forward: the module may have another root when backward runs.
         for tensor in watched:
             tensor.register_hook(functools.partial(self._pre_backward, context, call))
             base = tensor._base
-            if base is not None and base.grad_fn is not None:  # An in-place operation on a view takes the first hook away.
+            if base is not None and base.grad_fn is not None:  # An in-place operation on a view removes the first hook.
                 base.grad_fn.register_prehook(functools.partial(self._pre_backward_of_base, context, call))
         return True
 
@@ -443,15 +443,15 @@ class FSDPState:
             return
         call.begun_in = backward_id()
         if call.order is not None:
-            # First for the later calls that this rank's backward has skipped: other ranks unshard and reduce for them now.
+            # First, take part for later calls that backward skips here: other ranks unshard and reduce for them now.
             context.backward.reach(call.order)
             call.order.begin(call.position)
         self.pre_backward(call.order, call.position)
 
     def pre_backward(self, order: ForwardOrder | None, position: int) -> None:
-        """Unshard for the backward of a call, and prefetch the module before. Same on all ranks: see ``ForwardOrder``."""
+        """Unshard for the backward of a call, and prefetch the module before. Equal on all ranks: see ``ForwardOrder``."""
         self._in_backward = True
-        # Before anything can raise: a rank whose backward raises here must know what the other ranks reduce.
+        # First: if this rank raises below, it still knows which gradients other ranks reduce.
         self._expect_gradients()
         if self.groups and self.unshard_in_backward:
             with profiler_range("pre_backward", self.fqn):
@@ -459,7 +459,7 @@ class FSDPState:
                 self._prefetch(self.backward_prefetch, order, position, step=-1)
 
     def _expect_gradients(self) -> None:
-        """Backward may bring gradients, on this rank or on others: all ranks will reduce."""
+        """This rank or another one may get gradients: all ranks will reduce."""
         for group in self.groups:
             group.gradients.needs_reduction |= group.is_trainable
         self._note_accumulation()
@@ -470,10 +470,10 @@ class FSDPState:
                 group.gradients.note_accumulation()
 
     def watch_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """With ``create_graph=True``: unshard when a later backward reaches what computed these gradients.
+        """With ``create_graph=True``: unshard when a later backward reaches the nodes that computed these gradients.
 
-        They are those of a call's inputs. What computed them reads the parameters again, before the later backward reaches
-        the outputs of the call.
+        ``gradients`` are those of a call's inputs. Their nodes read the parameters again, before the later backward reaches the
+        outputs of the call.
         """
         context = self.context
         for gradient in gradients:
@@ -488,7 +488,7 @@ class FSDPState:
 
     @dynamo_disabled_in_backward
     def _post_backward(self, call: Call) -> None:
-        """The gradients of all inputs of a call are there."""
+        """Autograd has the gradients of all inputs of a call."""
         if self._in_backward:
             if call.order is not None and self.context.backward.is_in(call.order):
                 call.order.end(call.position)
@@ -500,7 +500,7 @@ class FSDPState:
             return
         self._in_backward = False
         with profiler_range("post_backward", self.fqn):
-            # Reshard first: the cast of the gradients, and what a reduction receives, may use the memory that this frees.
+            # Reshard first: the cast of gradients and the reduction may use the memory that this frees.
             if self.reshard_after_backward and (is_last or len(self.modules) == 1):
                 self.reshard()
             # Gradients of all calls are reduced together, once.
@@ -508,17 +508,17 @@ class FSDPState:
                 self.reduce_gradients()
 
     def reduce_gradients(self) -> None:
-        """Issue the reduce-scatters of the groups that backward has reached; or keep their gradients for a later pass."""
+        """Issue the reduce-scatters of groups that backward has reached; or let their gradients accumulate."""
         groups = [group for group in self.groups if group.gradients.needs_reduction]
         if self._accumulates:
-            # Passes are added in reduce_dtype, so that their number does not cost precision.
+            # Gradients accumulate in reduce_dtype: many passes in a narrow dtype would lose precision.
             for group in groups:
                 group.gradients.note_accumulation()
                 group.gradients.widen()
             return
         if not groups:
             return
-        # Bounds the memory of gradients in flight. Here, since all ranks get here in one order: HSDP's all-reduces follow.
+        # This limits the memory of gradients in flight. All ranks reach it in one order, as HSDP's all-reduces need it.
         self.comm.finish_reductions(self.max_reductions)
         for group in groups:
             group.reduce_gradients()
@@ -526,12 +526,12 @@ class FSDPState:
 
     @property
     def _accumulates(self) -> bool:
-        """Whether backward leaves gradients unreduced, for later passes to add to."""
+        """Whether backward leaves gradients unreduced, for a later pass."""
         waits = self.reduces_last_only and self.context.is_initialized and not self.context.states[0].is_last_backward
         return waits or not self.requires_gradient_sync
 
     def end_backward(self) -> None:
-        """The pass is over, and gradients are set."""
+        """The pass is over, and ``.grad`` is set."""
         self.comm.forget([group.gradients for group in self.groups])
         if self.context.in_forward and self._must_refresh:  # Forward itself ran this backward, and uses the parameters.
             return
@@ -541,7 +541,7 @@ class FSDPState:
             self._must_refresh = False  # They are valid until the optimizer steps, which group.is_outdated notices.
 
     def drop_backward(self) -> bool:
-        """Drop what the backward pass has brought; says whether there were gradients."""
+        """Drop the gradients of the backward pass; return whether there were any."""
         self._in_backward = False
         self._must_refresh = True
         self.comm.forget([group.gradients for group in self.groups])
@@ -549,7 +549,7 @@ class FSDPState:
         return any(dropped)
 
     # -- what pipeline schedules call ------------------------------------------------------------------------------
-    # Those of torch 2.11 to 2.13 reach into FSDP2's private state to reduce gradients; 2.15's call public methods.
+    # The schedules of torch 2.11 to 2.13 reduce gradients by FSDP2's private names; those of 2.15 call public methods.
 
     @property
     def _state_ctx(self) -> FSDPStateContext:
@@ -561,7 +561,7 @@ class FSDPState:
 
     @property
     def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
-        """Empty: :meth:`_root_post_backward_final_callback` reduces all gradients, so that no group has to."""
+        """Empty: :meth:`_root_post_backward_final_callback` reduces the gradients of all groups."""
         return []
 
     @property
@@ -574,7 +574,7 @@ class FSDPState:
 
 
 class _PostBackward(torch.autograd.Function):
-    """Identity on a module's inputs; its backward runs when the gradients of all of them are there."""
+    """Identity on a module's inputs. Its backward runs when autograd has the gradients of all of them."""
 
     @staticmethod
     def forward(ctx: Any, state: FSDPState, call: Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,7 @@
-"""GradientBuffers: the gradients of a group on their way from autograd to ``.grad``."""
+"""GradientBuffers: the gradients of a group on their way from autograd to ``.grad``.
+
+It does not decide when to reduce: the states do.
+"""
 
 from __future__ import annotations
 
@@ -27,36 +30,36 @@ __all__ = ["GradientBuffers"]
 
 
 class GradientBuffers:
-    """Where a group's gradients are, and their reduction.
+    """The gradient buffers of a group, and the reduction of its gradients.
 
     ::
 
-        unreduced  DBuffer Partial(), dtype            weight gradients of matmuls are computed in their views, others are
-                                                   copied (cast, added) there once
-           | if reduce_dtype is wider than param_dtype, and the collectives do not sum in it themselves, or earlier backward
-           | passes have left gradients: one cast of the whole buffer, or one addition; then the buffer is freed
-        widened    DBuffer Partial(), reduce_dtype      gradients that came in a wider dtype are added here
-           | reduce-scatter; of gradients that came in a wider dtype another one, if it reads what is not widened
+        unreduced  DBuffer Partial(), dtype            matmuls write weight gradients into its views; other gradients are
+                                                       copied (cast, added) into them once
+           | only if reduce_dtype is wider than dtype, and if the collectives do not add in reduce_dtype or if gradients have
+           | accumulated: one cast or one addition of the whole buffer, which is then freed
+        widened    DBuffer Partial(), reduce_dtype     gradients in a wider dtype are added here
+           | one reduce-scatter; if it reads ``unreduced``, a second one for gradients in a wider dtype
         reduced    DBuffer Shard(0), reduce_dtype      then an all-reduce over replicas (HSDP)
            | a cast, a copy to the CPU, or nothing
         .grad      views of a DBuffer Shard(0)         DTensors placed as their parameters
 
     Attributes:
-        fqn: of the group's module, once the root has run its first forward.
-        collectives: what reduces.
-        reduction: how.
-        dtype: of the gradients as they come.
+        fqn: the name of the group's module; empty before the root's first forward.
+        collectives: the collectives that reduce.
+        reduction: the divisor and kind of the reduction.
+        dtype: the dtype of unreduced gradients.
         requires_all_reduce: whether backward reduces over replicas.
-        may_hold_sum: whether a backward pass may have left gradients unreduced since the last reduction, on any rank. Equal on
-            all ranks: they make the same calls of :meth:`note_accumulation`, also where their own backward raises.
-        comm: what bounds the communication of all groups under the root.
+        may_hold_sum: whether gradients may have accumulated since the last reduction, on any rank. Equal on all ranks: they
+            make the same calls of :meth:`note_accumulation`, also if their own backward raises.
+        comm: the limits on the communication of all groups under the root.
         backward: the backward pass of the modules under the root.
         max_reductions: how many modules' reduce-scatters may be in flight.
-        reduce_hook: called with each reduced shard.
-        is_accumulating: whether the last backward left gradients for a later one to accumulate and reduce.
-        needs_reduction: whether backward has reached the group since the last reduction, on any rank. Pre-backward sets it, and
-            runs on all ranks alike.
-        pool: where the memory of unreduced gradients comes from.
+        reduce_hook: is called with each reduced shard.
+        is_accumulating: whether the last backward left its gradients unreduced, for a later one.
+        needs_reduction: whether backward has reached the group since the last reduction, on any rank. Equal on all ranks after
+            pre-backward, which sets it and runs on all ranks.
+        pool: the memory pool of unreduced gradients; None: the allocator.
     """
 
     def __init__(
@@ -77,9 +80,9 @@ class GradientBuffers:
         self.collectives: Collectives
 
     def place(self, device: torch.device, param_dtype: torch.dtype, reduce_dtype: torch.dtype, sharded: DBuffer) -> None:
-        """Expect gradients of parameters in ``param_dtype`` on ``device``, and reduce them in ``reduce_dtype``.
+        """Prepare for gradients of parameters in ``param_dtype`` on ``device``, which are reduced in ``reduce_dtype``.
 
-        ``.grad`` is like the ``sharded`` buffer. Gradients that are here are dropped.
+        ``.grad`` gets the dtype and device of the ``sharded`` buffer. Earlier gradients that are not in ``.grad`` are dropped.
         """
         self._device, self.reduce_dtype, self._sharded = device, reduce_dtype, sharded
         self.dtype = param_dtype if reduce_dtype.itemsize > param_dtype.itemsize else reduce_dtype
@@ -91,13 +94,13 @@ class GradientBuffers:
         self._wide_gradients: WideGradients | None = None
         self._views: list[torch.Tensor] = []
         self._reduce_scatter: Work | None = None  # In flight, in the state REDUCING.
-        self._output: DBuffer | None = None  # Its output; after it, until that goes to one of the following.
-        self._all_reduce: tuple[Work, DBuffer] | None = None  # In flight, and what it reduces in place.
+        self._output: DBuffer | None = None  # The output of the reduce-scatter, also after it has ended.
+        self._all_reduce: tuple[Work, DBuffer] | None = None  # In flight, with the buffer that it reduces in place.
         self._reduced: DBuffer | None = None  # Reduced over all ranks.
         self._kept: DBuffer | None = None  # Reduced within each replica only.
 
     def set_pool(self, pool: MemoryPool | None) -> None:
-        """Allocate unreduced gradients from ``pool`` from now on. There are none now."""
+        """From now on, allocate unreduced gradients from ``pool``. There must be none now."""
         self.pool, self._unreduced, self._widened, self._views = pool, None, None, []
 
     def buffers(self) -> dict[str, list[DBuffer]]:
@@ -111,7 +114,7 @@ class GradientBuffers:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there are gradients here that are not in ``.grad`` yet."""
+        """Whether there are gradients that are not in ``.grad`` yet."""
         return self._state is not GradientState.EMPTY
 
     def _move_to(self, state: GradientState) -> None:
@@ -120,19 +123,20 @@ class GradientBuffers:
     # -- from autograd ---------------------------------------------------------------------------------------------
 
     def hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        """A post-accumulate hook that moves a gradient into the buffer as soon as autograd has it, and drops it."""
+        """A post-accumulate hook that copies a gradient into the buffer, and frees autograd's tensor."""
         return functools.partial(_take, weakref.ref(self), index)  # Autograd's hooks are invisible to the garbage collector.
 
     def _take(self, index: int, unsharded: torch.Tensor) -> None:
         param = self._params[index]
-        # Autograd's tensor is let go as soon as it is copied: at most one gradient exists outside of the buffer.
+        # Autograd's tensor is freed as soon as it is copied: at most one gradient exists outside of the buffer.
         with as_plain_tensors():
             gradient, unsharded.grad = unsharded.grad, None
-            if gradient is None:  # Backward came here with no gradient, or it was written in place.
+            if gradient is None:  # There is no gradient, or a matmul has written it into the buffer.
                 return
             param.sync_requires_grad()
-        if not param.requires_grad:  # frozen since forward
+        if not param.requires_grad:  # It was frozen after forward.
             return
+        self._start_backward()
         has_graph = gradient.requires_grad
         if has_graph:  # create_graph=True: as with FSDP2, ``.grad`` itself has no graph.
             gradient = gradient.detach()
@@ -157,30 +161,34 @@ class GradientBuffers:
         return _Target(weakref.ref(self), index)
 
     def begin(self, index: int) -> tuple[torch.Tensor, bool] | None:
-        """The view to write a gradient to, and whether it holds one already; None where autograd has to have the gradient."""
+        """The view to write a gradient to, and whether to add to it; None if autograd needs the gradient itself."""
         param = self._params[index]
         with as_plain_tensors():
             param.sync_requires_grad()
             hooks = getattr(param.unsharded, "_post_accumulate_grad_hooks", None) or {}
             if not param.requires_grad or param.unsharded._backward_hooks or len(hooks) > 1:  # One hook is ours.
                 return None
+        self._start_backward()
         return param.distribution.gathered(self.views()[index]), param.has_gradient
 
     def done(self, index: int) -> None:
-        """The view of a parameter holds its gradient."""
+        """The view of a parameter holds its gradient now."""
         self._params[index].has_gradient = True
         self._note_gradient()
 
     def _note_gradient(self) -> None:
-        """A gradient is here, which backward has to reduce."""
+        """There is a gradient to reduce."""
         self.needs_reduction = True
         if self._state is not GradientState.ACCUMULATING:
             self._move_to(GradientState.ACCUMULATING)
+
+    def _start_backward(self) -> None:
+        """Before a gradient is written: starting a pass drops the gradients of one that raised."""
         self.backward.start()  # No hook may have run: a parameter may be used outside of its module.
 
     def views(self) -> list[torch.Tensor]:
-        """The unreduced buffer's view of each parameter; the buffer is allocated if it is not."""
-        # A reduce-scatter in flight still reads the buffer. Each rank may wait when it has to: waiting issues no collective.
+        """The view of each parameter in the unreduced buffer, which is allocated if necessary."""
+        # A reduce-scatter in flight still reads the buffer. Ranks may wait at different times: waiting issues no collective.
         self.wait_for_reduction()
         self._unreduced = self._allocated(self._unreduced, self.dtype)
         if not self._views:
@@ -188,9 +196,9 @@ class GradientBuffers:
         return self._views
 
     def _borrows(self, gradient: torch.Tensor) -> bool:
-        """Use autograd's gradient itself as the buffer if it fills it, as a large embedding's does, and copy nothing.
+        """If autograd's gradient fills the buffer, as a large embedding's may, use it as the buffer; return whether it does.
 
-        After its reduction the reference is dropped, and the memory not freed: it may have other users.
+        After the reduction the reference is dropped. The memory is not freed by force: it may have other users.
         """
         is_all = len(self._params) == 1 and gradient.numel() == self._layout.numel and gradient.dtype == self.dtype
         if not is_all or type(gradient) is not torch.Tensor or gradient.layout != torch.strided or self.pool is not None:
@@ -217,7 +225,7 @@ class GradientBuffers:
                 self._unreduced, self._views = None, []
 
     def _allocated(self, buffer: DBuffer | None, dtype: torch.dtype) -> DBuffer:
-        """``buffer``, or a new one, allocated."""
+        """Allocate ``buffer``, or a new one if it is None, and return it."""
         if buffer is not None and buffer.is_allocated:
             return buffer
         # Other groups' reductions may have to end first, so that their memory is free.
@@ -235,9 +243,9 @@ class GradientBuffers:
         return DBuffer(self._layout, Partial(), self._rank, dtype, self._device, log=self._memory.gradients, **memory)
 
     def _keep_wide(self, index: int, gradient: torch.Tensor) -> None:
-        """Keep a gradient beside the buffer until this is widened, as it would be rounded there.
+        """Keep a wide gradient outside of the unreduced buffer, which would round it.
 
-        As norms compute them, they are few. Where they may be many, gradients come in ``reduce_dtype`` once they are.
+        Norms compute such gradients, and these are few. If they become many, all gradients are kept in ``reduce_dtype``.
         """
         self.views()
         kept = self._wide.get(index)
@@ -253,8 +261,8 @@ class GradientBuffers:
     # -- reduction -------------------------------------------------------------------------------------------------
 
     def widen(self) -> None:
-        """At the end of a backward pass: what it brought is cast to ``reduce_dtype``, or added to what is there already."""
-        is_in_flight = self._state is GradientState.REDUCING  # And nothing has come since.
+        """At the end of a backward pass: cast its gradients to ``reduce_dtype``, or add them to those of earlier passes."""
+        is_in_flight = self._state is GradientState.REDUCING  # There is no new gradient since then.
         if is_in_flight or self.dtype == self.reduce_dtype or self._unreduced is None or not self._unreduced.is_allocated:
             return
         self._close()
@@ -267,26 +275,26 @@ class GradientBuffers:
         self._wide.clear()
 
     def _close(self) -> None:
-        """The unreduced buffer is complete: a parameter without a gradient on this rank has zeros."""
+        """Complete the unreduced buffer: write zeros for parameters without a gradient on this rank."""
         for param, view in zip(self._params, self._views):
             if not param.has_gradient:
                 view.zero_()
             param.was_used, param.has_gradient = param.was_used or param.has_gradient, False
 
     def start_reduction(self, reduces_narrow: bool = False) -> None:
-        """Start one reduce-scatter. A parameter without a gradient here contributes zeros.
+        """Issue one reduce-scatter. A parameter without a gradient on this rank contributes zeros.
 
         Args:
-            reduces_narrow: reduce gradients as they came, and what came wide beside them; the same on all ranks.
+            reduces_narrow: send gradients in ``dtype``, and wide gradients in a second reduce-scatter. Equal on all ranks.
         """
         self.needs_reduction = False
         self.finish_reduction()
-        # Collect. Ranks reduce together, so a rank without any gradient allocates a buffer of zeros.
+        # Collect. All ranks reduce, so a rank without gradients allocates a buffer of zeros.
         holds_sum = self._widened is not None and self._widened.is_allocated
-        assert not (reduces_narrow and holds_sum), "gradients left by earlier passes"
+        assert not (reduces_narrow and holds_sum), "gradients of earlier passes have accumulated"
         if not holds_sum:
             self.views()
-        # Cast, unless the collectives take gradients as they came.
+        # Cast, unless the collectives add in reduce_dtype themselves.
         if reduces_narrow or self.dtype == self.reduce_dtype:
             self._close()
             source = self._unreduced
@@ -308,46 +316,48 @@ class GradientBuffers:
 
     @property
     def can_reduce_narrow(self) -> bool:
-        """Whether gradients can be reduced as they came, to be added up in ``reduce_dtype``."""
+        """Whether gradients can be sent in ``dtype`` and added in ``reduce_dtype``."""
         is_narrow = self.dtype != self.reduce_dtype and not self.may_hold_sum and self.wide_gradients.are_few
         return is_narrow and self.collectives.reduce_scatter_traits(self._device).adds_wide
 
     def _round_unexpected(self, unreduced: DBuffer) -> None:
-        """Of parameters that matmuls use, the other ranks know of no gradients but in ``dtype``."""
+        """Round wide gradients of parameters for which other ranks expect none: those that matmuls write in place."""
         for index in [index for index in self._wide if index not in self.wide_gradients]:
             unreduced.tensor(index).add_(self._wide.pop(index))
 
     @property
     def wide_gradients(self) -> WideGradients:
-        """Of the parameters whose gradients may come wide."""
+        """The gradients that may have a wider dtype than ``dtype``."""
         if self._wide_gradients is None:
             indices = [index for index, param in enumerate(self._params) if param.may_be_wide]
             self._wide_gradients = WideGradients(self._layout, self._rank, indices)
         return self._wide_gradients
 
     def note_accumulation(self) -> None:
-        """A backward pass leaves its gradients unreduced, on this rank or on another."""
+        """A backward pass leaves its gradients unreduced, on this rank or on another one."""
         self.may_hold_sum = True
 
     def wait_for_second_buffer(self) -> None:
-        """Wait for the reduce-scatter in flight if it holds a buffer beside its input."""
+        """If the reduce-scatter in flight holds a second buffer, wait for it."""
         if self.collectives.reduce_scatter_traits(self._device).holds_second_buffer:
             self.wait_for_reduction()
 
     def wait_for_reduction(self) -> None:
-        """Wait for the reduce-scatter in flight and free its input. Issues no collective, and calls no hook of the user's."""
+        """Wait for the reduce-scatter in flight and free its input. It issues no collective and calls no user hook."""
         if self._reduce_scatter is None:
             return
         work, self._reduce_scatter = self._reduce_scatter, None
-        output, self._output = self._output, None  # Of one that fails there is none.
-        with profiler_range("reduce_scatter_wait", self.fqn):
-            work.wait()
-        self._free()
+        output, self._output = self._output, None  # If the wait raises, there is no output.
+        try:
+            with profiler_range("reduce_scatter_wait", self.fqn):
+                work.wait()
+        finally:  # Also if the wait raises: the next backward pass must not add to these gradients.
+            self._free()
+            self._move_to(GradientState.REDUCED)
         self._output = output
-        self._move_to(GradientState.REDUCED)
 
     def finish_reduction(self) -> None:
-        """Wait for the reduce-scatter in flight, free its input and issue the all-reduce of the shard."""
+        """Wait for the reduce-scatter in flight, free its input, and issue the all-reduce of the shard (HSDP)."""
         self.wait_for_reduction()
         output, self._output = self._output, None
         if output is None:
@@ -384,7 +394,7 @@ class GradientBuffers:
 
     @property
     def keeps_shards(self) -> bool:
-        """Whether replicas do not reduce (``requires_all_reduce``): shards are kept for a later backward, not in ``.grad``."""
+        """Whether reduced shards wait for a later backward that reduces over replicas: see ``requires_all_reduce``."""
         return self._has_replicas and not self.requires_all_reduce
 
     @property
@@ -400,13 +410,13 @@ class GradientBuffers:
         self._finish_all_reduce()
         reduced, self._reduced = self._reduced, None
         assert reduced is not None
-        if self._state is GradientState.REDUCED:  # Otherwise a later pass has left gradients to accumulate.
+        if self._state is GradientState.REDUCED:  # Otherwise gradients of a later pass accumulate.
             self._move_to(GradientState.EMPTY)
         like = self._sharded
         if (reduced.flat.dtype, reduced.flat.device) != (like.flat.dtype, like.flat.device):
             placing = (self._layout, Shard(0), self._rank, like.flat.dtype, like.flat.device, like.is_pinned)
             moved = DBuffer(*placing, log=self._memory.reduced)
-            scaled_copy_(moved.flat, reduced.flat)  # There when this returns: an optimizer on the CPU may read it at once.
+            scaled_copy_(moved.flat, reduced.flat)  # This blocks: an optimizer on the CPU may read it at once.
             self._memory.reduced.note(-reduced.nbytes)
             reduced = moved
         for index, (param, is_used) in enumerate(zip(self._params, used_anywhere)):
@@ -420,23 +430,25 @@ class GradientBuffers:
                 hook(sharded)
 
     def drop(self) -> bool:
-        """Forget the gradients that are not in ``.grad`` yet; says whether there were any."""
+        """Drop the gradients that are not in ``.grad`` yet; return whether there were any."""
         had_any = self.is_pending
-        # Forgotten before they are waited for: waiting for a collective that failed raises.
+        # Reset everything before the waits: waiting for a collective that failed raises.
         in_flight = [self._reduce_scatter, None if self._all_reduce is None else self._all_reduce[0]]
         for buffer in self._reduced_buffers():
             self._memory.reduced.note(-buffer.nbytes)
         self._state = GradientState.EMPTY
         self._reduce_scatter = self._output = self._all_reduce = self._reduced = self._kept = None
         self._wide.clear()
-        # Collectives that other ranks take part in have to end here too; their input is freed after that only.
-        for work in in_flight:
-            if work is not None:
-                work.wait()
         self.needs_reduction = self.is_accumulating = False
         for param in self._params:
             param.has_gradient = param.was_used = False
-        self._free()
+        # Other ranks take part in these collectives, so they must end here, too. Their input is freed after that.
+        try:
+            for work in in_flight:
+                if work is not None:
+                    work.wait()
+        finally:
+            self._free()
         return had_any
 
 
@@ -448,7 +460,7 @@ def _take(reference: weakref.ref[GradientBuffers], index: int, unsharded: torch.
 
 
 class _Target:
-    """Where one parameter's gradient goes. Autograd saves it, so that it must not keep the buffers alive."""
+    """The gradient target of one parameter. Autograd saves it, so it has only a weak reference to the buffers."""
 
     def __init__(self, buffers: weakref.ref[GradientBuffers], index: int) -> None:
         self._buffers, self._index = buffers, index

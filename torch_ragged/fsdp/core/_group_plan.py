@@ -1,4 +1,4 @@
-"""GroupPlan: what a parameter group will be made of, before any memory is allocated."""
+"""GroupPlan: the input of a parameter group. It allocates no memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ class FoundParam:
 
 @dataclass(frozen=True, eq=False)
 class GroupPlan:
-    """What a group is made of: parameters of one dtype, computed with in one dtype, on one mesh.
+    """The input of one group: parameters of one dtype and one compute dtype, on one mesh.
 
-    ``param_dtype`` and ``reduce_dtype`` are those of the mixed precision policy; ``offload`` says where shards are. With a
-    ``tile`` parameters are all-gathered as float8. ``runs_on_meta``: the group trains on the meta device, as memory reports do.
+    Attributes:
+        param_dtype, reduce_dtype: as in the mixed precision policy.
+        offload: whether shards are on the CPU.
+        tile: if not None, parameters are all-gathered as float8 in these tiles.
+        runs_on_meta: whether the group trains on the meta device, as memory reports do.
     """
 
     params: list[FoundParam]

@@ -10,7 +10,7 @@ __all__ = ["GradientState", "ShardedState", "moved"]
 
 
 class ShardedState(Enum):
-    """What a group's modules have registered, and whether the unsharded parameters are there.
+    """Which parameters are registered in a group's modules, and whether the unsharded ones are allocated.
 
     ::
 
@@ -31,28 +31,28 @@ class ShardedState(Enum):
 
 
 class GradientState(Enum):
-    """Where a group's gradients are, on their way from autograd to ``.grad``.
+    """The state of a group's gradients, on their way from autograd to ``.grad``.
 
     ::
 
         EMPTY  --a gradient-->  ACCUMULATING  --start_reduction()-->  REDUCING  --wait-->  REDUCED  --finish()-->  EMPTY
           `----------------start_reduction()-----------------------------^                   |
-                                ACCUMULATING <--a gradient that comes later------------------|
+                                ACCUMULATING <--a later gradient-----------------------------|
                                                              REDUCING <--start_reduction()---'
 
-    ``drop()`` leads to EMPTY from each of them. May differ between ranks: one of them may have had no gradient.
+    ``drop()`` leads to EMPTY from each state. The state may differ between ranks: a rank may have no gradient.
     """
 
     following: tuple[GradientState, ...]
 
     EMPTY = auto()
-    """There is none that is not in ``.grad``."""
+    """All gradients are in ``.grad``."""
     ACCUMULATING = auto()
-    """Backward passes have left gradients in the gradient buffer."""
+    """Gradients are in the gradient buffer."""
     REDUCING = auto()
-    """A reduce-scatter reads the gradient buffer."""
+    """A reduce-scatter that reads the gradient buffer is in flight."""
     REDUCED = auto()
-    """The reduced shard is here, and the gradient buffer free. An all-reduce over replicas may be in flight."""
+    """The reduced shard is complete, and the gradient buffer is free. An all-reduce over replicas may be in flight."""
 
 
 # A tuple on the member itself, not a dict of members: looking these up calls Enum.__hash__, several times a step.
@@ -75,7 +75,7 @@ def moved(names: Callable[[], str], state: State, following: State) -> State:
         names: returns what goes through these states, for the error.
 
     Raises:
-        RuntimeError: a group may not go from ``state`` to ``following``.
+        RuntimeError: a group must not go from ``state`` to ``following``.
     """
     if following not in state.following:
         raise RuntimeError(f"{names()} cannot go from {state.name} to {following.name}")

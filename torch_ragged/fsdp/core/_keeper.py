@@ -1,4 +1,4 @@
-"""Keeper: what a rank keeps of a group's gathered parameters after reshard, and how that shortens the next all-gather."""
+"""Keeper: keeps gathered parameters after reshard, so that the next all-gather is smaller. It does not decide when."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["Keeper"]
 
 
 class Keeper:
-    """Keeps nothing: each all-gather starts from the shards. Other keepers override what they keep.
+    """Keeps nothing: each all-gather starts from the shards. Subclasses keep something.
 
     Attributes:
         keeps_buffer: whether the gathered buffer itself stays allocated.
-        gathers_each_pass: whether each pass all-gathers the group. Equal on all ranks.
+        gathers_each_pass: whether each pass all-gathers the group from the shards. Equal on all ranks.
     """
 
     keeps_buffer = False
@@ -44,4 +44,4 @@ class Keeper:
         """The parameters may have changed: the next all-gather starts from the shards."""
 
     def reset(self) -> None:
-        """The group has new buffers: free everything."""
+        """The group has new buffers: free everything that was kept."""

@@ -1,6 +1,6 @@
-"""MemoryLog: the bytes that a group's buffers hold, as they change.
+"""MemoryLog: a record of the allocations and frees of a group's buffers.
 
-It records only while a monitor or a memory report reads it. It allocates nothing itself.
+It records only while a monitor or a memory report uses it. It allocates no memory itself.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import torch
 __all__ = ["GroupMemory", "MemoryLog", "allocate_storage", "free_storage", "high_water"]
 
 _moments = itertools.count()
-"""One count for all logs of the process: it puts the events of several logs in order."""
+"""One counter for all logs of the process. It orders the events of several logs."""
 
 
 class MemoryLog:
-    """The allocations (positive) and frees (negative) of one kind of buffer, in bytes, with the moment of each."""
+    """The allocations (positive) and frees (negative) of one kind of buffer: the bytes and the moment of each."""
 
     def __init__(self) -> None:
         self._events: list[tuple[int, int]] | None = None
 
     def start(self) -> None:
-        """Record from now on; what was recorded before is dropped."""
+        """Drop earlier records, and record from now on."""
         self._events = []
 
     def stop(self) -> None:
-        """Record no more, and drop what was recorded."""
+        """Stop recording, and drop all records."""
         self._events = None
 
     @property
@@ -36,7 +36,7 @@ class MemoryLog:
         return self._events or []
 
     def note(self, nbytes: int) -> None:
-        """``nbytes`` were allocated, or freed if negative."""
+        """Record ``nbytes`` that were allocated, or freed if negative."""
         if self._events is not None:
             self._events.append((next(_moments), nbytes))
 
@@ -45,9 +45,9 @@ class GroupMemory:
     """The logs of one group.
 
     Attributes:
-        gathered: of gathered parameters, and of what is kept of them.
-        gradients: of gradients that are not reduced yet.
-        reduced: of reduced shards on their way to ``.grad``, where they stay.
+        gathered: the buffers of gathered parameters, and the memory of keepers.
+        gradients: the buffers of unreduced gradients.
+        reduced: the reduced shards, which become ``.grad``.
     """
 
     def __init__(self) -> None:
@@ -55,14 +55,14 @@ class GroupMemory:
 
 
 def high_water(logs: Iterable[tuple[str, MemoryLog]], start: Mapping[str, int]) -> tuple[int, dict[str, int]]:
-    """The moment at which logs of several kinds held most together, and the bytes of each kind then.
+    """The moment with the largest sum over all logs, and the bytes of each kind at that moment.
 
     Args:
-        logs: each with the kind that it counts as.
-        start: bytes of each kind when the logs were started.
+        logs: pairs of a kind and a log.
+        start: the bytes of each kind when the logs were started.
 
     Returns:
-        moment (-1: the start was the highest) and bytes by kind.
+        the moment (-1: the start), and the bytes by kind.
     """
     events = sorted((moment, nbytes, kind) for kind, log in logs for moment, nbytes in log.events)
     now = dict(start)
@@ -77,7 +77,7 @@ def high_water(logs: Iterable[tuple[str, MemoryLog]], start: Mapping[str, int]) 
 
 
 def allocate_storage(tensor: torch.Tensor, log: MemoryLog | None = None) -> None:
-    """Allocate the storage of ``tensor``, which fills it, unless it is allocated; its contents are undefined."""
+    """Allocate the storage of ``tensor``, unless it is allocated. ``tensor`` must fill it. Its contents are undefined."""
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
         storage.resize_(tensor.numel() * tensor.element_size())
@@ -86,7 +86,7 @@ def allocate_storage(tensor: torch.Tensor, log: MemoryLog | None = None) -> None
 
 
 def free_storage(tensor: torch.Tensor, log: MemoryLog | None = None) -> None:
-    """Free the storage of ``tensor``; the tensor is valid again after :func:`allocate_storage`."""
+    """Free the storage of ``tensor``. The tensor is valid again after :func:`allocate_storage`."""
     storage = tensor.untyped_storage()
     if log is not None and storage.nbytes():
         log.note(-storage.nbytes())

@@ -25,7 +25,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 @dataclass(frozen=True, eq=False)
 class DataParallelMesh:
-    """Where a group's shards and replicas are.
+    """The mesh dimensions of a group's shards and replicas.
 
     ==========================  ================================  ==========================================
     mesh                        its dimensions                    parameters are placed as
@@ -37,9 +37,9 @@ class DataParallelMesh:
     ==========================  ================================  ==========================================
 
     Attributes:
-        mesh: of replicas, if any, and shards, if any, in this order.
-        has_replicas, has_shards: which of the two it has.
-        spmd: the whole mesh, of which ``dp_mesh_dims`` names dimensions; parameters are DTensors on it. Else None.
+        mesh: the replicas, if any, and the shards, if any, in this order.
+        has_replicas, has_shards: whether ``mesh`` has these mesh dimensions.
+        spmd: with ``dp_mesh_dims``, the whole mesh, on which parameters are DTensors; otherwise None.
         dims: ``dp_mesh_dims``.
     """
 
@@ -51,9 +51,9 @@ class DataParallelMesh:
 
     @staticmethod
     def check(mesh: DeviceMesh, dims: Any = None) -> None:
-        """Raise where :meth:`of` would, with no communication."""
+        """Raise if :meth:`of` would raise. No communication."""
         if mesh.get_coordinate() is None:
-            raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}: call fully_shard on its ranks")
+            raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}: call fully_shard on its ranks only")
         if dims is None:
             if mesh.ndim not in (1, 2):
                 raise ValueError(
@@ -70,11 +70,11 @@ class DataParallelMesh:
 
     @staticmethod
     def of(mesh: DeviceMesh, dims: Any = None) -> DataParallelMesh:
-        """The shards and replicas that ``fully_shard(mesh=, dp_mesh_dims=)`` mean. Flattening dimensions makes a process group.
+        """The shards and replicas of ``fully_shard(mesh=, dp_mesh_dims=)``. Flattening mesh dimensions makes a process group.
 
         Raises:
-            ValueError: ``mesh`` has not one or two dimensions (without ``dims``), lacks names or one that ``dims`` has, or this
-                rank is not part of it.
+            ValueError: without ``dims``, ``mesh`` does not have one or two dimensions; with ``dims``, ``mesh`` has no names, or
+                not those of ``dims``; or this rank is not part of ``mesh``.
         """
         DataParallelMesh.check(mesh, dims)
         if dims is None:
@@ -92,36 +92,36 @@ class DataParallelMesh:
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The 1-D mesh of the shards; that of all data-parallel ranks if they have no names."""
+        """The 1-D mesh of the shards. If the mesh has no dimension names, the whole data-parallel mesh."""
         names = self.mesh.mesh_dim_names
         return self.mesh if self.mesh.ndim == 1 or names is None else self.mesh[names[-1]]
 
     @property
     def ranks(self) -> int:
-        """How many shards there are."""
+        """The number of shards."""
         return self.mesh.size(self.mesh.ndim - 1) if self.has_shards else 1
 
     @property
     def rank(self) -> int:
-        """Which of the shards is this rank's."""
+        """The index of this rank's shard."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1) if self.has_shards else 0
 
     @property
     def key(self) -> tuple[int, int]:
-        """Equal for meshes whose collectives have the same process groups."""
+        """A key that is equal for meshes with the same process groups."""
         return id(self.shard_group), id(self.replicate_group)
 
     @property
     def spmd_dims(self) -> list[int]:
-        """The dimensions of ``spmd`` that are data-parallel."""
+        """The data-parallel dimensions of ``spmd``."""
         names = [] if self.spmd is None else (*self.dims.shard_names, *self.dims.replicate_names)
         return [dim for dim, name in enumerate((self.spmd and self.spmd.mesh_dim_names) or ()) if name in names]
 
     def place(self, param: DTensor | None) -> tuple[DeviceMesh, list[Placement | None]]:
-        """The mesh and placements of a sharded parameter; None stands where its shards are.
+        """The mesh and placements of a sharded parameter. The placement of the shards is None.
 
         Args:
-            param: as the model has distributed it, None for a plain tensor.
+            param: the DTensor as the model has distributed it; None for a plain tensor.
         """
         mine: list[Placement | None] = [Replicate()] * self.has_replicas + [None] * self.has_shards
         if param is None:
@@ -132,14 +132,14 @@ class DataParallelMesh:
         placements: list[Placement | None] = []
         for name, placement in zip(self.spmd.mesh_dim_names or (), param.placements):
             part, ours = self._part_of(name)
-            if part == () or part[0] == name:  # Several dimensions that are one here stand where their first one does.
+            if part == () or part[0] == name:  # Flattened dimensions take the index of the first one.
                 meshes.append(flatten(self.spmd[part or (name,)]))
                 placements.append(placement if part == () else ours)
         is_flattened = len(meshes) < self.spmd.ndim
         return (concatenate(meshes) if is_flattened else self.spmd), placements
 
     def _part_of(self, name: str) -> tuple[tuple[str, ...], Placement | None]:
-        """The names of the shard or replicate dimensions that ``name`` is one of, with their placement; () if of neither."""
+        """If ``name`` is a shard or replicate dimension, the names of these dimensions and their placement; otherwise ()."""
         if name in self.dims.shard_names:
             return self.dims.shard_names, None
         return (self.dims.replicate_names, Replicate()) if name in self.dims.replicate_names else ((), None)

@@ -1,4 +1,4 @@
-"""Neighbours: the few ranks that keep a gathered buffer between them from forward to backward."""
+"""Neighbours: the keeper of ``reshard_after_forward=k``, which keeps gathered parameters from forward to backward only."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Neighbours(Keeper):
 
     ::
 
-        gathered   | slot 0 | slot 1 | slot 2 | slot 3 |      4 ranks, k = 2
-        kept by    | rank 0, rank 2  | rank 1, rank 3  |      {0, 1} and {2, 3} are neighbours
+        gathered   | shard 0 | shard 1 | shard 2 | shard 3 |      4 ranks, k = 2
+        kept by    |  rank 0, rank 2   |  rank 1, rank 3   |      {0, 1} and {2, 3} are neighbours
 
-    Backward gathers among them, to the same offsets.
+    Backward all-gathers among the neighbours, to the same offsets.
 
     Args:
         size: k.
-        index: of this rank among its neighbours.
+        index: the index of this rank among its neighbours.
         group: the process group of the neighbours.
-        log: records what is kept.
+        log: records the bytes that are kept.
     """
 
     gathers_each_pass = False
@@ -40,7 +40,7 @@ class Neighbours(Keeper):
 
     @classmethod
     def among(cls, shards: dist.ProcessGroup, rank: int, size: int, log: MemoryLog) -> Neighbours:
-        """The neighbours of ``rank`` in the process group of all shards. Making their process group communicates."""
+        """The neighbours of ``rank`` in the process group of all shards. Making their process group is a collective."""
         first = rank - rank % size
         group = group_of(dist.get_process_group_ranks(shards)[first : first + size])
         return cls(size, rank % size, group, log)
@@ -61,7 +61,7 @@ class Neighbours(Keeper):
         self._log.note(self._kept.nbytes)
 
     def all_gather(self, shards: Shards, encoding: Encoding, versions: list[int], collectives: Collectives) -> Work:
-        """Fill the gathered buffer from what the neighbours keep, if they do. One all-gather among them."""
+        """If the neighbours keep the parameters, all-gather among them. Otherwise all-gather the shards."""
         if self._kept is None:
             return encoding.all_gather(shards, collectives)
         gathered = encoding.buffer

@@ -1,4 +1,4 @@
-"""Persistent buffers: what groups gather into and reduce from stays allocated, at addresses that stay."""
+"""Persistent buffers: the buffers of gathered parameters and gradients stay allocated, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_ragged.fsdp.core._slots import Slot, SlotRing
 __all__ = ["SLOTS", "allocator", "check_ready", "make_persistent", "make_transient"]
 
 SLOTS = 3
-"""Slots in a ring: one group computes, the next is gathered, the one before may not be resharded yet."""
+"""Slots in a ring: one group computes, the next one is all-gathered, and the previous one may not be resharded yet."""
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
@@ -27,26 +27,26 @@ def check_ready(groups: Sequence[FSDPParamGroup]) -> None:
     """
     for group in groups:
         if group.is_meta:
-            raise RuntimeError(f"{group.names} on the meta device: materialise parameters before choosing where buffers are")
+            raise RuntimeError(f"{group.names} on the meta device: materialise parameters before choosing their memory")
         if group.gradients.is_pending:
-            raise RuntimeError(f"{group.names} has gradients that are not in .grad yet: choose where buffers are between steps")
+            raise RuntimeError(f"{group.names} has gradients that are not in .grad yet: choose buffers between steps")
 
 
 def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSDPParamGroup, Allocate]) -> None:
-    """Have groups take turns in rings of ``size`` slots that stay allocated: for unsharded parameters, and for gradients.
+    """Let groups take turns in two rings of ``size`` slots that stay allocated: for unsharded parameters, and for gradients.
 
-    A group that stays unsharded while others come and go has a slot of its own: modules around others, and those that are not
-    resharded after forward. Memory is allocated here, on all ranks in one order.
+    If a group stays unsharded while other groups run, it has its own slot: modules around others, and modules that are not
+    resharded after forward. Memory is allocated here, in the same order on all ranks.
 
     Args:
-        states: all under one module, in the order of forward.
-        allocators: the groups, with what their memory is made by. Those with the same one share rings.
+        states: all states under one module, in the order of forward.
+        allocators: the allocator of each group. Groups with the same allocator share rings.
     """
     rings: dict[Allocate, tuple[SlotRing, SlotRing]] = {}
-    homes: dict[FSDPParamGroup, tuple[Slot, Slot]] = {}
+    slots_of_group: dict[FSDPParamGroup, tuple[Slot, Slot]] = {}
     for state in states:
-        stays = state.reshard_after_forward is False or any(isinstance(g.keeper, Resident) for g in state.groups)
-        is_apart = stays or _is_around(state, states)
+        stays_unsharded = state.reshard_after_forward is False or any(isinstance(g.keeper, Resident) for g in state.groups)
+        is_apart = stays_unsharded or _is_around(state, states)
         members: dict[Allocate, list[FSDPParamGroup]] = {}
         for group in state.groups:
             if group in allocators:
@@ -55,21 +55,21 @@ def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSD
             names = ("gathered parameters", "gradients")
             pair = rings.setdefault(allocate, tuple(SlotRing(name, size, allocate) for name in names))  # type: ignore[arg-type]
             slots = (ring.apart(len(groups)) if is_apart else ring.join(len(groups)) for ring in pair)
-            homes.update(zip(groups, zip(*slots)))
-    for group, (gathered, gradients) in homes.items():
+            slots_of_group.update(zip(groups, zip(*slots)))
+    for group, (gathered, gradients) in slots_of_group.items():
         for dtype, numel in group.encoding.numel_by_dtype.items():
             gathered.reserve(dtype, numel)
         for dtype in (group.gradients.dtype, group.reduce_dtype):
             gradients.reserve(dtype, group.layout.numel)
-    for group, (gathered, gradients) in homes.items():
+    for group, (gathered, gradients) in slots_of_group.items():
         group.set_memory_pools(gathered, gradients)
-        if group.is_trainable:  # Now, as allocating may be collective, and gradients come in an order that ranks do not share.
+        if group.is_trainable:  # Now: allocating may be a collective, and the order of gradients may differ between ranks.
             for dtype in dict.fromkeys((group.gradients.dtype, group.reduce_dtype)):
                 gradients.slab(dtype, group.layout.numel)
 
 
 def make_transient(groups: Sequence[FSDPParamGroup]) -> None:
-    """Have groups allocate memory for each use, and free it."""
+    """Let groups allocate memory for each use, and free it after use."""
     for group in groups:
         group.set_memory_pools(None, None)
 
@@ -78,7 +78,7 @@ def allocator(device: torch.device) -> Allocate:
     """Plain memory on ``device``."""
 
     def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-        with torch.inference_mode(False):  # Later steps write to it in other modes too.
+        with torch.inference_mode(False):  # Later steps in other modes write to it, too.
             return torch.empty(numel, dtype=dtype, device=device)
 
     return allocate

@@ -1,4 +1,4 @@
-"""GradientReductionHandle: reductions of several backward passes that were issued together and are waited for later."""
+"""GradientReductionHandle: a handle on gradient reductions in flight, to wait for them. It reduces nothing itself."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ class GradientReductionHandle:
         self._context: FSDPStateContext | None = context
         if context.backward.handle is not None:
             raise RuntimeError("wait for the handle of the last finalize_backward before finalizing backward again")
-        if not context.is_initialized:  # No forward was run.
+        if not context.is_initialized:  # No forward has run.
             self._context = None
             return
-        context.start_reductions()
+        with context.backward.raised_on_error():
+            context.start_reductions()
         context.backward.handle = self
 
     def wait(self) -> None:

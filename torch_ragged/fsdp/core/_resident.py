@@ -1,4 +1,4 @@
-"""Resident: parameters that stay gathered over some ranks between optimizer steps (ZeRO-2, hierarchical sharding)."""
+"""Resident: the keeper of parameters that stay gathered until an optimizer step (ZeRO-1, ZeRO-2, hierarchical sharding)."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["Resident"]
 
 
 class Resident(Keeper):
-    """Keeps parameters gathered, in the dtype to compute with, until the optimizer changes them.
+    """Keeps parameters gathered, in their compute dtype, until the optimizer changes them.
 
-    With one rank per node (ZeRO-1, ZeRO-2) that is everything: the gathered buffer, which is not freed. Otherwise it is the
-    slots of the ranks with its index in all nodes, and only those of a node are gathered for forward and backward::
+    If a node has one rank (ZeRO-1, ZeRO-2), it keeps the whole gathered buffer. Otherwise the rank with index j in its node
+    keeps the shards of the ranks with index j in all nodes. Forward and backward all-gather within the node only::
 
         gathered      | n0 j0 | n0 j1 | n1 j0 | n1 j1 |
         resident at j0    ^               ^                one all-gather across nodes, once per optimizer step
-        within a node | n0 j0   n0 j1 |                    one all-gather within the node per node's worth of slots,
-                                      | n1 j0   n1 j1 |    each in place
+        within a node | n0 j0   n0 j1 |                    one all-gather within the node for the shards of each node,
+                                      | n1 j0   n1 j1 |    all in place
 
     Args:
         levels: the nodes, and the process groups within and across them.
-        log: records what is kept.
+        log: records the bytes that are kept.
     """
 
     gathers_each_pass = False
@@ -51,8 +51,8 @@ class Resident(Keeper):
         self._flat = self._versions = None
 
     def all_gather(self, shards: Shards, encoding: Encoding, versions: list[int], collectives: Collectives) -> Work:
-        """Fill the gathered buffer, in full only if what is resident is not that of ``versions`` of the parameters."""
-        # Versions count operations, which are the same on all ranks: they agree on whether to gather across nodes.
+        """Fill the gathered buffer. If the resident parameters have these ``versions``, all-gather within the node only."""
+        # Versions count operations, which are equal on all ranks. So ranks agree on whether to all-gather across nodes.
         is_current, self._versions = versions == self._versions, versions
         if self.keeps_buffer:
             return done if is_current else encoding.all_gather(shards, collectives)
@@ -61,12 +61,12 @@ class Resident(Keeper):
         nodes, per_node, shard = self.levels.nodes, self.levels.per_node, sharded.layout.shard_numel
         if self._flat is None or not is_current:
             if self._flat is None:
-                with torch.inference_mode(False):  # Later forwards write to it in other modes too.
+                with torch.inference_mode(False):  # Later forwards in other modes write to it, too.
                     self._flat = gathered.flat.new_empty(nodes * shard)
                 self._log.note(self._flat.nbytes)
             mine = self._flat.narrow(0, sharded.rank // per_node * shard, shard)
             scaled_copy_(mine, sharded.flat, non_blocking=True)
-            # The all-gather within the node reads what this one brings.
+            # Wait: the all-gather within the node reads the result.
             collectives.all_gather(self._flat, mine, self.levels.across).wait()
         parts = zip(gathered.flat.split(per_node * shard), self._flat.split(shard))
         return wait_all([collectives.all_gather(node, part, self.levels.within) for node, part in parts])

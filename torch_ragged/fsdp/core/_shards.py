@@ -1,4 +1,4 @@
-"""Shards: this rank's shards of a group's parameters, which the registered DTensors are views of."""
+"""Shards: the memory of this rank's shards of a group's parameters. The registered DTensors are views of it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Shards:
 
         buffer     DBuffer Shard(0)    | shard of a | shard of b | shard of c | padding |
 
-    A tensor type with its own all-gather keeps its shard itself: see ``TypeShards``.
+    If a tensor type has its own all-gather, it holds its shard itself: see ``TypeShards``.
 
     Attributes:
-        buffer: also what ``.grad`` is like: its dtype, its device, whether it is pinned.
-        params: of the group, once they are made.
+        buffer: the shards. ``.grad`` has the buffer's dtype and device, and is pinned if the buffer is.
+        params: the parameters of the group. The group sets them after it has made them.
     """
 
     buffer: DBuffer
@@ -36,7 +36,7 @@ class Shards:
         self._layout, self._rank = layout, rank
 
     def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> None:
-        """A new buffer, for parameters of ``dtype``."""
+        """Make a new buffer for parameters of ``dtype``."""
         self.buffer = DBuffer(self._layout, Shard(0), self._rank, dtype, device, is_pinned)
         self.buffer.zero_padding()
         self._storage = self.buffer.flat.untyped_storage()._cdata
@@ -55,7 +55,7 @@ class Shards:
         return distribution.sharded(self.buffer.tensor(index), self._layout, index)
 
     def holds(self, local: torch.Tensor) -> bool:
-        """Whether the local tensor of a sharded parameter lies here."""
+        """Whether ``local``, the local tensor of a sharded parameter, lies in the buffer."""
         if local.dtype != self.buffer.flat.dtype:
             return False
         if type(local) is torch.Tensor:  # Asked of each parameter in each forward.
@@ -63,4 +63,4 @@ class Shards:
         return self.buffer.holds(local)
 
     def convert_meta(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """``Module.to_empty`` and others materialise parameters: :meth:`allocate` follows, nothing is to be kept here."""
+        """``function`` materialises the parameters, as in ``Module.to_empty``. :meth:`allocate` follows."""

@@ -1,4 +1,4 @@
-"""SlotRing: memory at fixed addresses in which a model's groups take turns to all-gather and to reduce."""
+"""SlotRing: memory at fixed addresses. The groups of a model take turns in it to all-gather and to reduce."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["SlotRing", "Slot", "Slab"]
 
 
 class Slab:
-    """Memory of one dtype that one holder has at a time.
+    """Memory of one dtype, with one holder at a time.
 
     Args:
         flat: the memory.
-        of: what it is, for errors.
+        of: a description, for errors.
     """
 
     def __init__(self, flat: torch.Tensor, of: str) -> None:
@@ -30,32 +30,32 @@ class Slab:
         return self._holder is None or self._holder() in (None, holder)
 
     def claim(self, holder: object) -> None:
-        """Give ``holder`` the memory until it frees it; the contents are undefined.
+        """Make ``holder`` the holder, until it calls :meth:`free`. The contents are undefined.
 
         Raises:
             RuntimeError: another holder uses it.
         """
-        # Waiting would not help: what frees the slot is this rank's own later work.
+        # Do not wait: this rank itself frees the slot, later in its program.
         if not self.is_free_for(holder):
             raise RuntimeError(
                 f"{self._of} is in use by another group. Groups take turns in a module's persistent buffers: "
                 "raise set_persistent_buffers(places=) if more groups are unsharded, or have unreduced gradients, at once; "
-                "or set_persistent_buffers(False)"
+                "or call set_persistent_buffers(False)"
             )
         self._holder = weakref.ref(holder)
 
     def free(self, holder: object) -> None:
-        """End the turn of ``holder``; does nothing if it is not its turn."""
+        """If ``holder`` is the holder, free the memory for others."""
         if self.is_held_by(holder):
             self._holder = None
 
 
 class Slot:
-    """The buffers of groups that take turns: a slab for each dtype, as large as the largest of them.
+    """The memory of groups that take turns: one slab for each dtype, of the size that the largest group needs.
 
     Args:
-        allocate: ``numel, dtype -> flat tensor``; called when a group first makes a buffer of a dtype here, so that ranks,
-            whose groups are alike, call it in the same order.
+        allocate: a function ``numel, dtype -> flat tensor``. It is called when a group first makes a buffer of a dtype here.
+            Groups are equal on all ranks, so all ranks call it in the same order.
     """
 
     def __init__(self, name: str, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
@@ -68,7 +68,7 @@ class Slot:
         self._numel[dtype] = max(self._numel.get(dtype, 0), numel)
 
     def slab(self, dtype: torch.dtype, numel: int) -> Slab:
-        """The slab of ``dtype``; a new one if it is too small, which happens if a model is converted later."""
+        """The slab of ``dtype``. If it is too small, as after a conversion of the model, make a new one."""
         self.reserve(dtype, numel)
         slab = self._slabs.get(dtype)
         if slab is None or slab.flat.numel() < numel:
@@ -88,12 +88,12 @@ class SlotRing:
     ::
 
         members   0 1 2 3 4 5 6 7
-        slots     A B C A B C A B          while 3 computes in A, 4 is gathered into B
+        slots     A B C A B C A B          while member 3 computes in A, member 4 is all-gathered into B
 
     Args:
-        name: of what lies in it, for errors.
-        size: how many slots there are.
-        allocate: as of :class:`Slot`.
+        name: a description of the contents, for errors.
+        size: the number of slots.
+        allocate: as in :class:`Slot`.
     """
 
     def __init__(self, name: str, size: int, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
@@ -111,7 +111,7 @@ class SlotRing:
         return slots[:groups]
 
     def apart(self, groups: int) -> list[Slot]:
-        """Slots that no other member uses, for groups that stay there while others come and go."""
+        """Slots that no other member uses, for groups that stay unsharded while others take turns."""
         self._alone += [Slot(f"a slot of its own for {self._name}", self._allocate) for _ in range(groups)]
         return self._alone[-groups:]
 

@@ -1,4 +1,4 @@
-"""Tensors inside of what modules take and return."""
+"""Finds and replaces tensors in the inputs and outputs of modules. It does not look into opaque objects."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _WITHOUT_TENSORS = (type(None), int, float, complex, str, bytes, torch.dtype, to
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with ``function`` of each tensor: of containers that pytree knows, sets, packed sequences and dataclasses.
+    """Apply ``function`` to each tensor in ``value``: in pytree's containers, sets, packed sequences and dataclasses.
 
-    Containers are new ones of the same type; other objects are left as they are.
+    Containers in the result are new, of the same type. Other objects are not changed.
     """
     return pytree.tree_map(lambda leaf: _map_leaf(function, leaf), value)
 
 
 def tensors_in(value: Any) -> tuple[list[torch.Tensor], bool]:
-    """The tensors that :func:`map_tensors` finds, in its order; and whether there are objects that may hide others."""
+    """The tensors that :func:`map_tensors` finds, in its order; and whether other objects may hide more tensors."""
     tensors: list[torch.Tensor] = []
     opaque: list[Any] = []
 
@@ -44,7 +44,7 @@ def _is_container(leaf: Any) -> bool:
 
 
 def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any, opaque: list[Any] | None = None) -> Any:
-    """The same of what pytree takes for a leaf; objects that are left as they are, and may hold tensors, go to ``opaque``."""
+    """:func:`map_tensors` of a pytree leaf. Objects that are not changed, and may hold tensors, are appended to ``opaque``."""
     if isinstance(leaf, torch.Tensor):
         return function(leaf)
     if not _is_container(leaf):

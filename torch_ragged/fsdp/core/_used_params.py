@@ -1,4 +1,4 @@
-"""Which parameters any rank used: ranks agree on it at the end of backward, so that ``.grad`` is set on all or on none."""
+"""Ranks agree at the end of backward on the parameters that any rank used: ``.grad`` is set on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["used_anywhere"]
 
 
 def used_anywhere(groups: Sequence[FSDPParamGroup]) -> Iterator[bool]:
-    """For every parameter in turn, whether any rank had a gradient of it. One small all-reduce per mesh and backward.
+    """For each parameter, whether any rank has a gradient for it. One small all-reduce.
 
-    A rank reads the answer only if it has a parameter without a gradient, so that it does not block on a GPU.
+    A rank reads the result only if it has a parameter without a gradient. Otherwise it need not block on a GPU.
     """
-    # Issued on all ranks, also by one that knows the answer: another rank may need this rank's part of it.
+    # Issue it on all ranks, also if this rank has all gradients: another rank may need this rank's answer.
     local = [param.was_used for group in groups for param in group.params]
     flags = torch.ones(len(local), dtype=torch.uint8, device=groups[0].device)
     start = 0
-    for is_used, run in itertools.groupby(local):  # By fills: a copy from the host would block, and break a capture.
+    for is_used, run in itertools.groupby(local):  # Fills: a copy from the host would block, and break a capture.
         stop = start + len(list(run))
         if not is_used:
             flags[start:stop].zero_()
         start = stop
     with profiler_range("unused_parameters_all_reduce", groups[0].fqn):
         groups[0].collectives.all_reduce_max(flags).wait()
-    if all(local):
+    if all(local) or flags.is_meta:  # A memory report runs a step on the meta device, without other ranks.
         return iter(local)
     # A frozen parameter has no gradient on any rank.
     trainable = [param.sharded.requires_grad for group in groups for param in group.params]

@@ -1,19 +1,19 @@
-"""Weight gradients that matmuls compute straight into the gradient buffer: nothing is allocated for them, nothing copied.
+"""Matmuls that write weight gradients directly into the gradient buffer, without an allocation and without a copy.
 
-Autograd allocates the gradient of a parameter, and a hook copies it to its place in the buffer. The matmul that computes the
-gradient of a weight could as well write there, or add to what is there; but that takes another autograd node, and so the matmul
-has to be noticed in forward. :class:`ComputeParameter` notices it by ``__torch_function__``::
+Normally autograd allocates the gradient of a parameter, and a hook copies it into the buffer. The matmul that computes the
+gradient of a weight can write into the buffer itself, or add to it. This needs another autograd node, which is made in forward:
+:class:`ComputeParameter` detects the matmul by ``__torch_function__``::
 
     F.linear(x, W, b), x @ W.t(), x @ W[e], ...
-        |   any other operation, and matmuls that torch does in another way: left to torch
+        |   all other operations, and matmuls that torch computes in another way, are left to torch
     _Product          forward: the same call of torch
-        |             backward: torch's formulas, but the weight gradient with out=, or addmm_ where there is one already;
+        |             backward: torch's formulas, but the weight gradient with out=, or addmm_ if there is a gradient;
         v             autograd gets None for the weight
-    GradientTarget    the place, and whether it holds a gradient
+    GradientTarget    the tensor to write to, and whether it holds a gradient
 
-A view of a weight, such as one expert's matrix or the transpose, remembers its parameter (:class:`_WeightView`): its gradient
-is the same view of the place. Whether to write there at all is decided in backward, so that hooks and frozen parameters are
-heeded as by torch; if not, the gradient is computed as torch does it and returned to autograd.
+A view of a weight, such as one expert's matrix or the transpose, remembers its parameter (:class:`_WeightView`). Its gradient
+is written to the same view of the target. Backward decides whether to write to the target, so that hooks and frozen parameters
+work as in torch. If it does not, the gradient is computed as in torch and returned to autograd.
 
 Compiled code is left to torch: Dynamo traces through ``__torch_function__`` without a graph break.
 """
@@ -42,13 +42,13 @@ __all__ = ["ComputeParameter", "GradientTarget"]
 
 
 class GradientTarget(Protocol):
-    """Where the gradient of one parameter goes. Both methods are called in backward only."""
+    """The destination of one parameter's gradient. Both methods are called in backward only."""
 
     def begin(self) -> tuple[torch.Tensor, bool] | None:
-        """The tensor to write to, and whether it holds a gradient, to which to add.
+        """The tensor to write to, and whether it holds a gradient to add to. It has the parameter's shape and strides.
 
-        It has the parameter's shape and strides. None: the gradient takes autograd's way, through ``.grad`` and the hooks
-        for it. So does one whose dtype is another than the tensor's.
+        None: the gradient goes through autograd, to ``.grad`` and its hooks. A gradient with another dtype than the tensor's
+        does so, too.
         """
 
     def done(self) -> None:
@@ -56,14 +56,14 @@ class GradientTarget(Protocol):
 
 
 class _Weight:
-    """What a matmul computes weight gradients for: a parameter, or a view of one."""
+    """A weight whose matmuls are detected: a parameter, or a view of one."""
 
     parameter: ComputeParameter
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # First: it is all that Dynamo has to trace.
+        if torch.compiler.is_compiling():  # First, so that Dynamo traces only this.
             with as_plain_tensors():
                 return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
@@ -85,28 +85,30 @@ class _Weight:
 
 
 class ComputeParameter(_Weight, nn.Parameter):
-    """A parameter whose gradient matmuls write into ``gradient_target``; without one, a parameter like any other.
+    """A parameter whose gradient matmuls write into ``gradient_target``. Without a target it is an ordinary parameter.
 
-    The matmuls are ``F.linear``, ``matmul``, ``mm``, ``bmm``, ``addmm`` and ``baddbmm`` (without factors), ``einsum`` where it
-    is one of these, and on the CPU the grouped matmul: functions, methods and operators. The weight, or a view of it, is the
-    second factor: ``(in, out)``, or ``(experts, in, out)`` with an input of as many experts.
+    The matmuls are ``F.linear``, ``matmul``, ``mm``, ``bmm``, ``addmm`` and ``baddbmm`` (without factors), ``einsum`` if it is
+    equal to one of these, and on the CPU the grouped matmul: as functions, methods and operators. The weight, or a view of it,
+    is the second factor: ``(in, out)``, or ``(experts, in, out)`` with an input of the same number of experts.
 
-    Results are plain tensors, but for views, and bitwise those of a plain parameter, as are the gradients of all other
-    operands. The first gradient of a weight that is used once and as a whole is bitwise autograd's, except in batched matmuls
-    of its transpose; sums are rounded in another order. Double backward, autocast, functorch, forward-mode differentiation and
-    other tensor classes go torch's way.
+    Results are plain tensors, except views. They are bitwise equal to those of a plain parameter, and so are the gradients of
+    all other operands. If a weight is used once and as a whole, its first gradient is bitwise equal to autograd's, except in
+    batched matmuls of its transpose. Sums of several gradients are rounded in another order. Double backward, autocast,
+    functorch, forward-mode differentiation and other tensor classes are left to torch.
 
-    Where it differs from a plain parameter: operations on it take a few microseconds more; the fast paths of
-    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` for inference are not taken; before torch 2.15, the first call
-    of compiled code raises if it is given a view that eager code has made (give it the parameter); ``backward(inputs=...)``
-    with a parameter and views of it gives the views nothing.
+    Differences to a plain parameter:
+
+    - Operations on it take a few microseconds more.
+    - The fast paths of ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` for inference are not used.
+    - Before torch 2.15, the first call of compiled code raises if it gets a view that eager code has made. Pass the parameter.
+    - ``backward(inputs=...)`` with a parameter and views of it gives the views no gradient.
 
     Args:
         data: a tensor of a floating-point dtype.
         requires_grad: as in ``nn.Parameter``.
 
     Raises:
-        ValueError: ``data`` is of another dtype.
+        ValueError: ``data`` has another dtype.
     """
 
     gradient_target: GradientTarget | None = None
@@ -128,11 +130,11 @@ class _WeightView(_Weight, torch.Tensor):
     """A view of a :class:`ComputeParameter` by one of ``_VIEWS``."""
 
     def _plain(self) -> torch.Tensor:
-        return self.view_as(self)  # Not one of _VIEWS.
+        return self.view_as(self)  # view_as is not one of _VIEWS.
 
 
 def _as_plain(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Call ``func`` as it would be for plain tensors and parameters."""
+    """Call ``func`` as torch does for plain tensors and parameters."""
     if len(types) > 1:
         others = tuple(other for other in types if not issubclass(other, _Weight))
         if others:
@@ -144,9 +146,9 @@ def _as_plain(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _Product(torch.autograd.Function):
-    """``call`` of an input and a weight, which is one matmul: ``(m, in) x (in, out)`` or ``(e, m, in) x (e, in, out)``.
+    """One matmul of an input and a weight by ``call``: ``(m, in) x (in, out)`` or ``(e, m, in) x (e, in, out)``.
 
-    The weight of ``F.linear`` is ``(out, in)``. A bias is added within.
+    The weight of ``F.linear`` is ``(out, in)``. ``call`` adds the bias.
     """
 
     @staticmethod
@@ -163,13 +165,13 @@ class _Product(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if gradient is None:
             return (None,) * len(needs)
-        x, weight = ctx.saved_tensors  # May run forward again, which has to find torch functions on.
+        x, weight = ctx.saved_tensors  # This may run forward again, which needs torch functions enabled.
         with as_plain_tensors():
             multiply, add = (torch.mm, torch.Tensor.addmm_) if x.dim() == 2 else (torch.bmm, torch.Tensor.baddbmm_)
             of_weight, of_x = _weight_gradient(ctx, x, gradient, multiply, add), None
             if needs[1]:
                 factor = weight if ctx.is_linear else weight.mT
-                is_transposed = x.stride() == (1, x.shape[0])  # Then torch returns the gradient so, too.
+                is_transposed = x.stride() == (1, x.shape[0])  # Then torch returns a transposed gradient, too.
                 of_x = multiply(factor.mT, gradient.mT).mT if is_transposed else multiply(gradient, factor)
         return None, of_x, of_weight, *[gradient if need else None for need in needs[3:]]  # Autograd sums that of a bias.
 
@@ -214,21 +216,21 @@ class _GroupedProduct(torch.autograd.Function):
 def _weight_gradient(
     ctx: Any, x: torch.Tensor, gradient: torch.Tensor, multiply: Callable[..., Any], add: Callable[..., Any]
 ) -> torch.Tensor | None:
-    """Compute the gradient of ``ctx.weight`` into its place; where it has none, return it.
+    """Write the gradient of ``ctx.weight`` to its target. If it has none, return the gradient.
 
-    The gradient of a weight that is stored transposed is computed transposed, as in the backward of ``mm``.
+    If the weight is stored transposed, the gradient is computed transposed, as in the backward of ``mm``.
     """
-    weight, place = ctx.weight, _place(ctx)
+    weight, destination = ctx.weight, _destination(ctx)
     rows, columns = (-1, -2) if ctx.is_linear else (-2, -1)  # in and out
     is_transposed = weight.stride(rows) == 1 and weight.stride(columns) == weight.shape[rows]
-    if place is None and multiply is torch.bmm:
-        is_transposed = False  # torch does not ask.
+    if destination is None and multiply is torch.bmm:
+        is_transposed = False  # The backward of bmm does not look at strides.
     first, second = (gradient.mT, x) if is_transposed else (x.mT, gradient)
     must_turn = is_transposed != ctx.is_linear
-    if place is None:
+    if destination is None:
         product = multiply(first, second)
         return product.mT if must_turn else product
-    view, holds_gradient, target = place
+    view, holds_gradient, target = destination
     out = view.mT if must_turn else view
     if holds_gradient:
         add(out, first, second)
@@ -238,8 +240,8 @@ def _weight_gradient(
     return None
 
 
-def _place(ctx: Any) -> tuple[torch.Tensor, bool, GradientTarget] | None:
-    """Where to write the gradient of ``ctx.weight``, and whether to add to what is there. None: autograd takes it."""
+def _destination(ctx: Any) -> tuple[torch.Tensor, bool, GradientTarget] | None:
+    """The tensor for the gradient of ``ctx.weight``, and whether to add to it. None: the gradient goes to autograd."""
     weight: _WeightView | ComputeParameter = ctx.weight
     parameter = weight.parameter
     target, is_whole = parameter.gradient_target, weight is parameter
@@ -249,23 +251,23 @@ def _place(ctx: Any) -> tuple[torch.Tensor, bool, GradientTarget] | None:
         return None
     if not _will_accumulate(ctx.next_functions[1][0]) or (begun := target.begin()) is None:
         return None
-    place, holds_gradient = begun
-    if place.dtype != weight.dtype:
+    whole, holds_gradient = begun
+    if whole.dtype != weight.dtype:
         return None
     if is_whole:
-        return place, holds_gradient, target
-    if place.stride() != parameter.stride():
+        return whole, holds_gradient, target
+    if whole.stride() != parameter.stride():
         return None
-    offset = place.storage_offset() + weight.storage_offset() - parameter.storage_offset()
-    view = place.as_strided(weight.shape, weight.stride(), offset)
-    if not holds_gradient and view.numel() < place.numel():
-        place.zero_()  # No other part may ever get a gradient.
+    offset = whole.storage_offset() + weight.storage_offset() - parameter.storage_offset()
+    view = whole.as_strided(weight.shape, weight.stride(), offset)
+    if not holds_gradient and view.numel() < whole.numel():
+        whole.zero_()  # The other parts may never get a gradient.
         holds_gradient = True
     return view, holds_gradient, target
 
 
 def _will_accumulate(node: Any) -> bool:
-    """Whether this backward computes a gradient for the parameter that leads to ``node``, and not only for other tensors."""
+    """Whether this backward accumulates a gradient in the parameter behind ``node``."""
     while node.next_functions:
         node = node.next_functions[0][0]
     try:
@@ -275,14 +277,14 @@ def _will_accumulate(node: Any) -> bool:
 
 
 # -- which calls are products ------------------------------------------------------------------------------------------
-# A handler gets a call's arguments and returns its result, or None to leave it to torch: also with wrong arguments, for torch's
-# own error.
+# A handler gets a call's arguments and returns its result, or None to leave the call to torch. If the arguments are wrong, it
+# returns None, so that torch raises its own error.
 
 _PLAIN_TYPES = {torch.Tensor, nn.Parameter, ComputeParameter, _WeightView}
 
 
 def _is_product(weight: Any, x: Any, bias: Any = None) -> bool:
-    """Whether a matmul of ``x`` and ``weight`` may be a product here."""
+    """Whether a matmul of ``x`` and ``weight`` may become a ``_Product``."""
     return (
         isinstance(weight, _Weight)
         and weight.requires_grad
@@ -308,7 +310,7 @@ def _linear(func: Any, input: Any = None, weight: Any = None, bias: Any = None, 
 
 
 def _product_2d(call: Any, x: Any, weight: Any, *bias: Any) -> torch.Tensor:
-    """The product of a 2-D weight and ``(..., in)``, as torch does it: flattened, which copies only if it must."""
+    """The product of ``(..., in)`` and a 2-D weight. The input is flattened, as in torch, with a copy only if necessary."""
     if x.dim() == 2:
         return _Product.apply(call, x, weight, *bias)
     output = _Product.apply(call, x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0), weight, *bias)
@@ -340,7 +342,7 @@ def _addmm(func: Any, *args: Any, **keywords: Any) -> torch.Tensor | None:
 
 
 def _grouped_mm(func: Any, *args: Any, offs: Any = None, **keywords: Any) -> torch.Tensor | None:
-    """On the CPU alone: elsewhere the host does not know the groups, and torch's kernel has no ``out=``."""
+    """Only on the CPU: on a GPU the host does not know the groups, and torch's kernel has no ``out=``."""
     if len(args) != 2 or offs is None or any(value is not None for value in keywords.values()):
         return None
     x, weight = args
@@ -350,12 +352,12 @@ def _grouped_mm(func: Any, *args: Any, offs: Any = None, **keywords: Any) -> tor
 
 
 def _einsum(func: Any, equation: Any, *operands: Any) -> torch.Tensor | None:
-    """``x,W->y`` where y is x with W's other dimension in place of x's last one: einsum computes it by one bmm."""
+    """``x,W->y``, if y is x with its last dimension replaced by W's other dimension: einsum computes it by one bmm."""
     if len(operands) != 2 or not _is_product(operands[1], operands[0]) or not isinstance(equation, str):
         return None
     x, weight = operands
     match = re.fullmatch("([A-Za-z]*)([A-Za-z]),([A-Za-z]?)(..)->([A-Za-z]*)([A-Za-z])", equation.replace(" ", ""))
-    if match is None or 1 in (*x.shape, *weight.shape):  # Dimensions of size 1 take another way.
+    if match is None or 1 in (*x.shape, *weight.shape):  # torch handles dimensions of size 1 in another way.
         return None
     rows, k, batch, matrix, kept, n = match.groups()
     is_batch, is_transposed, names = len(batch), matrix == n + k, rows + k + n
@@ -375,7 +377,7 @@ def _einsum(func: Any, equation: Any, *operands: Any) -> torch.Tensor | None:
 
 
 def _view(func: Any, *args: Any, **keywords: Any) -> Any:
-    """A view, or several, that remember their parameter."""
+    """Call ``func``; the views that it returns remember their parameter."""
     if not args or not isinstance(args[0], _Weight):
         return None
     result, parameter = func(*args, **keywords), args[0].parameter

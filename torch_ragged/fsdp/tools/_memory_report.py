@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -160,9 +161,10 @@ def _human(nbytes: int) -> str:
 
 
 def _forward_order(states: list[FSDPState]) -> list[FSDPState]:
-    """The calls of the last complete forward. Before the first forward, each module once."""
-    contexts = {id(state.context): state.context for state in states}.values()
-    # During a forward, its order is incomplete: the longest order is taken.
-    calls = max((order for c in contexts for order in (c.order.states, c.last_order.states)), key=len, default=[])
-    mine = set(map(id, states))
-    return [state for state in calls if id(state) in mine] or states
+    """The calls of the last complete forward of each root; of a root without one, every module once."""
+    order: list[FSDPState] = []
+    for context in dict.fromkeys(state.context for state in states):
+        calls: list[Any] = max((context.order.states, context.last_order.states), key=len)
+        known = [state for state in calls if state in states]
+        order += known or [state for state in states if state.context is context for _ in state.modules]
+    return order
