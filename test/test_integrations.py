@@ -72,8 +72,10 @@ class InstallTest(unittest.TestCase):
             self.assertIn("torch.distributed.fsdp.fully_shard", installation.names)
             self.assertIn("someones_program.fully_shard", installation.names)
             self.assertIn("someones_program.shard", installation.names)
-            self.assertTrue(str(installation).startswith("torch_ragged.fsdp.fully_shard with reshard_after_forward=False in"))
-        self.assertEqual(installation.names, [])
+            names = "\n    ".join(installation.names)
+            text = "torch_ragged.fsdp.fully_shard with reshard_after_forward in place of torch's, called 0 times"
+            self.assertEqual(str(installation), f"{text}. Names replaced:\n    {names}")
+        self.assertEqual(str(installation), f"{text}, uninstalled. Names replaced:\n    {names}")
 
     def test_uninstalling_restores_each_name(self):
         program = load_program(self)

@@ -23,28 +23,26 @@ _OPTIONS = tuple(name for name in inspect.signature(fully_shard).parameters if n
 
 
 class Installation:
-    """What :func:`install` has replaced; ``str()`` of it is a list.
+    """The names that :func:`install` has replaced; ``str()`` of it is a list.
 
     Attributes:
         options: passed to each call of ``fully_shard``, in place of the program's own.
-        names: the replaced names, such as ``torch.distributed.fsdp.fully_shard``, in the order of loading.
-        calls: how many modules were sharded by it so far.
+        names: the replaced names, such as ``torch.distributed.fsdp.fully_shard``; after :meth:`uninstall` too.
+        calls: how often the program has called ``fully_shard`` since.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
         self.calls = 0
+        self.names: list[str] = []
         self._replaced: list[tuple[Any, str, Any]] = []
         self._function = self._make()
 
-    @property
-    def names(self) -> list[str]:
-        return [f"{module.__name__}.{name}" for module, name, _ in self._replaced]
-
     def __str__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items()) or "no options"
-        lines = [f"torch_ragged.fsdp.fully_shard with {options} in place of torch's, called {self.calls} times, as:"]
-        return "\n    ".join(lines + (self.names or ["nothing: it was uninstalled"]))
+        options = ", ".join(self.options)
+        text = f"torch_ragged.fsdp.fully_shard{f' with {options}' if options else ''} in place of torch's"
+        state = "" if self._replaced else ", uninstalled"
+        return "\n    ".join([f"{text}, called {self.calls} times{state}. Names replaced:", *self.names])
 
     def _make(self) -> Callable[..., Any]:
         """What stands in for torch's function: ours, with the options."""
@@ -71,9 +69,10 @@ class Installation:
                 if (value is _torch_fully_shard or is_stand_in) and module is not sys.modules[__name__]:
                     setattr(module, name, self._function)
                     self._replaced.append((module, name, value))
+                    self.names.append(f"{module.__name__}.{name}")
 
     def uninstall(self) -> None:
-        """Give back the names that are still this installation's. Modules that were sharded stay sharded."""
+        """Restore the names that are still this installation's. Modules that were sharded stay sharded."""
         for module, name, before in reversed(self._replaced):
             if getattr(module, name, None) is self._function:
                 setattr(module, name, before)
@@ -90,9 +89,9 @@ def _installation_of(value: Any) -> Any:
 def install(**options: Any) -> Installation:
     """Have programs that call ``torch.distributed.fsdp.fully_shard`` call ``torch_ragged.fsdp.fully_shard`` from now on.
 
-    Replaced are the names of torch's function in all modules that are loaded, ``torch.distributed.fsdp`` first. A module that
-    is loaded later imports ours from there. So install after importing the program, or before: both work. A name that holds
-    the function in an object, such as ``functools.partial(fully_shard)``, is not found.
+    All loaded modules are searched for names of torch's function, and these names are replaced. A module that is loaded later
+    imports ours from ``torch.distributed.fsdp``. So you may install before or after the program is imported. If an object holds
+    the function, such as ``functools.partial(fully_shard)``, it is not found.
 
     Args:
         options: of :func:`torch_ragged.fsdp.fully_shard`, but for ``module`` and ``mesh``. Each replaces what the program
@@ -100,7 +99,7 @@ def install(**options: Any) -> Installation:
             passes a ``shard_placement_fn`` that contradicts your ``orig_param_policy``, pass ``shard_placement_fn=None``.
 
     Returns:
-        what was replaced; its ``uninstall()`` undoes it.
+        the installation; its ``uninstall()`` undoes it.
 
     Raises:
         TypeError: there is no such option.
