@@ -267,7 +267,7 @@ def check_unshard_and_reshard():
 
 
 def check_state_dicts():
-    """They are sharded whatever was gathered, and go back in; also with assign=True."""
+    """State dicts hold shards, also while parameters are unsharded, and load again; also with assign=True."""
     model = build("ragged")
     model(batch(0, False)[:, :-1])
     state = {k: v.clone() for k, v in model.state_dict().items()}
