@@ -207,7 +207,7 @@ def facts() -> None:
         with mock.patch("torch.distributed._symmetric_memory.get_backend", lambda device: None):
             assert "no symmetric memory" in _capabilities._facts(world, device).problems["copy_engine"]
         del backend.register_mem_pool
-        assert "registers no memory" in _capabilities._facts(world, device).problems["symm"]
+        assert "cannot register memory" in _capabilities._facts(world, device).problems["symm"]
 
 
 class CudaPathsTest(unittest.TestCase):

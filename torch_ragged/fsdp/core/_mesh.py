@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,11 +83,12 @@ class DataParallelMesh:
         parts = [flatten(mesh[part]) for part in (dims.replicate_names, dims.shard_names) if part]
         return DataParallelMesh(concatenate(parts), bool(dims.replicate_names), bool(dims.shard_names), mesh, dims)
 
-    @property
+    # Cached: they stay known after destroy_process_group, when a report may still be asked for.
+    @functools.cached_property
     def shard_group(self) -> dist.ProcessGroup | None:
         return self.mesh.get_group(self.mesh.ndim - 1) if self.has_shards else None
 
-    @property
+    @functools.cached_property
     def replicate_group(self) -> dist.ProcessGroup | None:
         return self.mesh.get_group(0) if self.has_replicas else None
 
@@ -101,7 +103,7 @@ class DataParallelMesh:
         """The number of shards."""
         return self.mesh.size(self.mesh.ndim - 1) if self.has_shards else 1
 
-    @property
+    @functools.cached_property
     def rank(self) -> int:
         """The index of this rank's shard."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1) if self.has_shards else 0
