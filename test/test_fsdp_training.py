@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformer import VOCAB, Transformer
 
@@ -57,7 +57,7 @@ def compare(is_moe, mesh, data_rank=None, data_ranks=None, tolerance=2e-4, **opt
     micro_batches = options.pop("micro_batches", 1)
     theirs, ours = build(torch_fully_shard, is_moe, mesh, **options), build(fully_shard, is_moe, mesh, granular=True, **options)
     want, got = (train(model, *where, micro_batches) for model in (theirs, ours))
-    assert want[0] - want[-1] > 0.5, want  # It learns, so equal curves mean something.
+    assert want[:5].mean() - want[-5:].mean() > 0.3, want  # It learns, so equal curves mean something.
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
     return ours
 
@@ -113,7 +113,7 @@ def check_tensor_parallel(is_moe):
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], plan)
         # A head that is whole here: its weight is cut by columns, its bias replicated.
-        parallelize_module(model, mesh["tp"], {"head": RowwiseParallel()}) if is_moe else None
+        parallelize_module(model, mesh["tp"], {"head": RowwiseParallel(input_layouts=Replicate())}) if is_moe else None
 
     model = compare(is_moe, mesh["dp"], mesh["dp"].get_local_rank(), 2, prepare=parallel)
     attention = model.blocks[0].attention
