@@ -58,7 +58,9 @@ class FSDPParam:
 
     def register(self, value: nn.Parameter) -> None:
         """Register ``value`` in the modules."""
-        self.sync_requires_grad()
+        before = self.requires_grad
+        if self.sharded.requires_grad is not before or self.unsharded.requires_grad is not before:
+            self.sync_requires_grad()
         for module, name in self.registered_names:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = value
@@ -68,7 +70,7 @@ class FSDPParam:
     def sync_requires_grad(self) -> None:
         """If the user has frozen or unfrozen one of the two parameters, do the same with the other one."""
         sharded, unsharded, before = self.sharded, self.unsharded, self.requires_grad
-        if sharded.requires_grad is before and unsharded.requires_grad is before:  # This runs five times a step.
+        if sharded.requires_grad is before and unsharded.requires_grad is before:
             return
         self.requires_grad = not before
         sharded.requires_grad_(self.requires_grad)

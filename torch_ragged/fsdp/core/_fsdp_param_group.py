@@ -373,12 +373,14 @@ class FSDPParamGroup:
         """Make all unsharded parameters views of the buffer again; return the names of those that the user has changed."""
         changed = []
         for index, param in enumerate(self.params):
-            is_intact = self.encoding.is_intact(param, local_of(param.unsharded))
+            unsharded = param.unsharded
+            # Only a DTensor needs local_of(), which makes a new tensor of any other one.
+            is_intact = self.encoding.is_intact(param, local_of(unsharded) if param.distribution.is_dtensor else unsharded)
             if not is_intact:
                 param.view = self.encoding.compute_tensor(index)
-                param.unsharded.data = param.distribution.gathered(param.view)
+                unsharded.data = param.distribution.gathered(param.view)
             is_written = param.compute_version != param.version and not param.is_renormalised
-            if not is_intact or is_written or param.registered is not param.unsharded:
+            if not is_intact or is_written or param.registered is not unsharded:
                 changed.append(param.fqn)
         return changed
 
