@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory  # Once, before any part of it is replaced: torch 2.11 cannot import it again.
 from common import run_ranks
 
 from torch_ragged.fsdp.comm import _capabilities, _choice, _multicast
