@@ -89,9 +89,23 @@ class InstallTest(unittest.TestCase):
         with installed(reshard_after_forward=True):
             outer = torch.distributed.fsdp.fully_shard
             with installed(reshard_after_forward=False) as inner:
-                self.assertIs(torch.distributed.fsdp.fully_shard.torch_ragged_installation, inner)
+                self.assertIs(torch.distributed.fsdp.fully_shard, inner.function)
             self.assertIs(torch.distributed.fsdp.fully_shard, outer)
         self.assertIs(torch.distributed.fsdp.fully_shard, TORCHS[0])
+
+    def test_a_program_loaded_in_the_block_calls_torchs_after_it(self):
+        with installed() as installation:
+            program = load_program(self)
+            self.assertIs(program.shard, installation.function)
+        self.assertTrue(program.shard is program.fully_shard is TORCHS[0])
+
+    def test_installations_end_in_any_order(self):
+        program = load_program(self)
+        first, second = install(), install()
+        first.uninstall()
+        self.assertIs(program.shard, second.function)
+        second.uninstall()
+        self.assertTrue(program.shard is torch.distributed.fsdp.fully_shard is TORCHS[0])
 
     def test_a_name_that_the_program_has_replaced_meanwhile_stays(self):
         program = load_program(self)

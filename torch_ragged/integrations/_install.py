@@ -20,6 +20,8 @@ __all__ = ["Installation", "install", "installed"]
 
 _torch_fully_shard = torch_fsdp.fully_shard
 _OPTIONS = tuple(name for name in inspect.signature(fully_shard).parameters if name not in ("module", "mesh"))
+_active: list[Installation] = []
+"""The installations in force; the last one holds."""
 
 
 class Installation:
@@ -27,25 +29,25 @@ class Installation:
 
     Attributes:
         options: passed to each call of ``fully_shard``, in place of the program's own.
-        names: the replaced names, such as ``torch.distributed.fsdp.fully_shard``; after :meth:`uninstall` too.
+        names: the names that were replaced, such as ``torch.distributed.fsdp.fully_shard``; after :meth:`uninstall` too.
         calls: how often the program has called ``fully_shard`` since.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
         self.calls = 0
-        self.names: list[str] = []
-        self._replaced: list[tuple[Any, str, Any]] = []
-        self._function = self._make()
+        self.function = self._make()
+        self.names = _replace([_torch_fully_shard, *(each.function for each in _active)], self.function)
+        _active.append(self)
 
     def __str__(self) -> str:
         options = ", ".join(self.options)
         text = f"torch_ragged.fsdp.fully_shard{f' with {options}' if options else ''} in place of torch's"
-        state = "" if self._replaced else ", uninstalled"
+        state = "" if self in _active else ", uninstalled"
         return "\n    ".join([f"{text}, called {self.calls} times{state}. Names replaced:", *self.names])
 
     def _make(self) -> Callable[..., Any]:
-        """What stands in for torch's function: ours, with the options."""
+        """The function that the program calls: ours, with the options."""
 
         @functools.wraps(_torch_fully_shard)
         def stand_in(module: Any, **arguments: Any) -> Any:
@@ -56,34 +58,31 @@ class Installation:
             return fully_shard.state(module) or _torch_fully_shard.state(module)  # type: ignore[attr-defined]
 
         stand_in.state = state  # type: ignore[attr-defined]
-        stand_in.torch_ragged_installation = self  # type: ignore[attr-defined]
         return stand_in
 
-    def _replace(self) -> None:
-        """Replace torch's function, or another installation's stand-in, wherever a loaded module has it under a name."""
-        for module in list(sys.modules.values()):
-            if getattr(module, "__name__", "").startswith("torch.distributed.fsdp._"):  # Where it is defined.
-                continue
-            for name, value in list(getattr(module, "__dict__", {}).items()):
-                is_stand_in = callable(value) and isinstance(_installation_of(value), Installation)
-                if (value is _torch_fully_shard or is_stand_in) and module is not sys.modules[__name__]:
-                    setattr(module, name, self._function)
-                    self._replaced.append((module, name, value))
-                    self.names.append(f"{module.__name__}.{name}")
-
     def uninstall(self) -> None:
-        """Restore the names that are still this installation's. Modules that were sharded stay sharded."""
-        for module, name, before in reversed(self._replaced):
-            if getattr(module, name, None) is self._function:
-                setattr(module, name, before)
-        self._replaced.clear()
+        """Restore each name that still has this installation's function, in modules loaded since too.
+
+        If another installation is in force, its function takes the name, otherwise torch's. Modules that were sharded stay
+        sharded. A second call does nothing.
+        """
+        if self in _active:
+            _active.remove(self)
+            _replace([self.function], _active[-1].function if _active else _torch_fully_shard)
 
 
-def _installation_of(value: Any) -> Any:
-    try:
-        return vars(value).get("torch_ragged_installation")
-    except TypeError:  # It has no attributes.
-        return None
+def _replace(functions: list[Any], function: Any) -> list[str]:
+    """Give every name of one of ``functions`` in a loaded module to ``function``; returns these names."""
+    names = []
+    for module_name, module in list(sys.modules.items()):
+        # torch defines its function in a private module, and this module has it for uninstall().
+        if module_name.startswith("torch.distributed.fsdp._") or module_name == __name__:
+            continue
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if any(value is each for each in functions):
+                setattr(module, name, function)
+                names.append(f"{module_name}.{name}")
+    return names
 
 
 def install(**options: Any) -> Installation:
@@ -109,9 +108,7 @@ def install(**options: Any) -> Installation:
     unknown = [name for name in options if name not in _OPTIONS]
     if unknown:
         raise TypeError(f"install() got {', '.join(unknown)}: expected options of fully_shard, of {', '.join(_OPTIONS)}")
-    installation = Installation(options)
-    installation._replace()
-    return installation
+    return Installation(options)
 
 
 @contextlib.contextmanager
