@@ -1,6 +1,7 @@
 """The placements as values."""
 
 import io
+import math
 import pickle
 import tracemalloc
 from unittest import mock
@@ -36,6 +37,30 @@ class RaggedShardTest(TestCase):
         self.assertEqual(hash(RaggedShard((0,), (1, 1))), hash(RaggedShard((0,), (2, 2))))
         self.assertNotEqual(RaggedShard((0,), (1, 1)), RaggedShard((0, 1), (1, 1)))
         self.assertNotEqual(RaggedShard((0,), (1, 2)), RaggedShard((0,), (2, 1)))
+
+    def test_of_blocks_owns_what_chunks_of_blocks_are(self):
+        for shape, block in (
+            ((8, 6, 3), 3),
+            ((3, 4, 5), 5),
+            ((3, 4, 5), 10),
+            ((3, 4, 5), 3),
+            ((2, 3, 2), 2),
+            ((12,), 4),
+            ((), 1),
+        ):
+            flat = torch.arange(math.prod(shape))
+            for ranks in (1, 2, 4, 5):
+                placement = RaggedShard.of_blocks(shape, block, ranks)
+                self.assertEqual(normalize_placements((placement,), shape, (ranks,)), (placement,))
+                sizes = [len(chunk) for chunk in flat.view(-1, block).chunk(ranks)]
+                units = placement.local_units
+                self.assertEqual([unit * len(flat) // sum(units) for unit in units if unit], [size * block for size in sizes])
+                self.assertEqual(len(units), ranks)
+        self.assertExpectedInline(
+            repr(RaggedShard.of_blocks((3, 4, 5), 5, 4)), """RaggedShard(dims=(0, 1), local_units=(3, 3, 3, 3))"""
+        )
+        for wrong in (((3, 4), 5, 2), ((3, 4), 0, 2), ((3, 4), 4, 0), ((0, 4), 4, 2)):
+            self.assertIn("a block that divides the", error_of(RaggedShard.of_blocks, *wrong))
 
     def test_is_a_frozen_value(self):
         check_is_a_frozen_value(self, PLACEMENT)

@@ -7,6 +7,8 @@ writes from it and reads into it. The view is contiguous, except if the tensor a
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -76,7 +78,18 @@ class RaggedCheckpoint(CheckpointExtension):
 
 
 def _view(local: torch.Tensor, box: Box) -> torch.Tensor:
-    return local.as_strided(box.sizes, box.local_strides, local.storage_offset() + box.local_offset)
+    if box.local_strides != row_major(box.sizes):
+        return local.as_strided(box.sizes, box.local_strides, local.storage_offset() + box.local_offset)
+    # Tensor types, such as quantised optimizer states, have view(), but not as_strided(), and may slice along blocks only.
+    numel = math.prod(box.sizes)
+    try:
+        part = local if numel == local.numel() else local[box.local_offset : box.local_offset + numel]
+        return part.view(box.sizes)
+    except (NotImplementedError, ValueError) as error:
+        raise TypeError(
+            f"{type(local).__name__}, the type of a local tensor of {local.numel()} elements, has no view of its elements from "
+            f"{box.local_offset} on as {box.sizes} ({error}): keep its rows and blocks whole, by orig_param_policy"
+        ) from error
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -85,9 +98,8 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
     If ``view`` is not on the CPU or not contiguous, it is returned unchanged. Autograd does not see writes through the result:
     they do not increase the version counter of ``view``.
     """
-    storage = view.untyped_storage()
     is_plain = type(view) is torch.Tensor and view.device.type == "cpu" and view.is_contiguous()
-    if not is_plain or not view.nbytes or storage.nbytes() == view.nbytes:
+    if not is_plain or not view.nbytes or (storage := view.untyped_storage()).nbytes() == view.nbytes:
         return view
     start = view.storage_offset() * view.element_size()
     part = storage[start : start + view.nbytes]

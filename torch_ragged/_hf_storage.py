@@ -1,30 +1,39 @@
 """Write several chunks of one tensor from one rank to safetensors files.
 
-A safetensors file must not contain a name twice. Therefore each round, with at most one chunk per tensor, gets its own file.
+A safetensors file must not contain a name twice, nor two tensors on the same memory, such as tied parameters. Therefore each
+round, with at most one chunk per tensor and per memory, gets its own file.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.futures import Future
 
 __all__ = ["rounds_of", "write_rounds"]
 
 
-def rounds_of(items: list[WriteItem]) -> list[list[WriteItem]]:
-    """Split write items into rounds, so that no round has two items of one tensor."""
-    seen: Counter[str] = Counter()
+def rounds_of(plan: SavePlan, planner: SavePlanner) -> list[list[WriteItem]]:
+    """Split write items into rounds, so that no round has two items of one tensor, or of one memory.
+
+    If the writer saves full tensors, it has one file per round only, so memory is not looked at.
+    """
     rounds: list[list[WriteItem]] = []
-    for item in items:
-        number = seen[item.index.fqn]
-        seen[item.index.fqn] += 1
+    taken: list[set[Any]] = []
+    for item in plan.items:
+        keys: set[Any] = {item.index.fqn}
+        data = planner.resolve_data(item) if "shard_index" in plan.storage_data else None
+        if isinstance(data, torch.Tensor) and data.numel():
+            keys.add(data.data_ptr())
+        number = next((n for n, used in enumerate(taken) if not used & keys), len(rounds))
         if number == len(rounds):
             rounds.append([])
+            taken.append(set())
         rounds[number].append(item)
+        taken[number] |= keys
     return rounds
 
 

@@ -146,6 +146,27 @@ class RaggedShard(_Ragged):
     def __init__(self, dims: Sequence[int], local_units: Sequence[int]) -> None:
         super().__init__(dims, local_units)
 
+    @classmethod
+    def of_blocks(cls, shape: Sequence[int], block_numel: int, ranks: int) -> RaggedShard:
+        """Cut a tensor of ``shape`` into blocks of ``block_numel`` consecutive elements; each rank owns a run of whole blocks.
+
+        Of ``n`` blocks, each rank owns ``ceil(n / ranks)``, except the last ranks, which own the rest or nothing. If a block is
+        a slice of the trailing dimensions, this is the ownership of ``BlockShard((block_numel,))`` in torch's proposal.
+
+        Raises:
+            ValueError: ``block_numel`` or ``ranks`` is not a positive integer, or a block does not divide the tensor.
+        """
+        numel = math.prod(shape)
+        if min(block_numel, ranks) < 1 or numel % block_numel or not numel:
+            raise ValueError(
+                f"RaggedShard.of_blocks cannot cut a tensor of shape {tuple(shape)} into blocks of {block_numel} elements for "
+                f"{ranks} ranks: pass positive numbers, and a block that divides the {numel} elements"
+            )
+        count = numel // block_numel
+        dims = next(k for k in range(len(shape) + 1) if math.prod(shape[:k]) % count == 0)
+        most = -(-count // ranks)
+        return cls(range(dims), [min(most, max(0, count - rank * most)) for rank in range(ranks)])
+
     @property
     def cut(self) -> Run:
         return Run(len(self._dims), self._units)

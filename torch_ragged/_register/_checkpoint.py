@@ -87,7 +87,7 @@ def _extension_of_pair(value: object) -> PlacementExtension | None:
 
 @hook(
     "HuggingFaceStorageWriter.prepare_global_plan, write_data",
-    "if a rank holds several chunks of a tensor, a safetensors file would keep only the last one",
+    "a safetensors file holds one chunk of a tensor, and one tensor of a memory: a rank may have several",
     CHECKPOINT,
     lambda: (
         has(HuggingFaceStorageWriter.prepare_global_plan, "self", "plans")
@@ -104,7 +104,7 @@ def _install_hugging_face_writer() -> None:
 
     @functools.wraps(write)
     def write_data(self, plan, planner):  # type: ignore[no-untyped-def]
-        rounds = rounds_of(plan.items)
+        rounds = rounds_of(plan, planner)
         return write(self, plan, planner) if len(rounds) < 2 else write_rounds(self, plan, planner, rounds)
 
     HuggingFaceStorageWriter.prepare_global_plan = prepare_global_plan  # type: ignore[method-assign]

@@ -10,36 +10,43 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from enum import Enum, auto
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "GradientUse",
     "as_plain_tensors",
     "backend_of",
     "backward_id",
     "concatenate",
+    "default_store",
     "dtensor_like",
     "dynamo_disabled",
     "dynamo_disabled_in_backward",
     "flatten",
     "functorch_is_active",
+    "gradient_use",
     "grouped_mm",
     "has_multicast",
     "is_autocast",
     "local_tensor",
+    "preserved_versions",
     "profiler_range",
     "register_composable",
     "storage_ids",
     "timeout_of",
     "unsafe_view",
-    "will_run_node",
+    "waited",
 ]
 
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass
@@ -55,8 +62,29 @@ unsafe_view = torch.ops.aten._unsafe_view.default
 """A view that autograd treats as a new tensor, as torch's own matmuls return it. For autograd, an in-place operation on it does
 not change its base. (2.11 to 2.15)"""
 
-will_run_node = torch._C._will_engine_execute_node
-"""Whether the current backward pass will run a node. (2.11 to 2.15)"""
+preserved_versions = torch.autograd._unsafe_preserve_version_counter
+"""A context in which writes to a tensor, or to a tuple of them, do not change the version counters. So autograd does not refuse
+a tensor that it has saved. (2.11 to 2.15)"""
+
+
+class GradientUse(Enum):
+    """What the current backward pass does with the gradient of a leaf."""
+
+    ACCUMULATED = auto()
+    """It accumulates in ``.grad``."""
+    RETURNED = auto()
+    """``torch.autograd.grad`` returns it."""
+    NONE = auto()
+    """Nothing: the pass was asked for other gradients."""
+
+
+def gradient_use(accumulator: torch.autograd.graph.Node) -> GradientUse:
+    """What the current backward pass does with the gradient that reaches the node ``accumulator``. (2.11 to 2.15)"""
+    try:
+        return GradientUse.ACCUMULATED if torch._C._will_engine_execute_node(accumulator) else GradientUse.NONE
+    except RuntimeError:  # The engine refuses to answer for a node whose gradient it returns.
+        return GradientUse.RETURNED
+
 
 grouped_mm = torch._grouped_mm
 """The matmul of groups of rows, each with its own matrix; newer versions also have ``F.grouped_mm``. (2.11 to 2.15)"""
@@ -168,9 +196,23 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
         return group
 
 
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``; if it is the result of a collective in flight, wait for it. (2.11 to 2.15)"""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def default_store() -> dist.Store:
+    """The store that all ranks of the default process group share. (2.11 to 2.15)"""
+    return dist.distributed_c10d._get_default_store()
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long collectives of ``group`` on ``device`` wait for other ranks. (2.11 to 2.15)"""
-    return backend_of(group, device).options._timeout
+    """How long collectives of ``group`` on ``device`` wait for other ranks; for backends without options, torch's default.
+
+    (2.11 to 2.15)
+    """
+    options = getattr(backend_of(group, device), "options", None)
+    return default_pg_timeout if options is None else options._timeout
 
 
 def has_multicast(device: torch.device) -> bool:
