@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -30,7 +29,9 @@ def _worker(rank: int, pipe: Connection) -> None:
             return
         function, arguments, size, store = task
         try:
-            dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=_TIMEOUT)
+            client = dist.TCPStore("127.0.0.1", store, is_master=False, timeout=_TIMEOUT)
+            dist.init_process_group("gloo", store=client, rank=rank, world_size=size, timeout=_TIMEOUT)
+            del client
             dist.barrier()  # Or a function without a collective ends while another rank is still connecting.
             torch.manual_seed(0)
             answer = (True, function(*arguments))
@@ -40,7 +41,7 @@ def _worker(rank: int, pipe: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             debug._clear_sharding_prop_cache()  # It holds meshes, whose groups are gone now.
-        pipe.send(answer)  # At last: the store's file is removed then, and a store that is closed later waits for it.
+        pipe.send(answer)  # At last: the store is closed then.
 
 
 class _Pool:
@@ -64,15 +65,15 @@ class _Pool:
             process = context.Process(target=_worker, args=(len(self.workers), theirs), daemon=True)
             process.start()
             self.workers.append((process, ours))
-        with tempfile.TemporaryDirectory() as folder:
-            for _, pipe in self.workers[:size]:
-                pipe.send((function, arguments, size, os.path.join(folder, "store")))
-            answers, deadline = [], time.monotonic() + timeout
-            for rank, (_, pipe) in enumerate(self.workers[:size]):
-                if not pipe.poll(max(deadline - time.monotonic(), 0)):
-                    answers.append((False, f"rank {rank} of {size} hangs"))
-                    continue
-                answers.append(pipe.recv())
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # At a free port.
+        for _, pipe in self.workers[:size]:
+            pipe.send((function, arguments, size, store.port))
+        answers, deadline = [], time.monotonic() + timeout
+        for rank, (_, pipe) in enumerate(self.workers[:size]):
+            if not pipe.poll(max(deadline - time.monotonic(), 0)):
+                answers.append((False, f"rank {rank} of {size} hangs"))
+                continue
+            answers.append(pipe.recv())
         failures = [text for fine, text in answers if not fine]
         if failures:
             self.stop()
@@ -90,6 +91,11 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout:
         AssertionError: a rank raised or hung; with every rank's traceback.
     """
     return _pool.run(function, arguments, size, timeout)
+
+
+def stop_ranks() -> None:
+    """End the processes of the pool; the next :func:`run_ranks` starts new ones."""
+    _pool.stop()
 
 
 def collectives_seen(mode: CommDebugMode) -> tuple[int, int]:

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from common import error_of, run_ranks
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -370,7 +372,94 @@ class AroundTest(unittest.TestCase):
         run_ranks(2, check_inputs_are_cast_for_each_module_of_a_list)
 
 
+class Scaled(nn.Linear):
+    """As transformers' replicated norms under tensor parallelism: forward registers a hook that changes the gradient."""
+
+    seen = None
+
+    def forward(self, x):
+        if self.seen is None:
+            self.seen = seen = []
+            self.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.mul_(3).sum().item()))
+        return super().forward(x)
+
+
+def check_hooks_of_forward():
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for shard in (torch_fully_shard, fully_shard):
+        model = shard(seeded(lambda: nn.Sequential(Scaled(WIDTH, WIDTH), Scaled(WIDTH, 3))), mesh=mesh)
+        for _ in range(2):
+            model(torch.ones(2, WIDTH) * (1 + dist.get_rank())).square().sum().backward()
+        found.append([*(param.grad.full_tensor() for param in model.parameters()), [torch.tensor(m.seen) for m in model]])
+        assert all(len(module.seen) == 2 for module in model), [module.seen for module in model]
+    torch.testing.assert_close(found[1], found[0])
+
+
+class GateAndUp(nn.Module):
+    """Experts with two matrices joined along dimension 1: under tensor parallelism each rank has a part of both."""
+
+    def __init__(self, tp):
+        super().__init__()
+        whole = torch.arange(3 * 8 * 5.0).reshape(3, 8, 5)
+        gate, up = whole.chunk(2, 1)
+        rank = tp.get_local_rank()
+        local = torch.cat([gate.chunk(2, 1)[rank], up.chunk(2, 1)[rank]], 1)
+        placed = DTensor.from_local(local, tp, [_StridedShard(1, split_factor=2)], shape=whole.shape, stride=whole.stride())
+        self.weight, self.whole = nn.Parameter(placed), whole
+
+    def forward(self, x):
+        gate, up = torch.einsum("eof,bf->beo", self.weight.to_local(), x).chunk(2, -1)
+        return gate * up
+
+
+def check_joined_weights_under_tensor_parallelism():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    inputs = torch.ones(2, 5)
+    for granularity in (None, rows(1)):
+        model = GateAndUp(mesh["tp"])
+        fully_shard(model, mesh=mesh["dp"], orig_param_policy=lambda fqn, param: granularity)
+        assert isinstance(model.weight.placements[1], _StridedShard), model.weight
+        assert torch.equal(model.weight.full_tensor(), model.whole)
+        model(inputs).sum().backward()
+        plain = model.whole.clone().requires_grad_()
+        gate, up = torch.einsum("eof,bf->beo", plain, inputs).chunk(2, -1)
+        (gate * up).sum().backward()
+        torch.testing.assert_close(model.weight.grad.full_tensor(), plain.grad)
+
+
+def check_sharded_in_a_sharded_wrapper():
+    """accelerate does this: a CheckpointWrapper answers for each attribute of the module inside it."""
+    mesh, steps = init_device_mesh("cpu", (2,)), []
+    for shard in (torch_fully_shard, fully_shard):
+        model = seeded(lambda: nn.Sequential(*(checkpoint_wrapper(Block()) for _ in range(2))))
+        for wrapper in model:
+            shard(wrapper._checkpoint_wrapped_module, mesh=mesh)
+            assert fully_shard.state(wrapper) is None
+            shard(wrapper, mesh=mesh)
+        shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = model(torch.ones(2, WIDTH) * (1 + dist.get_rank())).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append(loss.detach())
+    assert [state.fqn for state in map(fully_shard.state, model[0].modules()) if state][:1] == ["0"]
+    torch.testing.assert_close(steps[3:], steps[:3])
+    assert steps[0] != steps[2], steps
+
+
 class ModuleTest(unittest.TestCase):
+    @unittest.skipIf(torch.__version__ < "2.13", "torch itself makes no DTensor with a _StridedShard alone")
+    def test_weights_joined_along_a_later_dimension_are_sharded_under_tensor_parallelism(self):
+        run_ranks(4, check_joined_weights_under_tensor_parallelism)
+
+    def test_a_hook_that_forward_registers_on_a_parameter_sees_its_gradient(self):
+        run_ranks(2, check_hooks_of_forward)
+
+    def test_a_wrapper_is_sharded_around_a_sharded_module(self):
+        run_ranks(2, check_sharded_in_a_sharded_wrapper)
+
     def test_modules_may_be_sharded_as_they_are_made(self):
         run_ranks(2, check_modules_sharded_as_they_are_made)
 

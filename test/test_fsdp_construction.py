@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from common import collectives_seen, error_of, run_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -331,6 +332,25 @@ def single_and_values():
     return single, {name: value.clone() for name, value in single.state_dict().items()}
 
 
+def check_weights_on_rank_0_only():
+    """Rank 0 has the weights, the others the meta device: so verl loads a model once, and broadcasts it into the shards."""
+    single, state = single_and_values()
+    model = Stack("cpu" if dist.get_rank() == 0 else "meta")
+    for block in model.blocks:
+        fully_shard(block, mesh=world())
+    fully_shard(model, mesh=world())
+    if dist.get_rank():
+        model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)
+    assert torch.equal(model(batch()), single(batch()))
+    model(batch()).sum().backward()
+    single(batch()).sum().backward()
+    for mine, wanted in zip(model.parameters(), single.parameters(), strict=True):
+        dist.all_reduce(wanted.grad)
+        torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad / dist.get_world_size())
+
+
 def check_materialised_model_loads_and_trains():
     single, state = single_and_values()
     for knobs in ({}, {"orig_param_policy": lambda f, p: blocks(3, 3)}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
@@ -489,6 +509,9 @@ class ConstructionTest(unittest.TestCase):
 
     def test_models_of_new_dtypes_train_as_fsdp2s(self):
         run_ranks(2, check_converted_models_train_as_fsdp2s)
+
+    def test_ranks_may_be_on_the_meta_device_while_rank_0_has_the_weights(self):
+        run_ranks(2, check_weights_on_rank_0_only)
 
     def test_a_model_of_the_meta_device_loads_and_trains_once_materialised(self):
         run_ranks(2, check_materialised_model_loads_and_trains)

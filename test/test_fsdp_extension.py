@@ -74,6 +74,52 @@ class Broken(Halved):
     fsdp_post_all_gather = property()
 
 
+class Coded(torch.Tensor):
+    """8-bit codes and their scale; it computes as the float32 tensor that they mean."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.size(), codes.stride(), dtype=torch.float32, device=codes.device)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return cls(func(args[0].codes), args[0].scale)
+        args, kwargs = pytree.tree_map_only(cls, lambda t: t.codes.float() * t.scale, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __tensor_flatten__(self):
+        return ["codes"], self.scale
+
+    @staticmethod
+    def __tensor_unflatten__(inner, scale, size, stride):
+        return Coded(inner["codes"], scale)
+
+
+class Scaled(Halved):
+    """Gathered as 8-bit codes with one scale for all ranks, as torchao's float8 weights are. It has FSDP2's operations only."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("slice", "narrow", "clone"):
+            raise NotImplementedError(f"Scaled has no {func}")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def fsdp_pre_all_gather(self, mesh):
+        largest = self.data_.abs().max()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
+        return ((self.data_ / (largest / 127)).round().to(torch.int8),), largest / 127
+
+    def fsdp_post_all_gather(self, outputs, scale, param_dtype, *, out=None):
+        if out is None:
+            return Coded(outputs[0], scale), outputs
+        out.scale = scale
+        return None
+
+
 def build(shard, width, hidden, mesh, **knobs):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
@@ -175,6 +221,27 @@ def check_direct():
     assert memory_report(model).total.gathered == model[0].weight.nbytes
 
 
+def check_attributes():
+    """What the type writes to ``out`` is what the model computes with: the scale of this all-gather, not that of the first."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for factor in (1.0, -3.0, 0.1):
+        if factor == 1.0:
+            torch.manual_seed(0)
+            model = nn.Linear(16, 8, bias=False)
+            whole = model.weight.detach().clone()
+            model.weight = nn.Parameter(Scaled(whole.clone()))
+            fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)), reshard_after_forward=True)
+        whole *= factor
+        with torch.no_grad():
+            model.weight.to_local().mul_(factor)
+        scale = whole.abs().max() / 127
+        x = batch(1, rank, 16).requires_grad_()
+        out = model(x)
+        torch.testing.assert_close(out, x @ ((whole / scale).round() * scale).t(), rtol=0, atol=0)
+        out.sum().backward()  # It is all-gathered again: writes to the parameter must not look like writes of the model.
+        torch.testing.assert_close(x.grad, ((whole / scale).round() * scale).sum(0).expand_as(x))
+
+
 def check_model_parallel():
     """What the first forward makes in inference mode serves training, also if it is a DTensor."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -214,6 +281,9 @@ class ExtensionTest(unittest.TestCase):
 
     def test_types_that_compute_with_what_was_gathered(self):
         run_ranks(2, check_direct)
+
+    def test_types_that_keep_numbers_of_an_all_gather_as_attributes(self):
+        run_ranks(2, check_attributes)
 
     def test_model_parallel_in_inference_mode_first(self):
         run_ranks(4, check_model_parallel)

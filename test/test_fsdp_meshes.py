@@ -2,12 +2,14 @@
 
 import copy
 import unittest
+import warnings
 
 import torch
 import torch.distributed as dist
 from common import error_of, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -117,6 +119,48 @@ def check_replicas_and_model_parallel():
     return [error_of(fully_shard, uneven, mesh=dp), error_of(fully_shard, model[0], mesh=mesh["shard"])]
 
 
+def warnings_of_context_parallel():
+    texts = []
+    for names in (("dp", "cp"), ("cp", "fsdp"), ("replicate", "shard"), None):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fully_shard(nn.Linear(4, 4), mesh=mesh)
+            fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)))
+        texts.append([str(each.message) for each in caught if "fully_shard" in str(each.message)])
+    return texts
+
+
+def check_one_rank():
+    """On one rank, parameters keep one copy and their addresses, and train as without fully_shard."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 300), nn.Tanh(), nn.Linear(300, 300))
+    model = copy.deepcopy(plain)
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    optimizers = [torch.optim.Adam(each.parameters(), 0.01, foreach=True) for each in (plain, model)]
+    addresses, seen = [param.to_local().data_ptr() for param in model.parameters()], []
+    model[2].register_forward_pre_hook(lambda module, _: seen.append(module.weight.data_ptr()))
+    for step in range(3):
+        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
+        for each, optimizer in zip((plain, model), optimizers):
+            each(x).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for param, wanted in zip(model.parameters(), plain.parameters()):
+            assert torch.equal(param.full_tensor(), wanted)
+    assert [param.to_local().data_ptr() for param in model.parameters()] == addresses
+    assert seen == [addresses[2]] * 3, (seen, addresses)
+    groups = model._ragged_groups(recurse=True)
+    assert not any(group.buffers()["gathered"] for group in groups)
+    half = fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    assert half(torch.ones(2, 4)).dtype == torch.bfloat16
+    half.to(torch.bfloat16)
+    half(torch.ones(2, 4)).sum().backward()
+    assert half.weight.grad.dtype == torch.bfloat16
+
+
 class MeshTest(unittest.TestCase):
     @unittest.skipIf(torch.__version__ < "2.13", "new in torch 2.13")
     def test_a_named_mesh_dimension_beside_tensor_parallelism_trains_as_fsdp2s(self):
@@ -136,6 +180,15 @@ class MeshTest(unittest.TestCase):
             )
             for error, text in zip(errors, words, strict=True):
                 self.assertIn(text, error)
+
+    def test_context_parallelism_that_would_be_replicas_is_a_warning(self):
+        for dp_cp, cp_fsdp, named, unnamed in run_ranks(4, warnings_of_context_parallel):
+            self.assertIn("the ranks of dimension 'dp' are replicas, and parameters are sharded over 'cp' only", dp_cp[0])
+            self.assertIn("the ranks of dimension 'cp' are replicas, and parameters are sharded over 'fsdp' only", cp_fsdp[0])
+            self.assertEqual((len(dp_cp), len(cp_fsdp), named, unnamed), (1, 1, [], []))
+
+    def test_one_rank_has_no_second_copy_of_its_parameters(self):
+        run_ranks(1, check_one_rank)
 
     def test_replicas_shards_and_model_parallelism_train_as_one_process(self):
         for uneven, twice in run_ranks(8, check_replicas_and_model_parallel):

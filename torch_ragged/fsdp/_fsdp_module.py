@@ -19,7 +19,7 @@ from torch_ragged._register._torch import register_composable
 from torch_ragged.fsdp.comm._agreement import agreement
 from torch_ragged.fsdp.comm._choice import Traffic, check_name, choose
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
+from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, state_of
 from torch_ragged.fsdp.core._keeper import Keeper
 from torch_ragged.fsdp.core._mesh import device_of
 from torch_ragged.fsdp.core._neighbours import Neighbours
@@ -55,8 +55,8 @@ class FSDPModule(TorchFSDPModule):
     _orig_cls_mro_index = 3
 
     def _ragged_states(self, recurse: bool) -> list[FSDPState]:
-        modules = self.modules() if recurse else [self]  # type: ignore[attr-defined]
-        return list(dict.fromkeys(getattr(m, STATE) for m in modules if hasattr(m, STATE)))
+        modules: Any = self.modules() if recurse else [self]  # type: ignore[attr-defined]
+        return list(dict.fromkeys(state for module in modules if (state := state_of(module))))
 
     def _ragged_groups(self, recurse: bool) -> list[FSDPParamGroup]:
         return [group for state in self._ragged_states(recurse) for group in state.groups]
@@ -553,7 +553,8 @@ def _adopt_after_load(module: Any, incompatible_keys: Any) -> None:
 
 
 def _group_call(module: nn.Module, method: Callable[[FSDPParamGroup], None]) -> None:
-    for group in getattr(module, STATE).groups:
+    state = state_of(module)
+    for group in state.groups if state else ():
         method(group)
 
 

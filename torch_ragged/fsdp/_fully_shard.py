@@ -23,7 +23,7 @@ from torch_ragged.fsdp.core._float8 import Float8Policy
 from torch_ragged.fsdp.core._fsdp_api import BufferPlacements
 from torch_ragged.fsdp.core._fsdp_init import RegisteredNames, ShardPlacementFn, find_params, make_group, plan_groups
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
+from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
 from torch_ragged.fsdp.core._group_plan import GroupPlan
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
 from torch_ragged.fsdp.core._neighbours import Neighbours
@@ -52,6 +52,7 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     orig_param_policy: OrigParamPolicy | None = None,
     placements: BufferPlacements | None = None,
+    optional: bool = False,
 ) -> Any:
     """Shard the parameters of ``module`` over ``mesh``, in one buffer that is all-gathered and reduce-scattered in place.
 
@@ -94,11 +95,17 @@ def fully_shard(
         ignored_params: parameters that are not sharded, and whose gradients are not reduced.
         dp_mesh_dims: torch's ``DataParallelMeshDims``. ``mesh`` is then the whole mesh, and ``dp_mesh_dims`` names its
             data-parallel dimensions; several names are flattened into one dimension. All parameters must be DTensors on
-            ``mesh``, with ``Replicate()`` on these dimensions.
+            ``mesh``, with ``Replicate()`` on these dimensions; or plain tensors with annotations of the package ``spmd_types``.
+            The model computes with such a plain tensor, and its sharded parameter is a DTensor on ``mesh``.
         orig_param_policy: a function ``(fqn, parameter) -> granularity``, which says what must not be cut. None: a parameter
             may be cut anywhere. If ``module`` is a list, each name begins with the module's index in the list.
         placements: what stays gathered or unreduced between uses: ``ZERO1``, ``ZERO2``, ``ZERO3`` or ``HIERARCHICAL``. None:
             ``ZERO3`` on a 1-D mesh, HSDP on a 2-D mesh. See :class:`BufferPlacements`.
+        optional: ranks may skip ``module`` in forward, such as a vision tower if their batch has text only, and run others that
+            are optional in any order. They take part in its collectives, with gradients of zeros. The modules inside it are
+            optional, too. If the root has optional modules, ranks agree on the next call: one all-reduce of 8 bytes per mesh
+            dimension before each call of a module that is not optional, and two for each call of one that is, which the host
+            waits for. ``module`` must not be the root or a list.
 
     Returns:
         ``module``.
@@ -117,6 +124,8 @@ def fully_shard(
     ranks, device = _groups_of(mesh), device_of(mesh)
     with agreement(ranks, device, "fully_shard") as claim:
         modules = _root_modules(module)
+        if optional and len(modules) > 1:
+            raise ValueError(f"optional=True expects one module, got {len(modules)}: call fully_shard for each of them")
         ranks += _model_groups(modules, mesh)
         DataParallelMesh.check(mesh, dp_mesh_dims)
         makes_groups = _check_placements(mesh, dp_mesh_dims, placements) or dp_mesh_dims is not None
@@ -130,6 +139,7 @@ def fully_shard(
         casts: list[Any] = [mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype]
         casts += [mp_policy.tile] if isinstance(mp_policy, Float8Policy) else []
         casts.append(mp_policy.cast_forward_inputs)
+        casts += ["optional"] if optional else []
         claim += _claim(plans, reshard_after_forward, tuple(casts), offload_policy, placements)
     _move(modules, found, device)
     for plan in plans:
@@ -142,7 +152,7 @@ def fully_shard(
         reshard_after_forward = _keep_parts(groups, reshard_after_forward)
     if levels is not None:
         _stay_gathered(groups, levels)
-    state = FSDPState(modules, groups, mp_policy, reshard_after_forward)
+    state = FSDPState(modules, groups, mp_policy, reshard_after_forward, optional)
     state.reduces_last_only = placements is not None and placements.stay_unreduced
     for each in modules:
         make_fsdp_module(each, state)
@@ -151,7 +161,7 @@ def fully_shard(
 
 def _state(module: nn.Module) -> FSDPState | None:
     """``fully_shard.state(module)``, as in FSDP2: the state of ``module``, or None if ``fully_shard`` was not called on it."""
-    return getattr(module, STATE, None)
+    return state_of(module)
 
 
 fully_shard.state = _state  # type: ignore[attr-defined]
@@ -190,8 +200,8 @@ def module_states(module: nn.Module) -> dict[str, FSDPState]:
 def _states(module: nn.Module) -> dict[str, FSDPState]:
     states: dict[FSDPState, str] = {}
     for name, child in module.named_modules():
-        if hasattr(child, STATE):
-            states.setdefault(getattr(child, STATE), name or "root")
+        if state := state_of(child):
+            states.setdefault(state, name or "root")
     return {name: state for state, name in states.items()}
 
 
@@ -220,10 +230,10 @@ def _check_modules(
     for module in modules:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ValueError(f"fully_shard cannot shard a {type(module).__name__}, which has no forward: shard its members")
-        if hasattr(module, STATE):
+        if state_of(module):
             raise InvalidArgument(f"{type(module).__name__} is sharded by fully_shard already: call it once for each module")
     check_reshard_after_forward(reshard_after_forward, dp.ranks)
-    found = find_params(modules, ignored, lambda module: hasattr(module, STATE))
+    found = find_params(modules, ignored, lambda module: state_of(module) is not None)
     for fqn, (param, _) in found.items():
         if param.device.type not in (mesh.device_type, "meta") and (isinstance(param, DTensor) or has_extension(param)):
             raise ValueError(f"{fqn} is on {param.device}, the mesh on {mesh.device_type}: move the module first")
@@ -238,7 +248,7 @@ def _check_modules(
 def _move(modules: Sequence[nn.Module], found: dict[str, tuple[nn.Parameter, RegisteredNames]], device: torch.device) -> None:
     """Move the parameters to shard, and the modules' buffers, to ``device``. Those on the meta device stay there."""
     tensors = [param for param, _ in found.values() if not isinstance(param, DTensor)]
-    inside = {child for module in modules for child in module.modules() if child not in modules and hasattr(child, STATE)}
+    inside = {child for module in modules for child in module.modules() if child not in modules and state_of(child)}
     sharded = {each for child in inside for each in child.modules()}
     tensors += [
         b for module in modules for each in module.modules() if each not in sharded for b in each.buffers(recurse=False)
@@ -338,7 +348,10 @@ def _model_groups(modules: Sequence[nn.Module], mesh: DeviceMesh) -> list[dist.P
 
 
 def _claim(plans: Sequence[GroupPlan], *options: Any) -> list[str]:
-    """The plans and options as lines of text, which must be equal on all ranks, also on those of model parallelism."""
+    """The plans and options as lines of text, which must be equal on all ranks, also on those of model parallelism.
+
+    Devices may differ: programs load the weights on rank 0, keep the other ranks on the meta device, and broadcast afterwards.
+    """
     lines = [f"options {options}"]
     for plan in plans:
         layout, mesh = plan.layout, plan.dp.mesh
@@ -347,5 +360,5 @@ def _claim(plans: Sequence[GroupPlan], *options: Any) -> list[str]:
         for param, spec, offset in zip(plan.params, layout.tensors, layout.offsets):
             value = f"{spec.name} {spec.shape} {param.value.dtype} {'' if param.value.requires_grad else 'frozen '}"
             blocks = f"in blocks of {spec.block}/{spec.period} at {offset}"
-            lines.append(f"{value}on {param.value.device.type} {blocks}, {param.distribution.text}")
+            lines.append(f"{value}{blocks}, {param.distribution.text}")
     return lines

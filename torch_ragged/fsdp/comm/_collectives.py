@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch_ragged._groups import group_of
 from torch_ragged._register._torch import backend_of
 from torch_ragged.fsdp.comm import _gloo
+from torch_ragged.fsdp.comm._call_log import wait_for
 
 __all__ = [
     "Collectives",
@@ -277,7 +278,17 @@ def _issue(collective: Any, custom: CustomCollective | None, *tensors: torch.Ten
         return custom(*tensors, **options, async_op=True) or done  # A synchronous one returns None.
     work = collective(*tensors, **options, async_op=True)
     assert work is not None, "this rank is not part of the collective's process group"
-    return work
+    return _GlooWork(work) if _is_gloo(options["group"], tensors[0].device) else work
+
+
+class _GlooWork:
+    """A collective of gloo, whose ``wait()`` blocks the host."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        wait_for(self._work)
 
 
 def _issue_divided(

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from torch_ragged.fsdp.comm._call_log import wait_for
+
 __all__ = ["all_gather", "errors_of", "is_worth_broadcasts", "reduce_scatter", "sum_parts"]
 
 _SMALLEST_BROADCAST = 2**18
@@ -200,7 +202,7 @@ def errors_of(works: Iterable[Any]) -> list[Exception]:
     errors = []
     for work in works:
         try:
-            work.wait()
+            wait_for(work) if isinstance(work, dist.Work) else work.wait()
         except Exception as error:
             errors.append(error)
     return errors

@@ -14,6 +14,7 @@ from torch.autograd import Variable
 
 from torch_ragged._register._torch import backward_id, dynamo_disabled
 from torch_ragged.fsdp.core._forward_order import ForwardOrder
+from torch_ragged.fsdp.core._spmd_types import untyped
 
 __all__ = ["BackwardPass"]
 
@@ -141,5 +142,6 @@ class _Running:
         self.orders: list[ForwardOrder] = []
 
     @dynamo_disabled
+    @untyped
     def __call__(self) -> None:
         self._root.root_post_backward()

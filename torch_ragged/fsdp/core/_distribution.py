@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch_ragged._register._torch import dtensor_like, local_tensor
 from torch_ragged.fsdp.core._errors import InvalidArgument
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
+from torch_ragged.fsdp.core._spmd_types import AnnotatedParam, is_annotated
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity
 from torch_ragged.placement_types import RaggedShard
@@ -30,18 +31,23 @@ class Distribution:
         HSDP                    (Replicate(), RaggedShard)
         Shard(0) by the model   (StridedRaggedShard, Shard(0))    cut by the model first, and each piece by the group
         Shard(d) by the model   (RaggedShard, Shard(d))           whole slices of the dimensions before d
+        _StridedShard(d), d > 0 (RaggedShard, _StridedShard(d))   as Shard(d): joined weights under tensor parallelism
 
     Args:
         fqn: the parameter's name, for errors.
-        param: a plain tensor, or a DTensor as the model has distributed it.
+        param: a plain tensor, or a DTensor as the model has distributed it; or a plain tensor whose annotations of
+            ``spmd_types`` say how the model has distributed it: see :class:`AnnotatedParam`.
         shard_dim: the dimension of a ``Shard`` placement; None: a ragged placement.
 
     Raises:
         ValueError: the parameter is a DTensor that data parallelism has sharded already, or is a Partial or unevenly cut
-            DTensor, or is a plain tensor on a mesh with ``dp_mesh_dims``, or has no dimension ``shard_dim``.
+            DTensor, or is a plain tensor without annotation on a mesh with ``dp_mesh_dims``, or has no dimension ``shard_dim``;
+            or its annotation is not as in :class:`AnnotatedParam`.
     """
 
     def __init__(self, fqn: str, param: torch.Tensor, dp: DataParallelMesh, shard_dim: int | None = None) -> None:
+        self._annotated = AnnotatedParam(fqn, param, dp) if is_annotated(param) else None
+        param = param if self._annotated is None else self._annotated.value
         self.fqn, self.shape = fqn, param.shape
         self.is_dtensor = isinstance(param, DTensor)
         if isinstance(param, DTensor):
@@ -143,7 +149,7 @@ class Distribution:
 
     def gathered(self, view: torch.Tensor) -> torch.Tensor:
         """The tensor that the model computes with, given a ``view`` of all elements in ``local_shape``."""
-        if not self.is_dtensor:
+        if not self.is_dtensor or self._annotated is not None:
             return view
         mesh, placements = self._model_mesh, self._model_placements
         return DTensor.from_local(view, mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
@@ -155,6 +161,8 @@ class Distribution:
         placements on data-parallel mesh dimensions are ignored, as in FSDP2: each rank's local tensor is its own contribution,
         and the group reduces it. ``weight.to_local()``, for example, gives such gradients Replicate().
         """
+        if self._annotated is not None:
+            gradient = self._annotated.gradient(gradient)
         if self.is_dtensor:
             assert isinstance(gradient, DTensor)
             wanted = list(self._model_placements)
@@ -162,6 +170,19 @@ class Distribution:
                 wanted[dim] = gradient.placements[dim]
             gradient = local_of(gradient if list(gradient.placements) == wanted else gradient.redistribute(placements=wanted))
         return self._in_buffer_order(gradient)
+
+    @property
+    def reduces_gradient(self) -> bool:
+        """Whether :meth:`gradient` may issue a collective: the gradient that autograd computes is not yet this rank's piece."""
+        if self._annotated is None:
+            return self.is_dtensor
+        given = enumerate(self._annotated.gradient_placements)
+        return any(each != self._model_placements[dim] for dim, each in given if dim not in self._dp_dims)
+
+    def annotate(self, unsharded: torch.Tensor) -> None:
+        """Give the unsharded parameter the annotation of the user's parameter, if there is one."""
+        if self._annotated is not None:
+            self._annotated.annotate(unsharded)
 
     # -- placements ------------------------------------------------------------------------------------------------
 
@@ -178,7 +199,7 @@ class Distribution:
         behind = self._template.index(None) + 1 if None in self._template else len(self._template)
         for dim in range(behind, len(self._template)):
             placement = self._template[dim]
-            if isinstance(placement, Shard):
+            if isinstance(placement, (Shard, _StridedShard)):
                 cuts.setdefault(placement.dim, []).append(self.mesh.size(dim))
         return cuts
 
@@ -206,8 +227,8 @@ def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> N
                 )
     sizes = list(param.shape)
     for dim, placement in enumerate(param.placements):
-        if type(placement) is Shard:
-            if sizes[placement.dim] % param.device_mesh.size(dim):
+        if type(placement) is Shard or (type(placement) is _StridedShard and placement.dim > 0):
+            if sizes[placement.dim] % (param.device_mesh.size(dim) * getattr(placement, "split_factor", 1)):
                 raise ValueError(
                     f"{fqn} of shape {tuple(param.shape)} is cut unevenly by {placement} over {param.device_mesh.size(dim)} "
                     "ranks of model parallelism: pad it, or choose a size that is a multiple of the number of ranks"
@@ -219,7 +240,7 @@ def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> N
             )
             raise ValueError(
                 f"{fqn} is a DTensor placed as {param.placements} ({hint}): fully_shard takes plain parameters, and DTensors "
-                "with Shard and Replicate of tensor or expert parallelism"
+                "with Shard and Replicate of tensor or expert parallelism, or _StridedShard of a later dimension than the first"
             )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from torch_ragged._register._torch import storage_ids
+from torch_ragged._register._torch import preserved_versions, storage_ids
 from torch_ragged.fsdp.comm._collectives import Collectives, Work, wait_all
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
 from torch_ragged.fsdp.core._distribution import Distribution, local_of
@@ -38,10 +38,14 @@ class TypeShards(Shards):
         self.buffer.free()
 
     def store(self, index: int, distribution: Distribution, value: torch.Tensor) -> None:
+        # These are the operations that FSDP2 calls, and types may have no other ones: NF4Tensor has no other slice() than the
+        # whole tensor, and its clone() quantises anew, with other values.
         whole = local_of(value)
-        rows, total = first_rows(self._layout), whole.size(0)
-        first = min(self._rank * rows, total)
-        self._local = whole.narrow(0, first, min(rows, total - first)).clone()
+        pieces = torch.chunk(whole, self._layout.ranks)
+        piece = pieces[self._rank] if self._rank < len(pieces) else None
+        self._local = whole.new_zeros((0, *whole.shape[1:]) if piece is None else piece.size())
+        if piece is not None:
+            self._local.copy_(piece)
 
     def load(self, index: int, local: torch.Tensor) -> None:
         self._local = local
@@ -158,8 +162,11 @@ class TypeEncoding(Encoding):
             return self._made
         for tensor in self._inner:
             allocate_storage(tensor, self._log)
-        out = self._made.data  # A view with its own version counter: autograd may have saved the tensor.
-        shard.fsdp_post_all_gather(outputs, self._metadata, self._dtype, out=out)
+        # The parameter itself, as in FSDP2: a type may write to its attributes, such as a float8 scale. The version counters do
+        # not change, because autograd may have saved the parameter.
+        out = shards.params[0].unsharded
+        with torch.no_grad(), preserved_versions((out, local_of(out)) if isinstance(out, DTensor) else out):
+            shard.fsdp_post_all_gather(outputs, self._metadata, self._dtype, out=out)
         return None
 
     def free(self, keeps_buffer: bool) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
 __all__ = ["Call", "ForwardOrder"]
 
 
@@ -11,6 +13,7 @@ class Member(Protocol):
     """The methods of a state that the order calls."""
 
     reduces_unused: bool
+    is_optional: bool
 
     def pre_backward(self, order: ForwardOrder | None, position: int) -> None:
         """Unshard for the backward of a call."""
@@ -29,6 +32,7 @@ class Call:
         self.order = order
         self.position = -1 if order is None else order.enter(state)
         self.begun_in = -1  # The last backward pass that reached it.
+        self.probe: torch.Tensor | None = None  # See PipelineState.
 
     @property
     def is_first(self) -> bool:
@@ -111,6 +115,7 @@ class ForwardOrder:
             if is_exit and state.reduces_unused:
                 self._skipped.add(position)
                 state.pre_backward(self, position)
-            elif position in self._skipped:  # For calls that this rank has reached, autograd calls it.
+            # For calls that this rank has reached, autograd calls it; but not if an optional module's inputs have no gradient.
+            elif position in self._skipped or (state.is_optional and not is_exit):
                 state.post_backward(is_last=self.is_first(position))
         self._at = min(self._at, event)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
+from torch_ragged.fsdp.core._borrowed import BorrowedEncoding
 from torch_ragged.fsdp.core._contiguous import ContiguousEncoding
 from torch_ragged.fsdp.core._distribution import Distribution, has_extension
 from torch_ragged.fsdp.core._encoding import Encoding
@@ -104,13 +105,16 @@ def make_group(plan: GroupPlan) -> FSDPParamGroup:
     with torch.inference_mode(False):  # Later steps train these parameters.
         if has_extension(first.value):
             return FSDPParamGroup(plan, TypeShards(layout, rank), TypeEncoding(plan))
+        shards = Shards(layout, rank)
         if first.distribution.shard_dim:
             encoding: Encoding = ContiguousEncoding(layout, rank, first.distribution)
         elif plan.tile is not None:
             encoding = Float8Encoding(layout, rank, plan.tile)
+        elif layout.ranks == 1:
+            encoding = BorrowedEncoding(layout, rank, shards)
         else:
             encoding = Encoding(layout, rank)
-        return FSDPParamGroup(plan, Shards(layout, rank), encoding)
+        return FSDPParamGroup(plan, shards, encoding)
 
 
 def _tile_of(
@@ -149,7 +153,7 @@ def _cut_of(
         )
     placement: Any = fn(param) if fn else None
     if hasattr(placement, "mesh_info"):  # torch's ShardPlacementResult, whose module is private
-        dp, placement = DataParallelMesh.of(placement.mesh_info.mesh), placement.placement
+        dp, placement = DataParallelMesh.of_info(placement.mesh_info), placement.placement
     if placement is None:
         return granularity or elements(), dp
     if not isinstance(placement, (Shard, Granularity)):

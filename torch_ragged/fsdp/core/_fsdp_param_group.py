@@ -27,7 +27,8 @@ from torch_ragged.fsdp.core._group_state import ShardedState, moved
 from torch_ragged.fsdp.core._keeper import Keeper
 from torch_ragged.fsdp.core._memory_log import GroupMemory
 from torch_ragged.fsdp.core._shards import Shards
-from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
+from torch_ragged.fsdp.core._spmd_types import attributes_of, untyped
+from torch_ragged.fsdp.core._weight_gradient import ComputeParameter, allows_split_backward
 
 __all__ = ["FSDPParamGroup"]
 
@@ -110,7 +111,7 @@ class FSDPParamGroup:
         """Store this rank's shard of a parameter, and make the DTensor to register."""
         self.shards.store(index, found.distribution, found.value)
         sharded = nn.Parameter(self.shards.dtensor(index, found.distribution), requires_grad=found.value.requires_grad)
-        vars(sharded).update(vars(found.value))
+        vars(sharded).update(attributes_of(found.value))
         return FSDPParam(found.fqn, found.registered_names, found.distribution, sharded, requires_grad=sharded.requires_grad)
 
     def _init_unsharded_params(self) -> None:
@@ -126,7 +127,7 @@ class FSDPParamGroup:
     def _init_unsharded_param(self, index: int, param: FSDPParam, value: torch.Tensor) -> None:
         """Make an unsharded parameter of ``value``. Its gradients go to the gradient buffer."""
         has_gradients = self.param_dtype.is_floating_point or self.param_dtype.is_complex
-        if self._is_written_in_place(value):
+        if self._is_written_in_place(param, value):
             param.unsharded = compute = ComputeParameter(value)
             compute.gradient_target = self.gradients.target(index)
         else:
@@ -136,8 +137,9 @@ class FSDPParamGroup:
             if keeps_wide and not self.encoding.makes_params:
                 param.unsharded.grad_dtype = None  # The copy into the gradient buffer casts.
                 param.may_be_wide = not isinstance(param.unsharded, ComputeParameter)
-            param.unsharded.register_post_accumulate_grad_hook(self.gradients.hook(index))
+            self.gradients.register_hook(index)
         param.unsharded.requires_grad_(param.requires_grad)
+        param.distribution.annotate(param.unsharded)
 
     def plan_on_meta(self, params: list[FoundParam]) -> GroupPlan:
         """The plan of a group like this one, with ``params``, that trains on the meta device."""
@@ -160,11 +162,11 @@ class FSDPParamGroup:
                 "parameter in a buffer already: give the parameter a tensor type with this method before fully_shard"
             )
 
-    def _is_written_in_place(self, value: torch.Tensor) -> bool:
+    def _is_written_in_place(self, param: FSDPParam, value: torch.Tensor) -> bool:
         """Whether matmuls with ``value`` write its gradient into the buffer: if that costs less than one copy."""
-        is_matrix = not isinstance(value, DTensor) and value.ndim in (2, 3) and value.numel() >= SMALLEST_WRITTEN_IN_PLACE
+        is_matrix = value.ndim in (2, 3) and value.numel() >= SMALLEST_WRITTEN_IN_PLACE and value.is_floating_point()
         has_layout = self.encoding.computes_in_buffer and self.param_dtype == self.gradients.dtype
-        return is_matrix and has_layout and value.is_floating_point()
+        return is_matrix and has_layout and not param.distribution.reduces_gradient and allows_split_backward()
 
     @property
     def collectives(self) -> Collectives:
@@ -223,6 +225,7 @@ class FSDPParamGroup:
     def _move_to(self, state: ShardedState) -> None:
         self._sharded_state = moved(lambda: self.names, self._sharded_state, state)
 
+    @untyped
     def unshard(self, wait: bool = True) -> None:
         """Issue the all-gather, unless it was issued. If ``wait``, wait for it and register the unsharded parameters.
 
@@ -290,6 +293,7 @@ class FSDPParamGroup:
         """Whether an operation has changed a sharded parameter since its all-gather. Equal on all ranks, as operations are."""
         return self.is_gathered and self._gathered_versions != [param.sharded._version for param in self.params]
 
+    @untyped
     def reshard(self, keep: bool = False) -> None:
         """Free the unsharded parameters and register the sharded ones.
 
@@ -375,7 +379,7 @@ class FSDPParamGroup:
         for index, param in enumerate(self.params):
             unsharded = param.unsharded
             # Only a DTensor needs local_of(), which makes a new tensor of any other one.
-            is_intact = self.encoding.is_intact(param, local_of(unsharded) if param.distribution.is_dtensor else unsharded)
+            is_intact = self.encoding.is_intact(param, local_of(unsharded) if isinstance(unsharded, DTensor) else unsharded)
             if not is_intact:
                 param.view = self.encoding.compute_tensor(index)
                 unsharded.data = param.distribution.gathered(param.view)

@@ -14,7 +14,7 @@ It moves no data: its groups do.
 from __future__ import annotations
 
 import functools
-import warnings
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -24,141 +24,27 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_ragged._register._torch import backward_id, dynamo_disabled, dynamo_disabled_in_backward, profiler_range
-from torch_ragged.fsdp.core._backward_pass import BackwardPass
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
 from torch_ragged.fsdp.core._forward_order import Call, ForwardOrder
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._fsdp_state_context import FSDPStateContext
+from torch_ragged.fsdp.core._pipeline_state import PipelineState
+from torch_ragged.fsdp.core._roll_call import call_log_of, roll_call_of
+from torch_ragged.fsdp.core._spmd_types import untyped
 from torch_ragged.fsdp.core._tensors import map_tensors, tensors_in
-from torch_ragged.fsdp.core._used_params import used_anywhere
 
-__all__ = ["STATE", "FSDPState", "FSDPStateContext"]
+__all__ = ["STATE", "FSDPState", "state_of"]
 
 STATE = "_ragged_fsdp_state"
 """The attribute under which a module keeps its state."""
 
 
-class FSDPStateContext:
-    """The data that the states under one root share.
-
-    Each state has its own context until the root's first forward. From then on, all states under the root share one.
-
-    Attributes:
-        states: the states under the root, in the order of ``modules()``; the root's is the first.
-        is_initialized: whether the root has run its first forward.
-        order: the calls of the root's current or last forward.
-        last_order: the calls of the forward before it. Prefetching follows ``last_order``.
-        backward: the backward pass.
-    """
-
-    def __init__(self, states: list[FSDPState], is_initialized: bool) -> None:
-        self.states, self.is_initialized = states, is_initialized
-        self.order, self.last_order = ForwardOrder(), ForwardOrder()
-        self.backward = BackwardPass(self)
-
-    @property
-    def groups(self) -> list[FSDPParamGroup]:
-        return [group for state in self.states for group in state.groups]
-
-    @property
-    def all_states(self) -> list[FSDPState]:
-        """``states`` under FSDP2's name, which the pipeline schedules of torch 2.11 to 2.13 read."""
-        return self.states
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether the root is in its forward."""
-        return bool(self.states[0].calls)
-
-    def start_iteration(self) -> None:
-        """The root's forward begins."""
-        for state in self.states:
-            # An optimizer on another stream may still write to the shards that the next all-gathers read.
-            event, state.post_optim_event = state.post_optim_event, None
-            if event is not None:
-                event.wait()
-            state.refresh()
-        # Prefetching follows the last forward: all ranks have completed it, in the same order.
-        self.last_order, self.order = self.order, ForwardOrder()
-
-    def drop_unused_prefetches(self) -> None:
-        """After a forward without backward: reshard modules that were prefetched and did not run."""
-        # All ranks prefetch in the same order. So they have issued, and drop, the same all-gathers.
-        for state in self.states:
-            if state.comm.forget_gathering(state):
-                state.reshard()
-
-    # -- the end of backward ---------------------------------------------------------------------------------------
-
-    def root_post_backward(self) -> None:
-        """Autograd has reached the end of a backward pass."""
-        if self.states[0].finalizes_manually:
-            self.pause_backward()
-        else:
-            self.end_backward()
-
-    def pause_backward(self) -> None:
-        """A backward pass is over; others may follow before ``finalize_backward``."""
-        # Other ranks may have reached modules that backward did not reach here: take part in their collectives.
-        self.backward.finish_orders()
-        for state in self.states:
-            state.post_backward(is_last=True)
-        # Even if gradients were reduced: the next pass uses the same parameters, so resident ones stay.
-        self._mark_accumulating(True)
-        self.backward.pause()
-
-    def start_reductions(self) -> None:
-        """Reduce the gradients that no module's post-backward has reduced."""
-        self.backward.finish_orders()
-        # In the order of modules, not of gradients: autograd's order may differ between ranks.
-        for state in reversed(self.states):
-            state.post_backward(is_last=True)
-            state.reduce_gradients()
-
-    def end_backward(self) -> None:
-        """End a backward pass: reduce all other gradients, agree on unused parameters, set ``.grad``, reshard.
-
-        Collectives: the reductions not issued yet, and per mesh one all-reduce of a byte per parameter.
-        """
-        with profiler_range("root_post_backward_callback", self.states[0].fqn), self.backward.raised_on_error():
-            self.start_reductions()
-            # These groups do not set .grad now. Finish their reductions, too: none stays in flight after its backward.
-            for group in self.groups:
-                if group.gradients.keeps_shards:
-                    group.gradients.finish_reduction()
-            # Equal on all ranks, as are the collectives below: a group is reduced if pre-backward ran on any rank.
-            reduced = [group for group in self.groups if group.gradients.was_reduced]
-            for mesh in dict.fromkeys(group.dp.key for group in reduced):
-                members = [group for group in reduced if group.dp.key == mesh]
-                used = used_anywhere(members)
-                for group in members:
-                    group.finish_gradients([next(used) for _ in group.params])
-            self._mark_accumulating(not reduced and any(group.is_trainable for group in self.groups))
-            for state in self.states:
-                state.end_backward()
-            # Last: if anything above raises, the pass counts as one that raised, and its gradients are dropped.
-            self.backward.finish()
-
-    def _mark_accumulating(self, is_accumulating: bool) -> None:
-        for group in self.groups:
-            group.gradients.is_accumulating = is_accumulating
-
-    def drop_raised_backward(self) -> None:
-        """If the last backward raised, drop its gradients: the next pass must not add to them."""
-        if self.backward.has_raised and self.drop_backward():
-            warnings.warn(
-                "a backward pass raised: its gradients, and those accumulated without gradient sync, are dropped", stacklevel=2
-            )
-
-    def drop_backward(self) -> bool:
-        """Drop reductions in flight and gradients that are not in ``.grad`` yet; return whether there were any."""
-        self.backward.forget()
-        had_any = False
-        for state in self.states:
-            had_any |= state.drop_backward()
-        return had_any
+def state_of(module: nn.Module) -> FSDPState | None:
+    """The state of ``module`` itself, or None. A CheckpointWrapper would answer ``getattr`` for the module inside it."""
+    return module.__dict__.get(STATE)
 
 
-class FSDPState:
+class FSDPState(PipelineState):
     """The state of one module, or of several modules that share their groups, and the module hooks.
 
     Attributes:
@@ -168,6 +54,7 @@ class FSDPState:
         reduces_last_only: whether gradients stay unreduced until the root's ``is_last_backward`` (``ZERO1``).
         max_reductions: how many modules' reduce-scatters may be in flight.
         unshard_in_backward: whether backward needs the parameters.
+        is_optional: whether ranks may skip the module in forward. So are the modules inside an optional one.
         reduces_unused: whether a group without gradients on this rank takes part in collectives.
         forward_prefetch, backward_prefetch: the states to all-gather ahead; None: the next one.
     """
@@ -178,7 +65,9 @@ class FSDPState:
         groups: list[FSDPParamGroup],
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
+        is_optional: bool = False,
     ) -> None:
+        self.is_optional = is_optional
         self.modules, self.groups, self.mp_policy = tuple(modules), groups, mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
@@ -239,7 +128,7 @@ class FSDPState:
 
     def _lazy_init(self) -> None:
         """Make this module the root, as its forward runs first. All states under it share its context from now on."""
-        found = [getattr(module, STATE, None) for root in self.modules for module in root.modules()]
+        found = [state_of(module) for root in self.modules for module in root.modules()]
         states: list[FSDPState] = list(dict.fromkeys(state for state in found if state is not None))
         for state in states:
             if state.context.is_initialized:
@@ -259,9 +148,10 @@ class FSDPState:
                 state._owned_context = None
             if state.reshard_after_forward is None:
                 state.reshard_after_forward = True
+        context.log, context.roll_call = call_log_of(states), roll_call_of(self.modules, states)
         for name, module in (pair for root in self.modules for pair in root.named_modules()):
-            if hasattr(module, STATE):
-                getattr(module, STATE)._set_name(name or "root")
+            if own := state_of(module):
+                own._set_name(name or "root")
 
     def _set_name(self, fqn: str) -> None:
         """Set the name, unless another module of this state has set it."""
@@ -306,6 +196,7 @@ class FSDPState:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     @dynamo_disabled
+    @untyped
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.context.is_initialized:
             self._lazy_init()
@@ -314,6 +205,11 @@ class FSDPState:
             args, kwargs = _cast((args, kwargs), self.mp_policy.param_dtype)
         if self._in_backward and context.backward.is_running:  # Activation checkpointing recomputes this call.
             return args, kwargs
+        if self.is_optional and context.backward.is_running and not all(group.is_unsharded for group in self.groups):
+            raise RuntimeError(
+                f"{self.fqn} is optional and is recomputed in backward together with other modules, so that other ranks cannot "
+                "take part in its all-gather: checkpoint the optional module by itself"
+            )
         context.drop_raised_backward()
         if not context.backward.is_running:  # A forward inside backward belongs to the same iteration.
             if self.is_root:
@@ -322,6 +218,39 @@ class FSDPState:
                 self.refresh()
         if self.is_root:
             args, kwargs = self._to_device(args, kwargs)
+        self.enter_call(self._meet(is_exit=False)[0])
+        if torch.is_grad_enabled():
+            args, kwargs = self._watch_inputs(args, kwargs, self.calls[-1])
+        return args, kwargs
+
+    def _meet(self, is_exit: bool, stays_unsharded: bool = False) -> tuple[bool, bool]:
+        """Agree with other ranks on the next call, or the end of one.
+
+        Returns:
+            whether backward may reach the call, and ``stays_unsharded``: for an optional module, on any rank.
+
+        Raises:
+            RuntimeError: another rank calls another module, which is not optional.
+        """
+        context, own = self.context, (torch.is_grad_enabled(), stays_unsharded)
+        in_order = not context.backward.is_running and (self.is_root or context.in_forward)
+        if not in_order or context.log is None:
+            return own
+        if self.is_optional:
+            assert context.roll_call is not None
+            return context.roll_call.meet((self, is_exit), stays_unsharded)
+        # The end of other calls issues no collective.
+        if context.roll_call is not None and is_exit is self.is_root:
+            context.roll_call.meet(None)
+        if not is_exit:
+            context.log.add(self.fqn)
+        elif self.is_root:
+            context.log.finish()
+        return own
+
+    def enter_call(self, needs_backward: bool) -> None:
+        """A call begins, on this rank or, if the module is optional, on another one: unshard, and prefetch the next module."""
+        context = self.context
         call = Call(context.order if self.is_root or context.in_forward else None, self)
         self.calls.append(call)
         with profiler_range("pre_forward", self.fqn):
@@ -331,11 +260,22 @@ class FSDPState:
                 # After the wait for this module, whose all-gather must not be delayed by the next one's.
                 for neighbour in self._prefetch(self.forward_prefetch, context.last_order, call.position, step=1):
                     neighbour._must_refresh = True  # It may never be called.
-        if torch.is_grad_enabled():
+        if needs_backward:
             # Here and in backward: if backward raises here, this rank still knows that other ranks accumulate gradients.
             self._note_accumulation()
-            args, kwargs = self._watch_inputs(args, kwargs, call)
-        return args, kwargs
+            if self.is_optional and call.order is not None:
+                call.order.watch_entry(call.position)
+
+    def leave_call(self, needs_backward: bool, stays_unsharded: bool) -> None:
+        """The call of an optional module on another rank ends: reshard as that rank does."""
+        self._watch_optional_exit(self.calls.pop(), needs_backward)
+        if not stays_unsharded and (self.reshard_after_forward or not needs_backward):
+            self.reshard(keep=needs_backward)
+
+    def _watch_optional_exit(self, call: Call, needs_backward: bool) -> None:
+        # On all ranks, whether or not their backward reaches the call: their orders must have the same events.
+        if call.order is not None and needs_backward:
+            call.order.watch_exit(call.position)
 
     def _to_device(self, args: Any, kwargs: Any) -> Any:
         """The root's inputs on the device of its parameters. On the CPU they stay where they are, as with FSDP2."""
@@ -368,12 +308,18 @@ class FSDPState:
         """The next module with parameters in ``order``, if this forward has followed it up to here."""
         neighbour = position + step
         in_order = position >= 0 and 0 <= neighbour < len(order) and order[position] is self
-        while in_order and (not order[neighbour].groups or (order[neighbour] is self and len(self.modules) > 1)):
+        # In forward, an optional module may run on no rank.
+        while in_order and (
+            not order[neighbour].groups
+            or (order[neighbour] is self and len(self.modules) > 1)
+            or (order[neighbour].is_optional and step > 0)
+        ):
             neighbour += step
             in_order = 0 <= neighbour < len(order)
         return [order[neighbour]] if in_order else []
 
     @dynamo_disabled
+    @untyped
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Reshard after forward. If forward raised, this runs with None as output."""
         context = self.context
@@ -383,13 +329,19 @@ class FSDPState:
             output = _cast(output, self.mp_policy.output_dtype)
         if self._in_backward and context.backward.is_running:
             return output
-        call = self.calls.pop() if self.calls else Call(None, self)
         tensors, opaque = tensors_in(output)
         # If only a tensor inside an opaque output may reach backward, no hook would unshard again: stay unsharded.
-        needs_backward = torch.is_grad_enabled()
-        must_stay = needs_backward and not self._watch_outputs(tensors, context, call) and opaque
-        if any(group.holds(tensor) for group in self.groups for tensor in tensors):
-            must_stay = True  # The output is a parameter or a view of one.
+        must_stay = torch.is_grad_enabled() and opaque and not any(_has_history(tensor) for tensor in tensors)
+        # The same if the output is a parameter or a view of one.
+        must_stay |= any(group.holds(tensor) for group in self.groups for tensor in tensors)
+        needs_backward, has_raised = torch.is_grad_enabled(), output is None and sys.exc_info()[0] is not None
+        if not has_raised:  # Otherwise, other ranks do not wait for this one.
+            needs_backward, must_stay = self._meet(is_exit=True, stays_unsharded=must_stay)
+        call = self.calls.pop() if self.calls else Call(None, self)
+        if self.is_optional:
+            self._watch_optional_exit(call, needs_backward)
+        if torch.is_grad_enabled():
+            self._watch_outputs(tensors, context, call)
         # Modules that share their groups reshard once, after the last of them.
         self._still_to_run.discard(module)
         if self.is_root and not needs_backward:
@@ -410,17 +362,18 @@ class FSDPState:
         watched = [t for t in tensors_in((args, kwargs))[0] if t.requires_grad]
         if not watched:
             return args, kwargs
-        if call.order is not None:
+        if call.order is not None and not self.is_optional:
             call.order.watch_entry(call.position)
-        outputs = iter(_PostBackward.apply(self, call, *watched))
+        call.probe = self.probe()
+        outputs = iter(_PostBackward.apply(self, call, call.probe, *watched))
         return map_tensors(lambda t: next(outputs) if t.requires_grad else t, (args, kwargs))
 
-    def _watch_outputs(self, outputs: list[torch.Tensor], context: FSDPStateContext, call: Call) -> bool:
-        """Let pre-backward run when backward reaches an output; return whether it can reach one."""
-        watched = [t for t in outputs if t.requires_grad and not t.is_leaf]
+    def _watch_outputs(self, outputs: list[torch.Tensor], context: FSDPStateContext, call: Call) -> None:
+        """Let pre-backward run when backward reaches an output."""
+        watched = [tensor for tensor in outputs if _has_history(tensor)]
         if not watched:
-            return False
-        if call.order is not None:
+            return
+        if call.order is not None and not self.is_optional:
             call.order.watch_exit(call.position)
         # Hooks hold the context of this forward: the module may have another root when backward runs.
         for tensor in watched:
@@ -428,7 +381,6 @@ class FSDPState:
             base = tensor._base
             if base is not None and base.grad_fn is not None:  # An in-place operation on a view removes the first hook.
                 base.grad_fn.register_prehook(functools.partial(self._pre_backward_of_base, context, call))
-        return True
 
     @dynamo_disabled_in_backward
     def _pre_backward_of_base(self, context: FSDPStateContext, call: Call, gradients: Any) -> None:
@@ -436,12 +388,14 @@ class FSDPState:
             self._pre_backward(context, call, gradients)
 
     @dynamo_disabled_in_backward
+    @untyped
     def _pre_backward(self, context: FSDPStateContext, call: Call, gradients: Any) -> None:
         """Backward has reached an output of a call."""
         context.backward.start()
         if self._in_backward:
             return
         call.begun_in = backward_id()
+        self.check_split_backward(call)
         if call.order is not None:
             # First, take part for later calls that backward skips here: other ranks unshard and reduce for them now.
             context.backward.reach(call.order)
@@ -487,6 +441,7 @@ class FSDPState:
         self.unshard()
 
     @dynamo_disabled_in_backward
+    @untyped
     def _post_backward(self, call: Call) -> None:
         """Autograd has the gradients of all inputs of a call."""
         if self._in_backward:
@@ -510,6 +465,8 @@ class FSDPState:
     def reduce_gradients(self) -> None:
         """Issue the reduce-scatters of groups that backward has reached; or let their gradients accumulate."""
         groups = [group for group in self.groups if group.gradients.needs_reduction]
+        for group in groups:
+            group.gradients.collect_assigned()
         if self._accumulates:
             # Gradients accumulate in reduce_dtype: many passes in a narrow dtype would lose precision.
             for group in groups:
@@ -548,36 +505,14 @@ class FSDPState:
         dropped = [group.gradients.drop() for group in self.groups]
         return any(dropped)
 
-    # -- what pipeline schedules call ------------------------------------------------------------------------------
-    # The schedules of torch 2.11 to 2.13 reduce gradients by FSDP2's private names; those of 2.15 call public methods.
-
-    @property
-    def _state_ctx(self) -> FSDPStateContext:
-        return self.context
-
-    @property
-    def _comm_ctx(self) -> FSDPCommContext:
-        return self.comm
-
-    @property
-    def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
-        """Empty: :meth:`_root_post_backward_final_callback` reduces the gradients of all groups."""
-        return []
-
-    @property
-    def _fsdp_param_group(self) -> None:
-        """The same for torch 2.11, whose states have one group or none."""
-
-    def _root_post_backward_final_callback(self) -> None:
-        """Reduce the gradients that micro-batches have accumulated, set ``.grad`` and reshard."""
-        self.context.end_backward()
-
 
 class _PostBackward(torch.autograd.Function):
     """Identity on a module's inputs. Its backward runs when autograd has the gradients of all of them."""
 
     @staticmethod
-    def forward(ctx: Any, state: FSDPState, call: Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, state: FSDPState, call: Call, probe: torch.Tensor | None, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.state, ctx.call = state, call
         ctx.set_materialize_grads(False)  # An unused input has no gradient, not one of zeros.
         return inputs
@@ -587,7 +522,12 @@ class _PostBackward(torch.autograd.Function):
         if torch.is_grad_enabled():
             ctx.state.watch_gradients(gradients)
         ctx.state._post_backward(ctx.call)
-        return (None, None, *gradients)
+        return (None, None, None, *gradients)
+
+
+def _has_history(tensor: torch.Tensor) -> bool:
+    """Whether backward may reach ``tensor``."""
+    return tensor.requires_grad and not tensor.is_leaf
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

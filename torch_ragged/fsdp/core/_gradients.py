@@ -23,6 +23,7 @@ from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core._group_state import GradientState, moved
 from torch_ragged.fsdp.core._memory_log import GroupMemory
+from torch_ragged.fsdp.core._spmd_types import untyped
 from torch_ragged.fsdp.core._weight_gradient import GradientTarget
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
@@ -122,21 +123,31 @@ class GradientBuffers:
 
     # -- from autograd ---------------------------------------------------------------------------------------------
 
-    def hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        """A post-accumulate hook that copies a gradient into the buffer, and frees autograd's tensor."""
-        return functools.partial(_take, weakref.ref(self), index)  # Autograd's hooks are invisible to the garbage collector.
+    def register_hook(self, index: int) -> None:
+        """Register a post-accumulate hook that copies a gradient into the buffer, and frees autograd's tensor.
+
+        It stays the last one: hooks that the model registers on the unsharded parameter see the gradient.
+        """
+        unsharded = self._params[index].unsharded
+        # Autograd's hooks are invisible to the garbage collector.
+        own = unsharded.register_post_accumulate_grad_hook(functools.partial(_take, weakref.ref(self), index))
+        register = functools.partial(_register_before, weakref.ref(unsharded), own.id)
+        unsharded.register_post_accumulate_grad_hook = register  # type: ignore[method-assign]
 
     def _take(self, index: int, unsharded: torch.Tensor) -> None:
-        param = self._params[index]
         # Autograd's tensor is freed as soon as it is copied: at most one gradient exists outside of the buffer.
+        gradient = _popped_gradient(unsharded)
+        if gradient is not None:  # Otherwise there is none, or a matmul has written it into the buffer.
+            self._start_backward()  # It may drop gradients of an earlier pass, so this one is out of ``.grad`` before.
+            self._collect(index, gradient)
+
+    def _collect(self, index: int, gradient: torch.Tensor) -> None:
+        """Copy the gradient of a parameter into the buffer."""
+        param = self._params[index]
         with as_plain_tensors():
-            gradient, unsharded.grad = unsharded.grad, None
-            if gradient is None:  # There is no gradient, or a matmul has written it into the buffer.
-                return
             param.sync_requires_grad()
         if not param.requires_grad:  # It was frozen after forward.
             return
-        self._start_backward()
         has_graph = gradient.requires_grad
         if has_graph:  # create_graph=True: as with FSDP2, ``.grad`` itself has no graph.
             gradient = gradient.detach()
@@ -153,8 +164,18 @@ class GradientBuffers:
             view.add_(gradient)
         else:
             view.copy_(gradient)
-        del gradient
         self.done(index)
+
+    def collect_assigned(self) -> None:
+        """Collect gradients that a program has assigned to ``.grad`` of unsharded parameters.
+
+        No hook runs for them. Pipeline schedules that split backward in two (zero bubble) compute them by
+        ``torch.autograd.grad`` and assign them.
+        """
+        for index, param in enumerate(self._params):
+            gradient = _popped_gradient(param.unsharded)
+            if gradient is not None:
+                self._collect(index, gradient)
 
     def target(self, index: int) -> GradientTarget:
         """Where a matmul may write the gradient of a parameter."""
@@ -442,6 +463,7 @@ class GradientBuffers:
         self.needs_reduction = self.is_accumulating = False
         for param in self._params:
             param.has_gradient = param.was_used = False
+            param.unsharded.grad = None  # A program may have assigned it.
         # Other ranks take part in these collectives, so they must end here, too. Their input is freed after that.
         try:
             for work in in_flight:
@@ -452,7 +474,25 @@ class GradientBuffers:
         return had_any
 
 
+def _popped_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """``param.grad``, which is None afterwards."""
+    with as_plain_tensors():
+        gradient, param.grad = param.grad, None
+        return gradient
+
+
+def _register_before(param: weakref.ref[torch.Tensor], own: int, hook: Callable[[torch.Tensor], None]) -> Any:
+    """``param.register_post_accumulate_grad_hook(hook)``, before the hook with the id ``own``."""
+    tensor = param()
+    assert tensor is not None
+    handle = torch.Tensor.register_post_accumulate_grad_hook(tensor, hook)
+    hooks = tensor._post_accumulate_grad_hooks
+    hooks[own] = hooks.pop(own)  # Not move_to_end: autograd iterates over the dict below the OrderedDict.
+    return handle
+
+
 @dynamo_disabled_in_backward
+@untyped
 def _take(reference: weakref.ref[GradientBuffers], index: int, unsharded: torch.Tensor) -> None:
     buffers = reference()
     assert buffers is not None

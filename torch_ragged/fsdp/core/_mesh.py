@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,28 @@ from torch_ragged._register._torch import concatenate, flatten
 
 __all__ = ["DataParallelMesh", "device_of"]
 
+_CONTEXT_PARALLEL = ("cp", "context", "context_parallel")
+"""How programs name the mesh dimension of context parallelism."""
+
 
 def device_of(mesh: DeviceMesh) -> torch.device:
     """This rank's device in ``mesh``."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _warn_of_context_parallel(mesh: DeviceMesh) -> None:
+    """Warn if a 2-D mesh, which means HSDP, has a dimension that is named after context parallelism."""
+    names = mesh.mesh_dim_names or ()
+    context = [name for name in names if name in _CONTEXT_PARALLEL]
+    if len(names) == 2 and context:
+        warnings.warn(
+            f"fully_shard takes a 2-D mesh for HSDP: the ranks of dimension {names[0]!r} are replicas, and parameters are "
+            f"sharded over {names[1]!r} only. Context parallelism ({context[0]!r}) computes with whole parameters: to shard "
+            "them over both dimensions, flatten the mesh into one dimension",
+            stacklevel=4,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +96,16 @@ class DataParallelMesh:
         """
         DataParallelMesh.check(mesh, dims)
         if dims is None:
+            _warn_of_context_parallel(mesh)
             return DataParallelMesh(mesh, has_replicas=mesh.ndim == 2, has_shards=True)
         parts = [flatten(mesh[part]) for part in (dims.replicate_names, dims.shard_names) if part]
         return DataParallelMesh(concatenate(parts), bool(dims.replicate_names), bool(dims.shard_names), mesh, dims)
+
+    @staticmethod
+    def of_info(info: Any) -> DataParallelMesh:
+        """The shards and replicas of torch's ``mesh_info``, which one parameter may have for itself."""
+        dims = getattr(info, "dp_mesh_dims", None)  # Torch 2.11 has none.
+        return DataParallelMesh.of(info.mesh if dims is None else info.spmd_mesh, dims)
 
     # Cached: they stay known after destroy_process_group, when a report may still be asked for.
     @functools.cached_property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_ragged.fsdp.core._fsdp_state import FSDPStateContext
+from torch_ragged.fsdp.core._fsdp_state_context import FSDPStateContext
 
 __all__ = ["GradientReductionHandle"]
 

@@ -11,6 +11,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from torch_ragged.fsdp.core._spmd_types import annotated_as
+
 __all__ = ["map_tensors", "tensors_in"]
 
 _WITHOUT_TENSORS = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -19,7 +21,8 @@ _WITHOUT_TENSORS = (type(None), int, float, complex, str, bytes, torch.dtype, to
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Apply ``function`` to each tensor in ``value``: in pytree's containers, sets, packed sequences and dataclasses.
 
-    Containers in the result are new, of the same type. Other objects are not changed.
+    Containers in the result are new, of the same type. Other objects are not changed. A result has its tensor's annotation of
+    ``spmd_types``: ``function`` must not change values, but for their dtype.
     """
     return pytree.tree_map(lambda leaf: _map_leaf(function, leaf), value)
 
@@ -46,7 +49,7 @@ def _is_container(leaf: Any) -> bool:
 def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any, opaque: list[Any] | None = None) -> Any:
     """:func:`map_tensors` of a pytree leaf. Objects that are not changed, and may hold tensors, are appended to ``opaque``."""
     if isinstance(leaf, torch.Tensor):
-        return function(leaf)
+        return annotated_as(leaf, function(leaf))
     if not _is_container(leaf):
         if opaque is not None and not isinstance(leaf, _WITHOUT_TENSORS):
             opaque.append(leaf)

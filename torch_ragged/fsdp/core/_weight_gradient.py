@@ -21,6 +21,7 @@ Compiled code is left to torch: Dynamo traces through ``__torch_function__`` wit
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -30,15 +31,25 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from torch_ragged._register._torch import (
+    GradientUse,
     as_plain_tensors,
     functorch_is_active,
+    gradient_use,
     grouped_mm,
     is_autocast,
     unsafe_view,
-    will_run_node,
 )
 
-__all__ = ["ComputeParameter", "GradientTarget"]
+__all__ = ["ComputeParameter", "GradientTarget", "allows_split_backward"]
+
+
+def allows_split_backward() -> bool:
+    """Whether a pipeline schedule may split a backward through these matmuls, as zero-bubble schedules do.
+
+    Between the two passes, schedules before torch 2.13 keep only the Python objects of nodes. The node of a matmul here is a
+    Python function, and is freed then. So programs that have imported pipelines get plain parameters.
+    """
+    return torch.__version__ >= "2.13" or "torch.distributed.pipelining" not in sys.modules
 
 
 class GradientTarget(Protocol):
@@ -169,7 +180,7 @@ class _Product(torch.autograd.Function):
         with as_plain_tensors():
             multiply, add = (torch.mm, torch.Tensor.addmm_) if x.dim() == 2 else (torch.bmm, torch.Tensor.baddbmm_)
             of_weight, of_x = _weight_gradient(ctx, x, gradient, multiply, add), None
-            if needs[1]:
+            if _needs_input_gradient(ctx):
                 factor = weight if ctx.is_linear else weight.mT
                 is_transposed = x.stride() == (1, x.shape[0])  # Then torch returns a transposed gradient, too.
                 of_x = multiply(factor.mT, gradient.mT).mT if is_transposed else multiply(gradient, factor)
@@ -209,18 +220,21 @@ class _GroupedProduct(torch.autograd.Function):
                     part.addmm_(one, other)
 
             of_weight = _weight_gradient(ctx, x, gradient, multiply, add)
-            of_x = ctx.call(gradient, weight.mT, offs=offsets) if ctx.needs_input_grad[1] else None
+            of_x = ctx.call(gradient, weight.mT, offs=offsets) if _needs_input_gradient(ctx) else None
         return None, of_x, of_weight, None
 
 
 def _weight_gradient(
     ctx: Any, x: torch.Tensor, gradient: torch.Tensor, multiply: Callable[..., Any], add: Callable[..., Any]
 ) -> torch.Tensor | None:
-    """Write the gradient of ``ctx.weight`` to its target. If it has none, return the gradient.
+    """Write the gradient of ``ctx.weight`` to its target. If it has none, return the gradient, unless this pass needs none.
 
     If the weight is stored transposed, the gradient is computed transposed, as in the backward of ``mm``.
     """
-    weight, destination = ctx.weight, _destination(ctx)
+    use = _gradient_use(ctx)
+    if use is GradientUse.NONE:  # A pass for the gradients of inputs: a pipeline schedule computes this one later.
+        return None
+    weight, destination = ctx.weight, _destination(ctx) if use is GradientUse.ACCUMULATED else None
     rows, columns = (-1, -2) if ctx.is_linear else (-2, -1)  # in and out
     is_transposed = weight.stride(rows) == 1 and weight.stride(columns) == weight.shape[rows]
     if destination is None and multiply is torch.bmm:
@@ -245,11 +259,11 @@ def _destination(ctx: Any) -> tuple[torch.Tensor, bool, GradientTarget] | None:
     weight: _WeightView | ComputeParameter = ctx.weight
     parameter = weight.parameter
     target, is_whole = parameter.gradient_target, weight is parameter
-    if target is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or is_autocast():
+    if target is None or torch.is_grad_enabled() or is_autocast():
         return None
     if parameter._backward_hooks or not (is_whole or (weight._backward_hooks is None and not weight.retains_grad)):
         return None
-    if not _will_accumulate(ctx.next_functions[1][0]) or (begun := target.begin()) is None:
+    if (begun := target.begin()) is None:
         return None
     whole, holds_gradient = begun
     if whole.dtype != weight.dtype:
@@ -266,14 +280,24 @@ def _destination(ctx: Any) -> tuple[torch.Tensor, bool, GradientTarget] | None:
     return view, holds_gradient, target
 
 
-def _will_accumulate(node: Any) -> bool:
-    """Whether this backward accumulates a gradient in the parameter behind ``node``."""
-    while node.next_functions:
+def _needs_input_gradient(ctx: Any) -> bool:
+    """Whether this backward needs the gradient of the input. A pass for the gradients of weights only does not."""
+    if not ctx.needs_input_grad[1] or torch.compiler.is_compiling():
+        return ctx.needs_input_grad[1]
+    return gradient_use(ctx.next_functions[0][0]) is not GradientUse.NONE
+
+
+def _gradient_use(ctx: Any) -> GradientUse:
+    """What this backward does with the gradient of ``ctx.weight``, which may be a view of a parameter."""
+    if torch.compiler.is_compiling():
+        return GradientUse.RETURNED
+    node = ctx.next_functions[1][0]
+    use = of_weight = gradient_use(node)
+    while of_weight is not GradientUse.NONE and node.next_functions:
         node = node.next_functions[0][0]
-    try:
-        return will_run_node(node)
-    except RuntimeError:  # torch.autograd.grad wants this gradient for its caller.
-        return False
+        use = gradient_use(node)
+    # If torch.autograd.grad returns the gradient of a view, the parameter itself gets none.
+    return use if use is of_weight else GradientUse.RETURNED
 
 
 # -- which calls are products ------------------------------------------------------------------------------------------

@@ -1,0 +1,190 @@
+"""CallLog: the calls of sharded modules in a forward. All ranks must make the same calls, in the same order.
+
+Otherwise, the all-gather of one module meets that of another module on another rank: ranks would wait for each other for ever,
+or compute with wrong parameters. A log issues no collective. Ranks compare calls through the store of their process group, and
+only calls that are not those of the last forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from torch_ragged._register._torch import default_store
+
+__all__ = ["CallLog", "wait_for"]
+
+_SLICE = timedelta(seconds=2)
+"""After so long a wait, a rank looks whether other ranks have made other calls."""
+
+_PATIENCE = timedelta(seconds=10)
+"""How long a rank that has seen a difference waits for the reports of the others, so that its error names all ranks."""
+
+_END = "the end of the forward"
+_logs: weakref.WeakSet[CallLog] = weakref.WeakSet()
+_counts: defaultdict[tuple[int, tuple[int, ...]], itertools.count[int]] = defaultdict(itertools.count)
+
+
+class CallLog:
+    """The calls of one root's forward on this rank.
+
+    ::
+
+        last forward    root  a  b  c  end
+        rank 0          root  a  b              b is expected: rank 0 issues its all-gather, and waits
+        rank 1          root  a  c              c is not: rank 1 reports it in the store, and waits for all ranks to report it
+                                                after some seconds, both ranks read in the store that they differ, and raise
+
+    If all ranks report the same call, they go on, and expect the calls that followed it in the last forward.
+
+    Args:
+        ranks: the global ranks that must make the same calls.
+        timeout: how long a rank waits for the reports of the others.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
+        self._ranks, self._rank, self._timeout = tuple(ranks), dist.get_rank(), timeout
+        # The same number on all of these ranks, since they construct their roots in the same order.
+        number = next(_counts[self._rank, self._ranks])
+        name = f"torch_ragged/{'-'.join(map(str, self._ranks[:8]))}/{len(self._ranks)}/{number}"
+        self._default = default_store()
+        self._store = dist.PrefixStore(name, self._default)
+        self._forward = 0
+        self._calls: list[str] = []
+        self._last: list[str] = []
+        self._next = 0  # The position of the expected call in the last forward.
+        self._reported: tuple[int, int] | None = None
+        self._used: list[str] = []  # Keys of the last report, which no rank reads any more.
+
+    def start(self) -> None:
+        """A forward of the root begins."""
+        self._last, self._calls, self._next = self._calls, [], 0
+        self._forward += 1
+        _logs.add(self)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the process group of this log still exists."""
+        return dist.is_initialized() and default_store() is self._default
+
+    def add(self, call: str) -> None:
+        """A module is called. Without communication if the last forward had this call here.
+
+        Raises:
+            RuntimeError: another rank makes another call, or none within the timeout.
+        """
+        self._calls.append(call)
+        if self._next < len(self._last) and self._last[self._next] == call:
+            self._next += 1
+            return
+        self._agree(len(self._calls) - 1)
+        with contextlib.suppress(ValueError):
+            self._next = self._last.index(call, self._next) + 1
+
+    def finish(self) -> None:
+        """The forward of the root ends. Raises as :meth:`add` does."""
+        self.add(_END)
+
+    def check(self) -> None:
+        """This rank has waited for long: if another rank has reported a call that this rank did not make, raise.
+
+        Raises:
+            RuntimeError: ranks differ.
+        """
+        if not self._store.check(["report"]):
+            return
+        forward, position = map(int, self._store.get("report").decode().split())
+        calls = {self._forward: self._calls, self._forward - 1: self._last}.get(forward, [])
+        if position >= len(calls):  # This rank has not come to this call yet.
+            return
+        self._report(forward, position, calls[position])
+        if len(set(self._answers(forward, position).values())) < 2:
+            return
+        with contextlib.suppress(RuntimeError):  # The other ranks look into the store, too.
+            self._store.wait([self._key(forward, position, f"rank {rank}") for rank in self._ranks], _PATIENCE)
+        _logs.discard(self)  # Later waits, of other models, must not raise this again.
+        raise RuntimeError(_difference(self._answers(forward, position)))
+
+    def _agree(self, position: int) -> None:
+        """Return when all ranks have reported the call at ``position``."""
+        # Before the report, so that a rank that waits elsewhere finds it.
+        self._store.set("report", f"{self._forward} {position}")
+        self._report(self._forward, position, self._calls[position])
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            try:
+                self._store.wait([self._key(self._forward, position, "all")], _SLICE)
+                return
+            except RuntimeError as error:
+                self.check()
+                if time.monotonic() > deadline:
+                    answers = self._answers(self._forward, position)
+                    missing = [rank for rank in self._ranks if rank not in answers]
+                    raise RuntimeError(
+                        f"rank {self._rank} called {self._calls[position]} in forward, and ranks {missing} called no module "
+                        f"within {self._timeout.total_seconds():g} s: look at their errors"
+                    ) from error
+
+    def _report(self, forward: int, position: int, call: str) -> None:
+        if self._reported == (forward, position):
+            return
+        self._reported = (forward, position)
+        used, parts = self._used, (f"rank {self._rank}", f"call {call}", "all")
+        self._used = [self._key(forward, position, part) for part in parts]
+        own, count, everyone = self._used
+        self._store.set(own, call)
+        if self._store.add(count, 1) == len(self._ranks):
+            self._store.set(everyone, "")
+            # All ranks have reported this call, so none reads the last one's keys.
+            for key in used[1:]:
+                self._store.delete_key(key)
+        if used:
+            self._store.delete_key(used[0])
+
+    def _answers(self, forward: int, position: int) -> dict[int, str]:
+        """The calls that ranks have reported."""
+        keys = {rank: self._key(forward, position, f"rank {rank}") for rank in self._ranks}
+        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+
+    def _key(self, forward: int, position: int, part: str) -> str:
+        return f"{forward}/{position}/{part}"
+
+
+def _difference(answers: dict[int, str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, call in answers.items():
+        ranks.setdefault(call, []).append(rank)
+    called = "; ".join(
+        f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))}: {call}" for call, some in ranks.items()
+    )
+    return (
+        f"ranks called different modules in forward ({called}). All ranks must call the same fully_shard modules, in the same "
+        "order. If a rank may skip a module, such as a vision tower for a batch of text, shard it with "
+        "fully_shard(module, optional=True)"
+    )
+
+
+def wait_for(work: Any) -> None:
+    """``work.wait()`` for a collective of gloo. After some seconds, look whether ranks have made different calls.
+
+    Raises:
+        RuntimeError: they have; or the collective has failed.
+    """
+    while True:
+        try:
+            work.wait(_SLICE)
+            return
+        except RuntimeError:
+            if work.is_completed():  # The collective has failed; or it has ended just after the timeout.
+                work.wait()
+                return
+            for log in [log for log in _logs if log.is_current]:
+                log.check()

@@ -1,0 +1,49 @@
+"""BorrowedEncoding: on a mesh of one rank, the shards are the whole parameters. The model computes with them in place.
+
+It allocates nothing, unless parameters are cast, or copied from the CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import Replicate
+
+from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
+from torch_ragged.fsdp.core._encoding import Encoding
+from torch_ragged.fsdp.core._memory_log import MemoryLog
+from torch_ragged.fsdp.core._shards import Shards
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+
+__all__ = ["BorrowedEncoding"]
+
+
+class BorrowedEncoding(Encoding):
+    """Unsharded parameters that are views of the shards, at fixed addresses.
+
+    ::
+
+        shards     DBuffer Shard(0)       | a | b | c | padding |
+        buffer     DBuffer Replicate()    the same memory, if dtype and device are equal
+
+    Args:
+        shards: the shards of the group.
+    """
+
+    def __init__(self, layout: BufferLayout, rank: int, shards: Shards) -> None:
+        super().__init__(layout, rank)
+        self._shards, self._borrows = shards, False
+
+    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
+        flat = self._shards.buffer.flat
+        self._borrows = pool is None and (flat.dtype, flat.device) == (dtype, device)
+        if self._borrows:
+            self.buffer = DBuffer(self._layout, Replicate(), self._rank, dtype, device, borrowed=flat)
+        else:
+            super().make_buffers(dtype, device, pool, log)
+
+    def buffers(self) -> list[DBuffer]:
+        return [] if self._borrows else super().buffers()
+
+    def free(self, keeps_buffer: bool) -> None:
+        if not self._borrows:
+            super().free(keeps_buffer)

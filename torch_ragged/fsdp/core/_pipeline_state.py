@@ -1,0 +1,87 @@
+"""PipelineState: what the pipeline schedules of torch read and call of a state.
+
+The schedules of torch 2.11 to 2.13 reduce gradients by FSDP2's private names; those of 2.15 call methods of ``FSDPModule``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from torch_ragged._register._torch import GradientUse, gradient_use
+from torch_ragged.fsdp.core._comm_context import FSDPCommContext
+from torch_ragged.fsdp.core._forward_order import Call
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+
+__all__ = ["PipelineState"]
+
+
+class PipelineState:
+    """The part of :class:`FSDPState` that is for pipeline schedules. Attributes are those of ``FSDPState``."""
+
+    groups: list[FSDPParamGroup]
+    requires_gradient_sync: bool
+    is_last_backward: bool
+    finalizes_manually: bool
+    _probe: torch.Tensor | None = None
+
+    @property
+    def context(self) -> Any:
+        raise NotImplementedError
+
+    @property
+    def comm(self) -> FSDPCommContext:
+        raise NotImplementedError
+
+    @property
+    def _state_ctx(self) -> Any:
+        return self.context
+
+    @property
+    def _comm_ctx(self) -> FSDPCommContext:
+        return self.comm
+
+    @property
+    def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
+        """Empty: :meth:`_root_post_backward_final_callback` reduces the gradients of all groups."""
+        return []
+
+    @property
+    def _fsdp_param_group(self) -> None:
+        """The same for torch 2.11, whose states have one group or none."""
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce the gradients that micro-batches have accumulated, set ``.grad`` and reshard."""
+        self.context.end_backward()
+
+    def probe(self) -> torch.Tensor | None:
+        """A leaf without elements, an input of each call whose inputs have gradients. A pass for those alone leaves it out."""
+        if self._probe is None and self.groups:
+            with torch.inference_mode(False):
+                self._probe = torch.empty(0, device=self.groups[0].device, requires_grad=True)
+        return self._probe
+
+    def check_split_backward(self, call: Call) -> None:
+        """Raise if a pipeline schedule that splits backward would lose gradients of this module.
+
+        Such a schedule (zero bubble) looks up the registered parameters, computes the gradients of inputs, and later those of
+        the parameters that it has found. It does not find unsharded parameters if they are not registered before backward.
+
+        Raises:
+            RuntimeError: the parameters are sharded in a backward that computes the gradients of inputs only.
+        """
+        root = self.context.states[0]
+        is_pipeline = not self.requires_gradient_sync and (root.finalizes_manually or not root.is_last_backward)
+        if not is_pipeline or torch.is_grad_enabled() or call.probe is None:
+            return
+        if gradient_use(get_gradient_edge(call.probe).node) is not GradientUse.NONE:
+            return
+        for group in self.groups:
+            if group.is_trainable and not group.is_unsharded:
+                raise RuntimeError(
+                    f"{group.names} was resharded after forward, and this backward computes the gradients of inputs only: a "
+                    "pipeline schedule that computes the gradients of parameters later, such as ZBVZeroBubble, would lose "
+                    "them. Pass reshard_after_forward=False to fully_shard"
+                )

@@ -1,0 +1,147 @@
+"""RollCall: ranks agree on the next optional module, so that those that skip it take part in its collectives.
+
+It holds no parameters: states unshard and reshard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torch_ragged._register._torch import timeout_of
+from torch_ragged.fsdp.comm._call_log import CallLog
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._mesh import device_of
+
+__all__ = ["OptionalCall", "RollCall", "call_log_of", "roll_call_of"]
+
+
+class OptionalCall(Protocol):
+    """The members of a state that a roll call uses; the methods run on ranks that skip its module."""
+
+    modules: tuple[nn.Module, ...]
+    groups: list[FSDPParamGroup]
+    is_optional: bool
+
+    def enter_call(self, needs_backward: bool) -> object:
+        """Unshard, as pre-forward does."""
+
+    def leave_call(self, needs_backward: bool, stays_unsharded: bool) -> None:
+        """Reshard, as post-forward does."""
+
+
+class RollCall:
+    """The pre-forward and post-forward events of optional modules, and which of them runs next on any rank.
+
+    ::
+
+        rank 0 (images)  tower pre-forward   tower post-forward   layer pre-forward
+        rank 1 (text)    layer pre-forward   layer pre-forward    layer pre-forward
+        agreed           tower pre-forward   tower post-forward   layer pre-forward
+                         rank 1 takes part   rank 1 reshards      both unshard the layer
+
+    Before each event of an optional module, and before the pre-forward of each other module, ranks agree on the event that
+    comes first in the tree of modules. A rank with another event takes part in it, and asks again.
+
+    Args:
+        events: ``(state, is_exit)`` for each optional module: its pre-forward, the events inside it, its post-forward.
+        groups: the process groups that together connect all ranks.
+        device: the device of the all-reduce.
+    """
+
+    def __init__(
+        self, events: Sequence[tuple[OptionalCall, bool]], groups: Sequence[dist.ProcessGroup], device: torch.device
+    ) -> None:
+        self._events, self._groups, self._device = list(events), list(groups), device
+        self._index = {event: index for index, event in enumerate(self._events)}
+
+    def meet(self, event: tuple[OptionalCall, bool] | None, stays_unsharded: bool = False) -> tuple[bool, bool]:
+        """Return when ``event`` is next on all ranks that have it. ``None``: when no rank has an event of an optional module.
+
+        One all-reduce of 8 bytes per process group for each event that ranks agree on. The host waits for it.
+
+        Args:
+            stays_unsharded: whether this rank must not reshard at this post-forward.
+
+        Returns:
+            whether gradients are enabled, and whether the module stays unsharded, on any rank that has the event.
+        """
+        own = len(self._events) if event is None else self._index[event]
+        while True:
+            # The lowest number wins: the earliest event, and what at least one of the ranks that have it needs.
+            vote = torch.tensor(4 * own + 2 * (not torch.is_grad_enabled()) + (not stays_unsharded), device=self._device)
+            for group in self._groups:
+                dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
+            agreed, flags = divmod(int(vote), 4)
+            needs = (flags < 2, flags % 2 == 0)
+            if agreed == own:
+                return needs
+            state, is_exit = self._events[agreed]
+            if is_exit:
+                state.leave_call(*needs)
+            else:
+                state.enter_call(needs[0])
+
+
+def roll_call_of(modules: Sequence[nn.Module], states: Sequence[OptionalCall]) -> RollCall | None:
+    """The roll call of the optional modules inside ``modules``, the root's; None if there are none.
+
+    Modules with a state inside an optional module become optional, too.
+
+    Args:
+        states: the states under the root; the root's is the first.
+
+    Raises:
+        ValueError: the root is optional, or one state has several modules inside an optional module.
+    """
+    by_module = {module: state for state in states for module in state.modules}
+    events: list[tuple[OptionalCall, bool]] = []
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, is_optional: bool) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        state = by_module.get(module)
+        is_optional |= state is not None and state.is_optional
+        if state is not None and is_optional:
+            if len(state.modules) > 1:
+                names = ", ".join(type(each).__name__ for each in state.modules)
+                raise ValueError(f"the modules {names} are inside an optional module and have one group: shard them one by one")
+            state.is_optional = True
+            events.append((state, False))
+        for child in module.children():
+            visit(child, is_optional)
+        if state is not None and is_optional:
+            events.append((state, True))
+
+    if states[0].is_optional:
+        raise ValueError(
+            "the root, whose forward runs first, cannot be optional: all ranks must call it. Mark the modules inside it that a "
+            "rank may skip"
+        )
+    for module in modules:
+        visit(module, False)
+    if not events:
+        return None
+    groups = [group for state in states for group in state.groups]
+    pairs = [(group.dp.shard_group, group.dp.replicate_group) for group in groups]
+    connecting = list(dict.fromkeys(each for pair in pairs for each in pair if each is not None))
+    return RollCall(events, connecting, device_of(groups[0].dp.mesh))
+
+
+def call_log_of(states: Sequence[OptionalCall]) -> CallLog | None:
+    """The log of the calls under a root; None if there is one rank, or if the ranks are simulated."""
+    group = next((group for state in states for group in state.groups), None)
+    runs_on_meta = group is not None and group.device.type == "meta" and not group.is_meta
+    if group is None or runs_on_meta or group.dp.mesh.size() == 1:
+        return None
+    shard_group = group.dp.shard_group or group.dp.replicate_group
+    assert shard_group is not None
+    if dist.get_backend(shard_group) == "fake":
+        return None
+    return CallLog(sorted(group.dp.mesh.mesh.flatten().tolist()), timeout_of(shard_group, device_of(group.dp.mesh)))

@@ -1,0 +1,164 @@
+"""AnnotatedParam: a plain parameter with annotations of the package ``spmd_types``, which say how a model has distributed it.
+
+The package is never imported here before a program has imported it. Nothing here moves data.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torch_ragged.fsdp.core._errors import InvalidArgument
+from torch_ragged.fsdp.core._mesh import DataParallelMesh
+
+__all__ = ["AnnotatedParam", "annotated_as", "attributes_of", "is_annotated", "untyped"]
+
+_ATTRIBUTES = ("_local_type", "_partition_spec")
+"""Where ``spmd_types`` stores the annotation of a tensor."""
+
+
+def is_annotated(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is plain and has an annotation on a mesh axis of more than one rank."""
+    return not isinstance(tensor, DTensor) and bool(getattr(tensor, _ATTRIBUTES[0], None))
+
+
+def annotated_as(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """``result``, with the annotation of ``source``: it has the same values, perhaps in another dtype or on another device."""
+    if result is not source and hasattr(source, _ATTRIBUTES[0]):
+        vars(result).update({name: vars(source)[name] for name in _ATTRIBUTES if name in vars(source)})
+    return result
+
+
+def attributes_of(param: torch.Tensor) -> dict[str, Any]:
+    """The attributes that the user has given ``param``, without its annotation, which is one of plain tensors."""
+    return {name: value for name, value in vars(param).items() if name not in _ATTRIBUTES}
+
+
+def untyped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, in which ``spmd_types`` checks no types: FSDP's own operations are no part of the model."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        spmd = sys.modules.get("spmd_types")
+        if spmd is None or not spmd.is_type_checking():
+            return function(*args, **kwargs)
+        with spmd.no_typecheck():
+            return function(*args, **kwargs)
+
+    return call
+
+
+class AnnotatedParam:
+    """The annotation of one parameter, as DTensor placements on the whole mesh.
+
+    An annotation gives each mesh axis a type. Between uses, the parameter is a DTensor; the model computes with a plain tensor
+    of the same annotation:
+
+    ====================  ===========================  ==================================================
+    type                  placement of the parameter   placement of its gradient
+    ====================  ===========================  ==================================================
+    ``R``                 ``Replicate()``              ``Partial()``: each rank has its own contribution
+    ``I``                 ``Replicate()``              ``Replicate()``: the model has reduced it
+    ``S(d)``              ``Shard(d)``                 ``Shard(d)``
+    ====================  ===========================  ==================================================
+
+    Axes of data parallelism are ``R``, or are not annotated. One annotated axis may span several data-parallel dimensions.
+
+    Args:
+        fqn: the parameter's name, for errors.
+        param: a plain tensor with an annotation.
+        dp: has the whole mesh.
+
+    Attributes:
+        value: ``param`` as a DTensor on the whole mesh. It shares memory with ``param``.
+        gradient_placements: of the plain gradients that autograd computes.
+
+    Raises:
+        ValueError: ``dp`` has no whole mesh; a data-parallel axis is not ``R``; an axis of model parallelism has no annotation
+            or one without a placement (``V``, ``P``); an annotated axis is not in the mesh; or several axes cut one dimension,
+            and not in the order of the mesh.
+
+    No communication.
+    """
+
+    def __init__(self, fqn: str, param: torch.Tensor, dp: DataParallelMesh) -> None:
+        import spmd_types as spmd
+
+        self._types, self._partition_spec = dict(spmd.get_local_type(param)), spmd.get_partition_spec(param)
+        if dp.spmd is None:
+            raise InvalidArgument(
+                f"{fqn} has spmd_types annotations {self._types}, but no whole mesh was given: call fully_shard with the mesh "
+                "of all data- and model-parallel dimensions, and with dp_mesh_dims=DataParallelMeshDims(...)"
+            )
+        axes = [spmd.MeshAxis.of(dp.spmd.get_group(dim)) for dim in range(dp.spmd.ndim)]
+        sharded = _sharded_axes(spmd, self._partition_spec, axes, fqn)
+        types = _types_on(axes, dp.spmd_dims, {**self._types, **sharded}, fqn)
+        for axis in spmd.current_mesh() or axes:  # The checker needs a type on each axis; data-parallel ones may lack it.
+            if axis.size() > 1 and not any(axis <= known for known in self._types):
+                self._types[axis] = spmd.R
+        try:
+            placements = [spmd.spmd_type_to_dtensor_placement(each) for each in types]
+            self.gradient_placements = [spmd.spmd_type_to_dtensor_placement(each.backward_type()) for each in types]
+        except ValueError as error:
+            raise InvalidArgument(f"{fqn} is annotated {types} on the mesh {dp.spmd}: expected R, I or S(d)") from error
+        self.value = DTensor.from_local(param.detach(), dp.spmd, placements, run_check=False)
+
+    def annotate(self, tensor: torch.Tensor) -> None:
+        """Give ``tensor``, the plain unsharded parameter, the annotation."""
+        import spmd_types as spmd
+
+        spmd.assert_type(tensor, self._types, partition_spec=self._partition_spec)
+
+    def gradient(self, gradient: torch.Tensor) -> DTensor:
+        """A plain gradient, as the DTensor that it is by its type."""
+        mesh = self.value.device_mesh
+        return DTensor.from_local(gradient, mesh, self.gradient_placements, run_check=False)
+
+
+def _sharded_axes(spmd: Any, partition_spec: Any, axes: list[Any], fqn: str) -> dict[Any, Any]:
+    """The axes that cut the tensor, with ``S(d)``. Locally they are ``V``: the partition spec tells the dimension.
+
+    Raises:
+        ValueError: several axes cut one dimension in another order than that of the mesh, which a DTensor has.
+    """
+    sharded: dict[Any, Any] = {}
+    for dim, entry in enumerate(partition_spec or ()):
+        found = [spmd.normalize_axis(axis) for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis is not None]
+        positions = [axes.index(axis) for axis in found if axis in axes]
+        if positions != sorted(positions):
+            raise InvalidArgument(
+                f"{fqn} is annotated {partition_spec}, which cuts dimension {dim} by {found}: name these axes in the order "
+                f"of the mesh, {axes}"
+            )
+        sharded.update(dict.fromkeys(found, spmd.S(dim)))
+    return sharded
+
+
+def _types_on(axes: list[Any], data_dims: list[int], types: dict[Any, Any], fqn: str) -> list[Any]:
+    """The type on each of ``axes``, the dimensions of the whole mesh.
+
+    Raises:
+        ValueError: as in :class:`AnnotatedParam`.
+    """
+    import spmd_types as spmd
+    from spmd_types._mesh_axis import flatten_axes
+
+    region = flatten_axes(tuple(axes[dim] for dim in data_dims))  # An annotated axis may be several mesh dimensions, or a part.
+    model = [axis for dim, axis in enumerate(axes) if dim not in data_dims]
+    for axis, given in types.items():
+        if axis <= region:
+            if given is not spmd.R:
+                raise InvalidArgument(
+                    f"{fqn} is annotated {given} on the data-parallel axis {axis}: annotate it R, FSDP reduces its gradient"
+                )
+        elif axis not in model:
+            raise InvalidArgument(f"{fqn} is annotated {given} on the axis {axis}, which is no dimension of the mesh {axes}")
+    missing = [axis for axis in model if axis.size() > 1 and axis not in types]
+    if missing:
+        raise InvalidArgument(f"{fqn} is annotated {types}, but not on {missing}: annotate it on all axes of model parallelism")
+    return [spmd.R if dim in data_dims else types.get(axis, spmd.R) for dim, axis in enumerate(axes)]
