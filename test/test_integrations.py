@@ -9,6 +9,7 @@ import torch.distributed.fsdp
 from common import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 from torch_ragged import RaggedShard
 from torch_ragged.fsdp import FSDPModule, buffer_layouts, rows
@@ -55,10 +56,28 @@ def shard_by_the_program():
             (layout,) = buffer_layouts(model).values()
             assert layout.tensors[0].block == 3 * 8, layout
             assert program.fully_shard.state(model) is not None
+            assert TORCHS[0].state(model) is not None  # Other libraries hold torch's own function.
         assert installation.calls == 2
     model = program.early(nn.Linear(8, 8), mesh=mesh)
     found.append((isinstance(model, FSDPModule), isinstance(model.weight.placements[0], RaggedShard)))
     return found
+
+
+def shard_with_placements_of_the_program():
+    """The program shards dimension 1 of weights, and biases on a mesh of their own; the user wants whole rows of weights."""
+    program, mesh = load_program(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    own_mesh = types.SimpleNamespace(mesh=mesh["b"])
+
+    def placement_fn(param):
+        return Shard(1) if param.ndim == 2 else types.SimpleNamespace(placement=Shard(0), mesh_info=own_mesh)
+
+    def policy(fqn, param):
+        return rows(3) if param.ndim == 2 or fqn == "1.bias" else None
+
+    with installed(orig_param_policy=policy):
+        model = program.late(nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 6)), mesh=mesh["a"], shard_placement_fn=placement_fn)
+    model(torch.ones(2, 8)).sum().backward()
+    return [(name, type(p.placements[0]).__name__, p.device_mesh.mesh_dim_names) for name, p in model.named_parameters()]
 
 
 class InstallTest(unittest.TestCase):
@@ -76,6 +95,12 @@ class InstallTest(unittest.TestCase):
             text = "torch_ragged.fsdp.fully_shard with reshard_after_forward in place of torch's, called 0 times"
             self.assertEqual(str(installation), f"{text}. Names replaced:\n    {names}")
         self.assertEqual(str(installation), f"{text}, uninstalled. Names replaced:\n    {names}")
+
+    def test_a_granularity_replaces_the_programs_placement_and_keeps_its_mesh(self):
+        for found in run_ranks(4, shard_with_placements_of_the_program):
+            weights = [(f"{index}.weight", "RaggedShard", ("a",)) for index in range(2)]
+            biases = [("0.bias", "Shard", ("b",)), ("1.bias", "RaggedShard", ("b",))]
+            self.assertEqual(sorted(found), sorted(weights + biases))
 
     def test_uninstalling_restores_each_name(self):
         program = load_program(self)

@@ -4,6 +4,11 @@ Nothing is imported before it is used: ``import torch_ragged.integrations`` impo
 
 ==================  ==============================================================================
 ``installed()``     any program that calls torch's ``fully_shard``: ours is called in its place
+``accelerate``      ``use()``: ``Accelerator.prepare`` shards with ours, and wrong use is refused
+``transformers``    ``from_pretrained()`` into shards, and ``checkpoint_callback()`` for ``Trainer``
+``torchao``         ``optimizer_blocks()``: the blocks of its low-bit optimizers stay whole
+``trl``             ``StreamedWeights``: weights go to an inference server by ``transfer.stream()``
+``verl``            ``register()``: an engine with ragged shards
 ==================  ==============================================================================
 """
 

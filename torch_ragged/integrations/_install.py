@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,6 +53,11 @@ class Installation:
         @functools.wraps(_torch_fully_shard)
         def stand_in(module: Any, **arguments: Any) -> Any:
             self.calls += 1
+            placement_fn, policy = arguments.get("shard_placement_fn"), self.options.get("orig_param_policy")
+            if placement_fn is not None and policy is not None:
+                merged = _MergedPlacements(placement_fn, policy)
+                arguments |= {"shard_placement_fn": merged.placement}
+                return fully_shard(module, **{**arguments, **self.options, "orig_param_policy": merged.granularity})
             return fully_shard(module, **{**arguments, **self.options})
 
         def state(module: Any) -> Any:
@@ -71,12 +77,34 @@ class Installation:
             _replace([self.function], _active[-1].function if _active else _torch_fully_shard)
 
 
+class _MergedPlacements:
+    """A program's ``shard_placement_fn`` and the user's ``orig_param_policy``. ``fully_shard`` asks for the granularity first.
+
+    The user's granularity replaces the program's ``Shard``. The mesh that the program names for a parameter stays.
+    """
+
+    def __init__(self, placement_fn: Callable[[Any], Any], policy: Callable[[str, Any], Any]) -> None:
+        self._placement_fn, self._policy = placement_fn, policy
+        self._granularity: Any = None
+
+    def granularity(self, fqn: str, param: Any) -> Any:
+        self._granularity = self._policy(fqn, param)
+        return self._granularity
+
+    def placement(self, param: Any) -> Any:
+        placement = self._placement_fn(param)
+        if self._granularity is None:
+            return placement
+        mesh_info = getattr(placement, "mesh_info", None)
+        return None if mesh_info is None else types.SimpleNamespace(placement=None, mesh_info=mesh_info)
+
+
 def _replace(functions: list[Any], function: Any) -> list[str]:
     """Give every name of one of ``functions`` in a loaded module to ``function``; returns these names."""
     names = []
     for module_name, module in list(sys.modules.items()):
-        # torch defines its function in a private module, and this module has it for uninstall().
-        if module_name.startswith("torch.distributed.fsdp._") or module_name == __name__:
+        # torch defines its function in a private module. This package registers its states under torch's function.
+        if module_name.startswith("torch.distributed.fsdp._") or module_name.partition(".")[0] == "torch_ragged":
             continue
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if any(value is each for each in functions):
@@ -95,7 +123,8 @@ def install(**options: Any) -> Installation:
     Args:
         options: of :func:`torch_ragged.fsdp.fully_shard`, but for ``module`` and ``mesh``. Each replaces what the program
             passes under this name. torch's function does not have ``orig_param_policy`` and ``placements``. If the program
-            passes a ``shard_placement_fn`` that contradicts your ``orig_param_policy``, pass ``shard_placement_fn=None``.
+            passes a ``shard_placement_fn``, the granularities of your ``orig_param_policy`` replace its placements, and the
+            meshes that it names for parameters stay.
 
     Returns:
         the installation; its ``uninstall()`` undoes it.
