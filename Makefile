@@ -7,9 +7,11 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.torch_ragged
 OUT ?= out
 VENVS ?= $(OUT)/venvs
+CLIENTS ?= $(OUT)/clients/venvs
+PROGRAMS = pipelining accelerate transformers peft lightning trl torchao
 TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 
-.PHONY: demo test test-all patches upstream matrix lint clean
+.PHONY: demo test test-all patches upstream matrix clients lint clean
 demo: $(READY)
 	rm -rf $(OUT)/checkpoint
 	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
@@ -32,6 +34,25 @@ upstream: $(READY)
 # The test suite on several versions of torch, and docs/compatibility.md: VENVS=path has their environments, or gets them.
 matrix: $(READY)
 	$(BIN)/python upstream/matrix.py --venvs $(VENVS) --json $(OUT)/matrix.json --write
+
+# Trains programs of others with FSDP2 and with ours, each in an environment with its released version, and writes
+# docs/integrations/tested.md. It installs about 7 GB; CLIENTS=path has the environments, or gets them.
+clients: $(CLIENTS)/programs/.ready $(CLIENTS)/torchtitan/.ready $(CLIENTS)/verl/.ready
+	$(CLIENTS)/programs/bin/python test/clients/run.py $(PROGRAMS) --json $(OUT)/clients/1.json || true
+	$(CLIENTS)/torchtitan/bin/python test/clients/run.py torchtitan --json $(OUT)/clients/2.json || true
+	$(CLIENTS)/verl/bin/python test/clients/run.py verl --json $(OUT)/clients/3.json || true
+	$(CLIENTS)/programs/bin/python test/clients/run.py --table $(OUT)/clients/[123].json
+	for program in programs torchtitan verl; do \
+		OMP_NUM_THREADS=1 $(CLIENTS)/$$program/bin/python -m pytest -q test/test_integrations*.py || exit 1; done
+
+$(CLIENTS)/programs/.ready: test/clients/requirements.txt
+$(CLIENTS)/torchtitan/.ready: test/clients/requirements-torchtitan.txt
+$(CLIENTS)/verl/.ready: test/clients/requirements-verl.txt
+$(CLIENTS)/%/.ready:
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -r $<
+	$(@D)/bin/python -m pip install -e ".[test]"
+	touch $@
 
 lint: $(READY)
 	$(BIN)/python -m ruff check .
