@@ -42,6 +42,11 @@ class Atom(NamedTuple):
     source: tuple[Part, ...]
     target: tuple[Part, ...]
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements are one stretch of memory on both ends."""
+        return all(len(parts) == 1 and parts[0].is_contiguous for parts in (self.source, self.target))
+
 
 class Shared(NamedTuple):
     """A box that two local tensors have in common: its sizes, and offset and strides in both."""

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-__all__ = ["Handle", "in_background"]
+__all__ = ["Handle", "in_background", "in_turn"]
 
 _workers: weakref.WeakKeyDictionary[dist.ProcessGroup, ThreadPoolExecutor] = weakref.WeakKeyDictionary()
 
@@ -37,6 +37,13 @@ class Handle:
     def is_completed(self) -> bool:
         """Whether :meth:`wait` would return, or raise, at once."""
         return self._future.done()
+
+
+def in_turn(group: dist.ProcessGroup, work: Callable[[], None]) -> None:
+    """Do ``work`` after the earlier works of ``group`` in the background, on this thread."""
+    if group in _workers:
+        _workers[group].submit(lambda: None).result()
+    work()
 
 
 def in_background(group: dist.ProcessGroup, device: torch.device, work: Callable[[], None]) -> Handle:

@@ -15,7 +15,7 @@ from torch_ragged.placement_types import cuts_of
 from torch_ragged.transfer._engine_layout import EngineLayout, EngineSide
 from torch_ragged.transfer._sides import Side, Spec, TensorSide, specs_of
 
-__all__ = ["check_apart", "checked_shapes", "completed", "flat_of", "local_tensors", "side_of"]
+__all__ = ["check_memory", "checked_shapes", "completed", "flat_of", "local_tensors", "side_of"]
 
 
 def side_of(given: object, name: str) -> Side | None:
@@ -185,8 +185,11 @@ def _flat(local: torch.Tensor, what: str, is_written: bool) -> torch.Tensor:
     return local.detach().contiguous().view(-1)
 
 
-def check_apart(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
-    """Raise ``ValueError`` if a source and a target share memory."""
+def check_memory(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Raise ``ValueError`` if a source and a target share memory, or one is not on the device of the messages."""
+    for name, tensor in (*source.items(), *target.items()):
+        if tensor.device.type != device.type:
+            raise ValueError(f"run(): {name} is on {tensor.device}, and this group's messages are on {device}: move it there")
     intervals = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, which, name)
         for which, side in enumerate((source, target))
@@ -194,12 +197,12 @@ def check_apart(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.T
         if tensor.numel() and not isinstance(tensor, DTensor)
     )
     furthest: list[tuple[str, int, str]] = [("", 0, ""), ("", 0, "")]
-    for device, start, stop, which, name in intervals:
-        other_device, other_stop, other = furthest[1 - which]
-        if other_device == device and start < other_stop:
+    for where, start, stop, which, name in intervals:
+        other_where, other_stop, other = furthest[1 - which]
+        if other_where == where and start < other_stop:
             names = (name, other) if which == 0 else (other, name)
             raise ValueError(
                 "run(): {} of the source and {} of the target share memory: give a target of its own".format(*names)
             )
-        if furthest[which][0] != device or stop > furthest[which][1]:
-            furthest[which] = (device, stop, name)
+        if furthest[which][0] != where or stop > furthest[which][1]:
+            furthest[which] = (where, stop, name)

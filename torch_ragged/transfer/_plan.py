@@ -16,14 +16,14 @@ from torch_ragged._agreement import agree
 from torch_ragged._groups import group_of
 from torch_ragged._register._torch import timeout_of
 from torch_ragged.transfer._atoms import Atom
-from torch_ragged.transfer._background import Handle, in_background
+from torch_ragged.transfer._background import Handle, in_background, in_turn
 from torch_ragged.transfer._changes import Candidate, Changes, Delta
-from torch_ragged.transfer._check import check_apart, checked_shapes, completed, flat_of, local_tensors, side_of
+from torch_ragged.transfer._check import check_memory, checked_shapes, completed, flat_of, local_tensors, side_of
 from torch_ragged.transfer._engine_layout import EngineLayout
 from torch_ragged.transfer._execution import Execution
 from torch_ragged.transfer._rounds import Slice, rounds_of, slices_of
 from torch_ragged.transfer._sides import Side, Spec, TensorSide
-from torch_ragged.transfer._watch import Watch
+from torch_ragged.transfer._watch import Watch, end_messages
 
 __all__ = ["Plan", "plan"]
 
@@ -196,8 +196,9 @@ class Plan:
                 the timeout. The source is unchanged, and the target is not complete.
             RuntimeError: an earlier run of this plan has failed on its way.
 
-        Collectives: an all-reduce of 24 bytes; reductions of a Partial; then one or two all-to-alls per round. With ``delta``,
-        also an all-to-all of one byte per atom and an all-reduce of one byte per round.
+        Collectives: two all-reduces of 8 bytes, one of 24 bytes, reductions of a Partial, and messages between pairs of ranks:
+        per round one for all small parts, and one for each part of 64 KiB or more that is contiguous on both ends. With
+        ``delta``, also an all-to-all of one byte per atom.
         """
         if self._has_failed:  # On all ranks. Collectives of the failed run may still be in flight on the group.
             raise RuntimeError("a run of this plan has failed, and its process group is not usable: make the plan anew")
@@ -207,17 +208,16 @@ class Plan:
             if delta not in (None, "version", "checksum"):
                 raise ValueError(f'run(delta=) takes None, "version" or "checksum", got {delta!r}')
             given = [local_tensors(source, self.source, "source"), local_tensors(target, self.target, "target")]
-            check_apart(given[0], given[1])
+            check_memory(given[0], given[1], self._device)
             if async_op and any(isinstance(tensor, DTensor) for tensor in given[0].values()):
                 raise ValueError("run(async_op=True) cannot reduce a Partial in the background: redistribute the source first")
         except (TypeError, ValueError) as error:
             problem = error
         self._runs += 1
         run = functools.partial(self._run, given[0], given[1], problem, delta, f"{self._number}/{self._runs}")
-        handle = in_background(self._group, self._device, run)
         if async_op:
-            return handle
-        handle.wait()
+            return in_background(self._group, self._device, run)
+        in_turn(self._group, run)
         return None
 
     def forget(self) -> None:
@@ -233,24 +233,26 @@ class Plan:
         key: str,
     ) -> None:
         watch = Watch(self.ranks, f"{self._group.group_name}/{key}", self._timeout, self._device)
-        execution = Execution(self._slices, self._rounds, {}, target, self._group, self._device, watch, self._passes_on)
+        execution = Execution(self._slices, self._rounds, {}, target, self._group, self._device, watch)
         try:
             with torch.no_grad():
                 fine = torch.tensor([problem is None], dtype=torch.int64, device=self._device)
-                watch.wait(dist.all_reduce(fine, dist.ReduceOp.MIN, self._group, async_op=True))
+                watch.wait([dist.all_reduce(fine, dist.ReduceOp.MIN, self._group, async_op=True)])
                 if fine.item():
                     self.is_complete = False
                     execution.source = {name: self._reduced(name, tensor) for name, tensor in source.items()}
                     if delta is not None:
-                        execution.travels, execution.active = self._travelling(execution.source, delta, watch)
+                        execution.travels = self._travelling(execution.source, delta, watch)
                     execution.run()
                     # A rank whose run is complete waits for the others: all ranks succeed, or all raise.
-                    watch.wait(dist.all_reduce(fine, dist.ReduceOp.MIN, self._group, async_op=True))
+                    watch.wait([dist.all_reduce(fine, dist.ReduceOp.MIN, self._group, async_op=True)])
         except Exception as error:
             self._has_failed = True
             _counts["failures"] += 1
             self._changes.forget()
-            raise watch.failed(error, "Plan.run()", execution.on_their_way) from error
+            failure = watch.failed(error, "Plan.run()", execution.on_their_way)
+            end_messages(self._group, self._device)
+            raise failure from error
         self.last_sent_bytes, self.last_peak_bytes = execution.sent_bytes, execution.peak_bytes
         agree([self._group], self._device, "Plan.run()", f"{delta=}", problem)
         self._changes.commit()
@@ -265,10 +267,8 @@ class Plan:
         reduced = tensor.redistribute(placements=spec.placements)
         return flat_of(reduced, spec, f"run(source=): {name}", is_written=False)
 
-    def _travelling(
-        self, source: Mapping[str, torch.Tensor], delta: Delta, watch: Watch
-    ) -> tuple[Callable[[int, Atom], bool], list[bool]]:
-        """Which atoms travel, as their senders say, and which rounds have any."""
+    def _travelling(self, source: Mapping[str, torch.Tensor], delta: Delta, watch: Watch) -> Callable[[int, Atom], bool]:
+        """Whether an atom travels, as its sender says."""
         atoms = [(i, atom) for round_ in self._rounds for i in round_ for atom in self._slices[i].atoms]
         sent = [(i, atom) for i, atom in atoms if atom.sender == self._rank]
         candidates = [
@@ -285,17 +285,10 @@ class Plan:
         )
         receives = sends.new_empty(sum(map(len, inbox)))
         splits = [[len(part) for part in box] for box in (inbox, outbox)]
-        watch.wait(dist.all_to_all_single(receives, sends, splits[0], splits[1], group=self._group, async_op=True))
+        watch.wait([dist.all_to_all_single(receives, sends, splits[0], splits[1], group=self._group, async_op=True)])
         for (i, atom), changed in zip((letter for part in inbox for letter in part), receives.tolist()):
             travels[i, id(atom)] = bool(changed)
-        has_any = [any(travels[i, id(atom)] for i in round_ for atom in self._slices[i].atoms) for round_ in self._rounds]
-        active = torch.tensor(has_any, dtype=torch.uint8, device=self._device)
-        watch.wait(dist.all_reduce(active, dist.ReduceOp.MAX, self._group, async_op=True))
-        return (lambda i, atom: travels[i, id(atom)]), [bool(each) for each in active.tolist()]
-
-    @property
-    def _passes_on(self) -> bool:
-        return len(self.target.ranks) > len(self.source.ranks)
+        return lambda i, atom: travels[i, id(atom)]
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -20,17 +20,27 @@ from torch_ragged.transfer._sides import Side
 __all__ = ["Slice", "rounds_of", "slices_of", "wire_dtype"]
 
 
+_STRAIGHT_BYTES = 1 << 16
+"""From this size on, a message of its own costs less than packing and unpacking."""
+
+
 class Slice(NamedTuple):
     """A tensor, or a window of a large one, as one rank sees it.
 
-    ``dtype`` is that of the elements on their way. ``staging`` is the bytes that the rank needs for buffers.
+    ``dtype`` is that of the elements on their way. ``casts`` is whether the source or the target has another one.
+    ``staging`` is the bytes that the rank needs for buffers.
     """
 
     name: str
     dtype: torch.dtype
     atoms: tuple[Atom, ...]
     copies: tuple[Copy, ...]
+    casts: bool
     staging: int
+
+    def goes_straight(self, atom: Atom) -> bool:
+        """Whether an atom travels from local tensor to local tensor without buffers. Equal on all its ranks."""
+        return not self.casts and atom.numel * self.dtype.itemsize >= _STRAIGHT_BYTES and atom.is_contiguous
 
 
 def wire_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
@@ -69,9 +79,9 @@ def slices_of(
             key: object = (source.geometry(name), target.geometry(name), window)
             if key not in known:
                 known[key] = atoms_of(source, target, name, rank, window, spreads)
-            atoms, copies = known[key]
-            staging = dtype.itemsize * sum(_staged(atom, rank) for atom in atoms)
-            slices.append(Slice(name, dtype, atoms, copies, staging))
+            found = Slice(name, dtype, *known[key], casts=source.dtype(name) != target.dtype(name), staging=0)
+            staged = sum(_staged(atom, rank) for atom in found.atoms if not found.goes_straight(atom))
+            slices.append(found._replace(staging=dtype.itemsize * staged))
     return slices
 
 

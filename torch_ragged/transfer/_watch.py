@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch_ragged._register._torch import default_store
 from torch_ragged.transfer._errors import TransferError
 
-__all__ = ["Lost", "Watch"]
+__all__ = ["Lost", "Watch", "end_messages"]
 
-_SLICE = timedelta(seconds=1)
+_SLICE = 1.0  # Seconds.
 """After so long a wait, a rank looks whether another rank has failed."""
+
+_UNUSED_TAG = 1 << 20
 
 _PATIENCE = timedelta(seconds=10)
 """How long a rank whose collective failed waits for the reports of the others. A rank without a report is taken for dead."""
@@ -25,6 +27,63 @@ _PATIENCE = timedelta(seconds=10)
 
 class Lost(Exception):
     """A collective did not end: another rank failed, died or hangs."""
+
+
+class _Waiter:
+    """Waits for works. If they never end, only a thread stays behind until their group's own timeout."""
+
+    def __init__(self, works: Sequence[dist.Work], polls: bool) -> None:
+        self._works, self._polls = works, polls
+        self._error: RuntimeError | None = None
+        self._ended = threading.Event()
+        if not polls:  # gloo has no question whether a message has arrived, and a wait with a timeout breaks its connections.
+            threading.Thread(target=self._wait, daemon=True).start()
+
+    def has_ended(self, patience: float) -> bool:
+        """Wait so many seconds; return whether all works have ended.
+
+        Raises:
+            Lost: one has failed.
+        """
+        if self._polls:  # A wait that blocks could not be left any more.
+            deadline = time.monotonic() + patience
+            while not all(work.is_completed() for work in self._works):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.0002)
+            self._wait()
+        elif not self._ended.wait(patience):
+            return False
+        if self._error is not None:
+            raise Lost(str(self._error)) from self._error
+        self._works = []
+        return True
+
+    def _wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._ended.set()
+
+
+def end_messages(group: dist.ProcessGroup, device: torch.device) -> None:
+    """End all that is in flight on ``group`` here, with an error: nothing will match it. The group is not usable any more.
+
+    Otherwise its buffers stay in use, and ``destroy_process_group`` waits for it until the group's timeout.
+    """
+    if device.type != "cpu":
+        group.abort()
+        return
+    peers = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+    if not peers:
+        return
+    # gloo has no abort(), but a receive that waits in vain closes all connections of the group.
+    with contextlib.suppress(RuntimeError):
+        work = dist.irecv(torch.empty(1), peers[0], group=group, tag=_UNUSED_TAG)
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
 
 
 class Watch:
@@ -42,38 +101,21 @@ class Watch:
         self._ranks, self._rank, self._timeout = tuple(ranks), dist.get_rank(), timeout
         self._store = dist.PrefixStore(f"torch_ragged/transfer/{key}", default_store())
 
-    def wait(self, work: Any) -> None:
-        """Wait for a collective.
+    def wait(self, works: Sequence[dist.Work]) -> None:
+        """Wait for collectives and messages.
 
         Raises:
-            Lost: it failed, another rank has reported a failure, or the timeout has passed.
+            Lost: one failed, another rank has reported a failure, or the timeout has passed.
         """
+        if not works:
+            return
         deadline = time.monotonic() + self._timeout.total_seconds()
-        while not self._ends(work):
+        waiter = _Waiter(works, self._polls)
+        while not waiter.has_ended(_SLICE):
             if self._store.check(["failed"]):
                 raise Lost("another rank failed")
             if time.monotonic() > deadline:
                 raise Lost(f"no answer within {self._timeout.total_seconds():g} s")
-
-    def _ends(self, work: Any) -> bool:
-        """Wait for a slice of time; return whether the collective has ended."""
-        if self._polls:  # A wait with a timeout would abort NCCL's communicator.
-            deadline = time.monotonic() + _SLICE.total_seconds()
-            while not work.is_completed():
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(0.0002)
-        try:
-            work.wait(*(() if self._polls else (_SLICE,)))
-            return True
-        except RuntimeError as error:
-            if not work.is_completed():
-                return False
-            try:
-                work.wait()  # It has failed; or it has ended just after the slice.
-            except RuntimeError:
-                raise Lost(str(error)) from error
-            return True
 
     def failed(self, error: Exception, doing: str, tensors: tuple[str, ...]) -> TransferError:
         """Report that this rank fails, wait shortly for the reports of the others, and make one error of all of them.
