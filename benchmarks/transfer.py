@@ -35,7 +35,6 @@ from torch_ragged.fsdp.plan import ModelPlanner, granularity_policy, load_model
 from torch_ragged.transfer import Spec, _rounds, _sides
 
 ALIGNMENT = 64
-Layout = Callable[[str, tuple[int, ...]], tuple[list[Placement], torch.Tensor]]
 
 
 # --- planning ----------------------------------------------------------------------------------------------------------
@@ -101,7 +100,9 @@ def plan_table() -> list[dict[str, Any]]:
 # --- runs --------------------------------------------------------------------------------------------------------------
 
 
-def tensors_of(numel: int, mesh: DeviceMesh, placements: list[Placement]) -> dict[str, DTensor]:
+def tensors_of(
+    numel: int, mesh: DeviceMesh, placements: list[Placement], dtype: torch.dtype = torch.float32
+) -> dict[str, DTensor]:
     """A model of about ``numel`` parameters: 12 blocks with matrices of the shapes of a transformer."""
     width = int((numel / 12 / 12) ** 0.5) // 64 * 64
     shapes = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
@@ -109,8 +110,9 @@ def tensors_of(numel: int, mesh: DeviceMesh, placements: list[Placement]) -> dic
     result = {}
     for block in range(12):
         for name, shape in {**shapes, "norm": (width,)}.items():
-            full = torch.empty(shape).normal_(generator=generator)
-            result[f"{block}.{name}"] = distribute_tensor(full, mesh, placements, src_data_rank=None)
+            full = torch.empty(shape).normal_(generator=generator).to(dtype)
+            cuts = [Shard(min(p.dim, full.ndim - 1)) if isinstance(p, Shard) else p for p in placements]
+            result[f"{block}.{name}"] = distribute_tensor(full, mesh, cuts, src_data_rank=None)
     return result
 
 
@@ -118,7 +120,7 @@ def gather_and_broadcast(source: dict[str, DTensor], target: dict[str, DTensor],
     """What programs do: whole tensors on the source's ranks, a broadcast from the first, and each rank keeps its part."""
     for name, tensor in target.items():
         has_source = source[name].device_mesh.get_coordinate() is not None
-        full = source[name].full_tensor() if has_source else torch.empty(tensor.shape, dtype=tensor.dtype)
+        full = source[name].full_tensor().to(tensor.dtype) if has_source else torch.empty(tensor.shape, dtype=tensor.dtype)
         dist.broadcast(full, 0, group=group)
         if tensor.device_mesh.get_coordinate() is not None:
             part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
@@ -130,15 +132,17 @@ def measure_runs(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]
     everyone, first, second = (DeviceMesh("cpu", list(ranks)) for ranks in (range(world), range(half), range(half, world)))
     groups = DeviceMesh("cpu", torch.arange(world).view(2, half))
     cases = {
-        "trainer -> engine, whole": ((first, [Shard(0)]), (second, [Replicate()])),
-        "trainer -> engine, TP": ((first, [Shard(0)]), (second, [Shard(0)])),
-        "fewer ranks": ((everyone, [Shard(0)]), (first, [Shard(0)])),
-        "HSDP -> FSDP": ((groups, [Replicate(), Shard(0)]), (everyone, [Shard(0)])),
+        "trainer -> engine, whole": ((first, [Shard(0)]), (second, [Replicate()]), torch.float32),
+        "trainer -> engine, whole, bfloat16": ((first, [Shard(0)]), (second, [Replicate()]), torch.bfloat16),
+        "trainer -> engine, rows": ((first, [Shard(0)]), (second, [Shard(0)]), torch.float32),
+        "trainer -> engine, columns": ((first, [Shard(0)]), (second, [Shard(1)]), torch.float32),
+        "fewer ranks": ((everyone, [Shard(0)]), (first, [Shard(0)]), torch.float32),
+        "HSDP -> FSDP": ((groups, [Replicate(), Shard(0)]), (everyone, [Shard(0)]), torch.float32),
     }
     table = []
-    for name, ((mesh, cut), (other, other_cut)) in cases.items():
+    for name, ((mesh, cut), (other, other_cut), dtype) in cases.items():
         source = tensors_of(options.numel, mesh, cut)
-        target = {key: torch.zeros_like(each) for key, each in tensors_of(options.numel, other, other_cut).items()}
+        target = {key: torch.zeros_like(each) for key, each in tensors_of(options.numel, other, other_cut, dtype).items()}
         plan = transfer.plan(source, target, max_bytes=options.max_bytes)
         ways = {
             "ours": lambda: plan.run(source, target),
@@ -154,7 +158,7 @@ def measure_runs(rank: int, options: argparse.Namespace) -> list[dict[str, Any]]
                 dist.barrier()
                 if turn:  # The first turn warms up.
                     times[way].append(time.perf_counter() - start)
-        check(target, options.numel, other, other_cut)
+        check(target, tensors_of(options.numel, other, other_cut, dtype))
         medians = {way: statistics.median(each) for way, each in times.items()}
         peaks = {way: largest_of_ranks(peak_of(ways[way])) for way in ("ours", "peer")}
         table.append(
@@ -189,9 +193,9 @@ def wire(plan: transfer.Plan) -> None:
         dist.all_to_all_single(buffers[0][: sum(splits[0])], buffers[1][: sum(splits[1])], *splits)
 
 
-def check(target: dict[str, DTensor], numel: int, mesh: DeviceMesh, placements: list[Placement]) -> None:
-    for name, wanted in tensors_of(numel, mesh, placements).items():
-        assert torch.equal(target[name].to_local(), wanted.to_local()), name
+def check(target: dict[str, DTensor], wanted: dict[str, DTensor]) -> None:
+    for name, tensor in wanted.items():
+        assert torch.equal(target[name].to_local(), tensor.to_local()), name
 
 
 def peak_of(function: Callable[[], Any]) -> int:
