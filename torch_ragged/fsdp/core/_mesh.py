@@ -81,6 +81,10 @@ class DataParallelMesh:
                     f"fully_shard expects a 1-D mesh, or a 2-D one (replicas, shards), got shape {tuple(mesh.shape)}: pass one "
                     "or two of its dimensions, mesh[name], or name them with dp_mesh_dims"
                 )
+            # Collectives follow the order of the process group, which sorts its ranks; DTensors follow the mesh.
+            groups = [] if mesh.get_coordinate() is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+            if any(group.rank() != index for group, index in zip(groups, mesh.get_coordinate() or ())):
+                raise ValueError(f"{mesh} does not have its ranks in ascending order: sort the ranks of each mesh dimension")
             return
         names = mesh.mesh_dim_names
         if names is None:
