@@ -1,8 +1,9 @@
-"""examples/train_moe.py: it trains, resumes elsewhere on the same curve, and refuses bad input on every rank."""
+"""The examples: train_moe.py trains, resumes elsewhere on the same curve, and refuses bad input on every rank; elastic.py."""
 
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,13 +24,14 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def example(ranks, *arguments):
+def example(ranks, *arguments, file="train_moe.py"):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*command, str(ROOT / "examples" / "train_moe.py"), *map(str, arguments)]
+    return [*command, str(ROOT / "examples" / file), *map(str, arguments)]
 
 
-def run_example(ranks, *arguments):
-    return subprocess.run(example(ranks, *arguments), capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+def run_example(ranks, *arguments, file="train_moe.py"):
+    command = example(ranks, *arguments, file=file)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
 
 
 class ExampleTest(unittest.TestCase):
@@ -102,6 +104,16 @@ class ExampleTest(unittest.TestCase):
             self.assertNotEqual(done.returncode, 0)
             self.assertEqual(done.stderr.count("holds no complete checkpoint"), 2, done.stderr)
             self.assertFalse((foreign / "out").exists())
+
+    def test_elastic_training_is_that_of_an_uninterrupted_run(self):
+        done = run_example(4, "--steps", 2, file="elastic.py")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        steps = re.findall(r"step +(\d+) on (\d) ranks: loss ([\d.]+), uninterrupted ([\d.]+), .* \[(.*)\]", done.stdout)
+        self.assertEqual([(step, ranks) for step, ranks, *_ in steps], list(zip("123456", "443344")))
+        self.assertEqual(len({loss for *_, loss, _, _ in steps}), 6)
+        self.assertEqual([text.split(", ")[3] == "0" for *_, text in steps], [False] * 2 + [True] * 2 + [False] * 2)
+        for _, _, loss, expected, _ in steps:
+            self.assertAlmostEqual(float(loss), float(expected), delta=2e-6)
 
     def test_data_folders(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -77,9 +77,11 @@ def fully_shard(
             for the first module of the list that runs, and resharded after the last one.
         mesh: a 1-D mesh of shards; or a 2-D mesh (HSDP) of replicas (first dimension) and shards (second dimension), for
             parameters placed as ``(Replicate(), RaggedShard)``. None: all ranks, on the accelerator, or on the CPU if there is
-            no accelerator. Plain parameters and buffers move to the mesh's device. Inputs of the root move to an accelerator.
-            If parameters are DTensors on other dimensions of the same mesh (tensor or expert parallelism), they keep these
-            placements, behind the new ones: ``(StridedRaggedShard, Shard(0))``, ``(RaggedShard, Shard(1))``.
+            no accelerator. A rank outside of the mesh may call ``fully_shard``, too, without a collective: its module is then
+            dormant (parameters without local elements, no forward) until :func:`reshard_to`. Plain parameters and buffers move
+            to the mesh's device. Inputs of the root move to an accelerator. If parameters are DTensors on other dimensions of
+            the same mesh (tensor or expert parallelism), they keep these placements, behind the new ones:
+            ``(StridedRaggedShard, Shard(0))``, ``(RaggedShard, Shard(1))``.
         reshard_after_forward: whether to free the unsharded parameters after forward. None: False for the root, True for other
             modules. An integer k: free them, but each of k neighbouring ranks keeps one k-th of the gathered buffer, and
             backward all-gathers among these k ranks only. The sharded parameters are registered meanwhile. For tensor types
@@ -111,7 +113,8 @@ def fully_shard(
         ``module``.
 
     Raises:
-        ValueError: ``mesh`` is not as above, or this rank is not part of it; ``module`` is sharded already; a parameter is
+        ValueError: ``mesh`` is not as above; this rank is not in it, and ``dp_mesh_dims``, ``HIERARCHICAL`` or a tensor type
+            with its own all-gather is used; ``module`` is sharded already; a parameter is
             sharded already, is a DTensor on another device than the mesh's, is tied to a sharded parameter, is cut unevenly by
             model parallelism, or is a trainable integer; ``reshard_after_forward`` does not divide the number of shards;
             ``mp_policy`` is a ``Float8Policy`` and ``placements`` keep parameters gathered; or ranks disagree.
@@ -141,11 +144,13 @@ def fully_shard(
         casts.append(mp_policy.cast_forward_inputs)
         casts += ["optional"] if optional else []
         claim += _claim(plans, reshard_after_forward, tuple(casts), offload_policy, placements)
-    _move(modules, found, device)
+    _move(modules, found if dp.is_member else {}, device)
     for plan in plans:
         for param in plan.params:
             _sharded_originals[param.value] = param.fqn
     groups = [make_group(plan) for plan in plans]
+    for group in groups:
+        group.register_sharded()
     for plan in plans:
         plan.params.clear()  # This frees the memory of the original parameters.
     if not isinstance(reshard_after_forward, (bool, type(None))):
@@ -235,6 +240,11 @@ def _check_modules(
     check_reshard_after_forward(reshard_after_forward, dp.ranks)
     found = find_params(modules, ignored, lambda module: state_of(module) is not None)
     for fqn, (param, _) in found.items():
+        if not dp.is_member and (isinstance(param, DTensor) or has_extension(param)):
+            raise ValueError(
+                f"{fqn} is a {type(param).__name__}, and rank {dist.get_rank()} is not in the mesh {mesh}: on such ranks, "
+                "fully_shard takes plain parameters only"
+            )
         if param.device.type not in (mesh.device_type, "meta") and (isinstance(param, DTensor) or has_extension(param)):
             raise ValueError(f"{fqn} is on {param.device}, the mesh on {mesh.device_type}: move the module first")
         if param in _sharded_originals:
@@ -296,6 +306,10 @@ def _with_levels(dp: DataParallelMesh, placements: BufferPlacements | None) -> t
     """The mesh of the optimizer's shards; and the ranks over which parameters stay gathered, or None."""
     if placements is None or not placements.stay_gathered:
         return dp, None
+    if not dp.is_member and dp.mesh.ndim == 1:
+        return dp, None  # reshard_to() tells this rank what stays gathered.
+    if not dp.is_member:
+        raise ValueError(f"HIERARCHICAL supports no rank outside of the mesh, and rank {dist.get_rank()} is not in {dp.mesh}")
     if dp.mesh.ndim == 1:
         return dp, Levels(dp.mesh.get_group(), None)
     flat = DataParallelMesh.of(flatten(dp.mesh))
@@ -321,13 +335,8 @@ def _default_device() -> torch.device:
 
 
 def _check_mesh(mesh: Any) -> None:
-    """Raise if ``mesh`` has no process groups over which ranks can agree.
-
-    If it is not a mesh, all ranks raise. If it is a mesh without this rank, this rank raises alone.
-    """
+    """Raise if ``mesh`` is not a mesh, which has process groups over which ranks can agree. All ranks raise."""
     if isinstance(mesh, DeviceMesh):
-        if mesh.get_coordinate() is None:
-            DataParallelMesh.check(mesh)
         return
     problem = TypeError(f"fully_shard expects a DeviceMesh, as init_device_mesh makes it, as mesh, got {mesh!r}")
     if dist.is_initialized():
@@ -336,7 +345,8 @@ def _check_mesh(mesh: Any) -> None:
 
 
 def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    """The process groups of the mesh's dimensions. None if this rank is not in the mesh: it agrees with no other rank."""
+    return [] if mesh.get_coordinate() is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
 
 
 def _model_groups(modules: Sequence[nn.Module], mesh: DeviceMesh) -> list[dist.ProcessGroup]:

@@ -298,6 +298,23 @@ class Adam8bit(RaggedOptimizer):
                 scales = torch.zeros(grid, dtype=torch.float32, device=param.device)
             state[f"{name}_codes"], state[f"{name}_scales"] = codes, scales
 
+    def empty_state(
+        self, param: DTensor, group: dict[str, Any], name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> DTensor:
+        """As in the base class: codes are placed as whole blocks of the parameter, scales as the blocks."""
+        layout = self._make_layout(param)
+        if not layout.is_blocked:
+            return super().empty_state(param, group, name, shape, dtype)
+        places = {"codes": (tuple(param.shape), layout.aligned or param.placements)}
+        places["scales"] = (self.policy.grid(tuple(param.shape)), layout.grid)
+        expected, placements = places.get(name.rpartition("_")[2], ((), ()))
+        if tuple(shape) != tuple(expected):
+            raise ValueError(
+                f"{type(self).__name__} has no state {name} of shape {tuple(shape)} for a parameter of {tuple(param.shape)} in "
+                f"blocks of {self.policy.block}"
+            )
+        return zeros_placed(shape, dtype, param.device_mesh, placements)
+
     def _layout(self, param: torch.Tensor) -> _Layout:
         if param not in self._layouts:
             self._layouts[param] = self._make_layout(param)

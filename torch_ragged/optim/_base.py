@@ -245,6 +245,27 @@ class RaggedOptimizer(torch.optim.Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
+    def empty_state(
+        self, param: DTensor, group: dict[str, Any], name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> DTensor:
+        """An uninitialised state of ``param``, placed where :meth:`step` takes it: for functions that move states to a mesh.
+
+        No communication. This rank must be in the mesh of ``param``.
+
+        Args:
+            param: the parameter on its new mesh. The optimizer need not hold it yet.
+            group: the parameter group that it is in.
+            name, shape, dtype: of the state; ``shape`` is global.
+
+        Raises:
+            ValueError: the optimizer has no state of this name and shape.
+        """
+        if tuple(shape) != tuple(param.shape):
+            raise ValueError(
+                f"{type(self).__name__} has no state {name} of shape {tuple(shape)} for a parameter of {tuple(param.shape)}"
+            )
+        return torch.empty_like(param.detach(), dtype=dtype)  # type: ignore[return-value]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as ``torch.optim.Optimizer.load_state_dict`` does, but keep the dtypes of the saved states."""
         super().load_state_dict(state_dict)

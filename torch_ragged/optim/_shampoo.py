@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from torch_ragged._redistribute import mesh_group
 from torch_ragged.optim._base import local, mesh_of, scalar, zeros_placed
@@ -164,12 +164,28 @@ class Shampoo(MatrixOptimizer):
         mesh = mesh_of(param)
         if mesh is None:
             return torch.zeros(shape, dtype=torch.float32, device=param.device)
+        return zeros_placed(shape, torch.float32, self._flat(mesh), self._placement(param))
+
+    def _flat(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The 1-D mesh of all ranks of ``mesh``, in row-major order."""
         if mesh not in self._meshes:
-            flat = (
+            self._meshes[mesh] = (
                 mesh if mesh.ndim == 1 else DeviceMesh.from_group(mesh_group(mesh, tuple(range(mesh.ndim))), mesh.device_type)
             )
-            self._meshes[mesh] = flat
-        return zeros_placed(shape, torch.float32, self._meshes[mesh], self._placement(param))
+        return self._meshes[mesh]
+
+    def empty_state(
+        self, param: DTensor, group: dict[str, Any], name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> DTensor:
+        """As in the base class. States of matrices are cut evenly: the next step chooses roots, and redistributes them once.
+
+        On a 2-D mesh, the first call makes a process group of all its ranks.
+        """
+        if group["algorithm"] != self.algorithm:
+            return super().empty_state(param, group, name, shape, dtype)
+        if tuple(shape) != self._state_shapes(param, group).get(name):
+            raise ValueError(f"Shampoo has no state {name} of shape {tuple(shape)} for a parameter of {tuple(param.shape)}")
+        return zeros_placed(shape, dtype, self._flat(param.device_mesh), [Shard(0)])
 
     def _compute(self, batch: Batch, matrices: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
         """One matrix after the other: products of a batch may round differently from products of one matrix."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torch_ragged._agreement import agree
-from torch_ragged._groups import group_of
+from torch_ragged._groups import device_of_messages, group_of
 from torch_ragged._register._torch import timeout_of
 from torch_ragged.transfer._atoms import Atom
 from torch_ragged.transfer._background import Handle, in_background, in_turn
@@ -75,7 +75,7 @@ def plan(
     ranks = dist.get_process_group_ranks(group)
     if dist.get_rank() not in ranks:
         raise ValueError(f"rank {dist.get_rank()} is not in the group: only ranks {ranks} may call plan()")
-    device = _device_of(group)
+    device = device_of_messages(group)
     known: list[Side | None] = [None, None]
     problem: Exception | None = None
     try:
@@ -122,7 +122,7 @@ class Plan:
         self.source, self.target, self.shapes, self.max_bytes = source, target, dict(shapes), max_bytes
         self.is_complete = False
         self.last_sent_bytes = self.last_peak_bytes = 0
-        self._device, self._rank = _device_of(group), dist.get_rank()
+        self._device, self._rank = device_of_messages(group), dist.get_rank()
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self._timeout = timeout or timeout_of(group, self._device)
         self._changes = Changes()
@@ -289,11 +289,3 @@ class Plan:
         for (i, atom), changed in zip((letter for part in inbox for letter in part), receives.tolist()):
             travels[i, id(atom)] = bool(changed)
         return lambda i, atom: travels[i, id(atom)]
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """The device of the buffers: the accelerator, if the group has a backend of its own for it."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None or dist.get_backend(group) == dist.Backend.GLOO:
-        return torch.device("cpu")
-    return torch.device(device.type, torch.accelerator.current_device_index())

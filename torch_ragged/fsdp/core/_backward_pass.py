@@ -54,6 +54,7 @@ class BackwardPass:
         self._running: Callable[[], _Running | None] | None = None
         self.is_unfinished = False
         self.handle: object | None = None
+        self._closed = ""
 
     @property
     def is_running(self) -> bool:
@@ -69,8 +70,10 @@ class BackwardPass:
         """Let autograd call the root at the end of the current pass. If the pass was started before, do nothing.
 
         Raises:
-            RuntimeError: the root module was deleted.
+            RuntimeError: the root module was deleted, or :meth:`close` was called.
         """
+        if self._closed:
+            raise RuntimeError(self._closed)
         # Any hook may be the first of a pass, and ranks may differ in it. So all hooks call this method.
         if self.is_running:
             return
@@ -123,6 +126,10 @@ class BackwardPass:
         except BaseException:
             self._running = _none_runs
             raise
+
+    def close(self, why: str) -> None:
+        """From now on, a pass raises ``why``: the memory of the forward that it belongs to is freed."""
+        self._closed = why
 
     def forget(self) -> None:
         """Return to the state before any pass."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 from torch_ragged.fsdp.core._borrowed import BorrowedEncoding
 from torch_ragged.fsdp.core._contiguous import ContiguousEncoding
 from torch_ragged.fsdp.core._distribution import Distribution, has_extension
+from torch_ragged.fsdp.core._dormant_group import DormantGroup
 from torch_ragged.fsdp.core._encoding import Encoding
 from torch_ragged.fsdp.core._extension import TypeEncoding, TypeShards
 from torch_ragged.fsdp.core._float8 import Float8Encoding, Float8Policy
@@ -23,11 +24,11 @@ from torch_ragged.fsdp.core._group_plan import FoundParam, GroupPlan
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core._shards import Shards
 from torch_ragged.fsdp.layout._advice import PADDING_LIMIT
-from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._planner import plan_layout
 from torch_ragged.granularity import Granularity, OrigParamPolicy, elements
 
-__all__ = ["RegisteredNames", "ShardPlacementFn", "find_params", "make_group", "plan_groups"]
+__all__ = ["RegisteredNames", "ShardPlacementFn", "find_params", "layout_of", "make_group", "plan_groups"]
 
 RegisteredNames = list[tuple[nn.Module, str]]
 ShardPlacementFn = Callable[[nn.Parameter], Optional[Union[Shard, Granularity, Any]]]
@@ -94,15 +95,19 @@ def plan_groups(
         params, dp, tile = [param for param, _ in members], meshes[key], key[-1]
         reduce_dtype = mp_policy.reduce_dtype if params[0].value.dtype.is_floating_point else None
         sizes = [dtype.itemsize for dtype in (key[1], key[2], reduce_dtype) if dtype is not None]
-        layout = _layout(params, [granularity for _, granularity in members], dp.ranks, min(sizes) if tile is None else 1)
+        alignment = max(1, _SHARD_ALIGNMENT_BYTES // (min(sizes) if tile is None else 1))
+        specs = [param.distribution.tensor_spec(granularity) for param, granularity in members]
+        layout = layout_of(params[0].distribution, specs, dp.ranks, alignment)
         plans.append(GroupPlan(params, dp, layout, key[2], reduce_dtype, offload, mp_policy, tile))
     return plans
 
 
 def make_group(plan: GroupPlan) -> FSDPParamGroup:
-    """The group of ``plan``, with its kind of shards and encoding."""
+    """The group of ``plan``, with its kind of shards and encoding. It has not registered its parameters yet."""
     layout, rank, first = plan.layout, plan.dp.rank, plan.params[0]
     with torch.inference_mode(False):  # Later steps train these parameters.
+        if not plan.dp.is_member and not plan.runs_on_meta:
+            return DormantGroup(plan)
         if has_extension(first.value):
             return FSDPParamGroup(plan, TypeShards(layout, rank), TypeEncoding(plan))
         shards = Shards(layout, rank)
@@ -127,16 +132,19 @@ def _tile_of(
     return policy.tile if all(policy.quantizes(spec, dtype) for dtype in (param.value.dtype, compute_dtype)) else None
 
 
-def _layout(params: list[FoundParam], granularities: Iterable[Granularity], ranks: int, itemsize: int) -> BufferLayout:
-    """The layout of ``params`` over ``ranks``. The bytes of a shard are a multiple of 128 in every dtype."""
-    if params[0].distribution.shard_dim is not None:
-        return params[0].distribution.even_layout(ranks)
-    specs = [param.distribution.tensor_spec(granularity) for param, granularity in zip(params, granularities)]
-    layout = plan_layout(specs, ranks, max(1, _SHARD_ALIGNMENT_BYTES // itemsize))
+def layout_of(first: Distribution, specs: Sequence[TensorSpec], ranks: int, alignment: int) -> BufferLayout:
+    """The layout of parameters over ``ranks``: of ``specs`` or, if the ``first`` one is cut by ``Shard``, of this one alone.
+
+    Args:
+        alignment: in elements, so that the bytes of a shard are a multiple of 128 in every dtype.
+    """
+    if first.shard_dim is not None:
+        return first.even_layout(ranks)
+    layout = plan_layout(specs, ranks, alignment)
     if layout.granularity_fraction > PADDING_LIMIT and dist.get_rank() == 0:
         padding, bound = 100 * layout.padding_fraction, 100 * layout.bound_fraction
         _logger.warning(
-            f"{params[0].fqn} and {len(params) - 1} more parameters on {ranks} ranks: {padding:.1f}% padding for their "
+            f"{first.fqn} and {len(specs) - 1} more parameters on {ranks} ranks: {padding:.1f}% padding for their "
             f"granularity (at least {bound:.1f}%: {layout.forced_by}). advise(buffer_layouts(model)) suggests changes"
         )
     return layout

@@ -44,7 +44,7 @@ _groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
 
 
 class FSDPParamGroup:
-    """Buffers and collectives of one group. It registers either sharded or unsharded parameters in the modules.
+    """Buffers and collectives of one group. From :meth:`register_sharded` on, its parameters are registered in the modules.
 
     ::
 
@@ -57,7 +57,7 @@ class FSDPParamGroup:
     Parameters on the meta device have buffers there until :meth:`convert` or :meth:`load_replaced` materialises them.
 
     Args:
-        plan: the parameters, their layout and dtypes.
+        plan: the parameters, their layout and dtypes. ``plan.params`` is empty after ``fully_shard``.
         shards: where the sharded parameters lie.
         encoding: what the all-gather sends, and where the unsharded parameters lie.
 
@@ -70,7 +70,7 @@ class FSDPParamGroup:
     """
 
     def __init__(self, plan: GroupPlan, shards: Shards, encoding: Encoding) -> None:
-        self.dp, self.layout, self._plan = plan.dp, plan.layout, plan
+        self.dp, self.layout, self.plan = plan.dp, plan.layout, plan
         self.rank = plan.dp.rank
         self.shards, self.encoding, self.keeper, self.memory = shards, encoding, Keeper(), GroupMemory()
         self.process_groups = ProcessGroupCollectives(plan.dp.shard_group, plan.dp.replicate_group)
@@ -90,7 +90,6 @@ class FSDPParamGroup:
         self.gradients.place(self.device, self.param_dtype, self.reduce_dtype, self.sharded)
         self.collectives = self.process_groups
         self._init_unsharded_params()
-        self.register_sharded()
         _groups.add(self)
 
     # -- construction ----------------------------------------------------------------------------------------------
@@ -98,10 +97,10 @@ class FSDPParamGroup:
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate buffers for parameters of ``dtype``, for a computation on ``device``."""
         self.device, self.orig_dtype = device, dtype
-        self.param_dtype = (dtype.is_floating_point and self._plan.param_dtype) or dtype
+        self.param_dtype = (dtype.is_floating_point and self.plan.param_dtype) or dtype
         default = dtype if _KEEPS_WIDE_GRADIENTS else self.param_dtype
-        self.reduce_dtype = self._plan.reduce_dtype or default
-        offload = self._plan.offload if isinstance(self._plan.offload, CPUOffloadPolicy) and device.type != "meta" else None
+        self.reduce_dtype = self.plan.reduce_dtype or default
+        offload = self.plan.offload if isinstance(self.plan.offload, CPUOffloadPolicy) and device.type != "meta" else None
         home = device if offload is None else torch.device("cpu")
         is_pinned = offload is not None and offload.pin_memory and device.type != "cpu"
         self.shards.allocate(dtype, home, is_pinned)
@@ -143,7 +142,7 @@ class FSDPParamGroup:
 
     def plan_on_meta(self, params: list[FoundParam]) -> GroupPlan:
         """The plan of a group like this one, with ``params``, that trains on the meta device."""
-        return dataclasses.replace(self._plan, params=params, runs_on_meta=True)
+        return dataclasses.replace(self.plan, params=params, runs_on_meta=True)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, or a tensor that it wraps, is an unsharded parameter or a view of one."""
@@ -185,7 +184,7 @@ class FSDPParamGroup:
     @property
     def is_meta(self) -> bool:
         """Whether the parameters have no memory yet."""
-        return self.device.type == "meta" and not self._plan.runs_on_meta
+        return self.device.type == "meta" and not self.plan.runs_on_meta
 
     @property
     def sharded(self) -> DBuffer:
@@ -196,6 +195,11 @@ class FSDPParamGroup:
     def unsharded(self) -> DBuffer:
         """The gathered buffer."""
         return self.encoding.buffer
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether the user has chosen where buffers are, or that they stay allocated."""
+        return self._pool is not None or self.encoding.keeps_storage
 
     @property
     def is_trainable(self) -> bool:
@@ -516,7 +520,7 @@ class FSDPParamGroup:
         # The function is opaque: call it on an empty tensor to see the device and dtype.
         device = self.sharded.flat.device
         probe = function(torch.empty(0, dtype=self.orig_dtype, device=device))
-        offloads = isinstance(self._plan.offload, CPUOffloadPolicy)
+        offloads = isinstance(self.plan.offload, CPUOffloadPolicy)
         home = "cpu" if offloads else self.dp.mesh.device_type
         if probe.device != device and not (self.is_meta and probe.device.type == home):
             where = (

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_ragged._register._torch import backward_id, dynamo_disabled, dynamo_disabled_in_backward, profiler_range
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
+from torch_ragged.fsdp.core._dormant_group import check_awake
 from torch_ragged.fsdp.core._forward_order import Call, ForwardOrder
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state_context import FSDPStateContext
@@ -126,6 +127,21 @@ class FSDPState(PipelineState):
         for group in self.groups:
             group.gradients.backward = context.backward
 
+    def replace_groups(self, groups: list[FSDPParamGroup]) -> None:
+        """Use other groups of the same parameters, registered by their caller. A root is found anew by the next forward.
+
+        All states under a root do this together, and all ranks: the order of the last forward, which decides what is
+        prefetched, is then unknown on all of them.
+        """
+        self.context.backward.close(
+            "reshard_to has moved the parameters after this forward: run the forward again, then backward"
+        )
+        self.groups, self.is_root = groups, False
+        self.calls.clear()
+        self._in_backward, self._must_refresh, self._still_to_run = False, False, set(self.modules)
+        self._owned_context = FSDPStateContext([self], is_initialized=False)
+        self._share(self._owned_context, self.comm)
+
     def _lazy_init(self) -> None:
         """Make this module the root, as its forward runs first. All states under it share its context from now on."""
         found = [state_of(module) for root in self.modules for module in root.modules()]
@@ -136,6 +152,7 @@ class FSDPState(PipelineState):
                     f"{state.name} became a root when it ran its forward before the module around it, or it is "
                     "part of another root: run the forward of the outermost fully_shard module first"
                 )
+        check_awake(group for state in states for group in state.groups)
         for group in [group for state in states for group in state.groups]:
             group.check_late_extensions()
         context = self._owned_context = FSDPStateContext(states, is_initialized=True)

@@ -70,14 +70,21 @@ class DataParallelMesh:
     @staticmethod
     def check(mesh: DeviceMesh, dims: Any = None) -> None:
         """Raise if :meth:`of` would raise. No communication."""
-        if mesh.get_coordinate() is None:
-            raise ValueError(f"rank {dist.get_rank()} is not part of the mesh {mesh}: call fully_shard on its ranks only")
+        if mesh.get_coordinate() is None and dims is not None:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the mesh {mesh}: there, dp_mesh_dims is not supported. Call fully_shard on "
+                "ranks of the mesh only, or pass its data-parallel dimensions as the mesh"
+            )
         if dims is None:
             if mesh.ndim not in (1, 2):
                 raise ValueError(
                     f"fully_shard expects a 1-D mesh, or a 2-D one (replicas, shards), got shape {tuple(mesh.shape)}: pass one "
                     "or two of its dimensions, mesh[name], or name them with dp_mesh_dims"
                 )
+            # Collectives follow the order of the process group, which sorts its ranks; DTensors follow the mesh.
+            groups = [] if mesh.get_coordinate() is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+            if any(group.rank() != index for group, index in zip(groups, mesh.get_coordinate() or ())):
+                raise ValueError(f"{mesh} does not have its ranks in ascending order: sort the ranks of each mesh dimension")
             return
         names = mesh.mesh_dim_names
         if names is None:
@@ -92,7 +99,7 @@ class DataParallelMesh:
 
         Raises:
             ValueError: without ``dims``, ``mesh`` does not have one or two dimensions; with ``dims``, ``mesh`` has no names, or
-                not those of ``dims``; or this rank is not part of ``mesh``.
+                not those of ``dims``, or this rank is not in ``mesh``.
         """
         DataParallelMesh.check(mesh, dims)
         if dims is None:
@@ -107,14 +114,19 @@ class DataParallelMesh:
         dims = getattr(info, "dp_mesh_dims", None)  # Torch 2.11 has none.
         return DataParallelMesh.of(info.mesh if dims is None else info.spmd_mesh, dims)
 
+    @functools.cached_property
+    def is_member(self) -> bool:
+        """Whether this rank is in the mesh. If not, it has no process groups, and its groups are dormant."""
+        return self.mesh.get_coordinate() is not None
+
     # Cached: they stay known after destroy_process_group, when a report may still be asked for.
     @functools.cached_property
     def shard_group(self) -> dist.ProcessGroup | None:
-        return self.mesh.get_group(self.mesh.ndim - 1) if self.has_shards else None
+        return self.mesh.get_group(self.mesh.ndim - 1) if self.has_shards and self.is_member else None
 
     @functools.cached_property
     def replicate_group(self) -> dist.ProcessGroup | None:
-        return self.mesh.get_group(0) if self.has_replicas else None
+        return self.mesh.get_group(0) if self.has_replicas and self.is_member else None
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -129,13 +141,13 @@ class DataParallelMesh:
 
     @functools.cached_property
     def rank(self) -> int:
-        """The index of this rank's shard."""
-        return self.mesh.get_local_rank(self.mesh.ndim - 1) if self.has_shards else 0
+        """The index of this rank's shard; 0 if this rank is not in the mesh."""
+        return self.mesh.get_local_rank(self.mesh.ndim - 1) if self.has_shards and self.is_member else 0
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> tuple[int, ...]:
         """A key that is equal for meshes with the same process groups."""
-        return id(self.shard_group), id(self.replicate_group)
+        return (id(self.shard_group), id(self.replicate_group)) if self.is_member else (hash(self.mesh),)
 
     @property
     def spmd_dims(self) -> list[int]:

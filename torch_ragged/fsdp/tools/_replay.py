@@ -111,6 +111,7 @@ class _Replay:
             found = nn.Parameter(value, requires_grad=param.sharded.requires_grad)
             params.append(FoundParam(param.fqn, registered, found, param.distribution))
         twin = make_group(group.plan_on_meta(params))
+        twin.register_sharded()
         if isinstance(group.keeper, Neighbours):
             assert group.dp.shard_group is not None
             twin.keeper = Neighbours(group.keeper.size, 0, group.dp.shard_group, twin.memory.gathered)

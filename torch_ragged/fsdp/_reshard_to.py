@@ -1,0 +1,367 @@
+"""``reshard_to``: moves a model that trains, and its optimizers, to another mesh. It writes no file."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from torch_ragged import transfer
+from torch_ragged._agreement import agreement
+from torch_ragged._groups import device_of_messages, group_of
+from torch_ragged.fsdp._fully_shard import module_states
+from torch_ragged.fsdp.core._fsdp_init import make_group
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._fsdp_state import FSDPState
+from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
+from torch_ragged.fsdp.core._optimizer_states import OptimizerStates, Told
+from torch_ragged.fsdp.core._regroup import (
+    Kept,
+    check_kept,
+    check_movable,
+    copy_settings,
+    keep_as,
+    kept_by,
+    mesh_of_groups,
+    plan_on,
+)
+
+__all__ = ["reshard_to"]
+
+_CALL = "reshard_to"
+
+
+def reshard_to(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    mesh: DeviceMesh,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Move a model that :func:`fully_shard` has sharded, and its optimizers, to another mesh, without a checkpoint.
+
+    ::
+
+        whole, fewer = init_device_mesh("cpu", (8,)), DeviceMesh("cpu", list(range(7)))    # on all 8 ranks
+        reshard_to(model, optimizer, fewer)     # rank 7 leaves: it keeps a model without shards, and trains no more
+        reshard_to(model, optimizer, whole)     # rank 7 has shards again
+
+    Parameters, gradients and all states of the optimizers move; the buffers of groups are planned for the new mesh. Call it
+    between steps, on the root module. The parameters become other objects: those in the optimizers' groups and states are
+    exchanged, and other references, such as lists of parameters, are out of date. Optimizers, their groups, and learning rate
+    schedulers stay the same objects.
+
+    A rank outside of the old mesh calls ``fully_shard(..., mesh=old)`` before, as ranks of that mesh do, perhaps with a model
+    on the meta device, and makes its optimizer. Its model is dormant: it has no shards, and its forward raises. In this call
+    it takes options (such as ``lr``) and steps of the optimizers, buffers and parameters that are not sharded from the lowest
+    rank of the old mesh. A rank outside of the new mesh becomes dormant, and its optimizers have no states. It may end.
+
+    Args:
+        model: the root, the outermost module that ``fully_shard`` was called on, or a module around it. All its sharded
+            parameters are on one mesh, a 1-D one or HSDP's.
+        optimizer: an optimizer, a list of them, or None. Their parameters are sharded parameters of ``model``. A state that is
+            a DTensor with the shape and placements of its parameter follows it. Optimizers with other states have a method
+            ``empty_state``, as those of ``torch_ragged.optim``.
+        mesh: the new mesh: 1-D, or 2-D for HSDP, of the same device type. It may have any number of ranks.
+        group: the process group of all ranks that call; None: the default group. It must have all ranks of both meshes. If
+            ranks that left have ended, pass a group without them, such as ``mesh.get_group()`` of the present mesh.
+
+    Memory: until the call ends, old and new shards exist together.
+
+    Collectives, over ``group``: two all-reduces of 24 bytes, a broadcast of a description, those that move the elements, and a
+    broadcast of each buffer if ranks join. With ``reshard_after_forward=k``, neighbours make a process group.
+
+    Raises:
+        ValueError: ``model`` is not sharded, or is sharded with tensor parallelism, ``dp_mesh_dims``, ``HIERARCHICAL``, a
+            tensor type with its own all-gather, persistent buffers or other collectives than the mesh's; ``mesh`` does not fit;
+            an optimizer holds another parameter, or a state of unknown placement; or ranks disagree.
+        TypeError: ``mesh`` is not a ``DeviceMesh``, or ``optimizer`` is not an optimizer.
+        RuntimeError: a forward or backward runs; there are gradients that are not in ``.grad`` yet; parameters are on the meta
+            device; or another rank raised. All ranks raise, and the model and the optimizers are unchanged, but resharded.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("reshard_to needs a process group: call torch.distributed.init_process_group() first")
+    world = dist.group.WORLD if group is None else group
+    assert world is not None
+    device = device_of_messages(world)
+    with agreement([world], device, _CALL) as claim:
+        states = _checked_states(model)
+        old = mesh_of_groups([group for state in states for group in state.groups])
+        new = _checked_mesh(mesh, old, dist.get_process_group_ranks(world))
+        move = _Move(model, states, optimizer, old, new)
+        own = move.description() if old.is_member else None
+        claim += move.lines()
+    told = _from_lowest_rank(own, old, world, device)
+    with agreement([world], device, _CALL) as claim:
+        if own is not None:
+            _check_equal(own, told)
+        move.make_groups(told)
+        source = move.source() if old.is_member else None
+        target = move.target(told) if new.is_member else None
+        claim.append("ready to move")
+    with torch.no_grad():
+        transfer.plan(source, target, group=world).run(source, target)
+        _send_whole_tensors(move.whole_tensors(), old, new)
+    del source
+    move.finish(told, target or {})
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What the lowest rank of the old mesh tells all others.
+
+    Attributes:
+        requires_grad: by the name of the parameter, whether it is trained.
+        gradients: the dtype of ``.grad``, of parameters that have one.
+        kept: what stays gathered, of each group.
+        optimizers: the options and states of each optimizer.
+    """
+
+    requires_grad: dict[str, bool]
+    gradients: dict[str, torch.dtype]
+    kept: list[Kept]
+    optimizers: list[Told]
+
+    @property
+    def lines(self) -> list[str]:
+        """The description in lines that must be equal on all ranks with shards."""
+        lines = [f"{name} {'trained' if value else 'frozen'}" for name, value in self.requires_grad.items()]
+        lines += [f"gradient {name} {dtype}" for name, dtype in self.gradients.items()]
+        return [*lines, f"kept {self.kept}", *(f"state {line}" for told in self.optimizers for line in told.lines)]
+
+
+class _Move:
+    """The groups and optimizers of one model on their way from the mesh ``old`` to ``new``.
+
+    Nothing is changed before :meth:`finish`, except that all modules are resharded.
+    """
+
+    def __init__(
+        self, model: nn.Module, states: Sequence[FSDPState], optimizer: Any, old: DataParallelMesh, new: DataParallelMesh
+    ) -> None:
+        self._model, self._states, self._old, self._new = model, states, old, new
+        self._groups = [group for state in states for group in state.groups]
+        for group in self._groups:
+            check_movable(group)
+            check_kept(group, new)
+        for state in states:
+            state.reshard()
+        for group in self._groups:
+            group.load_replaced()
+        names = {param: name for name, param in model.named_parameters()}
+        self._sharded: dict[str, nn.Parameter] = {}
+        for param in [param for group in self._groups for param in group.params]:
+            if param.sharded not in names:
+                raise ValueError(f"{param.fqn} is not registered in the {type(model).__name__} passed to reshard_to")
+            self._sharded[names[param.sharded]] = param.sharded
+        self._names = {param: name for name, param in self._sharded.items()}
+        _check_gradients(self._sharded)
+        self._optimizers = [
+            OptimizerStates(each, self._names, f"optimizer {i}") for i, each in enumerate(_optimizers(optimizer))
+        ]
+        self._plans = [plan_on(group, new) for group in self._groups]
+        self._made: list[FSDPParamGroup] = []
+
+    def lines(self) -> list[str]:
+        """The move in lines that must be equal on all ranks, also on those without shards."""
+        lines = [f"{which} {_mesh_text(dp)}" for which, dp in (("from", self._old), ("to", self._new))]
+        for group, plan in zip(self._groups, self._plans):
+            lines.append(f"group of {group.names}, {group.param_dtype}: shards of {plan.layout.shard_numel}")
+            lines += [f"{self._names[p.sharded]} {tuple(p.sharded.shape)} {p.sharded.dtype}" for p in group.params]
+            lines.append(f"at {plan.layout.offsets}")
+        lines += [f"optimizer {line}" for each in self._optimizers for line in each.lines]
+        return lines + [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, *_, tensor in self.whole_tensors()]
+
+    def whole_tensors(self) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
+        """The buffers, and the parameters in no group: see :func:`_whole_tensors`."""
+        return list(_whole_tensors(self._model, self._names))
+
+    def description(self) -> _Description:
+        """What ranks without shards must know. Call it on a rank with shards."""
+        return _Description(
+            {name: param.requires_grad for name, param in self._sharded.items()},
+            {name: param.grad.dtype for name, param in self._sharded.items() if param.grad is not None},
+            [kept_by(group) for group in self._groups],
+            [each.told() for each in self._optimizers],
+        )
+
+    def make_groups(self, told: _Description) -> None:
+        """Make the new groups, which allocates their shards. They are not registered yet."""
+        for old, plan in zip(self._groups, self._plans):
+            new = make_group(plan)
+            for before, after in zip(old.params, new.params):
+                after.sharded.requires_grad_(told.requires_grad[self._names[before.sharded]])
+            copy_settings(old, new)
+            self._made.append(new)
+
+    def source(self) -> dict[str, DTensor]:
+        """All tensors of this rank, as they are. Call it on a rank of the old mesh."""
+        moved: dict[str, Any] = {f"parameter.{name}": param.detach() for name, param in self._sharded.items()}
+        moved |= {f"gradient.{name}": param.grad for name, param in self._sharded.items() if param.grad is not None}
+        for states in self._optimizers:
+            moved |= states.source()
+        return moved
+
+    def target(self, told: _Description) -> dict[str, DTensor]:
+        """The same tensors in new memory, uninitialised. Call it on a rank of the new mesh, after :meth:`make_groups`."""
+        params = self._new_params()
+        moved: dict[str, Any] = {f"parameter.{name}": param.detach() for name, param in params.items()}
+        for name, dtype in told.gradients.items():
+            moved[f"gradient.{name}"] = torch.empty_like(params[name].detach(), dtype=dtype)
+        for states, of_optimizer in zip(self._optimizers, told.optimizers):
+            moved |= states.target(of_optimizer, params)
+        return moved
+
+    def finish(self, told: _Description, moved: Mapping[str, torch.Tensor]) -> None:
+        """Exchange groups, parameters and states. The old ones are freed when nothing refers to them."""
+        params = self._new_params()
+        for name, param in params.items():
+            param.grad = moved.get(f"gradient.{name}")
+        for states, of_optimizer in zip(self._optimizers, told.optimizers):
+            states.move_to(params, moved, of_optimizer, self._old.is_member, self._new.is_member)
+        for kept, new in zip(told.kept, self._made):
+            keep_as(new, kept)
+        made = iter(self._made)
+        for state in self._states:
+            state.replace_groups([next(made) for _ in state.groups])
+            for group in state.groups:
+                group.register_sharded()
+
+    def _new_params(self) -> dict[str, nn.Parameter]:
+        pairs = [pair for old, new in zip(self._groups, self._made) for pair in zip(old.params, new.params)]
+        return {self._names[old.sharded]: new.sharded for old, new in pairs}
+
+
+# -- checks --------------------------------------------------------------------------------------------------------------
+
+
+def _checked_states(model: nn.Module) -> list[FSDPState]:
+    """The states of the modules of ``model``. No forward or backward runs."""
+    states = list(module_states(model).values())
+    for state in states:
+        context = state.context
+        if any(each not in states for each in context.states):
+            raise ValueError(
+                f"{state.name} is part of a larger model that fully_shard was called on: pass the root, the outermost "
+                "fully_shard module, to reshard_to"
+            )
+        if state.calls or context.backward.is_running or context.backward.is_unfinished:
+            raise RuntimeError(
+                f"{state.name} is in a forward or backward: call reshard_to between steps, after finalize_backward() if it is "
+                "called by hand, or after reset_iter_state() if forward or backward raised"
+            )
+    if not any(state.groups for state in states):
+        raise ValueError(f"fully_shard has found no parameters in {type(model).__name__}: there is nothing to move")
+    return states
+
+
+def _checked_mesh(mesh: Any, old: DataParallelMesh, world: Sequence[int]) -> DataParallelMesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"reshard_to expects a DeviceMesh, as init_device_mesh makes it, got {mesh!r}")
+    if mesh.device_type != old.mesh.device_type:
+        raise ValueError(f"the model is on {old.mesh.device_type}, the mesh on {mesh.device_type}: reshard_to keeps the device")
+    for each in (old.mesh, mesh):
+        outside = sorted(set(_ranks(each)) - set(world))
+        if outside:
+            raise ValueError(
+                f"{each} has the ranks {outside[:8]}, which are not in the group of {len(world)} ranks that call reshard_to: "
+                "pass a group with all ranks of both meshes"
+            )
+    return DataParallelMesh.of(mesh)
+
+
+def _optimizers(optimizer: Any) -> list[Any]:
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+
+def _check_gradients(sharded: Mapping[str, nn.Parameter]) -> None:
+    for name, param in sharded.items():
+        gradient = param.grad
+        if gradient is not None and getattr(gradient, "placements", None) != param.placements:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{name} has a gradient that is not placed as the parameter, as {param.placements}: set it to None, or "  # type: ignore[attr-defined]
+                "redistribute it, before reshard_to"
+            )
+
+
+def _check_equal(own: _Description, told: _Description) -> None:
+    """Raise if this rank holds other tensors than the lowest rank of the mesh."""
+    mine, theirs = own.lines, told.lines
+    if mine != theirs:
+        pairs = zip([*mine, "nothing more"], [*theirs, "nothing more"])
+        here, there = next(pair for pair in pairs if pair[0] != pair[1])
+        raise ValueError(f"ranks of the mesh differ: rank {dist.get_rank()} has {here}, its lowest rank has {there}")
+
+
+def _mesh_text(dp: DataParallelMesh) -> str:
+    return f"a mesh of {tuple(dp.mesh.shape)} over ranks {_ranks(dp.mesh)}"
+
+
+def _ranks(mesh: DeviceMesh) -> list[int]:
+    return mesh.mesh.flatten().tolist()
+
+
+# -- communication -------------------------------------------------------------------------------------------------------
+
+
+def _from_lowest_rank(
+    own: _Description | None, old: DataParallelMesh, world: dist.ProcessGroup, device: torch.device
+) -> _Description:
+    """The description of the lowest rank of the old mesh. One broadcast."""
+    message = [own]
+    dist.broadcast_object_list(message, src=min(_ranks(old.mesh)), group=world, device=device)
+    assert message[0] is not None
+    return message[0]
+
+
+def _whole_tensors(model: nn.Module, sharded: Container[torch.Tensor]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """All buffers, and parameters in no group: the full name, the module, the name in it, the tensor.
+
+    Raises:
+        ValueError: one of them is a DTensor.
+    """
+    for prefix, module in model.named_modules():
+        for name, tensor in (*module._buffers.items(), *module._parameters.items()):
+            if tensor is None or tensor in sharded:
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            if isinstance(tensor, DTensor):
+                raise ValueError(f"{fqn} is a DTensor that is in no group of fully_shard: reshard_to cannot move it")
+            yield fqn, module, name, tensor
+
+
+def _send_whole_tensors(
+    tensors: Iterable[tuple[str, nn.Module, str, torch.Tensor]], old: DataParallelMesh, new: DataParallelMesh
+) -> None:
+    """Give buffers, and parameters in no group, of the lowest rank to ranks that join. One broadcast for each."""
+    root, rank, device = min(_ranks(old.mesh)), dist.get_rank(), device_of(new.mesh)
+    joining = sorted(set(_ranks(new.mesh)) - set(_ranks(old.mesh)))
+    if not joining or rank not in (root, *joining):
+        return
+    group = group_of(sorted([root, *joining]))
+    replaced: dict[torch.Tensor, torch.Tensor] = {}  # A tensor may have several names.
+    for _, module, name, tensor in tensors:
+        if tensor in replaced:
+            setattr(module, name, replaced[tensor])
+            continue
+        on_device = (
+            tensor.detach().contiguous() if rank == root else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        )
+        if tensor.numel():
+            dist.broadcast(on_device.view(-1).view(torch.uint8), src=root, group=group)
+        if rank == root:
+            continue
+        if tensor.is_meta:
+            made = nn.Parameter(on_device, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else on_device
+            replaced[tensor] = made
+            setattr(module, name, made)
+        else:
+            tensor.copy_(on_device)

@@ -1,0 +1,91 @@
+"""DormantGroup: the group of a rank that is not in the mesh. It knows the layout, and holds no shard.
+
+It issues no collective and allocates no memory. ``reshard_to`` puts another group in its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from torch_ragged.fsdp.core._encoding import Encoding
+from torch_ragged.fsdp.core._fsdp_param import FSDPParam
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._group_plan import FoundParam, GroupPlan
+from torch_ragged.fsdp.core._mesh import device_of
+from torch_ragged.fsdp.core._shards import Shards
+from torch_ragged.fsdp.core._spmd_types import attributes_of
+
+__all__ = ["DormantGroup", "check_awake"]
+
+
+class DormantGroup(FSDPParamGroup):
+    """A group whose buffers are on the meta device, and whose sharded parameters are DTensors without local elements.
+
+    These parameters are on the mesh's device (if offloaded: on the CPU), so that any optimizer can be made with them. The
+    settings of the user, such as a divisor of gradients, are stored as in other groups.
+    """
+
+    def __init__(self, plan: GroupPlan) -> None:
+        super().__init__(plan, Shards(plan.layout, plan.dp.rank), Encoding(plan.layout, plan.dp.rank))
+
+    def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
+        super()._allocate(torch.device("meta"), dtype)
+
+    def _init_param(self, index: int, found: FoundParam) -> FSDPParam:
+        offloads = isinstance(self.plan.offload, CPUOffloadPolicy)
+        device = torch.device("cpu") if offloads else device_of(self.dp.mesh)
+        nothing = torch.empty(0, dtype=found.value.dtype, device=device)
+        sharded = nn.Parameter(found.distribution.sharded(nothing, self.layout, index), found.value.requires_grad)
+        vars(sharded).update(attributes_of(found.value))
+        return FSDPParam(found.fqn, found.registered_names, found.distribution, sharded, requires_grad=sharded.requires_grad)
+
+    def unshard(self, wait: bool = True) -> None:
+        """Raise: this rank takes part in no all-gather."""
+        check_awake([self])
+
+    def load_replaced(self) -> None:
+        """Register the parameters again, if the user has replaced them: this rank has no elements to load."""
+        self.register_sharded()
+
+    def load_converted(self) -> None:
+        """As :meth:`load_replaced`."""
+        self.register_sharded()
+
+    def _is_in_place(self, index: int) -> bool:
+        return True
+
+    def check_conversion(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Raise if ``function`` changes the dtype: other ranks would not know it. Devices do not matter here.
+
+        Raises:
+            RuntimeError: ``function`` changes the dtype.
+        """
+        probe = function(torch.empty(0, dtype=self.orig_dtype, device=self.params[0].sharded.device))
+        if probe.dtype != self.orig_dtype:
+            raise RuntimeError(
+                f"{self.names} cannot become {probe.dtype} on rank {dist.get_rank()}, which is not in the mesh {self.dp.mesh}: "
+                "convert the module before fully_shard, or after reshard_to"
+            )
+
+    def convert(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Do nothing: there is no element to convert."""
+
+
+def check_awake(groups: Iterable[FSDPParamGroup]) -> None:
+    """Raise if this rank holds no shards of one of ``groups``.
+
+    Raises:
+        RuntimeError: one of them is dormant.
+    """
+    for group in groups:
+        if isinstance(group, DormantGroup):
+            raise RuntimeError(
+                f"rank {dist.get_rank()} is not in the mesh {group.dp.mesh}, and holds no shards of {group.names}: only ranks "
+                "of the mesh run the module. To give this rank shards, call reshard_to(model, optimizer, mesh) on all ranks, "
+                "with a mesh that has this rank"
+            )

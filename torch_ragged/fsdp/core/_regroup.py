@@ -1,0 +1,156 @@
+"""The steps of ``reshard_to`` for one group: check it, plan it on another mesh, and give the new group what the old one had.
+
+It moves no elements, and issues no collective but those that make process groups of neighbours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Union
+
+import torch
+from torch import nn
+
+from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
+from torch_ragged.fsdp.core._distribution import Distribution
+from torch_ragged.fsdp.core._fsdp_init import layout_of
+from torch_ragged.fsdp.core._fsdp_param import FSDPParam
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._group_plan import FoundParam, GroupPlan
+from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
+from torch_ragged.fsdp.core._neighbours import Neighbours
+from torch_ragged.fsdp.core._resident import Resident
+from torch_ragged.fsdp.core._spmd_types import attributes_of
+
+__all__ = ["Kept", "check_kept", "check_movable", "copy_settings", "keep_as", "kept_by", "mesh_of_groups", "plan_on"]
+
+Kept = Union[int, str, None]
+"""What stays gathered between uses: k of ``reshard_after_forward=k``, "all" (ZERO1, ZERO2), or None."""
+
+
+def mesh_of_groups(groups: Sequence[FSDPParamGroup]) -> DataParallelMesh:
+    """The mesh of all ``groups``.
+
+    Raises:
+        ValueError: they have several meshes, or tensor parallelism, or ``dp_mesh_dims``.
+    """
+    first = groups[0].dp
+    for group in groups:
+        if group.dp.spmd is not None:
+            raise ValueError(f"{group.names} was sharded with dp_mesh_dims, which reshard_to does not support")
+        for param in group.params:
+            if param.distribution.is_dtensor:
+                raise ValueError(
+                    f"{param.fqn} was a DTensor before fully_shard (tensor or expert parallelism): reshard_to supports data "
+                    "parallelism only"
+                )
+        if group.dp.mesh != first.mesh:
+            raise ValueError(
+                f"{group.names} is sharded over {group.dp.mesh}, {groups[0].names} over {first.mesh}: reshard_to moves "
+                "parameters of one mesh"
+            )
+    return first
+
+
+def check_movable(group: FSDPParamGroup) -> None:
+    """Raise if ``group`` has something that would be lost.
+
+    Raises:
+        ValueError: it has a tensor type with its own all-gather, or collectives or memory that belong to its mesh.
+        RuntimeError: it is on the meta device, or has gradients that are not in ``.grad`` yet.
+    """
+    if group.encoding.makes_params:
+        raise ValueError(f"{group.names} is of a type with its own all-gather, which reshard_to does not support")
+    if group.dp.is_member and group.is_meta:
+        raise RuntimeError(f"{group.names} on the meta device: materialise parameters before reshard_to")
+    if group.gradients.is_pending or group.gradients.is_accumulating:
+        raise RuntimeError(
+            f"{group.names} has gradients that are not reduced yet, and would be lost: run a backward that reduces them, or "
+            "drop them with reset_iter_state(), before reshard_to"
+        )
+    process_groups = group.process_groups
+    if isinstance(process_groups, HierarchicalCollectives):
+        raise ValueError(f"{group.names} was sharded with HIERARCHICAL, which reshard_to does not support")
+    if group.collectives is not process_groups:
+        raise ValueError(
+            f"{group.names} has collectives that belong to its mesh: close a monitor and call set_collectives('nccl') before "
+            "reshard_to, and choose them again after it"
+        )
+    if group.has_own_memory:
+        raise ValueError(
+            f"{group.names} has persistent buffers, as a captured model needs them: call set_persistent_buffers(False), or "
+            "set_keep_unsharded_storage(False), before reshard_to, and capture again after it"
+        )
+    if process_groups.separate_group is not None:
+        raise ValueError(
+            f"{group.names} has a second process group: call set_separate_reduce_scatter_group(False) before reshard_to"
+        )
+
+
+def plan_on(group: FSDPParamGroup, dp: DataParallelMesh) -> GroupPlan:
+    """The plan of the same parameters on another mesh. The planner runs; no memory is allocated.
+
+    Raises:
+        ValueError: as the planner.
+    """
+    device = device_of(dp.mesh)
+    found = []
+    for param in group.params:
+        like = _stand_in(param, device)
+        distribution = Distribution(param.fqn, like, dp, param.distribution.shard_dim)
+        found.append(FoundParam(param.fqn, param.registered_names, like, distribution))
+    # Blocks depend on shapes and granularity, not on the mesh. So the old specs are those of the new layout.
+    layout = layout_of(found[0].distribution, group.layout.tensors, dp.ranks, group.layout.alignment)
+    return dataclasses.replace(group.plan, params=found, dp=dp, layout=layout)
+
+
+def _stand_in(param: FSDPParam, device: torch.device) -> nn.Parameter:
+    """A parameter of zeros without memory of its own, in the position of the one that the user gave to ``fully_shard``."""
+    zero = torch.zeros((), dtype=param.sharded.dtype, device=device)
+    like = nn.Parameter(zero.expand(param.distribution.shape), requires_grad=param.sharded.requires_grad)
+    vars(like).update(attributes_of(param.sharded))
+    return like
+
+
+def copy_settings(old: FSDPParamGroup, new: FSDPParamGroup) -> None:
+    """Give ``new`` what the user has set on ``old`` by methods of ``FSDPModule``."""
+    new.fqn = new.gradients.fqn = old.fqn
+    for name in ("reduction", "requires_all_reduce", "reduce_hook", "max_reductions"):
+        setattr(new.gradients, name, getattr(old.gradients, name))
+    new.process_groups.custom_all_gather = old.process_groups.custom_all_gather
+    new.process_groups.custom_reduce_scatter = old.process_groups.custom_reduce_scatter
+
+
+def kept_by(group: FSDPParamGroup) -> Kept:
+    """What stays gathered after reshard."""
+    if isinstance(group.keeper, Neighbours):
+        return group.keeper.size
+    return "all" if isinstance(group.keeper, Resident) else None
+
+
+def check_kept(group: FSDPParamGroup, dp: DataParallelMesh) -> None:
+    """Raise if what stays gathered does not fit to the mesh ``dp``.
+
+    Raises:
+        ValueError: the number of neighbours does not divide the number of shards, or ``ZERO1`` and ``ZERO2`` meet HSDP.
+    """
+    kept = kept_by(group)
+    if isinstance(kept, int) and dp.ranks % kept:
+        raise ValueError(
+            f"{group.names} has reshard_after_forward={kept}, which does not divide {dp.ranks} shards: call "
+            "set_reshard_after_forward(True) before reshard_to"
+        )
+    if kept == "all" and dp.has_replicas:
+        raise ValueError(f"{group.names} was sharded with ZERO1 or ZERO2, which take a 1-D mesh, got {dp.mesh}")
+
+
+def keep_as(group: FSDPParamGroup, kept: Kept) -> None:
+    """Let ``group`` keep ``kept`` gathered, unless this rank is not in its mesh. Neighbours make a process group."""
+    shards = group.dp.shard_group
+    if shards is None:
+        return
+    if isinstance(kept, int) and 1 < kept < group.dp.ranks:
+        group.keeper = Neighbours.among(shards, group.rank, kept, group.memory.gathered)
+    elif kept == "all":
+        group.keeper = Resident(Levels(shards, None), group.memory.gathered)
