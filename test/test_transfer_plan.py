@@ -3,6 +3,7 @@
 import io
 import itertools
 import os
+import pathlib
 import random
 import signal
 import unittest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import error_of, run_ranks
+from doc_pages import run_page
 from oracle import SIZES, local_of, random_placement
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -495,6 +497,13 @@ class TransferPlanTest(unittest.TestCase):
                 self.assertTrue(unchanged)
             for pipe in pipes.values():
                 pipe.send("end")
+
+    def test_the_page_of_the_documentation_runs(self):
+        picture, elastic = run_page("moving_weights.md")
+        page = (pathlib.Path(__file__).parent.parent / "docs/moving_weights.md").read_text()
+        self.assertIn(picture.split("rank 2 has")[0].rstrip(), page)
+        self.assertIn("rank 2 has (48, 32) in 1 round", picture)
+        self.assertIn("largest difference to the uninterrupted run", elastic)
 
     def test_a_picture_shows_what_each_rank_sends(self):
         (text, short, _), *others = run_ranks(3, check_picture)

@@ -64,9 +64,13 @@ class Simulation:
     def __init__(self, pairs, max_bytes):
         sides = [TensorSide({name: pair[i] for name, pair in pairs.items()}) for i in (0, 1)]
         shapes = {name: pair[0].shape for name, pair in pairs.items()}
-        budget = max_bytes // 2
-        self.slices = [slices_of(*sides, shapes, rank, budget) for rank in range(WORLD)]
-        staging = torch.tensor([[each.staging for each in slices] for slices in self.slices]).t()
+        budget, finer = max_bytes // 2, 1
+        while True:
+            self.slices = [slices_of(*sides, shapes, rank, budget, finer) for rank in range(WORLD)]
+            staging = torch.tensor([[each.staging for each in slices] for slices in self.slices]).t()
+            if int(staging.max()) <= budget:
+                break
+            finer *= 2
         self.rounds = rounds_of([each.dtype.itemsize for each in self.slices[0]], staging, budget)
         assert all(int(staging[round_.start : round_.stop].sum(0).max()) <= budget for round_ in self.rounds)
         assert [i for round_ in self.rounds for i in round_] == list(range(len(self.slices[0])))
