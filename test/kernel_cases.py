@@ -152,9 +152,12 @@ def adam8bit(device):
                 gradients[0][5] = math.nan
             for params_of, choose in ((ones, twin), (twos, kernel)):
                 updates = BlockUpdates(block, code)
+                versions = [tensor._version for param, moments in params_of for tensor in (param, *moments)]
                 for number, gradient, (param, moments), parts in zip(numbers, gradients, params_of, regions):
                     choose(updates.add, parts, number, param, gradient.to(param.device), moments)
                 choose(updates.run)
+                now = [tensor._version for param, moments in params_of for tensor in (param, *moments)]
+                assert all(after > before for before, after in zip(versions, now)), "a write that torch does not see"
             for (a, one), (b, two) in zip(ones, twos):
                 same(b, a, f"parameter {configurations[place]} {step}")
                 for name, x, y in zip(Moments._fields, one, two):

@@ -405,6 +405,9 @@ class BlockUpdates:
             with device_of(books[0]):
                 types, is_dynamic = (dtype, gradient_dtype), self._code == "dynamic"
                 kernel.step_regions(integers, floats, books, types, self._block, is_dynamic, is_stochastic)
+            # torch does not see a kernel's writes; transfers of what has changed look at version counters.
+            written = {id(tensor): tensor for _, _, (param, _, *moments) in updates for tensor in (param, *moments)}
+            torch.autograd.graph.increment_version(written.values())
 
 
 def _integers(region: Region, numbers: AdamStep, tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
