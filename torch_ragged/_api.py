@@ -71,7 +71,9 @@ class RaggedExtension(PlacementExtension):
             raise ValueError(f"distribute_tensor to {normalized}: use Replicate in place of Partial")
         whole = tensor.contiguous() if tensor.is_leaf else tensor
         replicated = distribute_tensor(whole, mesh, [Replicate()] * mesh.ndim, src_data_rank=src_data_rank)
-        local = broadcast_local(replicated._local_tensor.detach(), mesh, tensor.shape, normalized)
+        local = replicated._local_tensor.detach()
+        if mesh.get_coordinate() is not None:  # Other ranks hold no element.
+            local = broadcast_local(local, mesh, tensor.shape, normalized)
         spec = _spec(mesh, normalized, tensor.shape, tensor.dtype)
         return DTensor(local.requires_grad_(tensor.requires_grad), spec, requires_grad=tensor.requires_grad)  # type: ignore
 

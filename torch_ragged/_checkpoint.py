@@ -19,10 +19,10 @@ from torch_ragged._ownership import Box, owned, row_major
 from torch_ragged._placement_extension import CheckpointExtension
 from torch_ragged.placement_types import cuts_of
 
-__all__ = ["RaggedCheckpoint", "own_storage", "owned_boxes"]
+__all__ = ["RaggedCheckpoint", "chunk_boxes", "own_storage"]
 
 
-def owned_boxes(tensor: DTensor) -> tuple[Box, ...]:
+def chunk_boxes(tensor: DTensor) -> tuple[Box, ...]:
     """The boxes of ``tensor`` that this rank holds, in the order of its local tensor.
 
     If the tensor has no elements, the first rank of the mesh gets one empty box, so that a checkpoint contains the tensor.
@@ -42,7 +42,7 @@ class RaggedCheckpoint(CheckpointExtension):
     """DCP's protocol for ragged DTensors: one chunk per box, each a view of the local tensor."""
 
     def create_chunk_list(self, tensor: DTensor) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in owned_boxes(tensor)]
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in chunk_boxes(tensor)]
 
     def create_write_items(self, fqn: str, tensor: DTensor) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(tensor.detach().to_local())
@@ -62,7 +62,7 @@ class RaggedCheckpoint(CheckpointExtension):
             ValueError: this rank holds no box at ``index.offset``.
         """
         local = tensor.detach().to_local()
-        for box in owned_boxes(tensor):
+        for box in chunk_boxes(tensor):
             if index.offset is None or tuple(index.offset) == box.offsets:
                 return own_storage(_view(local, box))
         raise ValueError(f"{index.fqn}: this rank holds no chunk at offset {index.offset} of {tuple(tensor.shape)}")
@@ -71,7 +71,7 @@ class RaggedCheckpoint(CheckpointExtension):
         if tensor.is_meta:
             tensor = torch.empty_like(tensor, device=device)  # type: ignore[assignment]
         local = tensor.detach().to_local()
-        for box in owned_boxes(tensor):
+        for box in chunk_boxes(tensor):
             part = full[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))]
             _view(local, box).copy_(part)
         return tensor

@@ -7,9 +7,10 @@ import hashlib
 import weakref
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
-__all__ = ["group_name", "group_of"]
+__all__ = ["device_of_messages", "group_name", "group_of"]
 
 group_name: contextvars.ContextVar[str | None] = contextvars.ContextVar("group_name", default=None)
 """The name of the process group that :func:`group_of` creates. A hook on torch passes it on, because torch would derive a name
@@ -37,6 +38,14 @@ def group_of(ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
         is_world = len(ranks) == world.size() and not purpose
         known[key] = world if is_world else _make_group(world, ranks, f"{tuple(ranks)}{purpose}")
     return known[key]
+
+
+def device_of_messages(group: dist.ProcessGroup) -> torch.device:
+    """The device of messages between ranks: the accelerator, unless the group's backend is gloo."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or dist.get_backend(group) == dist.Backend.GLOO:
+        return torch.device("cpu")
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def _make_group(world: dist.ProcessGroup, ranks: Sequence[int], key: str) -> dist.ProcessGroup:

@@ -41,7 +41,17 @@ from torch_ragged._ownership import Whole, owned
 from torch_ragged._transfer import Exchange, Fill, Gather, Move, Part, Reduce, Route, Step
 from torch_ragged.placement_types import cuts_of, has_ragged
 
-__all__ = ["REDUCTIONS", "Pending", "all_to_all", "broadcast_local", "mesh_group", "plan", "redistribute_local"]
+__all__ = [
+    "REDUCTIONS",
+    "Pending",
+    "all_to_all",
+    "broadcast_local",
+    "copy_into",
+    "mesh_group",
+    "part_view",
+    "plan",
+    "redistribute_local",
+]
 
 # If the send (or receive) buffer of one all-to-all exceeds the tensor by this factor, other collectives are used.
 _MAX_BUFFER_RATIO = 2
@@ -307,7 +317,7 @@ def _run_fill(step: Fill, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
         return Pending(flat.clone() if contributes else torch.full_like(flat, identity), step.local_shape)
     packed = _pack(flat * size if step.operation == "avg" else flat, step.sends)
     result = flat.new_full((math.prod(step.local_shape),), identity)
-    _copy_into(result, packed, step.receives)
+    copy_into(result, packed, step.receives)
     return Pending(result, step.local_shape)
 
 
@@ -332,7 +342,8 @@ _RUN: dict[type, Callable[[Any, torch.Tensor, DeviceMesh], Pending]] = {
 # --- packing -------------------------------------------------------------------------------------------------------
 
 
-def _view(flat: torch.Tensor, part: Part) -> torch.Tensor:
+def part_view(flat: torch.Tensor, part: Part) -> torch.Tensor:
+    """The part of a flat local tensor, without a copy."""
     if part.is_contiguous:
         return flat[part.offset : part.offset + part.numel]
     return flat.as_strided(part.sizes, part.strides, flat.storage_offset() + part.offset)
@@ -351,7 +362,7 @@ def _pack(flat: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
         return flat
     if not parts:
         return flat.new_empty(0)
-    return torch.cat([_view(flat, part).reshape(-1) for part in parts])
+    return torch.cat([part_view(flat, part).reshape(-1) for part in parts])
 
 
 def _unpacking(parts: Sequence[Part], local_shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -362,15 +373,16 @@ def _unpacking(parts: Sequence[Part], local_shape: tuple[int, ...]) -> Callable[
 
     def unpack(packed: torch.Tensor) -> torch.Tensor:
         result = packed.new_empty(numel)
-        _copy_into(result, packed, parts)
+        copy_into(result, packed, parts)
         return result
 
     return unpack
 
 
-def _copy_into(result: torch.Tensor, packed: torch.Tensor, parts: Sequence[Part]) -> None:
+def copy_into(result: torch.Tensor, packed: torch.Tensor, parts: Sequence[Part]) -> None:
+    """Copy ``packed``, the parts one after another, to where they lie in the flat local tensor ``result``."""
     for part, piece in zip(parts, packed.split([part.numel for part in parts])):
-        _view(result, part).copy_(piece.view(part.sizes))
+        part_view(result, part).copy_(piece.view(part.sizes))
 
 
 # --- collectives ---------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from torch_ragged._ownership import (
 )
 from torch_ragged._units import Units
 
-__all__ = ["Exchange", "Fill", "Gather", "Move", "Part", "Reduce", "Route", "Step", "common_parts"]
+__all__ = ["Exchange", "Fill", "Gather", "Move", "Part", "Reduce", "Route", "Step", "common_parts", "merged_parts", "part_of"]
 
 
 class Part(NamedTuple):
@@ -207,8 +207,8 @@ class Route:
         else:
             whole = owned(shape, (), (), ())
             peers = {p: common_parts(whole, owned(shape, (size,), (cut_of_piece,), (p,))) for p in range(size)}
-            splits, sends = _numels(peers, size), _merged(part for pairs in peers.values() for part, _ in pairs)
-            receives = _merged(part for _, part in peers[rank])
+            splits, sends = _numels(peers, size), merged_parts(part for pairs in peers.values() for part, _ in pairs)
+            receives = merged_parts(part for _, part in peers[rank])
         self.steps.append(Reduce(mesh_dim, operation, splits, sends, receives, local_shape))
         self.cuts = self.replace(mesh_dim, cut)
 
@@ -217,7 +217,7 @@ class Route:
         target = self.replace(mesh_dim, Whole())
         here, there = self._owned(self.cuts), self._owned(target)
         pairs = common_parts(here, there)
-        sends, receives = _merged(part for part, _ in pairs), _merged(part for _, part in pairs)
+        sends, receives = merged_parts(part for part, _ in pairs), merged_parts(part for _, part in pairs)
         was_whole = isinstance(self.cuts[mesh_dim], Whole)
         self.steps.append(Fill(mesh_dim, operation, was_whole, sends, receives, there.local_shape))
         self.cuts = target
@@ -227,7 +227,7 @@ class Route:
         pairs = common_parts(here, there)
         # Ranks may decide differently here, because neither a copy nor an alias communicates.
         stays = _contents(here) == _contents(there)
-        sends, receives = _merged(p for p, _ in pairs), _merged(p for _, p in pairs)
+        sends, receives = merged_parts(p for p, _ in pairs), merged_parts(p for _, p in pairs)
         self.steps.append(Move(sends, receives, there.local_shape, stays))
 
     def _gather(self, mesh_dim: int) -> None:
@@ -247,8 +247,8 @@ class Route:
         else:
             whole = owned(shape, (), (), ())
             peers = {p: common_parts(owned(shape, (size,), (cut,), (p,)), whole) for p in range(size)}
-            splits, receives = _numels(peers, size), _merged(part for pairs in peers.values() for _, part in pairs)
-            sends = _merged(part for part, _ in peers[rank])
+            splits, receives = _numels(peers, size), merged_parts(part for pairs in peers.values() for _, part in pairs)
+            sends = merged_parts(part for part, _ in peers[rank])
         self.steps.append(Gather(mesh_dim, splits, sends, receives, local_shape))
         self.cuts = target
 
@@ -405,7 +405,7 @@ class _Columns:
             else:
                 first = int(a < begin)
                 add(a, high - low, b - a, first, last + (a < end) - first)
-        return _merged(parts)
+        return merged_parts(parts)
 
 
 @lru_cache(maxsize=4096)
@@ -467,8 +467,8 @@ def _exchange_of(
         mesh_dims,
         _numels(sends, size),
         _numels(receives, size),
-        _merged(part for pairs in sends.values() for part, _ in pairs),
-        _merged(part for pairs in receives.values() for _, part in pairs),
+        merged_parts(part for pairs in sends.values() for part, _ in pairs),
+        merged_parts(part for pairs in receives.values() for _, part in pairs),
         local_shape,
     )
 
@@ -496,7 +496,11 @@ def common_parts(source: Owned, target: Owned) -> list[_Pair]:
 def _part(
     local_offset: int, origin: Sequence[int], strides: Sequence[int], starts: Sequence[int], sizes: tuple[int, ...]
 ) -> Part:
-    offset = local_offset + sum([(a - o) * stride for a, o, stride in zip(starts, origin, strides)])
+    return part_of(local_offset + sum([(a - o) * stride for a, o, stride in zip(starts, origin, strides)]), sizes, strides)
+
+
+def part_of(offset: int, sizes: tuple[int, ...], strides: Sequence[int]) -> Part:
+    """The part at ``offset`` with ``sizes`` and ``strides``, as 1-D if it is contiguous."""
     numel = 1
     for size, stride in zip(reversed(sizes), reversed(strides)):
         if size != 1 and stride != numel:
@@ -512,7 +516,7 @@ def _numels(peers: dict[int, list[_Pair]], size: int) -> tuple[int, ...]:
     return tuple(numels)
 
 
-def _merged(parts: Iterable[Part]) -> tuple[Part, ...]:
+def merged_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
     """The parts, with neighbours in storage joined."""
     result: list[Part] = []
     for part in parts:

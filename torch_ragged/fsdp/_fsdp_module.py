@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from torch_ragged._agreement import agreement
 from torch_ragged._register._torch import register_composable
-from torch_ragged.fsdp.comm._agreement import agreement
 from torch_ragged.fsdp.comm._choice import Traffic, check_name, choose
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, state_of

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from torch_ragged._groups import group_of
+from torch_ragged import transfer
+from torch_ragged._agreement import agreement
+from torch_ragged._groups import device_of_messages, group_of
 from torch_ragged.fsdp._fully_shard import module_states
-from torch_ragged.fsdp.comm._agreement import agreement
 from torch_ragged.fsdp.core._fsdp_init import make_group
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
@@ -88,7 +89,7 @@ def reshard_to(
         raise RuntimeError("reshard_to needs a process group: call torch.distributed.init_process_group() first")
     world = dist.group.WORLD if group is None else group
     assert world is not None
-    device = _device_of(world)
+    device = device_of_messages(world)
     with agreement([world], device, _CALL) as claim:
         states = _checked_states(model)
         old = mesh_of_groups([group for state in states for group in state.groups])
@@ -105,7 +106,7 @@ def reshard_to(
         target = move.target(told) if new.is_member else None
         claim.append("ready to move")
     with torch.no_grad():
-        _move(source, target, world)
+        transfer.plan(source, target, group=world).run(source, target)
         _send_whole_tensors(move.whole_tensors(), old, new)
     del source
     move.finish(told, target or {})
@@ -311,14 +312,6 @@ def _ranks(mesh: DeviceMesh) -> list[int]:
 # -- communication -------------------------------------------------------------------------------------------------------
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """The device of messages between ranks: the accelerator, unless the group's backend is gloo."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None or dist.get_backend(group) == dist.Backend.GLOO:
-        return torch.device("cpu")
-    return torch.device(device.type, torch.accelerator.current_device_index())
-
-
 def _from_lowest_rank(
     own: _Description | None, old: DataParallelMesh, world: dist.ProcessGroup, device: torch.device
 ) -> _Description:
@@ -327,25 +320,6 @@ def _from_lowest_rank(
     dist.broadcast_object_list(message, src=min(_ranks(old.mesh)), group=world, device=device)
     assert message[0] is not None
     return message[0]
-
-
-def _move(source: Mapping[str, DTensor] | None, target: Mapping[str, DTensor] | None, world: dist.ProcessGroup) -> None:
-    """Write the elements of each DTensor of ``source`` to that of ``target``. A rank outside of a mesh gives None for its side.
-
-    All ranks of ``world`` call it.
-    """
-    device = _device_of(world)
-    mine = [(name, tuple(t.shape), t.dtype, min(_ranks(t.device_mesh))) for name, t in (source or {}).items()]
-    every: list[Any] = [None] * world.size()
-    dist.all_gather_object(every, mine, group=world)
-    for name, shape, dtype, first in next((each for each in every if each), []):
-        whole = torch.empty(shape, dtype=dtype, device=device) if source is None else source[name].full_tensor().contiguous()
-        if whole.numel():
-            dist.broadcast(whole.view(-1), src=first, group=world)
-        if target is not None:
-            wanted = target[name]
-            cut = distribute_tensor(whole, wanted.device_mesh, wanted.placements, src_data_rank=None)
-            wanted.to_local().copy_(cut.to_local())
 
 
 def _whole_tensors(model: nn.Module, sharded: Container[torch.Tensor]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:

@@ -1,12 +1,22 @@
-"""Moving weights out of a training run: to an inference engine, or to anything that takes whole tensors one after another.
+"""Moving tensors between meshes: to an inference engine, to another mesh in one program, or out of it one after another.
 
 ==================  ==============================================================================
-``stream()``        the whole tensors of a sharded model, in bounded memory
+``plan()``          how tensors get from some ranks and placements to any others; ``Plan.run()``
+``EngineLayout``    what an inference engine holds, as the target of a plan
+``Spec``            what a plan must know of a tensor
+``stream()``        the whole tensors of a sharded model one after another, in bounded memory
+``visualize()``     who sends how many bytes to whom
 ==================  ==============================================================================
 
 This package never imports ``fsdp`` or ``optim``: it reads DTensors under any placements.
 """
 
+from torch_ragged.transfer._background import Handle
+from torch_ragged.transfer._engine_layout import EngineLayout
+from torch_ragged.transfer._errors import TransferError
+from torch_ragged.transfer._plan import Plan, plan
+from torch_ragged.transfer._sides import Spec
 from torch_ragged.transfer._stream import stream
+from torch_ragged.transfer._visualize import visualize
 
-__all__ = ["stream"]
+__all__ = ["EngineLayout", "Handle", "Plan", "Spec", "TransferError", "plan", "stream", "visualize"]

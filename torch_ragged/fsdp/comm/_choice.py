@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_ragged.fsdp.comm._agreement import problems_of_ranks
+from torch_ragged._agreement import problems_of_ranks
 from torch_ragged.fsdp.comm._capabilities import problems_of
 from torch_ragged.fsdp.comm._collectives import Collectives, ProcessGroupCollectives
 from torch_ragged.fsdp.comm._copy_engine import CopyEngineCollectives

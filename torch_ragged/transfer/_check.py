@@ -1,0 +1,208 @@
+"""The checks of a plan and of a run: what is wrong is an error before any element travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from torch_ragged._ownership import owned
+from torch_ragged._register._torch import local_tensor, waited
+from torch_ragged.placement_types import cuts_of
+from torch_ragged.transfer._engine_layout import EngineLayout, EngineSide
+from torch_ragged.transfer._sides import Side, Spec, TensorSide, specs_of
+
+__all__ = ["check_memory", "checked_shapes", "completed", "flat_of", "local_tensors", "side_of"]
+
+
+def side_of(given: object, name: str) -> Side | None:
+    """The side that a rank gives to ``plan()``; None if it gives none."""
+    if given is None:
+        return None
+    if isinstance(given, EngineLayout):
+        if name == "source":
+            raise TypeError("plan(source=) takes DTensors or Specs: an EngineLayout can only be the target")
+        return EngineSide(given)
+    side = TensorSide(specs_of(given, name))  # type: ignore[arg-type]
+    for key, spec in side.specs.items():
+        if name == "target" and spec.has_partial:
+            raise ValueError(f"plan(target=): {key} has placements {spec.placements}: a target cannot be Partial")
+    return side
+
+
+def completed(
+    known: Sequence[Side | None], numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device
+) -> tuple[list[Side], list[int]]:
+    """Both sides on all ranks: a rank that does not know one gets it from the first rank that does.
+
+    Returns:
+        the sides, and for each of ``numbers`` the largest of all ranks.
+
+    Raises:
+        ValueError: no rank knows a side. On all ranks.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    own = torch.tensor([*(side is not None for side in known), *numbers], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(own) for _ in ranks]
+    dist.all_gather(everyone, own, group=group)
+    columns = torch.stack(everyone, dim=1).tolist()
+    sides: list[Side] = []
+    for i, (side, name) in enumerate(zip(known, ("source", "target"))):
+        owners = [rank for rank, has in zip(ranks, columns[i]) if has]
+        if not owners:
+            raise ValueError(f"transfer.plan: no rank gave a {name}: at least one rank must")
+        if len(owners) < len(ranks):
+            message = [side]
+            dist.broadcast_object_list(message, src=owners[0], group=group, device=device)
+            side = message[0] if side is None else side
+        assert side is not None
+        sides.append(side)
+    return sides, [max(column) for column in columns[2:]]
+
+
+def checked_shapes(source: Side, target: Side, ranks: Sequence[int], strict: bool) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of the plan, in the order of the source.
+
+    Raises:
+        ValueError: names or shapes differ, or a rank is not among ``ranks``.
+        TypeError: a dtype cannot be cast.
+    """
+    assert isinstance(source, TensorSide)
+    missing = [name for name in target.names if name not in source.specs]
+    if missing:
+        raise ValueError(f"plan(): the target has {_some(missing)}, which the source does not have")
+    wanted = set(target.names)
+    unused = [name for name in source.names if name not in wanted]
+    if unused and strict:
+        raise ValueError(
+            f"plan(): the source has {_some(unused)}, which the target does not have: give strict=False to leave them"
+        )
+    for side, name in ((source, "source"), (target, "target")):
+        outside = sorted(set(side.ranks) - set(ranks))
+        if outside:
+            raise ValueError(f"plan({name}=): ranks {outside[:8]} hold tensors, and are not in the group of {len(ranks)} ranks")
+    shapes = {}
+    for name in source.names:
+        if name not in wanted:
+            continue
+        shape = source.specs[name].shape
+        theirs = target.specs[name].shape if isinstance(target, TensorSide) else target.shapes[name]  # type: ignore[attr-defined]
+        if shape != theirs:
+            raise ValueError(f"plan(): {name} has shape {shape} in the source and {theirs} in the target")
+        old, new = source.dtype(name), target.dtype(name)
+        if old != new and not (old.is_floating_point and new.is_floating_point):
+            raise TypeError(
+                f"plan(): {name} is {old} in the source and {new} in the target: only floating-point numbers are cast"
+            )
+        shapes[name] = shape
+    return shapes
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
+
+
+def local_tensors(given: object, side: Side, which: str) -> dict[str, torch.Tensor]:
+    """The tensors that this rank holds: flat local tensors; a DTensor if it has a Partial, which is still to be reduced.
+
+    Raises:
+        TypeError, ValueError: one is missing, or is not what the plan was made for.
+    """
+    pairs = given.state_dict() if isinstance(given, nn.Module) else {} if given is None else given
+    if not isinstance(pairs, Mapping):
+        raise TypeError(f"run({which}=) takes a module or a mapping of names to tensors, got {type(given).__name__}")
+    if isinstance(side, EngineSide):
+        return dict(_engine_tensors(pairs, side))
+    assert isinstance(side, TensorSide)
+    rank, found = dist.get_rank(), {}
+    for name, spec in side.specs.items():
+        if rank not in spec.mesh.ranks:
+            continue
+        if name not in pairs:
+            raise ValueError(f"run({which}=): {name} is missing, of which this rank {rank} is planned to hold a part")
+        value = pairs[name]
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"run({which}=): {name} is {type(value).__name__}, expected a tensor")
+        now = Spec.of(value) if isinstance(value, DTensor) else _replicated(value, spec)
+        if now != spec:
+            raise ValueError(f"run({which}=): {name} is {_text(now)}, and was planned as {_text(spec)}: make a new plan")
+        if spec.has_partial:
+            found[name] = value.detach()
+        else:
+            found[name] = flat_of(value, spec, f"run({which}=): {name}", is_written=which == "target")
+    return found
+
+
+def _replicated(value: torch.Tensor, spec: Spec) -> Spec:
+    return Spec(tuple(value.shape), value.dtype, spec.mesh, [Replicate()] * len(spec.mesh.shape))
+
+
+def _text(spec: Spec) -> str:
+    return f"{spec.dtype} {spec.shape} under {spec.placements} on {spec.mesh}"
+
+
+def _engine_tensors(pairs: Mapping[str, torch.Tensor], side: EngineSide) -> Iterator[tuple[str, torch.Tensor]]:
+    rank = dist.get_rank()
+    for key, tensor in side.tensors.items():
+        numel = side.local_numel(key, rank)
+        if not numel:
+            continue
+        value = pairs.get(key)
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            raise TypeError(f"run(target=): {key} is {type(value).__name__}, expected the local tensor of {numel} elements")
+        if value.numel() != numel or value.dtype != tensor.dtype:
+            raise ValueError(
+                f"run(target=): {key} has {value.numel()} elements of {value.dtype}, and the EngineLayout gives rank {rank} "
+                f"{numel} of {tensor.dtype}"
+            )
+        yield key, _flat(value, f"run(target=): {key}", is_written=True)
+
+
+def flat_of(value: torch.Tensor, spec: Spec, what: str, is_written: bool) -> torch.Tensor:
+    """The flat local tensor of a tensor of ``spec``, without gradients."""
+    local = waited(local_tensor(value)) if isinstance(value, DTensor) else value
+    rank = spec.mesh.ranks.index(dist.get_rank())
+    coordinate = []
+    for size in reversed(spec.mesh.shape):
+        rank, index = divmod(rank, size)
+        coordinate.append(index)
+    numel = owned(spec.shape, spec.mesh.shape, cuts_of(spec.placements), tuple(reversed(coordinate))).numel
+    if local.numel() != numel:
+        raise ValueError(f"{what} has a local tensor of {local.numel()} elements, and its placements say {numel}")
+    return _flat(local, what, is_written)
+
+
+def _flat(local: torch.Tensor, what: str, is_written: bool) -> torch.Tensor:
+    if type(local) not in (torch.Tensor, nn.Parameter):
+        raise TypeError(f"{what} has a local tensor of type {type(local).__name__}: expected plain tensors")
+    if local.is_meta:
+        raise ValueError(f"{what} is on the meta device: it has no memory")
+    if is_written and not local.is_contiguous():
+        raise ValueError(f"{what} has a local tensor that is not contiguous: make it contiguous")
+    return local.detach().contiguous().view(-1)
+
+
+def check_memory(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Raise ``ValueError`` if a source and a target share memory, or one is not on the device of the messages."""
+    for name, tensor in (*source.items(), *target.items()):
+        if tensor.device.type != device.type:
+            raise ValueError(f"run(): {name} is on {tensor.device}, and this group's messages are on {device}: move it there")
+    intervals = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, which, name)
+        for which, side in enumerate((source, target))
+        for name, tensor in side.items()
+        if tensor.numel() and not isinstance(tensor, DTensor)
+    )
+    furthest: list[tuple[str, int, str]] = [("", 0, ""), ("", 0, "")]
+    for where, start, stop, which, name in intervals:
+        other_where, other_stop, other = furthest[1 - which]
+        if other_where == where and start < other_stop:
+            names = (name, other) if which == 0 else (other, name)
+            raise ValueError(
+                "run(): {} of the source and {} of the target share memory: give a target of its own".format(*names)
+            )
+        if furthest[which][0] != where or stop > furthest[which][1]:
+            furthest[which] = (where, stop, name)

@@ -1,0 +1,234 @@
+"""Execution: one run of a plan on this rank: pack, send and receive, unpack, round by round.
+
+::
+
+    round 0    pack  send, receive -------------  pass on  unpack
+    round 1              pack  send, receive ----------------------  pass on  unpack
+
+Two rounds are in flight, so each may use half of the staging memory. Large contiguous parts are not packed: they travel
+straight from one local tensor into another. All other atoms between two ranks are one message per round. The source is never
+written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torch_ragged._redistribute import copy_into, part_view
+from torch_ragged.transfer._atoms import Atom, Copy
+from torch_ragged.transfer._rounds import Slice
+from torch_ragged.transfer._watch import Lost, Watch
+
+__all__ = ["Execution"]
+
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class _Letter(NamedTuple):
+    """An atom on its way to or from a peer."""
+
+    slice_: Slice
+    atom: Atom
+    peer: int
+
+
+class _Packed(NamedTuple):
+    """Letters that are packed into one buffer, peer by peer, each with its interval."""
+
+    buffer: torch.Tensor
+    places: list[tuple[_Letter, slice]]
+
+
+@dataclass
+class _Mail:
+    """What is in flight between this rank and its peers in one round."""
+
+    sent: _Packed
+    received: _Packed
+    works: list[dist.Work]
+
+
+@dataclass
+class Execution:
+    """One run of a plan.
+
+    Args:
+        slices: of this rank, in the plan's order.
+        rounds: ranges of slices.
+        source: flat local tensors by name. Tensors that this rank does not hold are missing.
+        target: flat local tensors by name, or by the names of an engine.
+        group: carries the rounds.
+        device: of the buffers.
+        travels: whether an atom of a slice is sent in this run; None: all are.
+        on_their_way: the tensors of the round that is waited for.
+        sent_bytes, peak_bytes: what this rank has sent, and the most bytes of its buffers.
+    """
+
+    slices: Sequence[Slice]
+    rounds: Sequence[range]
+    source: Mapping[str, torch.Tensor]
+    target: Mapping[str, torch.Tensor]
+    group: dist.ProcessGroup
+    device: torch.device
+    watch: Watch
+    travels: Callable[[int, Atom], bool] | None = None
+    on_their_way: tuple[str, ...] = ()
+    sent_bytes: int = 0
+    peak_bytes: int = 0
+    _held: int = 0
+    _rank: int = field(default_factory=dist.get_rank)
+
+    def run(self) -> None:
+        """Move all elements.
+
+        Raises:
+            Lost: another rank failed.
+        """
+        before: tuple[range, _Mail] | None = None
+        for round_ in self.rounds:
+            mail = self._send(round_)
+            if before is not None:
+                self._receive(*before)
+            before = (round_, mail)
+            for i in round_:
+                for copy in self.slices[i].copies:
+                    self._copy(self.slices[i], copy)
+        if before is not None:
+            self._receive(*before)
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream().synchronize()
+
+    def _send(self, round_: range) -> _Mail:
+        """Pack what this rank sends in a round, and issue its messages."""
+        atoms = list(self._atoms(round_))
+        outbox = [_Letter(each, atom, atom.receivers[0]) for each, atom in atoms if atom.sender == self._rank]
+        inbox = [_Letter(each, atom, atom.sender) for each, atom in atoms if atom.receivers[0] == self._rank]
+        self.on_their_way = tuple(dict.fromkeys(self.slices[i].name for i in round_))
+
+        def pack(letter: _Letter, place: torch.Tensor) -> None:
+            flat, parts = self._source_of(letter), letter.atom.source
+            for part, piece in zip(parts, place.split([part.numel for part in parts])):
+                piece.view(part.sizes).copy_(part_view(flat, part))
+
+        def straight(letter: _Letter) -> torch.Tensor:
+            return part_view(self._source_of(letter), letter.atom.source[0])
+
+        return self._post(outbox, inbox, pack, straight)
+
+    def _receive(self, round_: range, mail: _Mail) -> None:
+        """Wait for a round, pass on what is for other receivers too, and unpack."""
+        self.on_their_way = tuple(dict.fromkeys(self.slices[i].name for i in round_))
+        self._wait(mail)
+        own = {_key(letter): where for letter, where in mail.received.places}
+        atoms = [(each, atom) for each, atom in self._atoms(round_) if len(atom.receivers) > 1]
+        outbox = [
+            _Letter(each, atom, peer) for each, atom in atoms if atom.receivers[0] == self._rank for peer in atom.receivers[1:]
+        ]
+        inbox = [_Letter(each, atom, atom.receivers[0]) for each, atom in atoms if self._rank in atom.receivers[1:]]
+
+        def pass_on(letter: _Letter, place: torch.Tensor) -> None:
+            place.copy_(mail.received.buffer[own[_key(letter)]].view(place.dtype))
+
+        def straight(letter: _Letter) -> torch.Tensor:
+            return part_view(self._target_of(letter), letter.atom.target[0])
+
+        passed = self._post(outbox, inbox, pass_on, straight)
+        self._unpack(mail)
+        self._wait(passed)
+        self._unpack(passed)
+
+    def _atoms(self, round_: range) -> Iterator[tuple[Slice, Atom]]:
+        for i in round_:
+            for atom in self.slices[i].atoms:
+                if self.travels is None or self.travels(i, atom):
+                    yield self.slices[i], atom
+
+    def _post(
+        self,
+        outbox: list[_Letter],
+        inbox: list[_Letter],
+        pack: Callable[[_Letter, torch.Tensor], None],
+        straight: Callable[[_Letter], torch.Tensor],
+    ) -> _Mail:
+        """Pack the small letters, and issue all messages. Both ends of a pair have its letters in the same order."""
+        sent, received = self._packed(outbox), self._packed(inbox)
+        for letter, where in sent.places:
+            pack(letter, sent.buffer[where].view(letter.slice_.dtype))
+        messages: list[dist.P2POp] = []
+
+        def add(operation: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
+            messages.append(dist.P2POp(operation, tensor.view(torch.uint8), peer, self.group))
+
+        for peer, buffer in _by_peer(sent):
+            add(dist.isend, buffer, peer)
+        for peer, buffer in _by_peer(received):
+            add(dist.irecv, buffer, peer)
+        for letter in (letter for letter in outbox if letter.slice_.goes_straight(letter.atom)):
+            add(dist.isend, straight(letter), letter.peer)
+        for letter in (letter for letter in inbox if letter.slice_.goes_straight(letter.atom)):
+            add(dist.irecv, part_view(self._target_of(letter), letter.atom.target[0]), letter.peer)
+        self.sent_bytes += sum(each.tensor.nbytes for each in messages if each.op is dist.isend)
+        try:
+            works = dist.batch_isend_irecv(messages) if messages else []
+        except RuntimeError as error:
+            raise Lost(str(error)) from error
+        return _Mail(sent, received, works)
+
+    def _packed(self, letters: list[_Letter]) -> _Packed:
+        """A buffer for the letters that are packed, and where each lies in it: peer by peer, each in the letters' order."""
+        small = sorted((each for each in letters if not each.slice_.goes_straight(each.atom)), key=lambda letter: letter.peer)
+        places, start = [], 0
+        for letter in small:
+            places.append((letter, slice(start, start + letter.atom.numel)))
+            start += letter.atom.numel
+        itemsize = small[0].slice_.dtype.itemsize if small else 1
+        buffer = torch.empty(start, dtype=_CARRIERS[itemsize], device=self.device)
+        self._held += buffer.nbytes
+        self.peak_bytes = max(self.peak_bytes, self._held)
+        return _Packed(buffer, places)
+
+    def _wait(self, mail: _Mail) -> None:
+        self.watch.wait(mail.works)
+        self._held -= mail.sent.buffer.nbytes
+        mail.works, mail.sent = [], _Packed(mail.sent.buffer.new_empty(0), [])
+
+    def _unpack(self, mail: _Mail) -> None:
+        for letter, where in mail.received.places:
+            piece = mail.received.buffer[where].view(letter.slice_.dtype)
+            copy_into(self._target_of(letter), piece, letter.atom.target)
+        self._held -= mail.received.buffer.nbytes
+        mail.received = _Packed(mail.received.buffer.new_empty(0), [])
+
+    def _copy(self, slice_: Slice, copy: Copy) -> None:
+        flats = (self.source[copy.source_key or slice_.name], self.target[copy.target_key or slice_.name])
+        for box in copy.boxes:
+            source, target = (
+                flat.as_strided(box.sizes, strides, flat.storage_offset() + offset)
+                for flat, offset, strides in zip(flats, box.offsets, box.strides)
+            )
+            target.copy_(source)
+
+    def _source_of(self, letter: _Letter) -> torch.Tensor:
+        return self.source[letter.atom.source_key or letter.slice_.name]
+
+    def _target_of(self, letter: _Letter) -> torch.Tensor:
+        return self.target[letter.atom.target_key or letter.slice_.name]
+
+
+def _by_peer(packed: _Packed) -> Iterator[tuple[int, torch.Tensor]]:
+    """The message to or from each peer: an interval of the buffer."""
+    start = 0
+    for i, (letter, where) in enumerate(packed.places):
+        if i + 1 == len(packed.places) or packed.places[i + 1][0].peer != letter.peer:
+            yield letter.peer, packed.buffer[start : where.stop]
+            start = where.stop
+
+
+def _key(letter: _Letter) -> tuple[int, int]:
+    """Tells letters apart: slices of tensors that lie alike share their atoms."""
+    return id(letter.slice_), id(letter.atom)

@@ -1,0 +1,291 @@
+"""``plan()``: how tensors get from some ranks and placements to others. ``Plan.run()`` moves them. A plan holds no tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Union
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torch_ragged._agreement import agree
+from torch_ragged._groups import device_of_messages, group_of
+from torch_ragged._register._torch import timeout_of
+from torch_ragged.transfer._atoms import Atom
+from torch_ragged.transfer._background import Handle, in_background, in_turn
+from torch_ragged.transfer._changes import Candidate, Changes, Delta
+from torch_ragged.transfer._check import check_memory, checked_shapes, completed, flat_of, local_tensors, side_of
+from torch_ragged.transfer._engine_layout import EngineLayout
+from torch_ragged.transfer._execution import Execution
+from torch_ragged.transfer._rounds import Slice, rounds_of, slices_of
+from torch_ragged.transfer._sides import Side, Spec, TensorSide
+from torch_ragged.transfer._watch import Watch, end_messages
+
+__all__ = ["Plan", "plan"]
+
+Tensors = Union[nn.Module, Mapping[str, torch.Tensor]]
+
+_counts = {"plans": 0, "failures": 0}
+"""Of this process. After a failure, collectives may still be in flight on its group: later plans use a new group."""
+
+
+def plan(
+    source: Union[nn.Module, Mapping[str, torch.Tensor | Spec], None],
+    target: Union[nn.Module, Mapping[str, torch.Tensor | Spec], EngineLayout, None],
+    *,
+    max_bytes: int = 1 << 28,
+    group: dist.ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+    strict: bool = True,
+) -> Plan:
+    """Plan how tensors that lie as ``source`` get to lie as ``target``, on the same mesh or on any other ranks.
+
+    ::
+
+        plan = transfer.plan(trainer_weights, engine_weights)     # once
+        plan.run(trainer_weights, engine_weights)                 # after every step
+
+    All ranks of ``group`` must call it. A rank that does not know one side gives None for it, and gets it from the others.
+
+    Args:
+        source: DTensors by name, or specs, or a module, whose ``state_dict()`` is taken. Meshes may exclude this rank. A
+            Partial is reduced onto owners when the plan runs. Plain tensors count as replicated on the mesh of the DTensors.
+        target: the same, without Partial; or an :class:`EngineLayout`. A dtype may differ from the source's: a cast to fewer
+            bytes is made before elements travel, others after.
+        max_bytes: the most bytes of buffers on one rank while the plan runs. A tensor that needs more is moved in pieces.
+        group: the process group of all ranks that call; None: all ranks.
+        timeout: how long a rank waits for one collective; None: the timeout of ``group``.
+        strict: whether each source tensor must have a target. Each target must have a source in any case.
+
+    Raises:
+        ValueError: names or shapes differ; no rank gives a side; ranks give different sides; a rank of a mesh is not in the
+            group; ``max_bytes`` is too small; a target has a Partial. On all ranks.
+        TypeError: a dtype cannot be cast, or a value is no tensor. On all ranks, or a RuntimeError on others.
+
+    Collectives: three all-reduces of 24 bytes, an all-gather of two flags, an all-gather of 8 bytes per tensor and rank, and a
+    broadcast of each side that a rank does not know.
+    """
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise RuntimeError("transfer.plan() needs a process group: call torch.distributed.init_process_group() first")
+    ranks = dist.get_process_group_ranks(group)
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"rank {dist.get_rank()} is not in the group: only ranks {ranks} may call plan()")
+    device = device_of_messages(group)
+    known: list[Side | None] = [None, None]
+    problem: Exception | None = None
+    try:
+        if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1:
+            raise ValueError(f"plan(max_bytes=) takes a positive number of bytes, got {max_bytes!r}")
+        known = [side_of(source, "source"), side_of(target, "target")]
+    except (TypeError, ValueError) as error:
+        problem = error
+    agree([group], device, "transfer.plan", f"{max_bytes=}, {strict=}, {timeout=}", problem)
+    # The largest of all ranks: ranks may have made other plans before, or seen other failures.
+    sides, counts = completed(known, [_counts["plans"] + 1, _counts["failures"]], group, device)
+    _counts.update(plans=counts[0], failures=counts[1])
+    claim = "\n".join(line for side in sides for line in side.lines())
+    problem = None
+    try:
+        shapes = checked_shapes(sides[0], sides[1], ranks, strict)
+    except (TypeError, ValueError) as error:
+        problem = error
+    agree([group], device, "transfer.plan", claim, problem)
+    return Plan(sides[0], sides[1], shapes, max_bytes, group, timeout)
+
+
+class Plan:
+    """What each rank sends and receives, in rounds. Made by :func:`plan`; it may run many times.
+
+    Attributes:
+        source, target: the two sides.
+        shapes: of the whole tensors, by name.
+        ranks: the global ranks of the group.
+        is_complete: whether the last run has filled the target. False before the first run and after one that failed.
+        last_sent_bytes: what this rank sent in the last run.
+        last_peak_bytes: the most bytes of buffers on this rank in the last run.
+    """
+
+    def __init__(
+        self,
+        source: Side,
+        target: Side,
+        shapes: Mapping[str, tuple[int, ...]],
+        max_bytes: int,
+        group: dist.ProcessGroup,
+        timeout: timedelta | None,
+    ) -> None:
+        self.source, self.target, self.shapes, self.max_bytes = source, target, dict(shapes), max_bytes
+        self.is_complete = False
+        self.last_sent_bytes = self.last_peak_bytes = 0
+        self._device, self._rank = device_of_messages(group), dist.get_rank()
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self._timeout = timeout or timeout_of(group, self._device)
+        self._changes = Changes()
+        self._group = group_of(
+            self.ranks, f"transfer {_counts['failures']}"
+        )  # Its own communicator: a run may be in the background.
+        self._has_failed = False
+        self._number = _counts["plans"]
+        self._runs = 0
+        self._finer = 1
+        self._slices, self._rounds = self._schedule()
+
+    @property
+    def rounds(self) -> int:
+        """The number of rounds."""
+        return len(self._rounds)
+
+    def slices_of(self, rank: int) -> list[Slice]:
+        """What a rank sends, receives and copies of each tensor, or piece of a large one, in the order of the plan."""
+        return slices_of(self.source, self.target, self.shapes, rank, max(self.max_bytes // 2, 1), self._finer)
+
+    def _schedule(self) -> tuple[list[Slice], list[range]]:
+        """The slices of this rank, and rounds in which no rank needs more than its half of ``max_bytes``."""
+        budget = max(self.max_bytes // 2, 1)
+        while True:
+            problem, slices = None, []
+            try:
+                slices = self.slices_of(self._rank)
+            except ValueError as error:
+                problem = error
+            agree([self._group], self._device, "transfer.plan", "", problem)
+            if not slices:
+                return [], []
+            mine = torch.tensor([each.staging for each in slices], dtype=torch.int64, device=self._device)
+            everyone = [torch.empty_like(mine) for _ in self.ranks]
+            dist.all_gather(everyone, mine, group=self._group)
+            staging = torch.stack(everyone, dim=1).cpu()
+            if int(staging.max()) <= budget:
+                return slices, rounds_of([each.dtype.itemsize for each in slices], staging, budget)
+            self._finer *= 2
+
+    def run(
+        self,
+        source: Tensors | None = None,
+        target: Tensors | None = None,
+        *,
+        delta: Delta | None = None,
+        async_op: bool = False,
+    ) -> Handle | None:
+        """Move all elements. All ranks of the group must call it.
+
+        Args:
+            source: the tensors of the source by name, or a module. A rank that holds none of them may give None.
+            target: the tensors of the target by name, or a module, which are written in place. For an engine: plain local
+                tensors by the engine's names. They must not share memory with the source.
+            delta: send only what has changed since the last run with the same ``delta``, which the target must still have. The
+                first run sends all elements. ``"version"``: by version counters, which every operation of torch increases,
+                also an optimizer's step; writes that torch does not see (through ``.data``, NumPy, or a kernel of your own)
+                are missed: call :meth:`forget` after them. ``"checksum"``: by checksums of what each receiver gets, which
+                miss nothing and cost a pass over the source.
+            async_op: return a handle at once; the run goes on in the background. Do not change the source and do not use the
+                target until its ``wait()`` returns. Runs of one group happen in order.
+
+        Returns:
+            None, or the handle if ``async_op``; then its ``wait()`` raises the errors below.
+
+        Raises:
+            TypeError, ValueError: a tensor is missing, has another shape, dtype or placement than planned, is not contiguous,
+                or shares memory with the other side. Nothing has been written, and every rank raises.
+            TransferError: a rank failed or died while elements were on their way. Every other rank raises it within
+                the timeout. The source is unchanged, and the target is not complete.
+            RuntimeError: an earlier run of this plan has failed on its way.
+
+        Collectives: two all-reduces of 8 bytes, one of 24 bytes, reductions of a Partial, and messages between pairs of ranks:
+        per round one for all small parts, and one for each part of 64 KiB or more that is contiguous on both ends. With
+        ``delta``, also an all-to-all of one byte per atom.
+        """
+        if self._has_failed:  # On all ranks. Collectives of the failed run may still be in flight on the group.
+            raise RuntimeError("a run of this plan has failed, and its process group is not usable: make the plan anew")
+        given: list[dict[str, torch.Tensor]] = [{}, {}]
+        problem: Exception | None = None
+        try:
+            if delta not in (None, "version", "checksum"):
+                raise ValueError(f'run(delta=) takes None, "version" or "checksum", got {delta!r}')
+            given = [local_tensors(source, self.source, "source"), local_tensors(target, self.target, "target")]
+            check_memory(given[0], given[1], self._device)
+            if async_op and any(isinstance(tensor, DTensor) for tensor in given[0].values()):
+                raise ValueError("run(async_op=True) cannot reduce a Partial in the background: redistribute the source first")
+        except (TypeError, ValueError) as error:
+            problem = error
+        self._runs += 1
+        run = functools.partial(self._run, given[0], given[1], problem, delta, f"{self._number}/{self._runs}")
+        if async_op:
+            return in_background(self._group, self._device, run)
+        in_turn(self._group, run)
+        return None
+
+    def forget(self) -> None:
+        """Let the next run with ``delta`` send all elements. All ranks must call it, or the ranks that send."""
+        self._changes.forget()
+
+    def _run(
+        self,
+        source: dict[str, torch.Tensor],
+        target: dict[str, torch.Tensor],
+        problem: Exception | None,
+        delta: Delta | None,
+        key: str,
+    ) -> None:
+        watch = Watch(self.ranks, f"{self._group.group_name}/{key}", self._timeout, self._device)
+        execution = Execution(self._slices, self._rounds, {}, target, self._group, self._device, watch)
+        try:
+            with torch.no_grad():
+                fine = torch.tensor([problem is None], dtype=torch.int64, device=self._device)
+                watch.wait([dist.all_reduce(fine, dist.ReduceOp.MIN, self._group, async_op=True)])
+                if fine.item():
+                    self.is_complete = False
+                    execution.source = {name: self._reduced(name, tensor) for name, tensor in source.items()}
+                    if delta is not None:
+                        execution.travels = self._travelling(execution.source, delta, watch)
+                    execution.run()
+                    # A rank whose run is complete waits for the others: all ranks succeed, or all raise.
+                    watch.wait([dist.all_reduce(fine, dist.ReduceOp.MIN, self._group, async_op=True)])
+        except Exception as error:
+            self._has_failed = True
+            _counts["failures"] += 1
+            self._changes.forget()
+            failure = watch.failed(error, "Plan.run()", execution.on_their_way)
+            end_messages(self._group, self._device)
+            raise failure from error
+        self.last_sent_bytes, self.last_peak_bytes = execution.sent_bytes, execution.peak_bytes
+        agree([self._group], self._device, "Plan.run()", f"{delta=}", problem)
+        self._changes.commit()
+        self.is_complete = True
+
+    def _reduced(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The flat local tensor of a source, after the reduction of a Partial onto owners."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        assert isinstance(self.source, TensorSide)
+        spec = self.source.specs[name].reduced()
+        reduced = tensor.redistribute(placements=spec.placements)
+        return flat_of(reduced, spec, f"run(source=): {name}", is_written=False)
+
+    def _travelling(self, source: Mapping[str, torch.Tensor], delta: Delta, watch: Watch) -> Callable[[int, Atom], bool]:
+        """Whether an atom travels, as its sender says."""
+        atoms = [(i, atom) for round_ in self._rounds for i in round_ for atom in self._slices[i].atoms]
+        sent = [(i, atom) for i, atom in atoms if atom.sender == self._rank]
+        candidates = [
+            Candidate((i, number), source[atom.source_key or self._slices[i].name], atom.source)
+            for number, (i, atom) in enumerate(sent)
+        ]
+        travels = {(i, id(atom)): changed for (i, atom), changed in zip(sent, self._changes.of(candidates, delta))}
+        outbox = [[(i, atom) for i, atom in sent if peer in atom.receivers] for peer in self.ranks]
+        inbox = [
+            [(i, atom) for i, atom in atoms if atom.sender == peer and self._rank in atom.receivers] for peer in self.ranks
+        ]
+        sends = torch.tensor(
+            [travels[i, id(atom)] for part in outbox for i, atom in part], dtype=torch.uint8, device=self._device
+        )
+        receives = sends.new_empty(sum(map(len, inbox)))
+        splits = [[len(part) for part in box] for box in (inbox, outbox)]
+        watch.wait([dist.all_to_all_single(receives, sends, splits[0], splits[1], group=self._group, async_op=True)])
+        for (i, atom), changed in zip((letter for part in inbox for letter in part), receives.tolist()):
+            travels[i, id(atom)] = bool(changed)
+        return lambda i, atom: travels[i, id(atom)]

@@ -1,0 +1,110 @@
+"""Rounds: the atoms of one rank in the order in which they travel, in rounds of limited size. Integers only.
+
+::
+
+    tensors    a                b                  c
+    slices     a[0]  a[1]  a[2] b                  c           a large tensor is cut into several windows
+    rounds     --0-- --1-- --2------               --3--       on no rank, a round needs more than the budget
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from torch_ragged.transfer._atoms import Atom, Copy, atoms_of, windows_of
+from torch_ragged.transfer._sides import Side
+
+__all__ = ["Slice", "rounds_of", "slices_of", "wire_dtype"]
+
+
+_STRAIGHT_BYTES = 1 << 16
+"""From this size on, a message of its own costs less than packing and unpacking."""
+
+
+class Slice(NamedTuple):
+    """A tensor, or a window of a large one, as one rank sees it.
+
+    ``dtype`` is that of the elements on their way. ``casts`` is whether the source or the target has another one.
+    ``staging`` is the bytes that the rank needs for buffers.
+    """
+
+    name: str
+    dtype: torch.dtype
+    atoms: tuple[Atom, ...]
+    copies: tuple[Copy, ...]
+    casts: bool
+    staging: int
+
+    def goes_straight(self, atom: Atom) -> bool:
+        """Whether an atom travels from local tensor to local tensor without buffers. Equal on all its ranks."""
+        return not self.casts and atom.numel * self.dtype.itemsize >= _STRAIGHT_BYTES and atom.is_contiguous
+
+
+def wire_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
+    """The smaller of two dtypes: casts to fewer bytes are made by the sender, others by the receiver."""
+    return target if target.itemsize <= source.itemsize else source
+
+
+def slices_of(
+    source: Side, target: Side, shapes: Mapping[str, tuple[int, ...]], rank: int, budget: int, finer: int = 1
+) -> list[Slice]:
+    """The slices of all tensors; ranks have them in the same order, with their own atoms.
+
+    Args:
+        shapes: of the whole tensors, by name.
+        budget: bytes of the buffers of one round. A tensor is cut if a rank might need more for it.
+        finer: cut into smaller windows by this factor.
+
+    Raises:
+        ValueError: the budget is too small for one element.
+    """
+    spreads = len(target.ranks) > len(source.ranks)
+    names = sorted(shapes, key=lambda name: -wire_dtype(source.dtype(name), target.dtype(name)).itemsize)
+    known: dict[object, tuple[tuple[Atom, ...], tuple[Copy, ...]]] = {}
+    slices = []
+    for name in names:
+        dtype, shape = wire_dtype(source.dtype(name), target.dtype(name)), shapes[name]
+        # A spread element is sent and received at most twice on one rank; a direct one is sent to at most all replicas.
+        times = finer * (4 if spreads else 1 + target.replicas(name))
+        numel = budget // (times * dtype.itemsize)
+        if numel == 0 and 0 not in shape:
+            raise ValueError(
+                f"max_bytes is too small: {name} needs at least {2 * times * dtype.itemsize} bytes for one element "
+                f"of {dtype}, sent to {target.replicas(name)} replicas"
+            )
+        for window in windows_of(shape, max(numel, 1)):
+            key: object = (source.geometry(name), target.geometry(name), window)
+            if key not in known:
+                known[key] = atoms_of(source, target, name, rank, window, spreads)
+            found = Slice(name, dtype, *known[key], casts=source.dtype(name) != target.dtype(name), staging=0)
+            staged = sum(_staged(atom, rank) for atom in found.atoms if not found.goes_straight(atom))
+            slices.append(found._replace(staging=dtype.itemsize * staged))
+    return slices
+
+
+def _staged(atom: Atom, rank: int) -> int:
+    """The elements in buffers of ``rank``: sent, received, and passed on."""
+    if atom.sender != rank and atom.receivers[0] == rank:
+        return atom.numel * len(atom.receivers)
+    return atom.numel
+
+
+def rounds_of(itemsizes: Sequence[int], staging: torch.Tensor, budget: int) -> list[range]:
+    """Ranges of slices such that in each range, all elements have one size and no rank needs more than ``budget`` bytes.
+
+    Args:
+        itemsizes: of each slice, in bytes.
+        staging: int64 ``(slices, ranks)``: the bytes that each rank needs for each slice.
+    """
+    rounds, start = [], 0
+    held = torch.zeros_like(staging[0]) if itemsizes else staging
+    for i, (itemsize, needed) in enumerate(zip(itemsizes, staging)):
+        total = held + needed
+        if i > start and (itemsize != itemsizes[start] or int(total.max()) > budget):
+            rounds.append(range(start, i))
+            start, total = i, needed
+        held = total
+    return [*rounds, range(start, len(itemsizes))] if itemsizes else []

@@ -1,0 +1,294 @@
+"""Sides: which ranks hold which part of each tensor, before or after a transfer. Integers only: no processes, no tensors.
+
+::
+
+    Spec (4, 6) on ranks 4 to 7, (2, 2), (Replicate, Shard(0))        holders     ranks 4, 6: rows 0, 1
+                                                                                  ranks 5, 7: rows 2, 3
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from torch_ragged._ownership import Cut, Owned, Whole, check_cuts, owned, owned_near
+from torch_ragged.placement_types import cuts_of
+
+__all__ = ["Holder", "Ranks", "Side", "Spec", "TensorSide", "specs_of"]
+
+
+class Holder(NamedTuple):
+    """Global ranks that hold equal elements of a tensor, at equal offsets of their local tensors called ``key``."""
+
+    ranks: tuple[int, ...]
+    key: str | None  # None: the name of the tensor.
+    owned: Owned
+
+
+class Side(Protocol):
+    """One side of a transfer."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The tensors, by their names on the source side."""
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """All global ranks that hold something."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of the local tensors."""
+
+    def geometry(self, name: str) -> object:
+        """What is equal for tensors that lie alike: a hashable key."""
+
+    def replicas(self, name: str) -> int:
+        """About how many ranks hold one element."""
+
+    def held_by(self, name: str, rank: int) -> Iterable[Holder]:
+        """The parts of a tensor that ``rank`` holds; each holder has elements."""
+
+    def near(self, name: str, piece: Owned) -> Iterable[Holder]:
+        """At least the holders that have elements of ``piece``."""
+
+    def lines(self) -> Iterator[str]:
+        """A line for each tensor, for comparison between ranks."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The global ranks of a mesh in row-major order, and its shape: a ``DeviceMesh`` without process groups."""
+
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @functools.cached_property
+    def _text(self) -> str:
+        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        code = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:8]
+        return f"a mesh of shape {self.shape} of ranks {shown}" + (f" (#{code})" if len(self.ranks) > 8 else "")
+
+    def __str__(self) -> str:
+        return self._text
+
+    @staticmethod
+    def of(mesh: DeviceMesh | Ranks | torch.Tensor | Sequence[int]) -> Ranks:
+        """The ranks of a mesh, of an integer tensor of ranks in the shape of a mesh, or of a list of ranks."""
+        if isinstance(mesh, Ranks):
+            return mesh
+        if isinstance(mesh, DeviceMesh):
+            mesh = mesh.mesh
+        table = torch.as_tensor(mesh, dtype=torch.int64)
+        return Ranks(tuple(table.flatten().tolist()), tuple(table.shape))
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a plan must know of a tensor. Any rank can write it, also one outside of the mesh, and without a process group.
+
+    Args:
+        shape: of the whole tensor.
+        dtype: of the local tensors.
+        mesh: a ``DeviceMesh``, or its global ranks as an integer tensor in the mesh's shape.
+        placements: one per mesh dimension.
+
+    Raises:
+        ValueError: the placements have no meaning together, or for this shape or mesh.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mesh: Ranks
+    placements: tuple[Placement, ...]
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        mesh: DeviceMesh | Ranks | torch.Tensor | Sequence[int],
+        placements: Sequence[Placement],
+    ) -> None:
+        ranks = Ranks.of(mesh)
+        rank = len(shape)
+        normalised = tuple(Shard(p.dim + rank) if type(p) is Shard and p.dim < 0 else p for p in placements)
+        if len(normalised) != len(ranks.shape):
+            raise ValueError(
+                f"{len(normalised)} placements {normalised} for a mesh of shape {ranks.shape}: give one per dimension"
+            )
+        for name, value in (("shape", tuple(shape)), ("dtype", dtype), ("mesh", ranks), ("placements", normalised)):
+            object.__setattr__(self, name, value)
+        _check(self.shape, ranks.shape, normalised)
+
+    @staticmethod
+    def of(tensor: DTensor) -> Spec:
+        """The spec of a DTensor, also on ranks outside of its mesh."""
+        return Spec(tuple(tensor.shape), tensor.dtype, _ranks_of(tensor.device_mesh), tensor.placements)
+
+    @property
+    def has_partial(self) -> bool:
+        return any(isinstance(placement, Partial) for placement in self.placements)
+
+    def reduced(self) -> Spec:
+        """The spec after a reduction onto owners: each Partial becomes a cut of a dimension that no other placement cuts.
+
+        If there is no such dimension, the Partial becomes Replicate.
+        """
+        placements = list(self.placements)
+        free = [d for d in range(len(self.shape)) if not any(getattr(p, "dim", None) == d for p in placements)]
+        if any(not isinstance(p, (Partial, Replicate, Shard)) for p in placements):
+            free = []
+        for mesh_dim, placement in enumerate(placements):
+            if isinstance(placement, Partial):
+                size = self.mesh.shape[mesh_dim]
+                best = max(free, key=lambda d: min(self.shape[d], size), default=None)
+                placements[mesh_dim] = Replicate() if best is None else Shard(best)
+                free = [d for d in free if d != best]
+        return Spec(self.shape, self.dtype, self.mesh, placements)
+
+
+@functools.lru_cache(maxsize=65536)
+def _check(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> None:
+    check_cuts(shape, mesh_shape, cuts_of(placements))
+
+
+_of_mesh: dict[int, tuple[DeviceMesh, Ranks]] = {}
+
+
+def _ranks_of(mesh: DeviceMesh) -> Ranks:
+    """The ranks of ``mesh``, remembered for the last mesh: a model has hundreds of tensors on one."""
+    known = _of_mesh.get(0)
+    if known is None or known[0] is not mesh:
+        known = _of_mesh[0] = (mesh, Ranks.of(mesh))
+    return known[1]
+
+
+def specs_of(tensors: nn.Module | Mapping[str, torch.Tensor | Spec], side: str) -> dict[str, Spec]:
+    """The spec of each tensor. Plain tensors, such as buffers, count as replicated on the mesh of the DTensors.
+
+    Raises:
+        TypeError: a value is neither a tensor nor a spec.
+        ValueError: there are plain tensors, and no DTensor, or DTensors on several meshes.
+    """
+    pairs = tensors.state_dict() if isinstance(tensors, nn.Module) else tensors
+    if not isinstance(pairs, Mapping):
+        raise TypeError(
+            f"plan({side}=) takes a module or a mapping of names to DTensors or Specs, got {type(tensors).__name__}"
+        )
+    meshes = {Spec.of(t).mesh if isinstance(t, DTensor) else t.mesh for t in pairs.values() if isinstance(t, (DTensor, Spec))}
+    specs: dict[str, Spec] = {}
+    for name, value in pairs.items():
+        if isinstance(value, Spec):
+            specs[name] = value
+        elif isinstance(value, DTensor):
+            specs[name] = Spec.of(value)
+        elif not isinstance(value, torch.Tensor):
+            raise TypeError(f"plan({side}=): {name} is {type(value).__name__}, expected a DTensor or a transfer.Spec")
+        elif len(meshes) != 1:
+            raise ValueError(
+                f"plan({side}=): {name} is a plain tensor, and the DTensors beside it are on {len(meshes)} meshes: give a "
+                "DTensor or a transfer.Spec, so that the ranks that hold it are known"
+            )
+        else:
+            (mesh,) = meshes
+            specs[name] = Spec(tuple(value.shape), value.dtype, mesh, [Replicate()] * len(mesh.shape))
+    return specs
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the elements of a tensor of ``shape`` lie on a mesh, under ``cuts``."""
+
+    shape: tuple[int, ...]
+    mesh: Ranks
+    cuts: tuple[Cut, ...]
+
+    @functools.cached_property
+    def _cut_dims(self) -> tuple[int, ...]:
+        return tuple(i for i, cut in enumerate(self.cuts) if not isinstance(cut, Whole))
+
+    @functools.cached_property
+    def replica_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """For each index over the mesh dimensions that cut, in row-major order: the ranks that hold that piece."""
+        table = torch.tensor(self.mesh.ranks).view(self.mesh.shape)
+        whole = [i for i in range(len(self.cuts)) if i not in self._cut_dims]
+        pieces = math.prod(self.mesh.shape[i] for i in self._cut_dims)
+        return tuple(tuple(sorted(row)) for row in table.permute(*self._cut_dims, *whole).reshape(pieces, -1).tolist())
+
+    @functools.cached_property
+    def _coordinates(self) -> dict[int, tuple[int, ...]]:
+        return {rank: _unravel(i, self.mesh.shape) for i, rank in enumerate(self.mesh.ranks)}
+
+    def held_by(self, rank: int) -> Iterator[Holder]:
+        coordinate = self._coordinates.get(rank)
+        if coordinate is None:
+            return
+        piece = owned(self.shape, self.mesh.shape, self.cuts, coordinate)
+        if piece.numel:
+            index = 0
+            for i in self._cut_dims:
+                index = index * self.mesh.shape[i] + coordinate[i]
+            yield Holder(self.replica_ranks[index], None, piece)
+
+    def near(self, piece: Owned) -> Iterator[Holder]:
+        start = (0,) * len(self.cuts)
+        for index, other in owned_near(self.shape, self.mesh.shape, self.cuts, start, self._cut_dims, piece):
+            if other.numel:
+                yield Holder(self.replica_ranks[index], None, other)
+
+
+def _unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    coordinate = []
+    for size in reversed(shape):
+        index, i = divmod(index, size)
+        coordinate.append(i)
+    return tuple(reversed(coordinate))
+
+
+@functools.lru_cache(maxsize=65536)
+def _layout_of(shape: tuple[int, ...], mesh: Ranks, placements: tuple[Placement, ...]) -> _Layout:
+    return _Layout(shape, mesh, cuts_of(placements))
+
+
+class TensorSide:
+    """A side of DTensors."""
+
+    def __init__(self, specs: Mapping[str, Spec]) -> None:
+        self.specs = dict(specs)
+        self._layouts = {name: _layout_of(s.shape, s.mesh, s.reduced().placements) for name, s in self.specs.items()}
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self.specs)
+
+    @functools.cached_property
+    def ranks(self) -> frozenset[int]:
+        return frozenset(rank for mesh in {spec.mesh for spec in self.specs.values()} for rank in mesh.ranks)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.specs[name].dtype
+
+    def geometry(self, name: str) -> object:
+        return self._layouts[name]
+
+    def replicas(self, name: str) -> int:
+        return len(self._layouts[name].replica_ranks[0])
+
+    def held_by(self, name: str, rank: int) -> Iterable[Holder]:
+        return self._layouts[name].held_by(rank)
+
+    def near(self, name: str, piece: Owned) -> Iterable[Holder]:
+        return self._layouts[name].near(piece)
+
+    def lines(self) -> Iterator[str]:
+        for name, spec in self.specs.items():
+            yield f"{name}: shape {spec.shape}, {spec.dtype}, {spec.mesh}, {spec.placements}"

@@ -1,0 +1,142 @@
+"""Watch: waits for the collectives of a transfer, and looks in the store whether another rank has failed. No collective."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from torch_ragged._register._torch import default_store
+from torch_ragged.transfer._errors import TransferError
+
+__all__ = ["Lost", "Watch", "end_messages"]
+
+_SLICE = 1.0  # Seconds.
+"""After so long a wait, a rank looks whether another rank has failed."""
+
+_UNUSED_TAG = 1 << 20
+
+_PATIENCE = timedelta(seconds=10)
+"""How long a rank whose collective failed waits for the reports of the others. A rank without a report is taken for dead."""
+
+
+class Lost(Exception):
+    """A collective did not end: another rank failed, died or hangs."""
+
+
+class _Waiter:
+    """Waits for works. If they never end, only a thread stays behind until their group's own timeout."""
+
+    def __init__(self, works: Sequence[dist.Work], polls: bool) -> None:
+        self._works, self._polls = works, polls
+        self._error: RuntimeError | None = None
+        self._ended = threading.Event()
+        if not polls:  # gloo has no question whether a message has arrived, and a wait with a timeout breaks its connections.
+            threading.Thread(target=self._wait, daemon=True).start()
+
+    def has_ended(self, patience: float) -> bool:
+        """Wait so many seconds; return whether all works have ended.
+
+        Raises:
+            Lost: one has failed.
+        """
+        if self._polls:  # A wait that blocks could not be left any more.
+            deadline = time.monotonic() + patience
+            while not all(work.is_completed() for work in self._works):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.0002)
+            self._wait()
+        elif not self._ended.wait(patience):
+            return False
+        if self._error is not None:
+            raise Lost(str(self._error)) from self._error
+        self._works = []
+        return True
+
+    def _wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._ended.set()
+
+
+def end_messages(group: dist.ProcessGroup, device: torch.device) -> None:
+    """End all that is in flight on ``group`` here, with an error: nothing will match it. The group is not usable any more.
+
+    Otherwise its buffers stay in use, and ``destroy_process_group`` waits for it until the group's timeout.
+    """
+    if device.type != "cpu":
+        group.abort()
+        return
+    peers = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+    if not peers:
+        return
+    # gloo has no abort(), but a receive that waits in vain closes all connections of the group.
+    with contextlib.suppress(RuntimeError):
+        work = dist.irecv(torch.empty(1), peers[0], group=group, tag=_UNUSED_TAG)
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
+
+
+class Watch:
+    """One run of a plan: each rank that fails reports it, so that the others end too, and name it.
+
+    Args:
+        ranks: the global ranks that run the plan.
+        key: the name of the run, equal on these ranks and different from other runs.
+        timeout: how long a rank waits for one collective.
+        device: of the collectives.
+    """
+
+    def __init__(self, ranks: Sequence[int], key: str, timeout: timedelta, device: torch.device) -> None:
+        self._polls = device.type != "cpu"
+        self._ranks, self._rank, self._timeout = tuple(ranks), dist.get_rank(), timeout
+        self._store = dist.PrefixStore(f"torch_ragged/transfer/{key}", default_store())
+
+    def wait(self, works: Sequence[dist.Work]) -> None:
+        """Wait for collectives and messages.
+
+        Raises:
+            Lost: one failed, another rank has reported a failure, or the timeout has passed.
+        """
+        if not works:
+            return
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        waiter = _Waiter(works, self._polls)
+        while not waiter.has_ended(_SLICE):
+            if self._store.check(["failed"]):
+                raise Lost("another rank failed")
+            if time.monotonic() > deadline:
+                raise Lost(f"no answer within {self._timeout.total_seconds():g} s")
+
+    def failed(self, error: Exception, doing: str, tensors: tuple[str, ...]) -> TransferError:
+        """Report that this rank fails, wait shortly for the reports of the others, and make one error of all of them.
+
+        A rank that only follows the failure of others reports an empty text. A rank without any report is dead, or hangs.
+        """
+        own = "" if isinstance(error, Lost) else f"{type(error).__name__}: {error}"
+        shown = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
+        start = f"{doing} failed while {shown or 'no tensor'} was on its way: "
+        end = ". The source is unchanged. The target is not complete"
+        try:
+            self._store.set(f"rank {self._rank}", own)
+            self._store.set("failed", "")
+            keys = {rank: f"rank {rank}" for rank in self._ranks}
+            with contextlib.suppress(RuntimeError):
+                self._store.wait(list(keys.values()), _PATIENCE)
+            reports = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        except RuntimeError as lost:  # The process that has the store has died.
+            return TransferError(f"{start}{error}. The store of the process group does not answer ({lost}){end}", tensors)
+        silent = [rank for rank in self._ranks if rank not in reports]
+        causes = [f"rank {rank}: {text}" for rank, text in reports.items() if text]
+        causes += [f"rank {rank} died or hangs" for rank in silent]
+        ranks = tuple(rank for rank in self._ranks if rank in silent or reports[rank])
+        return TransferError(start + ("; ".join(causes) or f"rank {self._rank}: {error}") + end, tensors, ranks)
