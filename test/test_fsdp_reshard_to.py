@@ -4,6 +4,7 @@ import gc
 import tempfile
 import unittest
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from common import error_of, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from torch_ragged import checkpoint
-from torch_ragged.fsdp import ZERO1, ZERO2, fully_shard, reshard_to, rows
+from torch_ragged.fsdp import HIERARCHICAL, ZERO1, ZERO2, fully_shard, reshard_to, rows
+from torch_ragged.fsdp import _reshard_to as moving
 from torch_ragged.optim import AdamW8bit, Muon, Shampoo, matrix_groups
 
 WIDTH, LAYERS, BATCH = 72, 2, 120
@@ -368,6 +371,14 @@ def errors():
     group = dist.new_group([0, 1, 2])
     if rank < 3:
         found["group"] = error_of(reshard_to, model, optimizer, fewer, group=group)
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    found["unordered"] = error_of(reshard_to, model, optimizer, DeviceMesh("cpu", [1, 0, 2, 3]))
+    found["hierarchical"] = error_of(reshard_to, *build(square, placements=HIERARCHICAL), fewer)
+    parallel = Model()
+    parallelize_module(parallel.layers[0], square["b"], {"up": ColwiseParallel()})
+    found["tensor parallel"] = error_of(reshard_to, fully_shard(parallel, mesh=square["a"]), None, fewer)
+    with mock.patch.object(moving, "_move", side_effect=KeyError("network")):  # While elements are on their way.
+        found["move"] = error_of(reshard_to, model, optimizer, fewer)
     assert all(a is b for a, b in zip(params, model.parameters()))
     train(model, optimizer, mesh, 1)
     train(twin, its_optimizer, mesh, 1)
@@ -451,6 +462,9 @@ class ReshardToTest(unittest.TestCase):
             "backward": "RuntimeError: .* is in a forward or backward",
             "persistent": "set_persistent_buffers",
             "blind": r"the state rows .* method empty_state\(param, group, name, shape, dtype\)",
+            "hierarchical": "was sharded with HIERARCHICAL, which reshard_to does not support",
+            "tensor parallel": "layers.0.up.weight was a DTensor before fully_shard",
+            "move": "KeyError: 'network'",
             "stale graph": "RuntimeError: reshard_to has moved the parameters after this forward",
         }
         for rank, found in enumerate(run_ranks(4, errors)):
@@ -458,6 +472,7 @@ class ReshardToTest(unittest.TestCase):
                 self.assertRegex(found[case], pattern, f"{case} on rank {rank}")
             self.assertRegex(found["one rank"], "rank 0: TypeError" if rank else "TypeError")
             self.assertRegex(found["meshes differ"], r"to a mesh of \(4,\) over ranks \[0, 1, 2, 3\]")
+            self.assertRegex(found["unordered"], "ranks in ascending order|rank [01]: ValueError")
             self.assertRegex(found["plain state"], "plain tensors of several elements")
             self.assertRegex(found["gradients differ"], "ranks of the mesh differ: rank 2 has gradient")
             if rank < 3:

@@ -55,7 +55,7 @@ def reshard_to(
     Parameters, gradients and all states of the optimizers move; the buffers of groups are planned for the new mesh. Call it
     between steps, on the root module. The parameters become other objects: those in the optimizers' groups and states are
     exchanged, and other references, such as lists of parameters, are out of date. Optimizers, their groups, and learning rate
-    schedulers stay the same objects.
+    schedulers stay the same objects. Compiled modules compile again; captured graphs must be captured again.
 
     A rank outside of the old mesh calls ``fully_shard(..., mesh=old)`` before, as ranks of that mesh do, perhaps with a model
     on the meta device, and makes its optimizer. Its model is dormant: it has no shards, and its forward raises. In this call
