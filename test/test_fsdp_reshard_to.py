@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from torch_ragged import checkpoint
+from torch_ragged import checkpoint, transfer
 from torch_ragged.fsdp import HIERARCHICAL, ZERO1, ZERO2, fully_shard, reshard_to, rows
-from torch_ragged.fsdp import _reshard_to as moving
 from torch_ragged.optim import AdamW8bit, Muon, Shampoo, matrix_groups
 
 WIDTH, LAYERS, BATCH = 72, 2, 120
@@ -369,15 +368,14 @@ def errors():
     found["gradients differ"] = error_of(reshard_to, model, optimizer, fewer)
     weight.grad = None
     group = dist.new_group([0, 1, 2])
-    if rank < 3:
-        found["group"] = error_of(reshard_to, model, optimizer, fewer, group=group)
+    found["group"] = error_of(reshard_to, model, optimizer, fewer, group=group)
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     found["unordered"] = error_of(reshard_to, model, optimizer, DeviceMesh("cpu", [1, 0, 2, 3]))
     found["hierarchical"] = error_of(reshard_to, *build(square, placements=HIERARCHICAL), fewer)
     parallel = Model()
     parallelize_module(parallel.layers[0], square["b"], {"up": ColwiseParallel()})
     found["tensor parallel"] = error_of(reshard_to, fully_shard(parallel, mesh=square["a"]), None, fewer)
-    with mock.patch.object(moving, "_move", side_effect=KeyError("network")):  # While elements are on their way.
+    with mock.patch.object(transfer.Plan, "run", side_effect=KeyError("network")):  # While elements are on their way.
         found["move"] = error_of(reshard_to, model, optimizer, fewer)
     assert all(a is b for a, b in zip(params, model.parameters()))
     train(model, optimizer, mesh, 1)
@@ -475,8 +473,8 @@ class ReshardToTest(unittest.TestCase):
             self.assertRegex(found["unordered"], "ranks in ascending order|rank [01]: ValueError")
             self.assertRegex(found["plain state"], "plain tensors of several elements")
             self.assertRegex(found["gradients differ"], "ranks of the mesh differ: rank 2 has gradient")
-            if rank < 3:
-                self.assertRegex(found["group"], r"has the ranks \[3\], which are not in the group of 3 ranks")
+            outside = r"has the ranks \[3\], which are not in the group of 3 ranks"
+            self.assertRegex(found["group"], outside if rank < 3 else "ValueError: rank 3 is not in the group")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,8 @@ def reshard_to(
     if not dist.is_initialized():
         raise RuntimeError("reshard_to needs a process group: call torch.distributed.init_process_group() first")
     world = dist.group.WORLD if group is None else group
-    assert world is not None
+    if not isinstance(world, dist.ProcessGroup):  # torch gives another object to ranks that are not in a group.
+        raise ValueError(f"rank {dist.get_rank()} is not in the group passed to reshard_to: call it on the ranks of the group")
     device = device_of_messages(world)
     with agreement([world], device, _CALL) as claim:
         states = _checked_states(model)
