@@ -4,6 +4,7 @@
 ``_fully_shard``    ``fully_shard``: makes parameter groups of modules, and registers hooks
 ``_fsdp_module``    ``FSDPModule``, the methods of a sharded module
 ``_reshard_to``     ``reshard_to``: moves a model that trains, and its optimizers, to another mesh
+``_neighbour_...``  ``NeighbourCopies``: shards are in the memory of another rank too
 ``layout/``         ``BufferLayout``, the offsets of tensors in a buffer, and its planner. Integers only
 ``comm/``           collectives over process groups, gloo, copy engine and multicast; agreement of ranks
 ``core/``           a parameter, its group, the buffers, gradients, and the state with its module hooks
@@ -11,7 +12,8 @@
 ``plan/``           the offline planner, ``python -m torch_ragged.fsdp.plan``
 ==================  =========================================================================================
 
-Imports point one way: ``layout <- comm <- core <- _fsdp_module <- _fully_shard <- _reshard_to, tools, plan``.
+Imports point one way: ``layout <- comm <- core <- _fsdp_module <- _fully_shard <- _reshard_to <- _neighbour_copies``;
+``tools`` and ``plan`` import ``_fully_shard``.
 "Life of a parameter" in docs/design.md follows one parameter through the files.
 """
 
@@ -25,6 +27,7 @@ from torch.distributed.fsdp import (
 
 from torch_ragged.fsdp._fsdp_module import FSDPModule, share_comm_ctx
 from torch_ragged.fsdp._fully_shard import buffer_layouts, fully_shard
+from torch_ragged.fsdp._neighbour_copies import NeighbourCopies
 from torch_ragged.fsdp._reshard_to import reshard_to
 from torch_ragged.fsdp.core._dbuffer import DBuffer
 from torch_ragged.fsdp.core._float8 import Float8Policy
@@ -66,6 +69,7 @@ __all__ = [
     "memory_report",
     "monitor",
     "plan_layout",
+    "NeighbourCopies",
     "reshard_to",
     "rows",
     "tensor",

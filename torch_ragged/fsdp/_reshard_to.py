@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch_ragged.fsdp._fully_shard import module_states
 from torch_ragged.fsdp.core._fsdp_init import make_group
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
+from torch_ragged.fsdp.core._group_plan import GroupPlan
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
 from torch_ragged.fsdp.core._optimizer_states import OptimizerStates, Told
 from torch_ragged.fsdp.core._regroup import (
@@ -32,7 +34,7 @@ from torch_ragged.fsdp.core._regroup import (
     plan_on,
 )
 
-__all__ = ["reshard_to"]
+__all__ = ["Description", "Move", "checked_states", "reshard_to"]
 
 _CALL = "reshard_to"
 
@@ -92,10 +94,10 @@ def reshard_to(
         raise ValueError(f"rank {dist.get_rank()} is not in the group passed to reshard_to: call it on the ranks of the group")
     device = device_of_messages(world)
     with agreement([world], device, _CALL) as claim:
-        states = _checked_states(model)
+        states = checked_states(model)
         old = mesh_of_groups([group for state in states for group in state.groups])
         new = _checked_mesh(mesh, old, dist.get_process_group_ranks(world))
-        move = _Move(model, states, optimizer, old, new)
+        move = Move(model, states, optimizer, old, new)
         own = move.description() if old.is_member else None
         claim += move.lines()
     told = _from_lowest_rank(own, old, world, device)
@@ -110,11 +112,11 @@ def reshard_to(
         transfer.plan(source, target, group=world).run(source, target)
         _send_whole_tensors(move.whole_tensors(), old, new)
     del source
-    move.finish(told, target or {})
+    move.finish(told, target or {}, takes_told=not old.is_member)
 
 
 @dataclass(frozen=True)
-class _Description:
+class Description:
     """What the lowest rank of the old mesh tells all others.
 
     Attributes:
@@ -137,7 +139,7 @@ class _Description:
         return [*lines, f"kept {self.kept}", *(f"state {line}" for told in self.optimizers for line in told.lines)]
 
 
-class _Move:
+class Move:
     """The groups and optimizers of one model on their way from the mesh ``old`` to ``new``.
 
     Nothing is changed before :meth:`finish`, except that all modules are resharded.
@@ -166,8 +168,11 @@ class _Move:
         self._optimizers = [
             OptimizerStates(each, self._names, f"optimizer {i}") for i, each in enumerate(_optimizers(optimizer))
         ]
-        self._plans = [plan_on(group, new) for group in self._groups]
         self._made: list[FSDPParamGroup] = []
+
+    @functools.cached_property
+    def _plans(self) -> list[GroupPlan]:
+        return [plan_on(group, self._new) for group in self._groups]
 
     def lines(self) -> list[str]:
         """The move in lines that must be equal on all ranks, also on those without shards."""
@@ -183,16 +188,16 @@ class _Move:
         """The buffers, and the parameters in no group: see :func:`_whole_tensors`."""
         return list(_whole_tensors(self._model, self._names))
 
-    def description(self) -> _Description:
+    def description(self) -> Description:
         """What ranks without shards must know. Call it on a rank with shards."""
-        return _Description(
+        return Description(
             {name: param.requires_grad for name, param in self._sharded.items()},
             {name: param.grad.dtype for name, param in self._sharded.items() if param.grad is not None},
             [kept_by(group) for group in self._groups],
             [each.told() for each in self._optimizers],
         )
 
-    def make_groups(self, told: _Description) -> None:
+    def make_groups(self, told: Description) -> None:
         """Make the new groups, which allocates their shards. They are not registered yet."""
         for old, plan in zip(self._groups, self._plans):
             new = make_group(plan)
@@ -209,7 +214,7 @@ class _Move:
             moved |= states.source()
         return moved
 
-    def target(self, told: _Description) -> dict[str, DTensor]:
+    def target(self, told: Description) -> dict[str, DTensor]:
         """The same tensors in new memory, uninitialised. Call it on a rank of the new mesh, after :meth:`make_groups`."""
         params = self._new_params()
         moved: dict[str, Any] = {f"parameter.{name}": param.detach() for name, param in params.items()}
@@ -219,13 +224,17 @@ class _Move:
             moved |= states.target(of_optimizer, params)
         return moved
 
-    def finish(self, told: _Description, moved: Mapping[str, torch.Tensor]) -> None:
-        """Exchange groups, parameters and states. The old ones are freed when nothing refers to them."""
+    def finish(self, told: Description, moved: Mapping[str, torch.Tensor], takes_told: bool) -> None:
+        """Exchange groups, parameters and states. The old ones are freed when nothing refers to them.
+
+        Args:
+            takes_told: whether this rank takes the options and single states of ``told``, and not its own.
+        """
         params = self._new_params()
         for name, param in params.items():
             param.grad = moved.get(f"gradient.{name}")
         for states, of_optimizer in zip(self._optimizers, told.optimizers):
-            states.move_to(params, moved, of_optimizer, self._old.is_member, self._new.is_member)
+            states.move_to(params, moved, of_optimizer, not takes_told, self._new.is_member)
         for kept, new in zip(told.kept, self._made):
             keep_as(new, kept)
         made = iter(self._made)
@@ -242,8 +251,8 @@ class _Move:
 # -- checks --------------------------------------------------------------------------------------------------------------
 
 
-def _checked_states(model: nn.Module) -> list[FSDPState]:
-    """The states of the modules of ``model``. No forward or backward runs."""
+def checked_states(model: nn.Module, runs: bool = False) -> list[FSDPState]:
+    """The states of the modules of ``model``. No forward or backward runs, unless ``runs`` says that one may."""
     states = list(module_states(model).values())
     for state in states:
         context = state.context
@@ -252,6 +261,8 @@ def _checked_states(model: nn.Module) -> list[FSDPState]:
                 f"{state.name} is part of a larger model that fully_shard was called on: pass the root, the outermost "
                 "fully_shard module, to reshard_to"
             )
+        if runs:
+            continue
         if state.calls or context.backward.is_running or context.backward.is_unfinished:
             raise RuntimeError(
                 f"{state.name} is in a forward or backward: call reshard_to between steps, after finalize_backward() if it is "
@@ -293,7 +304,7 @@ def _check_gradients(sharded: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def _check_equal(own: _Description, told: _Description) -> None:
+def _check_equal(own: Description, told: Description) -> None:
     """Raise if this rank holds other tensors than the lowest rank of the mesh."""
     mine, theirs = own.lines, told.lines
     if mine != theirs:
@@ -314,8 +325,8 @@ def _ranks(mesh: DeviceMesh) -> list[int]:
 
 
 def _from_lowest_rank(
-    own: _Description | None, old: DataParallelMesh, world: dist.ProcessGroup, device: torch.device
-) -> _Description:
+    own: Description | None, old: DataParallelMesh, world: dist.ProcessGroup, device: torch.device
+) -> Description:
     """The description of the lowest rank of the old mesh. One broadcast."""
     message = [own]
     dist.broadcast_object_list(message, src=min(_ranks(old.mesh)), group=world, device=device)

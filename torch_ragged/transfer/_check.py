@@ -13,7 +13,7 @@ from torch_ragged._ownership import owned
 from torch_ragged._register._torch import local_tensor, waited
 from torch_ragged.placement_types import cuts_of
 from torch_ragged.transfer._engine_layout import EngineLayout, EngineSide
-from torch_ragged.transfer._sides import Side, Spec, TensorSide, specs_of
+from torch_ragged.transfer._sides import RelocatedSide, Side, Spec, TensorSide, specs_of
 
 __all__ = ["check_memory", "checked_shapes", "completed", "flat_of", "local_tensors", "side_of"]
 
@@ -22,6 +22,8 @@ def side_of(given: object, name: str) -> Side | None:
     """The side that a rank gives to ``plan()``; None if it gives none."""
     if given is None:
         return None
+    if isinstance(given, RelocatedSide):
+        return given
     if isinstance(given, EngineLayout):
         if name == "source":
             raise TypeError("plan(source=) takes DTensors or Specs: an EngineLayout can only be the target")
@@ -117,6 +119,8 @@ def local_tensors(given: object, side: Side, which: str) -> dict[str, torch.Tens
     if isinstance(side, EngineSide):
         return dict(_engine_tensors(pairs, side))
     assert isinstance(side, TensorSide)
+    if isinstance(side, RelocatedSide):
+        return {key: _flat(value, f"run({which}=): {key}", is_written=False) for key, value in pairs.items()}
     rank, found = dist.get_rank(), {}
     for name, spec in side.specs.items():
         if rank not in spec.mesh.ranks:

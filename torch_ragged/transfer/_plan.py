@@ -22,7 +22,7 @@ from torch_ragged.transfer._check import check_memory, checked_shapes, completed
 from torch_ragged.transfer._engine_layout import EngineLayout
 from torch_ragged.transfer._execution import Execution
 from torch_ragged.transfer._rounds import Slice, rounds_of, slices_of
-from torch_ragged.transfer._sides import Side, Spec, TensorSide
+from torch_ragged.transfer._sides import RelocatedSide, Side, Spec, TensorSide
 from torch_ragged.transfer._watch import Watch, end_messages
 
 __all__ = ["Plan", "plan"]
@@ -34,7 +34,7 @@ _counts = {"plans": 0, "failures": 0}
 
 
 def plan(
-    source: Union[nn.Module, Mapping[str, torch.Tensor | Spec], None],
+    source: Union[nn.Module, Mapping[str, torch.Tensor | Spec], RelocatedSide, None],
     target: Union[nn.Module, Mapping[str, torch.Tensor | Spec], EngineLayout, None],
     *,
     max_bytes: int = 1 << 28,

@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch_ragged._ownership import Cut, Owned, Whole, check_cuts, owned, owned_near
 from torch_ragged.placement_types import cuts_of
 
-__all__ = ["Holder", "Ranks", "Side", "Spec", "TensorSide", "specs_of"]
+__all__ = ["Holder", "Ranks", "RelocatedSide", "Side", "Spec", "TensorSide", "specs_of"]
 
 
 class Holder(NamedTuple):
@@ -292,3 +292,44 @@ class TensorSide:
     def lines(self) -> Iterator[str]:
         for name, spec in self.specs.items():
             yield f"{name}: shape {spec.shape}, {spec.dtype}, {spec.mesh}, {spec.placements}"
+
+
+class RelocatedSide(TensorSide):
+    """A side whose pieces other ranks hold now: of each rank of the specs' meshes, a copy on the rank ``holders[rank]``.
+
+    ``run()`` gets the flat local tensors by the keys of :meth:`key`. Of replicas, the first that has a holder counts.
+    """
+
+    def __init__(self, specs: Mapping[str, Spec], holders: Mapping[int, int]) -> None:
+        super().__init__(specs)
+        self.holders = dict(holders)
+
+    @staticmethod
+    def key(name: str, rank: int) -> str:
+        """The name of the copy of a rank's local tensor."""
+        return f"{name} of rank {rank}"
+
+    @functools.cached_property
+    def ranks(self) -> frozenset[int]:
+        return frozenset(self.holders.values())
+
+    def geometry(self, name: str) -> object:
+        return name
+
+    def held_by(self, name: str, rank: int) -> Iterator[Holder]:
+        for owner, holder in self.holders.items():
+            for piece in super().held_by(name, owner) if holder == rank else ():
+                moved = self._moved(name, piece)
+                if moved.key == self.key(name, owner):
+                    yield moved
+
+    def near(self, name: str, piece: Owned) -> Iterator[Holder]:
+        return (self._moved(name, other) for other in super().near(name, piece))
+
+    def _moved(self, name: str, piece: Holder) -> Holder:
+        owner = next(rank for rank in piece.ranks if rank in self.holders)
+        return Holder((self.holders[owner],), self.key(name, owner), piece.owned)
+
+    def lines(self) -> Iterator[str]:
+        yield f"holders {self.holders}"
+        yield from super().lines()
