@@ -18,7 +18,7 @@ def run_page(page: str, timeout: float = 300.0) -> list[str]:
     """Run each ``sh`` block of ``docs/<page>`` in one new folder; returns what each printed.
 
     A block whose first line is ``# name.py`` is saved there under this name first. ``python``, ``torchrun`` and other commands
-    are those of this test's environment, and ``torch_ragged`` and ``$REPOSITORY`` are this repository's.
+    are those of this test's environment, and ``torch_ragged`` is this repository's.
 
     Raises:
         AssertionError: a command failed; with what it printed. Or the page has no command.
@@ -30,7 +30,6 @@ def run_page(page: str, timeout: float = 300.0) -> list[str]:
         "OMP_NUM_THREADS": "1",
         "PATH": os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": str(_REPOSITORY),
-        "REPOSITORY": str(_REPOSITORY),
     }
     printed = []
     with tempfile.TemporaryDirectory() as folder:

@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch_ragged import Box, RaggedShard, StridedRaggedShard, owned_boxes, transfer
 from torch_ragged.fsdp import fully_shard, rows
 from torch_ragged.placement_types import normalize_placements
+from torch_ragged.transfer import _watch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128, torch.float8_e4m3fn)
 
@@ -411,6 +412,7 @@ def die_or_report(rank, port, victim, pipe):
     source = {name: dtensor(torch.arange(64.0), here, [Shard(0)]) for name in ("a", "b", "c")}
     target = {name: dtensor(torch.zeros(64), there, [Shard(0)]) for name in source}
     plan = transfer.plan(source, target, max_bytes=512)
+    _watch._PATIENCE = timedelta(seconds=3)
     if rank == victim:
         original, calls = torch.Tensor.copy_, []
 
@@ -499,11 +501,10 @@ class TransferPlanTest(unittest.TestCase):
                 pipe.send("end")
 
     def test_the_page_of_the_documentation_runs(self):
-        picture, elastic = run_page("moving_weights.md")
+        (picture,) = run_page("moving_weights.md")
         page = (pathlib.Path(__file__).parent.parent / "docs/moving_weights.md").read_text()
         self.assertIn(picture.split("rank 2 has")[0].rstrip(), page)
         self.assertIn("rank 2 has (48, 32) in 1 round", picture)
-        self.assertIn("largest difference to the uninterrupted run", elastic)
 
     def test_a_picture_shows_what_each_rank_sends(self):
         (text, short, _), *others = run_ranks(3, check_picture)
