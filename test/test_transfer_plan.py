@@ -243,7 +243,23 @@ def check_engine():
     if rank == 3:
         target["stacked"] = torch.zeros(2, 2, 2)
     plan = transfer.plan(source, layout, max_bytes=256)
+    small = {name: tensor[:20] if name == "qkv" and rank == 3 else tensor for name, tensor in target.items()}
+    text = error_of(plan.run, source, small)
+    assert "qkv has 20 elements of torch.bfloat16, and the EngineLayout gives rank 3 24" in text, text
+    assert not any(tensor.any() for tensor in target.values())
     plan.run(source, target)
+    wrong = transfer.EngineLayout(torch.float32)
+    wrong.add("q", (8, 4), [(2, (0, 32))])
+    for arguments, text in {
+        ("q", (8, 4), ((2, (0, 32)),)): "q was added before",
+        ("k", (2, 4), ((2, (4, 9)),)): "interval [4, 9) is not in its 8 elements",
+        ("k", (2, 4), ((2, ((1, 0), (2, 4))),)): "the box ((1, 0), (2, 4)) is not in shape (2, 4)",
+    }.items():
+        assert text in error_of(wrong.add, *arguments), error_of(wrong.add, *arguments)
+    part = [("k", (2, 4), (0, 0))]
+    assert "cover 8 of its 12 elements" in error_of(wrong.add, "kk", (3, 4), [], parts=part)
+    assert "overlap" in error_of(wrong.add, "kk", (3, 4), [], parts=[*part, ("v", (2, 4), (1, 0))])
+    assert "does not divide into 3" in error_of(wrong.add_sharded, "v", {"v": (2, 4)}, (1, 2, 3))
     if rank < 2:
         return
     first, low = {name: full.bfloat16() for name, full in fulls.items()}, rank - 2
