@@ -92,7 +92,9 @@ SERIES = (
         "0006-ragged-fsdp",
         (
             "granularity.py",
+            "_agreement.py",
             "_register/_torch.py",
+            "transfer/*.py",
             "_kernels/*.py",
             "fsdp/*.py",
             "fsdp/layout/*.py",
