@@ -149,6 +149,7 @@ class NeighbourCopiesTest(unittest.TestCase):
             self.assertIn("RuntimeError", failure)
             self.assertEqual((lost, different), ("", False))
 
+    @pytest.mark.slow
     def test_a_rank_that_dies_with_its_copy_is_an_error(self):
         for _, lost, *_ in self.run_world((1, 2), "adamw"):
             self.assertEqual(lost, "RuntimeError: recover(): rank 1 with its copy on rank 2 are gone: load a checkpoint")

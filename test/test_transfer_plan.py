@@ -9,6 +9,7 @@ import signal
 import unittest
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -497,9 +498,16 @@ class TransferPlanTest(unittest.TestCase):
     def test_a_failure_on_the_way_is_an_error_on_all_ranks(self):
         run_ranks(4, check_failure_on_the_way)
 
-    def test_a_rank_that_dies_is_named_by_all_others(self):
+    def test_a_receiver_that_dies_is_named_by_all_others(self):
+        self.check_deaths(3)
+
+    @pytest.mark.slow
+    def test_a_sender_that_dies_is_named_by_all_others(self):
+        self.check_deaths(0)
+
+    def check_deaths(self, *victims):
         context, worlds = mp.get_context("spawn"), []
-        for victim in (0, 3):  # A sender, a receiver.
+        for victim in victims:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             pipes = [context.Pipe() for _ in range(4)]
             worlds.append((victim, store, {rank: ours for rank, (ours, _) in enumerate(pipes) if rank != victim}))
