@@ -3,6 +3,7 @@
 import itertools
 import unittest
 
+import pytest
 import torch
 import torch.nn.functional as F
 from common import error_of, run_ranks
@@ -137,9 +138,14 @@ def loss_and_gradient(function, inputs, placement, mesh, reduction, targets=None
     return loss, gradient, forward.get_total_counts(), backward.get_total_counts()
 
 
-def check_losses():
-    """On whole rows: what a single device computes, with no more collectives than under Shard(0)."""
+def check_losses(takes_all):
+    """On whole rows: what a single device computes, with no more collectives than under Shard(0).
+
+    For each loss, with all units and placements of targets; or with one pair of them, the next pair for the next loss.
+    """
     mesh, inputs = init_device_mesh("cpu", (4,)), loss_inputs()
+    pairs = list(itertools.product(TOKENS, (None, Replicate())))
+    of_losses = itertools.cycle(pairs)
     for (name, function), reduction in itertools.product(LOSSES.items(), ("none", "sum", "mean")):
         x = inputs[0].clone().requires_grad_()
         want = function(x, *inputs[1:], reduction)
@@ -154,7 +160,7 @@ def check_losses():
             forward, backward = 2, 1
         # The all-reduce of the weight that an average is divided by: Shard(0) has it in backward, or gathers.
         divided = reduction == "mean" and name.startswith(("cross entropy", "nll")) and "probabilities" not in name
-        for units, targets in itertools.product(TOKENS, (None, Replicate())):
+        for units, targets in pairs if takes_all else [next(of_losses)]:
             case = f"{name}, {reduction}, {units}, targets {targets}"
             found = loss_and_gradient(function, inputs, RaggedShard((0,), units), mesh, reduction, targets)
             assert sum(found[2:]) <= forward + backward, (case, found[2:], forward, backward)
@@ -295,7 +301,11 @@ class RowOpsTest(ExpectTestCase):
         run_ranks(4, check_rows)
 
     def test_losses_communicate_no_more_than_under_shard(self):
-        run_ranks(4, check_losses)
+        run_ranks(4, check_losses, False)
+
+    @pytest.mark.slow
+    def test_losses_of_all_units_communicate_no_more_than_under_shard(self):
+        run_ranks(4, check_losses, True)
 
     def test_losses_of_16_bits_neither_overflow_nor_vanish(self):
         run_ranks(4, check_losses_of_16_bits)
