@@ -93,6 +93,55 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout:
     return _pool.run(function, arguments, size, timeout)
 
 
+def _mortal(
+    rank: int, size: int, port: int, seconds: float, pipe: Connection, function: Callable[..., Any], *arguments: Any
+) -> None:
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=seconds)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    torch.manual_seed(0)
+    try:
+        answer = (True, function(*arguments))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    pipe.send(answer)
+    pipe.recv()  # Until all have answered: a rank that has ended counts as one that died.
+    os._exit(0)
+
+
+def run_mortal_ranks(
+    size: int, victims: set[int], function: Callable[..., Any], *arguments: Any, seconds: float = 60
+) -> dict[int, Any]:
+    """Run ``function`` on ranks with processes of their own, of which ``victims`` die or stop. What each other rank returned.
+
+    Args:
+        seconds: the timeout of the group's collectives.
+
+    Raises:
+        AssertionError: another rank raised, died or hung.
+    """
+    context = mp.get_context("spawn")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes, pipes = [], {}
+    for rank in range(size):
+        pipes[rank], theirs = context.Pipe()
+        with_rank = (rank, size, store.port, seconds, theirs, function, *arguments)
+        processes.append(context.Process(target=_mortal, args=with_rank, daemon=True))
+        processes[-1].start()
+    deadline, answers = time.monotonic() + _LONGEST, {}
+    try:
+        for rank in sorted(set(range(size)) - victims):
+            assert pipes[rank].poll(max(deadline - time.monotonic(), 0)), f"rank {rank} of {size} hangs"
+            fine, answers[rank] = pipes[rank].recv()
+            assert fine, f"rank {rank} of {size}:\n{answers[rank]}"
+    finally:
+        for process in processes:
+            process.kill()  # Also one that is stopped.
+            process.join()
+    return answers
+
+
 def stop_ranks() -> None:
     """End the processes of the pool; the next :func:`run_ranks` starts new ones."""
     _pool.stop()

@@ -7,8 +7,18 @@ register()
 from torch_ragged import debug  # noqa: E402
 from torch_ragged._owned_boxes import owned_boxes  # noqa: E402
 from torch_ragged._ownership import Box  # noqa: E402
+from torch_ragged._peers import PeerError  # noqa: E402
 from torch_ragged.placement_types import RaggedShard  # noqa: E402
 from torch_ragged.strided_placement_types import StridedRaggedShard, fsdp_placement  # noqa: E402
 
-__all__ = ["Box", "RaggedShard", "StridedRaggedShard", "debug", "fsdp_placement", "owned_boxes", "registration_report"]
+__all__ = [
+    "Box",
+    "PeerError",
+    "RaggedShard",
+    "StridedRaggedShard",
+    "debug",
+    "fsdp_placement",
+    "owned_boxes",
+    "registration_report",
+]
 __version__ = "0.1.0"

@@ -93,6 +93,8 @@ SERIES = (
         (
             "granularity.py",
             "_agreement.py",
+            "_peers.py",
+            "_store.py",
             "_register/_torch.py",
             "transfer/*.py",
             "_kernels/*.py",

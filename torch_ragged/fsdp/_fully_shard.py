@@ -25,7 +25,7 @@ from torch_ragged.fsdp.core._fsdp_init import RegisteredNames, ShardPlacementFn,
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
 from torch_ragged.fsdp.core._group_plan import GroupPlan
-from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
+from torch_ragged.fsdp.core._mesh import DataParallelMesh, agree_on_groups, device_of, groups_of
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._resident import Resident
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
@@ -63,7 +63,8 @@ def fully_shard(
 
     Collectives:
 
-    - In this call: one all-reduce of 24 bytes per mesh dimension. If a call is wrong on one rank, or differs between ranks, all
+    - In this call: one all-reduce of 24 bytes per mesh dimension. In the first call with a mesh, ranks also compare its process
+      groups through their store. If a call is wrong on one rank, or differs between ranks, all
       ranks raise before anything is changed. ``dp_mesh_dims`` and ``HIERARCHICAL`` make process groups, and need a second one.
     - Per step and group: one all-gather in forward, one in backward if the group was resharded, and one reduce-scatter. HSDP
       adds one all-reduce of the shard.
@@ -120,11 +121,13 @@ def fully_shard(
             ``mp_policy`` is a ``Float8Policy`` and ``placements`` keep parameters gathered; or ranks disagree.
         TypeError: ``module`` is not an ``nn.Module``, ``mesh`` is not a ``DeviceMesh``, ``reshard_after_forward`` is not a
             bool, int or None, or ``orig_param_policy`` returns something other than a granularity.
+        PeerError: another rank died, or did not make this call within the timeout.
         RuntimeError: another rank raised.
     """
     mesh = _default_mesh() if mesh is None else mesh
     _check_mesh(mesh)
-    ranks, device = _groups_of(mesh), device_of(mesh)
+    ranks, device = groups_of(mesh), device_of(mesh)
+    agree_on_groups(mesh)
     with agreement(ranks, device, "fully_shard") as claim:
         modules = _root_modules(module)
         if optional and len(modules) > 1:
@@ -344,17 +347,12 @@ def _check_mesh(mesh: Any) -> None:
     raise problem
 
 
-def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """The process groups of the mesh's dimensions. None if this rank is not in the mesh: it agrees with no other rank."""
-    return [] if mesh.get_coordinate() is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
-
-
 def _model_groups(modules: Sequence[nn.Module], mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """The process groups of the meshes that the modules' parameters are distributed over, without those of ``mesh``."""
     params = [param for module in modules for param in module.parameters() if isinstance(param, DTensor)]
     meshes = dict.fromkeys(param.device_mesh for param in params)
-    known = _groups_of(mesh)
-    return [group for other in meshes for group in _groups_of(other) if group not in known]
+    known = groups_of(mesh)
+    return [group for other in meshes for group in groups_of(other) if group not in known]
 
 
 def _claim(plans: Sequence[GroupPlan], *options: Any) -> list[str]:

@@ -22,6 +22,7 @@ from torch_ragged.optim._base import (
     check_placement,
     local,
     mesh_of,
+    names_peers,
     placed_of,
     run_closure,
     scalar,
@@ -194,10 +195,12 @@ class Adam8bit(RaggedOptimizer):
         super().add_param_group({**param_group, "params": group["params"]})
 
     @torch.no_grad()
+    @names_peers
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """One step. Returns the loss of ``closure``, or None without a closure.
 
         Raises:
+            PeerError: another rank died, or did not call it.
             RuntimeError: a gradient is sparse; or, for a parameter whose blocks are redistributed, the gradient is missing on
                 some ranks and has other placements than the parameter on other ranks. Nothing is changed. If blocks are
                 redistributed, every rank raises it.

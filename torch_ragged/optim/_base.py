@@ -5,6 +5,7 @@ Only :func:`agree_on_gradients` communicates.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.adamw import adamw
 
+from torch_ragged._peers import peers_named
 from torch_ragged._redistribute import mesh_group
 from torch_ragged.optim._gather import Placed
 from torch_ragged.placement_types import cuts_of, normalize_placements
@@ -28,6 +30,7 @@ __all__ = [
     "check_placement",
     "local",
     "mesh_of",
+    "names_peers",
     "placed_of",
     "run_closure",
     "scalar",
@@ -276,6 +279,21 @@ class RaggedOptimizer(torch.optim.Optimizer):
                 if isinstance(value, torch.Tensor):  # A copy, so that the step counters are not shared with ``state_dict``.
                     device = value.device if name == "step" else param.device
                     self.state[param][name] = value.to(device, copy=True)
+
+
+def names_peers(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The method ``step``, which raises a PeerError that names the ranks if one of its collectives fails."""
+
+    @functools.wraps(step)
+    def named(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        def ranks() -> list[int]:
+            meshes = {mesh_of(param) for group in self.param_groups for param in group["params"]} - {None}
+            return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})  # type: ignore[union-attr]
+
+        with peers_named(f"{type(self).__name__}.step", "", ranks):
+            return step(self, closure)
+
+    return named
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:

@@ -18,6 +18,7 @@ from torch_ragged.optim._base import (
     agree_on_gradients,
     by_mesh,
     check_placement,
+    names_peers,
     placed_of,
     run_closure,
 )
@@ -146,6 +147,7 @@ class MatrixOptimizer(RaggedOptimizer):
     # -- the step --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @names_peers
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """One step. Every rank of the parameters' meshes must call it.
 
@@ -153,6 +155,7 @@ class MatrixOptimizer(RaggedOptimizer):
             the loss of ``closure``; None without a closure.
 
         Raises:
+            PeerError: another rank died, or did not call it.
             RuntimeError: a gradient is sparse; or it is missing on some ranks and has other placements than its parameter on
                 other ranks. Every rank raises it, and nothing is changed.
         """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from torch_ragged._peers import PeerError
+
 __all__ = ["TransferError"]
 
 
-class TransferError(RuntimeError):
+class TransferError(PeerError):
     """A transfer failed on its way. The source is unchanged. The target is not complete: some of it may be old.
 
     Attributes:
@@ -14,5 +16,8 @@ class TransferError(RuntimeError):
     """
 
     def __init__(self, text: str, tensors: tuple[str, ...] = (), ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(text)
-        self.tensors, self.ranks = tensors, ranks
+        super().__init__(text, ranks, "transfer")
+        self.tensors = tensors
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.tensors, self.ranks)

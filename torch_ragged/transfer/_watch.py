@@ -11,7 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torch_ragged._register._torch import default_store
+from torch_ragged._peers import announce, fates_of
+from torch_ragged._store import SharedStore
 from torch_ragged.transfer._errors import TransferError
 
 __all__ = ["Lost", "Watch", "end_messages"]
@@ -21,7 +22,7 @@ _SLICE = 1.0  # Seconds.
 
 _UNUSED_TAG = 1 << 20
 
-_PATIENCE = timedelta(seconds=10)
+_PATIENCE = 10.0  # Seconds.
 """How long a rank whose collective failed waits for the reports of the others. A rank without a report is taken for dead."""
 
 
@@ -99,7 +100,8 @@ class Watch:
     def __init__(self, ranks: Sequence[int], key: str, timeout: timedelta, device: torch.device) -> None:
         self._polls = device.type != "cpu"
         self._ranks, self._rank, self._timeout = tuple(ranks), dist.get_rank(), timeout
-        self._store = dist.PrefixStore(f"torch_ragged/transfer/{key}", default_store())
+        self._store = SharedStore(f"transfer/{key}")
+        announce()
 
     def wait(self, works: Sequence[dist.Work]) -> None:
         """Wait for collectives and messages.
@@ -112,7 +114,7 @@ class Watch:
         deadline = time.monotonic() + self._timeout.total_seconds()
         waiter = _Waiter(works, self._polls)
         while not waiter.has_ended(_SLICE):
-            if self._store.check(["failed"]):
+            if self._store.has("failed"):
                 raise Lost("another rank failed")
             if time.monotonic() > deadline:
                 raise Lost(f"no answer within {self._timeout.total_seconds():g} s")
@@ -129,14 +131,12 @@ class Watch:
         try:
             self._store.set(f"rank {self._rank}", own)
             self._store.set("failed", "")
-            keys = {rank: f"rank {rank}" for rank in self._ranks}
-            with contextlib.suppress(RuntimeError):
-                self._store.wait(list(keys.values()), _PATIENCE)
-            reports = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+            self._store.wait([f"rank {rank}" for rank in self._ranks], _PATIENCE)
+            reports = {rank: self._store.get(f"rank {rank}") for rank in self._ranks if self._store.has(f"rank {rank}")}
+            silent = fates_of([rank for rank in self._ranks if rank not in reports])
         except RuntimeError as lost:  # The process that has the store has died.
             return TransferError(f"{start}{error}. The store of the process group does not answer ({lost}){end}", tensors)
-        silent = [rank for rank in self._ranks if rank not in reports]
         causes = [f"rank {rank}: {text}" for rank, text in reports.items() if text]
-        causes += [f"rank {rank} died or hangs" for rank in silent]
+        causes += [f"rank {rank} {fate.text}" for rank, fate in silent.items()]
         ranks = tuple(rank for rank in self._ranks if rank in silent or reports[rank])
         return TransferError(start + ("; ".join(causes) or f"rank {self._rank}: {error}") + end, tensors, ranks)

@@ -18,14 +18,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torch_ragged._register._torch import default_store
+from torch_ragged._peers import Peers, announce, name_of, peers_named
+from torch_ragged._store import SharedStore
 
 __all__ = ["CallLog", "wait_for"]
 
 _SLICE = timedelta(seconds=2)
 """After so long a wait, a rank looks whether other ranks have made other calls."""
 
-_PATIENCE = timedelta(seconds=10)
+_PATIENCE = 10.0  # Seconds.
 """How long a rank that has seen a difference waits for the reports of the others, so that its error names all ranks."""
 
 _END = "the end of the forward"
@@ -54,9 +55,10 @@ class CallLog:
         self._ranks, self._rank, self._timeout = tuple(ranks), dist.get_rank(), timeout
         # The same number on all of these ranks, since they construct their roots in the same order.
         number = next(_counts[self._rank, self._ranks])
-        name = f"torch_ragged/{'-'.join(map(str, self._ranks[:8]))}/{len(self._ranks)}/{number}"
-        self._default = default_store()
-        self._store = dist.PrefixStore(name, self._default)
+        self._store = SharedStore(f"calls/{name_of(self._ranks)}/{number}")
+        # So that other ranks find this process, and this rank their reports, if a collective fails.
+        announce()
+        Peers.of(self._ranks)
         self._forward = 0
         self._calls: list[str] = []
         self._last: list[str] = []
@@ -73,13 +75,14 @@ class CallLog:
     @property
     def is_current(self) -> bool:
         """Whether the process group of this log still exists."""
-        return dist.is_initialized() and default_store() is self._default
+        return self._store.is_current
 
     def add(self, call: str) -> None:
         """A module is called. Without communication if the last forward had this call here.
 
         Raises:
-            RuntimeError: another rank makes another call, or none within the timeout.
+            PeerError: another rank died, or made no call within the timeout.
+        RuntimeError: another rank makes another call.
         """
         self._calls.append(call)
         if self._next < len(self._last) and self._last[self._next] == call:
@@ -99,39 +102,36 @@ class CallLog:
         Raises:
             RuntimeError: ranks differ.
         """
-        if not self._store.check(["report"]):
+        if not self._store.has("report"):
             return
-        forward, position = map(int, self._store.get("report").decode().split())
+        forward, position = map(int, self._store.get("report").split())
         calls = {self._forward: self._calls, self._forward - 1: self._last}.get(forward, [])
         if position >= len(calls):  # This rank has not come to this call yet.
             return
         self._report(forward, position, calls[position])
         if len(set(self._answers(forward, position).values())) < 2:
             return
-        with contextlib.suppress(RuntimeError):  # The other ranks look into the store, too.
-            self._store.wait([self._key(forward, position, f"rank {rank}") for rank in self._ranks], _PATIENCE)
+        # The other ranks look into the store, too.
+        self._store.wait([self._key(forward, position, f"rank {rank}") for rank in self._ranks], _PATIENCE)
         _logs.discard(self)  # Later waits, of other models, must not raise this again.
         raise RuntimeError(_difference(self._answers(forward, position)))
 
     def _agree(self, position: int) -> None:
         """Return when all ranks have reported the call at ``position``."""
-        # Before the report, so that a rank that waits elsewhere finds it.
-        self._store.set("report", f"{self._forward} {position}")
-        self._report(self._forward, position, self._calls[position])
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while True:
-            try:
-                self._store.wait([self._key(self._forward, position, "all")], _SLICE)
-                return
-            except RuntimeError as error:
+        call, peers = self._calls[position], Peers.of(self._ranks)
+        with peers_named(f"the forward of {call}", "", lambda: self._ranks):
+            # Before the report, so that a rank that waits elsewhere finds it.
+            self._store.set("report", f"{self._forward} {position}")
+            self._report(self._forward, position, call)
+            deadline = time.monotonic() + self._timeout.total_seconds()
+            while not self._store.wait([self._key(self._forward, position, "all")], _SLICE.total_seconds()):
                 self.check()
+                Peers.check_all()
+                missing = [rank for rank in self._ranks if rank not in self._answers(self._forward, position)]
+                peers.check_alive(missing)
                 if time.monotonic() > deadline:
-                    answers = self._answers(self._forward, position)
-                    missing = [rank for rank in self._ranks if rank not in answers]
-                    raise RuntimeError(
-                        f"rank {self._rank} called {self._calls[position]} in forward, and ranks {missing} called no module "
-                        f"within {self._timeout.total_seconds():g} s: look at their errors"
-                    ) from error
+                    waited = f"rank {self._rank} waited {self._timeout.total_seconds():g} s for the other ranks to call it"
+                    raise peers.error(f"the forward of {call}", f"{waited}, and ranks {missing} called no module")
 
     def _report(self, forward: int, position: int, call: str) -> None:
         if self._reported == (forward, position):
@@ -145,14 +145,14 @@ class CallLog:
             self._store.set(everyone, "")
             # All ranks have reported this call, so none reads the last one's keys.
             for key in used[1:]:
-                self._store.delete_key(key)
+                self._store.delete(key)
         if used:
-            self._store.delete_key(used[0])
+            self._store.delete(used[0])
 
     def _answers(self, forward: int, position: int) -> dict[int, str]:
         """The calls that ranks have reported."""
         keys = {rank: self._key(forward, position, f"rank {rank}") for rank in self._ranks}
-        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        return {rank: self._store.get(key) for rank, key in keys.items() if self._store.has(key)}
 
     def _key(self, forward: int, position: int, part: str) -> str:
         return f"{forward}/{position}/{part}"
@@ -176,7 +176,7 @@ def wait_for(work: Any) -> None:
     """``work.wait()`` for a collective of gloo. After some seconds, look whether ranks have made different calls.
 
     Raises:
-        RuntimeError: they have; or the collective has failed.
+        RuntimeError: they have; or the collective has failed, here or on another rank.
     """
     while True:
         try:
@@ -188,3 +188,4 @@ def wait_for(work: Any) -> None:
                 return
             for log in [log for log in _logs if log.is_current]:
                 log.check()
+            Peers.check_all()

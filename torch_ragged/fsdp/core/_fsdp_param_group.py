@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ragged._register._torch import as_plain_tensors, profiler_range
 from torch_ragged.fsdp.comm._collectives import Collectives, ProcessGroupCollectives, Work
+from torch_ragged.fsdp.comm._named import NamedCollectives
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
 from torch_ragged.fsdp.core._distribution import has_extension, local_of
 from torch_ragged.fsdp.core._encoding import Encoding
@@ -62,6 +63,7 @@ class FSDPParamGroup:
         encoding: what the all-gather sends, and where the unsharded parameters lie.
 
     Attributes:
+        named: the collectives, with errors that name this group.
         keeper: what stays gathered after reshard. Nothing, unless ``fully_shard`` sets another keeper.
         memory: the log of this group's memory, for monitors and memory reports.
         fqn: the name of the group's module; empty before the root's first forward.
@@ -88,7 +90,9 @@ class FSDPParamGroup:
         # Before the unsharded parameters: matmuls with these write into the gradient buffer.
         self.gradients = GradientBuffers(self.params, self.layout, self.rank, plan.dp.has_replicas, self.memory)
         self.gradients.place(self.device, self.param_dtype, self.reduce_dtype, self.sharded)
-        self.collectives = self.process_groups
+        groups = plan.dp.shard_group, plan.dp.replicate_group
+        self.named = NamedCollectives(self.process_groups, plan.dp.mesh, *groups, self.names, self.layout)
+        self.gradients.collectives = self.named
         self._init_unsharded_params()
         _groups.add(self)
 
@@ -170,11 +174,11 @@ class FSDPParamGroup:
     @property
     def collectives(self) -> Collectives:
         """The collectives that all-gather parameters and reduce gradients."""
-        return self._collectives
+        return self.named.inner
 
     @collectives.setter
     def collectives(self, collectives: Collectives) -> None:
-        self._collectives = self.gradients.collectives = collectives
+        self.named.inner = collectives
 
     @property
     def names(self) -> str:
@@ -245,24 +249,17 @@ class FSDPParamGroup:
                 )
             # Before the shards are read: a later write makes the group outdated, also while the all-gather is in flight.
             self._gathered_versions = [param.sharded._version for param in self.params]
-            try:
-                with profiler_range("all_gather", self.fqn):
-                    versions = self._gathered_versions
-                    self._all_gather = self.keeper.all_gather(self.shards, self.encoding, versions, self.collectives)
-            except BaseException:
-                self._reset_after_error()
-                raise
+            with self._sharded_after_error(), profiler_range("all_gather", self.fqn):
+                versions = self._gathered_versions
+                self._all_gather = self.keeper.all_gather(self.shards, self.encoding, versions, self.named)
             self._move_to(ShardedState.GATHERING)
         if wait and not self.is_unsharded:
-            try:
+            with self._sharded_after_error():
                 self._wait_for_all_gather()
                 made = self.encoding.decode(self.shards, self.keeper.keeps_buffer)
                 if made is not None:
                     with torch.inference_mode(False):  # Later forwards train it.
                         self._init_unsharded_param(0, self.params[0], self.params[0].distribution.gathered(made))
-            except BaseException:
-                self._reset_after_error()
-                raise
             self.keeper.drop()  # The all-gather has read it.
             self._move_to(ShardedState.UNSHARDED)
             # Registered last: if anything above raises, the modules still have the sharded parameters.
@@ -271,11 +268,16 @@ class FSDPParamGroup:
                     param.register(param.unsharded)
                     param.version = param.compute_version
 
-    def _reset_after_error(self) -> None:
-        """Return to the sharded state after an error, so that all ranks can issue the all-gather again."""
-        self._all_gather, self._sharded_state = None, ShardedState.SHARDED
-        self.keeper.invalidate()
-        self._free_unsharded()
+    @contextlib.contextmanager
+    def _sharded_after_error(self) -> Iterator[None]:
+        """If the block raises, return to the sharded state, so that all ranks can issue the all-gather again."""
+        try:
+            yield
+        except BaseException:
+            self._all_gather, self._sharded_state = None, ShardedState.SHARDED
+            self.keeper.invalidate()
+            self._free_unsharded()
+            raise
 
     def _wait_for_all_gather(self) -> None:
         assert self._all_gather is not None
@@ -313,11 +315,8 @@ class FSDPParamGroup:
             self._move_to(ShardedState.SHARDED)
         # An all-gather in flight writes to the buffer that is freed below.
         if self._all_gather is not None:
-            try:
+            with self._sharded_after_error():
                 self._wait_for_all_gather()
-            except BaseException:
-                self._reset_after_error()
-                raise
         self.keeper.drop()
         if not was_gathered:
             return

@@ -174,7 +174,7 @@ class FSDPState(PipelineState):
         """Set the name, unless another module of this state has set it."""
         self.fqn = self.fqn or fqn
         for index, group in enumerate(self.groups):
-            group.fqn = group.gradients.fqn = f"{self.fqn}[{index}]" if index else self.fqn
+            group.fqn = group.gradients.fqn = group.named.fqn = f"{self.fqn}[{index}]" if index else self.fqn
 
     def refresh(self) -> None:
         """A forward begins: reshard parameters that an earlier forward left unsharded, since the shards may have changed."""

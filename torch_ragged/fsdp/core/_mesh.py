@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged._register._torch import concatenate, flatten
+from torch_ragged._agreement import agree_on_group
+from torch_ragged._register._torch import concatenate, flatten, timeout_of
+from torch_ragged.fsdp.comm._named import is_debug
 
-__all__ = ["DataParallelMesh", "device_of"]
+__all__ = ["DataParallelMesh", "agree_on_groups", "device_of", "groups_of"]
+
+_agreed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""The process groups that ranks have compared."""
 
 _CONTEXT_PARALLEL = ("cp", "context", "context_parallel")
 """How programs name the mesh dimension of context parallelism."""
@@ -26,6 +32,29 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The process groups of the mesh's dimensions. None if this rank is not in the mesh: it agrees with no other rank."""
+    return [] if mesh.get_coordinate() is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+
+
+def agree_on_groups(mesh: DeviceMesh) -> None:
+    """Raise on all ranks if they pass meshes with different process groups. No collective.
+
+    Ranks compare a group once, or with ``TORCH_RAGGED_DEBUG=1`` in each call.
+
+    Raises:
+        ValueError: they do.
+        PeerError: a rank died, or did not make this call within the timeout.
+    """
+    for dim, group in enumerate(groups_of(mesh)):
+        if group.size() == 1 or dist.get_backend(group) == "fake" or (group in _agreed and not is_debug()):
+            continue
+        where = f"a mesh of shape {tuple(mesh.shape)} with ranks {mesh.mesh.tolist()}, dimension {dim}"
+        claim = f"process group {group.group_name} of {where}{', TORCH_RAGGED_DEBUG=1' if is_debug() else ''}"
+        agree_on_group(group, claim, "fully_shard", timeout_of(group, device_of(mesh)).total_seconds())
+        _agreed.add(group)
 
 
 def _warn_of_context_parallel(mesh: DeviceMesh) -> None:

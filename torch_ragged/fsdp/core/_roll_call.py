@@ -5,6 +5,7 @@ It holds no parameters: states unshard and reshard.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torch_ragged._peers import peers_named
 from torch_ragged._register._torch import timeout_of
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
@@ -75,7 +77,8 @@ class RollCall:
             # The lowest number wins: the earliest event, and what at least one of the ranks that have it needs.
             vote = torch.tensor(4 * own + 2 * (not torch.is_grad_enabled()) + (not stays_unsharded), device=self._device)
             for group in self._groups:
-                dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
+                with peers_named("the call of an optional module", "", functools.partial(dist.get_process_group_ranks, group)):
+                    dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
             agreed, flags = divmod(int(vote), 4)
             needs = (flags < 2, flags % 2 == 0)
             if agreed == own:

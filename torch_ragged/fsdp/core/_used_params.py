@@ -28,7 +28,7 @@ def used_anywhere(groups: Sequence[FSDPParamGroup]) -> Iterator[bool]:
             flags[start:stop].zero_()
         start = stop
     with profiler_range("unused_parameters_all_reduce", groups[0].fqn):
-        groups[0].collectives.all_reduce_max(flags).wait()
+        groups[0].named.all_reduce_max(flags).wait()
     if all(local) or flags.is_meta:  # A memory report runs a step on the meta device, without other ranks.
         return iter(local)
     # A frozen parameter has no gradient on any rank.

@@ -1,0 +1,250 @@
+"""Peers: which ranks still live after a collective has failed, and PeerError, which names the others.
+
+It issues no collective. While all ranks are well it writes one line to the store per process, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
+import torch.distributed as dist
+
+from torch_ragged._store import SharedStore
+
+__all__ = ["CollectiveFailed", "PeerError", "Peers", "announce", "fates_of", "is_of_backend", "name_of", "peers_named"]
+
+_PATIENCE = 10.0  # Seconds.
+"""How long a rank waits for the reports of ranks whose processes live."""
+
+_PROBE = 3.0  # Seconds.
+"""How long a rank waits for the answer of another rank's host."""
+
+
+class PeerError(RuntimeError):
+    """A collective failed, because another rank died, hangs, or is not reachable. Restart the run from a checkpoint.
+
+    Attributes:
+        ranks: the global ranks that died or did not answer, as far as this rank knows.
+        collective: what failed, such as ``"all-gather"``.
+        parameters: what it carried: the name of the first parameter and the number of the others; empty if it carried none.
+    """
+
+    def __init__(self, text: str, ranks: tuple[int, ...] = (), collective: str = "", parameters: str = "") -> None:
+        super().__init__(text)
+        self.ranks, self.collective, self.parameters = ranks, collective, parameters
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.ranks, self.collective, self.parameters)
+
+
+def name_of(ranks: Sequence[int]) -> str:
+    """A name for a set of ranks in the store, equal on all of them."""
+    return f"{len(ranks)}-{hashlib.sha1(repr(tuple(ranks)).encode(), usedforsecurity=False).hexdigest()[:16]}"
+
+
+class Peers:
+    """The ranks that take part in the same collectives. If one of them fails, it reports it, so that the others end too.
+
+    ::
+
+        rank 0   all-gather fails: connection closed     reports, asks for reports   "rank 2 died: process 411 on host a ..."
+        rank 1   waits in another collective             finds the report            "rank 2 died: ..."
+        rank 2   killed: no report, and its process does not listen any more
+
+    After a failure the process groups of these ranks are of no use: each later wait fails with the same ranks named.
+
+    Args:
+        ranks: their global ranks.
+    """
+
+    _known: ClassVar[dict[tuple[int, ...], Peers]] = {}
+
+    @classmethod
+    def of(cls, ranks: Sequence[int]) -> Peers:
+        """The peers with these ranks; one object per default process group."""
+        cls._known = {key: each for key, each in cls._known.items() if each._store.is_current}
+        return cls._known.setdefault(tuple(sorted(ranks)), Peers(ranks))
+
+    @classmethod
+    def check_all(cls) -> None:
+        """This rank has waited for long: if a rank that it has collectives with has reported a failure, raise.
+
+        Raises:
+            CollectiveFailed: a rank has.
+        """
+        for peers in list(cls._known.values()):
+            if peers._store.is_current and peers._store.has("failed"):
+                raise CollectiveFailed("another rank has reported that a collective failed")
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = tuple(sorted(ranks))
+        self._store = SharedStore(f"peers/{name_of(self._ranks)}")
+        self._blame: tuple[tuple[int, ...], str] | None = None
+
+    def check_alive(self, ranks: Sequence[int]) -> None:
+        """This rank has waited long for ``ranks``: if the process of one of them has ended, raise.
+
+        Raises:
+            CollectiveFailed: it has.
+        """
+        if not all(fate.is_alive for fate in fates_of(ranks).values()):
+            raise CollectiveFailed("this rank waited for it")
+
+    def error(self, collective: str, cause: object, parameters: str = "") -> PeerError:
+        """Report that ``collective`` failed on this rank, and make one error of what is known of all ranks.
+
+        This takes up to 11 s, if there are ranks whose processes live and which do not report.
+        """
+        if self._blame is None:
+            try:
+                self._blame = self._find_blame(f"{collective}: {cause}")
+            except RuntimeError as lost:
+                self._blame = (), f"{cause}. {_store_host()} is lost, too, or the network to it: {lost}"
+        ranks, text = self._blame
+        what = f"{collective} of {parameters}" if parameters else collective
+        return PeerError(f"{what} failed: {text}", ranks, collective, parameters)
+
+    def _find_blame(self, own: str) -> tuple[tuple[int, ...], str]:
+        """The ranks that have failed, and a text that names them."""
+        # Other ranks may wait for this rank in collectives of other meshes.
+        for peers in {id(each): each for each in (self, *self._known.values()) if each._store.is_current}.values():
+            peers._store.set(f"rank {dist.get_rank()}", own)
+            peers._store.set("failed", "")
+        fates: dict[int, _Fate] = {}
+        for seconds in (1.0, _PATIENCE):
+            self._store.wait([f"rank {rank}" for rank in self._ranks], seconds)
+            present = [rank for rank in self._ranks if self._store.has(f"rank {rank}")]
+            fates = fates_of([rank for rank in self._ranks if rank not in present])
+            # If a process has ended, the cause is found. Processes that live may report yet.
+            if not all(fate.is_alive for fate in fates.values()):
+                break
+        gone = {rank: fate for rank, fate in fates.items() if not fate.is_alive}
+        # Ranks that live may only be late. They are named if no other rank is.
+        named = gone or fates
+        if named:
+            text = "; ".join(f"rank {rank} {fate.text}" for rank, fate in named.items())
+            return tuple(named), f"{text}. This rank: {own}. Look at the log of these ranks, and restart from a checkpoint"
+        reports = "; ".join(f"rank {rank}: {self._store.get(f'rank {rank}')}" for rank in self._ranks)
+        return (), f"all ranks live, so the network failed, or a collective took longer than its timeout: {reports}"
+
+
+class CollectiveFailed(RuntimeError):
+    """A collective failed on this rank or on another one. :class:`peers_named` makes a PeerError of it."""
+
+
+class peers_named:
+    """A context: if its block raises an error of a backend (gloo, NCCL), it raises a :class:`PeerError` that names the ranks.
+
+    Args:
+        collective: for the error.
+        parameters: what the collective carries, for the error; may be empty.
+        ranks: returns the global ranks that take part; called after an error only.
+    """
+
+    def __init__(self, collective: str, parameters: str, ranks: Callable[[], Sequence[int]]) -> None:
+        self._collective, self._parameters, self._ranks = collective, parameters, ranks
+
+    def __enter__(self) -> None:
+        """Nothing: this runs for each collective."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, PeerError) and is_of_backend(error):
+            raise Peers.of(self._ranks()).error(self._collective, error, self._parameters) from error
+
+
+def is_of_backend(error: RuntimeError) -> bool:
+    """Whether a process group's backend has raised ``error``: another rank, or the network, may be the cause."""
+    # gloo's errors are plain RuntimeErrors. Most begin with the path of its source.
+    is_of_gloo = any(part in str(error) for part in ("gloo", "Application timeout caused pair closure"))
+    return is_of_gloo or isinstance(error, (CollectiveFailed, dist.DistError))
+
+
+# -- processes -----------------------------------------------------------------------------------------------------------
+
+
+class _Listener:
+    """A socket that listens as long as this process lives. The kernel answers for it, also while Python computes."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._announced: SharedStore | None = None
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._close)  # A data loader's worker must not answer for this process.
+
+    def _close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def announce(self) -> None:
+        with self._lock:
+            if self._announced is not None and self._announced.is_current:
+                return
+            if self._socket is None:
+                self._socket = socket.create_server(("", 0), backlog=1024)
+            store = SharedStore("processes")
+            where = f"{os.getpid()} {socket.gethostname()} {_own_address()} {self._socket.getsockname()[1]}"
+            store.set(f"rank {dist.get_rank()}", where)
+            self._announced = store
+
+
+_listener = _Listener()
+
+
+def announce() -> None:
+    """Tell the other ranks where this process can be found, once per default process group: one write to the store."""
+    _listener.announce()
+
+
+class _Fate:
+    """What is known of another rank's process."""
+
+    def __init__(self, is_alive: bool, text: str) -> None:
+        self.is_alive, self.text = is_alive, text
+
+
+def fates_of(ranks: Sequence[int]) -> dict[int, _Fate]:
+    """What happened to the processes of these global ranks, by a connection to each. It takes up to 3 s."""
+    store = SharedStore("processes")
+    places = {rank: store.get(f"rank {rank}") for rank in ranks if store.has(f"rank {rank}")}
+    with ThreadPoolExecutor(32) as threads:  # A host that is lost answers none of its ranks' probes.
+        return dict(zip(ranks, threads.map(lambda rank: _fate(places.get(rank)), ranks)))
+
+
+def _fate(place: str | None) -> _Fate:
+    """What happened to the process that has announced ``place``."""
+    if place is None:
+        return _Fate(True, "has not answered")
+    pid, host, address, port = place.split()
+    process = f"process {pid} on host {host}"
+    if address.startswith("127.") and host != socket.gethostname():
+        address = host
+    try:
+        socket.create_connection((address, int(port)), timeout=_PROBE).close()
+    except ConnectionRefusedError:
+        return _Fate(False, f"died: {process} has ended")
+    except OSError as error:
+        return _Fate(False, f"is not reachable: host {host} ({address}) does not answer ({error})")
+    return _Fate(True, f"lives and has not answered: {process} hangs, is stopped, or does something else")
+
+
+def _own_address() -> str:
+    """The address under which other hosts reach this one."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR") or socket.gethostname(), 1))  # A datagram socket sends nothing here.
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _store_host() -> str:
+    where = f"at {os.environ['MASTER_ADDR']} " if "MASTER_ADDR" in os.environ else ""
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"The store of the process group {where}(in {'torchrun' if has_agent else 'the process of rank 0'})"

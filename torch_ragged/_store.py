@@ -1,0 +1,101 @@
+"""SharedStore: a part of the default process group's store. Every call ends within a time limit.
+
+It issues no collective. A store's own calls can block for many minutes if the host of the store is not reachable.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from torch_ragged._register._torch import default_store
+
+__all__ = ["SharedStore"]
+
+T = TypeVar("T")
+
+_LIMIT = 15.0  # Seconds.
+"""How long a rank waits for the store's answer."""
+
+_LONGEST_PAUSE = 0.1  # Seconds.
+"""A wait for keys asks again after so long, and more often at its beginning."""
+
+
+class SharedStore:
+    """The keys of the default process group's store that begin with ``name``.
+
+    Raises:
+        dist.DistError: from all methods, if the store does not answer.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._default = default_store()
+        self._store = dist.PrefixStore(f"torch_ragged/{name}", self._default)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the default process group that this store belongs to still exists."""
+        return dist.is_initialized() and default_store() is self._default
+
+    def set(self, key: str, text: str) -> None:
+        """Write ``text``; other ranks may have written another one."""
+        _within(_LIMIT, lambda: self._store.set(key, text))
+
+    def first(self, key: str, text: str) -> str:
+        """Write ``text`` if no rank has written this key, and return what the first rank has written."""
+        return _within(_LIMIT, lambda: self._store.compare_set(key, "", text)).decode()
+
+    def get(self, key: str) -> str:
+        """What was written. Call it if :meth:`has` is true."""
+        return _within(_LIMIT, lambda: self._store.get(key)).decode()
+
+    def has(self, *keys: str) -> bool:
+        """Whether all ``keys`` were written."""
+        return _within(_LIMIT, lambda: self._store.check(list(keys)))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, which begins at 0, and return it."""
+        return _within(_LIMIT, lambda: self._store.add(key, amount))
+
+    def delete(self, key: str) -> None:
+        """Forget a key."""
+        _within(_LIMIT, lambda: self._store.delete_key(key))
+
+    def wait(self, keys: Sequence[str], seconds: float) -> bool:
+        """Whether all ``keys`` were written within so many seconds."""
+        deadline, pause = time.monotonic() + seconds, 0.001
+        # The store's own wait() would write a warning to the log each time.
+        while not self.has(*keys):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return True
+
+
+def _within(limit: float, call: Callable[[], T]) -> T:
+    """The result of ``call``, which runs on a thread: a store has no time limit for most of its calls.
+
+    If it never returns, only the thread stays behind.
+    """
+    results: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put((call(), None))
+        except Exception as error:
+            results.put((None, error))
+
+    threading.Thread(target=run, name="store", daemon=True).start()
+    try:
+        result, error = results.get(timeout=limit)
+    except queue.Empty:
+        raise dist.DistStoreError(f"the store of the process group has not answered within {limit:g} s") from None
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]

@@ -1,0 +1,147 @@
+"""NamedCollectives: the collectives of a group, whose errors say which rank, which collective and which parameters failed.
+
+It moves no data. With ``TORCH_RAGGED_DEBUG=1``, ranks also compare each collective before it starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_ragged._agreement import agree
+from torch_ragged._peers import peers_named
+from torch_ragged.fsdp.comm._collectives import Collectives, ReduceScatterTraits, Reduction, Work
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+
+__all__ = ["NamedCollectives", "is_debug"]
+
+_CALL = "a collective (TORCH_RAGGED_DEBUG=1)"
+_ADVICE = (
+    "all ranks must use equal models and policies, and run the same fully_shard modules in the same order. If a rank may skip "
+    "a module, shard it with fully_shard(module, optional=True)"
+)
+
+_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""The number of collectives that this rank has compared on a process group."""
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""The number of the groups of parameters that a process group has."""
+
+
+def is_debug() -> bool:
+    """Whether ranks compare each collective: ``TORCH_RAGGED_DEBUG=1``. It must be equal on all ranks."""
+    return os.environ.get("TORCH_RAGGED_DEBUG", "0") not in ("", "0")
+
+
+class NamedCollectives:
+    """The collectives of one group of parameters.
+
+    If a collective fails because of another rank, or of the network, it raises :class:`torch_ragged.PeerError`.
+
+    With ``TORCH_RAGGED_DEBUG=1``, before each collective the ranks of its process group compare its number, its kind, the
+    group's parameters and layout, and shapes and dtypes: one more all-reduce of 24 bytes, which the host waits for.
+
+    Args:
+        inner: what carries them.
+        mesh: the mesh of the shards and the replicas.
+        shards, replicas: its process groups; None if there is none.
+        parameters: the first parameter's name and the number of the others.
+        layout: the layout of their buffer.
+
+    Attributes:
+        inner: as above; it may be replaced.
+        fqn: the name of the group's module; empty before the root's first forward.
+    """
+
+    def __init__(
+        self,
+        inner: Collectives,
+        mesh: DeviceMesh,
+        shards: dist.ProcessGroup | None,
+        replicas: dist.ProcessGroup | None,
+        parameters: str,
+        layout: BufferLayout,
+    ) -> None:
+        self.inner, self.fqn = inner, ""
+        self._mesh, self._shards, self._replicas = mesh, shards, replicas
+        self._own_parameters, self._layout = parameters, layout
+        self._is_debug = is_debug()
+        # All ranks of a mesh make its groups in the same order. Before the root's first forward, groups have no other name.
+        key = shards or replicas
+        self._number = 0 if key is None else next(_groups.setdefault(key, itertools.count(1)))
+
+    def ranks(self) -> list[int]:
+        """The global ranks of the mesh."""
+        ranks: list[int] = self._mesh.mesh.flatten().tolist()
+        return ranks
+
+    @property
+    def parameters(self) -> str:
+        """What the collectives carry, for errors."""
+        return f"{self._own_parameters} in {self.fqn or f'group {self._number}'}"
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
+        with self._compared("all-gather", [group or self._shards], shard, output):
+            return self._named("all-gather", self.inner.all_gather(output, shard, group))
+
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+        with self._compared("reduce-scatter", [self._shards], buffer, output):
+            return self._named("reduce-scatter", self.inner.reduce_scatter(output, buffer, reduction))
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
+        with self._compared("all-reduce", [self._replicas], tensor):
+            return self._named("all-reduce", self.inner.all_reduce(tensor, reduction))
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> Work:
+        with self._compared("all-reduce of used parameters", [self._shards, self._replicas], tensor):
+            return self._named("all-reduce of used parameters", self.inner.all_reduce_max(tensor))
+
+    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
+        return self.inner.reduce_scatter_traits(device)
+
+    def _named(self, collective: str, work: Work) -> Work:
+        return _NamedWork(self, collective, work)
+
+    def _compared(self, collective: str, groups: Sequence[dist.ProcessGroup | None], *tensors: torch.Tensor) -> peers_named:
+        """Compare the collective that is issued next, in debug mode. The context names the ranks if it fails.
+
+        Raises:
+            ValueError: ranks issue different collectives.
+        """
+        if self._is_debug:
+            self._compare(collective, [group for group in groups if group is not None and group.size() > 1], tensors)
+        return peers_named(collective, self.parameters, self.ranks)
+
+    @functools.cached_property
+    def _layout_text(self) -> str:
+        """Equal for equal parameters, granularities and ranks; different otherwise."""
+        parts = (self._layout.tensors, self._layout.offsets, self._layout.shard_numel, self._layout.ranks)
+        return hashlib.sha1(repr(parts).encode(), usedforsecurity=False).hexdigest()[:12]
+
+    def _compare(self, collective: str, groups: Sequence[dist.ProcessGroup], tensors: Sequence[torch.Tensor]) -> None:
+        if tensors[0].is_meta:  # A memory report: no rank communicates.
+            return
+        shapes = " and ".join(f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in tensors)
+        for group in groups:
+            number = _counts[group] = _counts.get(group, 0) + 1
+            claim = f"collective {number} of process group {group.group_name}: {collective} of {self.parameters}, {shapes}"
+            agree([group], tensors[0].device, _CALL, f"{claim}, layout {self._layout_text}", None, _ADVICE)
+
+
+class _NamedWork:
+    """A collective in flight whose error names it."""
+
+    def __init__(self, names: NamedCollectives, collective: str, work: Work) -> None:
+        self._names, self._collective, self._work = names, collective, work
+
+    def wait(self) -> None:
+        with peers_named(self._collective, self._names.parameters, self._names.ranks):
+            self._work.wait()
