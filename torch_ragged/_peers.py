@@ -10,6 +10,7 @@ import hashlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
@@ -24,7 +25,10 @@ _PATIENCE = 10.0  # Seconds.
 """How long a rank waits for the reports of ranks whose processes live."""
 
 _PROBE = 3.0  # Seconds.
-"""How long a rank waits for the answer of another rank's host."""
+"""How long a rank waits for the answer of another rank's host, after a collective has failed."""
+
+_LONG_PROBE = 20.0  # Seconds.
+"""The same while nothing has failed yet: a network that loses packets takes several attempts."""
 
 
 class PeerError(RuntimeError):
@@ -73,20 +77,35 @@ class Peers:
         return cls._known.setdefault(tuple(sorted(ranks)), Peers(ranks))
 
     @classmethod
-    def check_all(cls) -> None:
-        """This rank has waited for long: if a rank that it has collectives with has reported a failure, raise.
+    def check_all(cls, probes: bool = False) -> None:
+        """This rank has waited for long: if a rank that it has collectives with has failed, raise.
+
+        Args:
+            probes: also look whether the process of the next rank lives, in the background. A later call raises if not. If a
+                host is lost, the rank before its first one finds out, long before the collective's timeout.
 
         Raises:
-            CollectiveFailed: a rank has.
+            CollectiveFailed: a rank has reported a failure, or is not reachable.
         """
         for peers in list(cls._known.values()):
-            if peers._store.is_current and peers._store.has("failed"):
+            if not peers._store.is_current:
+                continue
+            if peers._store.has("failed"):
                 raise CollectiveFailed("another rank has reported that a collective failed")
+            if probes:
+                peers._check_next()
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = tuple(sorted(ranks))
         self._store = SharedStore(f"peers/{name_of(self._ranks)}")
         self._blame: tuple[tuple[int, ...], str] | None = None
+        self._probe: _Probe | None = None
+
+    def _check_next(self) -> None:
+        if self._probe is None or self._probe.is_stale:
+            index = self._ranks.index(dist.get_rank())
+            self._probe = _Probe(self._ranks[(index + 1) % len(self._ranks)])
+        self._probe.check()
 
     def check_alive(self, ranks: Sequence[int]) -> None:
         """This rank has waited long for ``ranks``: if the process of one of them has ended, raise.
@@ -216,10 +235,33 @@ def fates_of(ranks: Sequence[int]) -> dict[int, _Fate]:
     store = SharedStore("processes")
     places = {rank: store.get(f"rank {rank}") for rank in ranks if store.has(f"rank {rank}")}
     with ThreadPoolExecutor(32) as threads:  # A host that is lost answers none of its ranks' probes.
-        return dict(zip(ranks, threads.map(lambda rank: _fate(places.get(rank)), ranks)))
+        return dict(zip(ranks, threads.map(lambda rank: _fate(places.get(rank), _PROBE), ranks)))
 
 
-def _fate(place: str | None) -> _Fate:
+class _Probe:
+    """Asks in the background whether the process of ``rank`` lives."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._fate, self._begin = rank, _Fate(True, ""), time.monotonic()
+        threading.Thread(target=self._run, name="probe", daemon=True).start()
+
+    @property
+    def is_stale(self) -> bool:
+        return time.monotonic() - self._begin > 2 * _LONG_PROBE
+
+    def check(self) -> None:
+        """Raise CollectiveFailed if the answer has come that it does not live."""
+        if not self._fate.is_alive:
+            raise CollectiveFailed(f"rank {self._rank} {self._fate.text}")
+
+    def _run(self) -> None:
+        with contextlib.suppress(RuntimeError):  # The store is lost: then this rank's other calls of it raise.
+            store = SharedStore("processes")
+            if store.has(f"rank {self._rank}"):
+                self._fate = _fate(store.get(f"rank {self._rank}"), _LONG_PROBE)
+
+
+def _fate(place: str | None, patience: float) -> _Fate:
     """What happened to the process that has announced ``place``."""
     if place is None:
         return _Fate(True, "has not answered")
@@ -228,7 +270,7 @@ def _fate(place: str | None) -> _Fate:
     if address.startswith("127.") and host != socket.gethostname():
         address = host
     try:
-        socket.create_connection((address, int(port)), timeout=_PROBE).close()
+        socket.create_connection((address, int(port)), timeout=patience).close()
     except ConnectionRefusedError:
         return _Fate(False, f"died: {process} has ended")
     except OSError as error:

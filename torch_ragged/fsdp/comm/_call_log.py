@@ -14,7 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -26,8 +26,14 @@ __all__ = ["CallLog", "wait_for"]
 _SLICE = timedelta(seconds=2)
 """After so long a wait, a rank looks whether other ranks have made other calls."""
 
+_SLICES_BEFORE_PROBE = 5
+"""After so many slices, a rank also looks whether the next rank's process lives."""
+
 _PATIENCE = 10.0  # Seconds.
 """How long a rank that has seen a difference waits for the reports of the others, so that its error names all ranks."""
+
+_CONTEXT = 6
+"""So many roots predict the next one: schedules of pipelines run several roots in a period."""
 
 _END = "the end of the forward"
 _logs: weakref.WeakSet[CallLog] = weakref.WeakSet()
@@ -49,13 +55,17 @@ class CallLog:
     Args:
         ranks: the global ranks that must make the same calls.
         timeout: how long a rank waits for the reports of the others.
+        root: the root's name, different from those of other roots.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
+    def __init__(self, ranks: Sequence[int], timeout: timedelta, root: str) -> None:
+        self._root, self._roots = root, _RootLog.of(ranks, timeout)
+        # The same number on all of these ranks, since they call their roots in the same order.
+        self._set_up(ranks, timeout, next(_counts[dist.get_rank(), tuple(ranks)]))
+
+    def _set_up(self, ranks: Sequence[int], timeout: timedelta, name: object) -> None:
         self._ranks, self._rank, self._timeout = tuple(ranks), dist.get_rank(), timeout
-        # The same number on all of these ranks, since they construct their roots in the same order.
-        number = next(_counts[self._rank, self._ranks])
-        self._store = SharedStore(f"calls/{name_of(self._ranks)}/{number}")
+        self._store = SharedStore(f"calls/{name_of(self._ranks)}/{name}")
         # So that other ranks find this process, and this rank their reports, if a collective fails.
         announce()
         Peers.of(self._ranks)
@@ -67,7 +77,11 @@ class CallLog:
         self._used: list[str] = []  # Keys of the last report, which no rank reads any more.
 
     def start(self) -> None:
-        """A forward of the root begins."""
+        """A forward of the root begins. Raises as :meth:`add` does."""
+        self._roots.enter(self._root)
+        self._start()
+
+    def _start(self) -> None:
         self._last, self._calls, self._next = self._calls, [], 0
         self._forward += 1
         _logs.add(self)
@@ -158,6 +172,37 @@ class CallLog:
         return f"{forward}/{position}/{part}"
 
 
+class _RootLog(CallLog):
+    """The roots that run forward, one after the other: a forward with one call for each. All ranks run the same roots.
+
+    A root is expected if it followed the last roots before. Otherwise, ranks compare it.
+    """
+
+    _known: ClassVar[dict[tuple[int, ...], _RootLog]] = {}
+
+    @classmethod
+    def of(cls, ranks: Sequence[int], timeout: timedelta) -> _RootLog:
+        """The log of all roots of these ranks."""
+        known = cls._known.get(tuple(ranks))
+        if known is None or not known.is_current:
+            known = cls._known[tuple(ranks)] = _RootLog(ranks, timeout)
+        return known
+
+    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
+        self._set_up(ranks, timeout, "roots")
+        self._before: tuple[str, ...] = ()
+        self._followed: dict[tuple[str, ...], str] = {}
+
+    def enter(self, root: str) -> None:
+        """A root's forward begins. Raises as :meth:`add` does."""
+        self._start()
+        self._calls.append(root)
+        if self._followed.get(self._before) != root:
+            self._agree(0)
+        self._followed[self._before] = root
+        self._before = (*self._before, root)[-_CONTEXT:]
+
+
 def _difference(answers: dict[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, call in answers.items():
@@ -178,7 +223,7 @@ def wait_for(work: Any) -> None:
     Raises:
         RuntimeError: they have; or the collective has failed, here or on another rank.
     """
-    while True:
+    for slices in itertools.count(1):
         try:
             work.wait(_SLICE)
             return
@@ -188,4 +233,4 @@ def wait_for(work: Any) -> None:
                 return
             for log in [log for log in _logs if log.is_current]:
                 log.check()
-            Peers.check_all()
+            Peers.check_all(probes=slices >= _SLICES_BEFORE_PROBE)

@@ -58,6 +58,7 @@ class NamedCollectives:
 
     Attributes:
         inner: as above; it may be replaced.
+        number: of the group among those of its process group, in the order of construction.
         fqn: the name of the group's module; empty before the root's first forward.
     """
 
@@ -76,7 +77,7 @@ class NamedCollectives:
         self._is_debug = is_debug()
         # All ranks of a mesh make its groups in the same order. Before the root's first forward, groups have no other name.
         key = shards or replicas
-        self._number = 0 if key is None else next(_groups.setdefault(key, itertools.count(1)))
+        self.number = 0 if key is None else next(_groups.setdefault(key, itertools.count(1)))
 
     def ranks(self) -> list[int]:
         """The global ranks of the mesh."""
@@ -86,7 +87,7 @@ class NamedCollectives:
     @property
     def parameters(self) -> str:
         """What the collectives carry, for errors."""
-        return f"{self._own_parameters} in {self.fqn or f'group {self._number}'}"
+        return f"{self._own_parameters} in {self.fqn or f'group {self.number}'}"
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         with self._compared("all-gather", [group or self._shards], shard, output):

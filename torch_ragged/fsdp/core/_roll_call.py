@@ -147,4 +147,6 @@ def call_log_of(states: Sequence[OptionalCall]) -> CallLog | None:
     assert shard_group is not None
     if dist.get_backend(shard_group) == "fake":
         return None
-    return CallLog(sorted(group.dp.mesh.mesh.flatten().tolist()), timeout_of(shard_group, device_of(group.dp.mesh)))
+    # Names of modules are known under one root only. Groups are numbered in the order of their construction.
+    root = f"{type(states[0].modules[0]).__name__} with {group.names} in group {group.named.number}"
+    return CallLog(sorted(group.dp.mesh.mesh.flatten().tolist()), timeout_of(shard_group, device_of(group.dp.mesh)), root)
