@@ -16,6 +16,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="steps between checkpoints; one is saved at the end too (default: %(default)s)",
     )
     add("--keep", type=int, default=2, help="checkpoints to keep, the newest ones (default: %(default)s)")
+    add("--timeout", type=float, default=300, help="seconds that a rank waits for others in a collective (default: %(default)s)")
     add("--resume", type=Path, help="folder of checkpoints whose last to go on from, or one of them; at any number of ranks")
     add("--out", type=Path, default=Path("out"), help="folder of loss.png and report.json (default: %(default)s)")
     add("--eval-every", type=int, default=25, help="steps between held-out evaluations (default: %(default)s)")
@@ -287,7 +289,7 @@ def report(trainer: Trainer, result: dict[str, Any], unigram: float) -> None:
 
 def main() -> None:
     args = parse_args()
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     config = MoEConfig(tied=not args.untied)
     agree(lambda: check_args(args))

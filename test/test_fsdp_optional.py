@@ -175,6 +175,43 @@ def check_branches():
         model(*inputs, experts=[step % 3]).sum().backward()
 
 
+def check_roots(moment):
+    """Modules without a root above them, of equal sizes: rank 1 runs two of them in another order than rank 0."""
+    roots = [fully_shard(nn.Linear(SIZE, SIZE)) for _ in range(3)]
+    usual, swapped = [0, 1, 2], [1, 0, 2]
+    for step in range(moment):
+        for index in usual:
+            roots[index](torch.ones(2, SIZE)).sum().backward()
+    texts = ""
+    try:
+        for index in usual if dist.get_rank() == 0 else swapped:
+            roots[index](torch.ones(2, SIZE))
+    except RuntimeError as error:
+        texts = str(error)
+    return texts
+
+
+def check_usual_roots():
+    """Roots that follow each other as before cost no report: two that take turns, with an evaluation of one of them between."""
+    roots, steps = [fully_shard(nn.Linear(SIZE, SIZE)) for _ in range(2)], [0, 1, 0, 1, 0, 0, 1]
+    reports, agree = [], _call_log.CallLog._agree
+
+    def counted(log, position):
+        reports.append(log)
+        agree(log, position)
+
+    _call_log.CallLog._agree = counted
+    try:
+        for period in range(12):
+            for index in steps:
+                roots[index](torch.ones(2, SIZE)).sum().backward()
+            if period == 7:
+                reports.clear()
+    finally:
+        _call_log.CallLog._agree = agree
+    return len(reports)
+
+
 def check_one_rank_late():
     """A rank that needs longer than others to come to a new call is waited for."""
     model = shard_model(Model(), optional=False)
@@ -291,6 +328,14 @@ class SkippedTest(unittest.TestCase):
 
     def test_looking_for_differences_changes_nothing(self):
         run_ranks(2, check_short_slices)
+
+    def test_roots_in_different_orders_are_an_error_on_all_ranks(self):
+        for moment in (0, 3):
+            for text in run_ranks(2, check_roots, moment):
+                self.assertRegex(text, r"rank 0: FSDPLinear with weight and 1 more in group \d+; rank 1: FSDPLinear with weight")
+
+    def test_roots_that_follow_each_other_as_before_are_not_compared(self):
+        self.assertEqual(run_ranks(2, check_usual_roots), [0, 0])
 
     def test_names_of_modules_may_be_numbers(self):
         # Ranks that wait for a report that never comes raise after the timeout, or after seconds.
