@@ -332,7 +332,9 @@ class SkippedTest(unittest.TestCase):
     def test_roots_in_different_orders_are_an_error_on_all_ranks(self):
         for moment in (0, 3):
             for text in run_ranks(2, check_roots, moment):
-                self.assertRegex(text, r"rank 0: FSDPLinear with weight and 1 more in group \d+; rank 1: FSDPLinear with weight")
+                self.assertRegex(
+                    text, r"rank 0: FSDPLinear with weight and 1 more in group \d+; rank 1: FSDPLinear with weight"
+                )
 
     def test_roots_that_follow_each_other_as_before_are_not_compared(self):
         self.assertEqual(run_ranks(2, check_usual_roots), [0, 0])

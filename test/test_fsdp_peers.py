@@ -169,6 +169,7 @@ class PeersTest(unittest.TestCase):
             self.assertIn(first[1], ("all-gather", "reduce-scatter", "all-reduce of used parameters"))
             self.check_named(second, "all-gather")
 
+    @pytest.mark.slow
     def test_a_rank_that_is_stopped_is_named_within_the_timeout(self):
         (answers,) = run_mortal_ranks(2, {1}, fail_in_a_step, signal.SIGSTOP, False, seconds=4).values()
         for ranks, collective, _, text in answers:

@@ -1,0 +1,110 @@
+"""Writes docs/reliability.md from the files that the scripts of this folder have written to docs/data.
+
+python test/reliability/report.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "docs/data"
+
+HEAD = """# Reliability
+
+What happens if something fails? `test/reliability/report.py` writes this page from measurements of the scripts beside it.
+[Running](running.md) says what to do.
+
+## Faults
+
+Each fault was injected into a small model that trains on {machine}, with torch {torch}; the commands are below the table.
+"Seconds" are from the fault to the error on a rank: the median over ranks and injections, and the longest. The timeout of
+collectives was 6 s. "Lost" counts injections after which the last complete checkpoint did not load.
+
+| fault | times | what the user saw | seconds | hangs | other outcomes | lost |
+|---|---|---|---|---|---|---|
+"""
+
+TAIL = """
+```
+python test/reliability/process_faults.py --times 20 --json docs/data/reliability_processes.json
+python test/reliability/checkpoint_faults.py --times 20 --json docs/data/reliability_checkpoint.json
+```
+"""
+
+
+def read(name: str) -> Any:
+    path = DATA / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def row(found: dict[str, Any]) -> str:
+    seconds = "" if found.get("seconds_median") is None else f"{found['seconds_median']:.1f}, {found['seconds_max']:.1f}"
+    cells = [
+        found["fault"],
+        found["times"],
+        found["saw"],
+        seconds,
+        found["hangs"],
+        found["not_as_expected"],
+        found["data_lost"],
+    ]
+    return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
+
+
+def long_run(report: dict[str, Any]) -> str:
+    growth = report["growth"]
+    names = {
+        "tensor_bytes": "bytes of live tensors",
+        "resident_bytes": "resident memory",
+        "files": "open files",
+        "threads": "threads",
+    }
+    is_equal, largest = report["losses_equal"], report["largest_difference"]
+    losses = "equal, to the last bit" if is_equal else f"different by at most {largest}"
+    lines = [
+        "## A long run",
+        "",
+        f"`python test/reliability/long_run.py --steps {report['steps']} --json docs/data/long_run.json`:",
+        f"examples/train_moe.py on {report['ranks']} ranks for {report['steps']} steps with 20 checkpoints, once without a break",
+        f"and once with {report['resumes']} resumes (torch {report['torch']}). The losses of all steps are {losses}.",
+        "",
+        "| what | last fifth of the run / second fifth, by rank |",
+        "|---|---|",
+    ]
+    return "\n".join([*lines, *(f"| {text} | {', '.join(map(str, growth[name]))} |" for name, text in names.items())]) + "\n"
+
+
+def fuzzing(report: Any) -> str:
+    lines = [
+        "## Random programs",
+        "",
+        "`make fuzz` makes random models, `fully_shard` calls and training sequences, and random programs of ragged DTensors,",
+        "and compares them with one process.",
+        "",
+        "| torch | kind | cases | refused with a clear error | hangs | wrong results | seeds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for run in report["runs"]:
+        cells = [run.get(key, "") for key in ("torch", "kind", "cases", "refused", "hangs", "wrong", "seeds")]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    files = [read("reliability_processes.json"), read("reliability_checkpoint.json")]
+    rows = [each for found in files if found for each in found["rows"]]
+    first = next(found for found in files if found)
+    parts = [HEAD.format(machine=first.get("machine", "2 cores of one machine"), torch=first["torch"])]
+    parts[0] += "\n".join(map(row, rows)) + "\n" + TAIL
+    if report := read("long_run.json"):
+        parts.append(long_run(report))
+    if report := read("fuzz.json"):
+        parts.append(fuzzing(report))
+    (ROOT / "docs/reliability.md").write_text("\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()
