@@ -179,7 +179,7 @@ def check_roots(moment):
     """Modules without a root above them, of equal sizes: rank 1 runs two of them in another order than rank 0."""
     roots = [fully_shard(nn.Linear(SIZE, SIZE)) for _ in range(3)]
     usual, swapped = [0, 1, 2], [1, 0, 2]
-    for step in range(moment):
+    for _ in range(moment):
         for index in usual:
             roots[index](torch.ones(2, SIZE)).sum().backward()
     texts = ""

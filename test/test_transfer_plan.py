@@ -429,7 +429,7 @@ def die_or_report(rank, port, victim, pipe):
     source = {name: dtensor(torch.arange(64.0), here, [Shard(0)]) for name in ("a", "b", "c")}
     target = {name: dtensor(torch.zeros(64), there, [Shard(0)]) for name in source}
     plan = transfer.plan(source, target, max_bytes=512)
-    _watch._PATIENCE = timedelta(seconds=3)
+    _watch._PATIENCE = 3.0
     if rank == victim:
         original, calls = torch.Tensor.copy_, []
 

@@ -126,7 +126,7 @@ class MultiNodeTest(unittest.TestCase):
 
     def test_a_full_disk_ends_both_nodes_and_the_last_checkpoint_stays(self):
         self.checkpoints.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(self.checkpoints)], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600m", "tmpfs", str(self.checkpoints)], check=True)
         self.addCleanup(subprocess.run, ["umount", "-l", str(self.checkpoints)])
 
         def fill(job):
