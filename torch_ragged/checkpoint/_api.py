@@ -197,9 +197,9 @@ def load(
     steps fails on one rank, parameters and optimizer states of all ranks keep their values. After that, tensors are filled in
     place. Each ``load_state_dict``, such as the scheduler's, is called last.
 
-    Loading runs no code of the checkpoint unless ``trust`` is True: the manifest and DCP's metadata are read as data, and objects
-    (the scheduler, ``extra``, ``per_rank``) by torch's ``weights_only`` unpickler, which knows tensors, containers, numbers and
-    strings. Files that are no regular files, such as links and pipes, are refused and never opened.
+    Loading runs no code of the checkpoint unless ``trust`` is True. The manifest and DCP's metadata are read as data; objects
+    (the scheduler, ``extra``, ``per_rank``) are read by torch's ``weights_only`` unpickler, which knows tensors, containers,
+    numbers and strings. Files that are no regular files, such as links and pipes, are refused and never opened.
 
     Args:
         path: a checkpoint, or a folder of checkpoints. Of a folder, the latest complete one is loaded.

@@ -39,8 +39,8 @@ def load_object(data: bytes, name: str, trust: bool, map_location: str | None = 
         return torch.load(io.BytesIO(data), map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{name} holds more than data{_types(data)}. To build such objects, a pickle runs code. If you trust the checkpoint, "
-            "pass trust=True to load; or allow these types only, with torch.serialization.add_safe_globals"
+            f"{name} holds more than data{_types(data)}. To build such objects, a pickle runs code. If you trust the "
+            "checkpoint, pass trust=True to load; or allow these types only, with torch.serialization.add_safe_globals"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """The file-system operations of the writer, one function each, and safe opening of files for the reader.
 
-Every change that the writer makes to a disk goes through this module: a test records the operations in their order and replays a
-power loss after each. No other module of this package creates, renames, syncs or removes anything.
+Every change that the writer makes to a disk goes through this module: a test records the operations in their order and replays
+a power loss after each. No other module of this package creates, renames, syncs or removes anything.
 """
 
 from __future__ import annotations

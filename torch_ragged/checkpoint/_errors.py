@@ -59,7 +59,7 @@ def gather(
     answers = [answer]
     if dist.is_initialized():
         every: list[Any] = [None] * dist.get_world_size(group)
-        with _peers_named(what, group, lambda: ""):
+        with _peers_named(what, group, lambda: "comparing values or reading files"):
             dist.all_gather_object(every, (*answer, _peers.myself()), group=group)
         _peers.note(group, [process for _, _, process in every])
         answers = [(value, text) for value, text, _ in every]
@@ -98,8 +98,8 @@ def _peers_named(what: str, group: dist.ProcessGroup | None, doing: Callable[[],
             raise
         step = doing()
         raise PeerError(
-            f"{what}: {_peers.explain(group, error)}{f', while ranks were {step}' if step else ''}. The collective of the other "
-            f"ranks failed: {type(error).__name__}: {error}"
+            f"{what}: {_peers.explain(group, error)}{f', while ranks were {step}' if step else ''}. A collective of this rank "
+            f"failed: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -1,8 +1,8 @@
-"""The lease of a writer: a small file beside the checkpoints that names the job that saves. One job saves to a folder at a time.
+"""The lease of a writer, a small file that names the job that saves. One job saves to a folder at a time.
 
-A lease never makes a save safe by itself, because its holder may be stopped for any time: a taker also renames the working folder
-of a dead holder, and then the holder cannot publish it. A lease is a file of its own, ``writer-<token>.lease``. It is created under
-a name that no other writer uses, so it is never overwritten, and removing it takes the lease from its holder and no other.
+A lease alone never makes a save safe, because its holder may be stopped for any time. Therefore a taker also renames the
+working folder of a dead holder, which then cannot publish it. A lease is a file ``writer-<token>.lease``. No other writer uses
+this name, so the file is never overwritten, and removing it takes the lease from its holder and no other.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def acquire(folder: Path, token: str, owner: str) -> Lease:
 
 
 def _wait_for_others(folder: Path, mine: Path, owner: str, seconds: float) -> None:
-    """Return when ``mine`` is the only lease of a living writer. Of two that try at once, the lower name waits for the other."""
+    """Return when ``mine`` is the only lease of a living writer. Of two that try at once, the lower name waits."""
     deadline = time.monotonic() + 2
     while True:
         living: dict[Path, _Holder | None] = {}
@@ -154,8 +154,8 @@ def _wait_for_others(folder: Path, mine: Path, owner: str, seconds: float) -> No
         path = min(living)
         if path.name < mine.name or time.monotonic() > deadline:
             raise CheckpointError(
-                f"{folder} is in use: {living[path] or path.name} saves to it. One job may save to a folder at a time: end that "
-                f"job, or save to another folder. The lease of a job that died on another host ends after {seconds:g} seconds"
+                f"{folder} is in use: {living[path] or path.name} saves to it. One job may save to a folder at a time: end "
+                f"that job, or save to another folder. The lease of a job that died on another host ends after {seconds:g} seconds"
             )
         time.sleep(0.05)
         os.utime(mine)  # For the time of the storage.

@@ -215,7 +215,7 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         raise ValueError(f"the manifest has unknown fields {reprlib.repr(sorted(unknown))}")
     for name, least in (("step", 0), ("consumed_tokens", 0), ("world_size", 1), ("format", 1)):
         _count(body[name], name, least)
-    if body["world_size"] >= len(files):  # Each rank writes a file, and .metadata is one more.
+    if body["world_size"] > max(len(files) - 1, 1):  # Each rank writes a file; .metadata is one more.
         raise ValueError(f"world_size is {body['world_size']}, but there are only {len(files)} files, .metadata among them")
     for name in ("fingerprint", "torch_version", "package_version"):
         _of(str, body[name], name)

@@ -56,6 +56,10 @@ def damage(folder: Path, manifest: Manifest, metadata: Metadata | None, rank: in
     return problems
 
 
+def _told(problems: list[str]) -> str:
+    return problems[0] if len(problems) == 1 else f"damaged files:{listed(problems)}"
+
+
 def _runs(blocks: list[int]) -> list[tuple[int, int]]:
     """The first and the last number of each run of consecutive numbers in an ascending list."""
     firsts = [block for i, block in enumerate(blocks) if i == 0 or blocks[i - 1] != block - 1]
@@ -108,9 +112,12 @@ class CheckpointReader(FileSystemReader):
         if self.metadata is None:
             self.doing, path = "reading .metadata", self.folder / ".metadata"
             record = self.manifest.files[".metadata"]
-            problem = check_size(self.folder, ".metadata", record)
-            if problem or check_blocks(path, record):
-                raise CheckpointError(problem or f"{path} is damaged: its checksum is wrong")
+            # The files of all ranks, because the metadata is checked against the sizes that the manifest has for them.
+            problems = list(filter(None, (check_size(self.folder, *item) for item in self.manifest.files.items())))
+            if problems:
+                raise CheckpointError(_told(problems))
+            if check_blocks(path, record):
+                raise CheckpointError(f"{path} is damaged: its checksum is wrong")
             if record.nbytes > MOST_BYTES:
                 raise CheckpointError(f"{path} has {record.nbytes} bytes, expected at most {MOST_BYTES}")
             try:
@@ -132,7 +139,7 @@ class CheckpointReader(FileSystemReader):
         if self.verify:
             problems = damage(self.folder, self.manifest, self.metadata, rank, ranks)
             if problems:
-                raise CheckpointError(listed(problems).strip() if len(problems) == 1 else f"damaged files:{listed(problems)}")
+                raise CheckpointError(_told(problems))
         return super().prepare_local_plan(plan)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
