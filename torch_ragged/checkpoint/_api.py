@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from torch_ragged.checkpoint._data import ObjectPlanner
-from torch_ragged.checkpoint._errors import CheckpointError, PeerError, agree, gather, raise_on_all
+from torch_ragged.checkpoint._errors import CheckpointError, agree, gather, raise_on_all
 from torch_ragged.checkpoint._folder import folder_of, resolve
 from torch_ragged.checkpoint._manifest import Manifest
 from torch_ragged.checkpoint._matching import CheckingPlanner
@@ -89,12 +89,11 @@ def save(
                 process_group=process_group,
                 no_dist=not dist.is_initialized(),
             )
-    except PeerError:
-        _clean_up(writer, process_group)  # Without a collective: a rank is missing.
-        raise
-    except CheckpointError:
-        # A collective, so that no rank raises before rank 0 has removed the folder: the caller may save again at once.
-        agree(lambda: _clean_up(writer, process_group), what, process_group)
+    except CheckpointError as error:
+        if error.group_is_broken:
+            _clean_up(writer, process_group)
+        else:  # A collective, so that no rank raises before rank 0 has removed the folder: the caller may save again at once.
+            agree(lambda: _clean_up(writer, process_group), what, process_group)
         raise
     return folder
 

@@ -14,18 +14,20 @@ from torch.distributed.checkpoint import CheckpointException
 
 from torch_ragged.checkpoint import _peers
 
-__all__ = ["CheckpointError", "PeerError", "agree", "from_ranks", "gather", "listed", "raise_on_all"]
+__all__ = ["CheckpointError", "agree", "from_ranks", "gather", "listed", "raise_on_all"]
 
 T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read. The text names the file or the parameter. Every rank raises it."""
+    """A checkpoint could not be written or read. The text names the file or the parameter. Every rank raises it.
 
+    Attributes:
+        group_is_broken: a rank died, or did not answer within the timeout of the process group. The group cannot be used again:
+            issue no further collective on it.
+    """
 
-class PeerError(CheckpointError):
-    """A rank died, or did not answer within the timeout of the process group. The group cannot be used again: the caller must
-    issue no further collective on it."""
+    group_is_broken = False
 
 
 def listed(items: list[str], room: int = 5) -> str:
@@ -86,7 +88,7 @@ def agree(check: Callable[[], T], what: str, group: dist.ProcessGroup | None, ow
 
 @contextmanager
 def _peers_named(what: str, group: dist.ProcessGroup | None, doing: Callable[[], str]) -> Iterator[None]:
-    """Turn the error of a failed collective into a PeerError that names the ranks that died."""
+    """Turn the error of a failed collective into a CheckpointError that names the ranks that died."""
     try:
         yield
     except CheckpointError:
@@ -97,10 +99,12 @@ def _peers_named(what: str, group: dist.ProcessGroup | None, doing: Callable[[],
         if not dist.is_initialized():
             raise
         step = doing()
-        raise PeerError(
+        failure = CheckpointError(
             f"{what}: {_peers.explain(group, error)}{f', while ranks were {step}' if step else ''}. A collective of this rank "
             f"failed: {type(error).__name__}: {error}"
-        ) from error
+        )
+        failure.group_is_broken = True
+        raise failure from error
 
 
 @contextmanager
@@ -113,8 +117,7 @@ def raise_on_all(what: str, group: dist.ProcessGroup | None = None, doing: Calla
         doing: returns the step of the action, for the text of an error of a collective.
 
     Raises:
-        PeerError: a collective failed, because a rank died or did not answer.
-        CheckpointError: DCP raised.
+        CheckpointError: DCP raised; or a collective failed, because a rank died or did not answer.
     """
     try:
         with _peers_named(what, group, doing):

@@ -155,7 +155,8 @@ def _wait_for_others(folder: Path, mine: Path, owner: str, seconds: float) -> No
         if path.name < mine.name or time.monotonic() > deadline:
             raise CheckpointError(
                 f"{folder} is in use: {living[path] or path.name} saves to it. One job may save to a folder at a time: end "
-                f"that job, or save to another folder. The lease of a job that died on another host ends after {seconds:g} seconds"
+                "that job, or save to another folder. The lease of a job that died on another host ends after "
+                f"{seconds:g} seconds"
             )
         time.sleep(0.05)
         os.utime(mine)  # For the time of the storage.
