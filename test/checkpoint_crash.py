@@ -1,7 +1,7 @@
 """A model of a disk that loses power: records what the checkpoint writer does to files, and builds what may be left of it.
 
-As ALICE and CrashMonkey do. Data that was written and not synced may reach the disk, in whole, in part or not at all. So may each
-entry of a folder that was created, renamed or removed since the folder was synced, in any order. A rename is one step.
+As ALICE and CrashMonkey do. Data that was written and not synced may reach the disk, in whole, in part or not at all. So may
+each entry of a folder that was created, renamed or removed since the folder was synced, in any order. A rename is one step.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Two jobs that save to one folder, killed and stopped: the loser gets an error on all ranks, and the latest checkpoint is whole.
+"""Two jobs save to one folder and are killed or stopped: the loser gets an error on all ranks, and the latest checkpoint loads.
 
 Each rank is a process of its own that does one thing after the other, as it is told through a pipe.
 """

@@ -149,22 +149,30 @@ class CheckpointReader(FileSystemReader):
             CheckpointError: a file cannot be read.
         """
         self.doing = "reading their shards"
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
-            path = self.folder / name
-            try:
-                with _disk.open_regular(path, self.manifest.files[name].nbytes) as file:
-                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # Stays mapped as long as a tensor views it.
-                chunks = _Chunks(mapped, self.storage_data)
-                for item in items:
-                    self._read(item, chunks, planner)
-            except Exception as error:  # Most errors do not name the file.
-                raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        # Objects first: they are equal on all ranks, so if one is refused, no rank has filled a tensor yet.
+        for kind in (LoadItemType.BYTE_IO, LoadItemType.TENSOR):
+            by_file: dict[str, list[ReadItem]] = {}
+            for item in plan.items:
+                if item.type == kind:
+                    by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+            for name, items in by_file.items():
+                self._read_file(name, items, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read_file(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
+        path = self.folder / name
+        try:
+            with _disk.open_regular(path, self.manifest.files[name].nbytes) as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # Stays mapped as long as a tensor views it.
+            chunks = _Chunks(mapped, self.storage_data)
+            for item in items:
+                self._read(item, chunks, planner)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        except Exception as error:  # Most errors do not name the file.
+            raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
     def _read(self, item: ReadItem, chunks: _Chunks, planner: LoadPlanner) -> None:
         if item.type == LoadItemType.BYTE_IO:
