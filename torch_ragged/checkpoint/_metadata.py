@@ -6,6 +6,7 @@ before DCP's classes are built from it. Therefore a forged file can neither run 
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import math
@@ -112,6 +113,16 @@ def parse_metadata(data: bytes, manifest: Manifest) -> Metadata:
     Raises:
         ValueError: the bytes are no pickle of DCP's metadata, hold other classes, or do not fit the manifest or its files.
     """
+    collects = gc.isenabled()
+    gc.disable()  # It would look at the many objects again and again: half of the time.
+    try:
+        return _parse(data, manifest)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _parse(data: bytes, manifest: Manifest) -> Metadata:
     try:
         found = _DataUnpickler(io.BytesIO(data)).load()
     except ValueError:
