@@ -191,7 +191,7 @@ def small_disk(folder: Path, nbytes: int) -> Iterator[None]:
 
 def disk_full(folder: Path, rng: random.Random) -> Seen:
     """A disk that has room for one checkpoint and a part of the next."""
-    with small_disk(folder / "disk", 4096 * rng.randrange(150, 290)):
+    with small_disk(folder / "disk", 4096 * rng.randrange(128, 230)):
         path, size = folder / "disk" / "run", 20_000
         checkpoint.save(path, state_of(1, 1, size))
         text, seconds = timed(checkpoint.save, path, state_of(2, 1 + rng.randrange(2), size))
