@@ -116,7 +116,8 @@ def check_pickles(path):
     state.extra["strange"] = Unloadable()
     checkpoint.save(path, state)
     state = make_state(1)
-    refused(path, state, "AttributeError: no such class")
+    refused(path, state, "AttributeError: no such class", trust=True)
+    refused(path, make_state(1), "holds more than data: test_checkpoint_refused._raise", "pass trust=True")
 
 
 def check_errors_of_the_caller(path):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager
 
 from torch_ragged import checkpoint
-from torch_ragged.checkpoint import _files, _folder, _writer
+from torch_ragged.checkpoint import _disk, _files, _folder, _writer
 
 
 def small_state(step=1):
@@ -27,7 +27,8 @@ def small_state(step=1):
 
 
 def names_in(path):
-    return sorted(os.listdir(path))
+    """The names in a folder, without the tokens of writers."""
+    return sorted(re.sub(r"\.[0-9a-f]{16}\.", ".", name) for name in os.listdir(path))
 
 
 class LinkTest(unittest.TestCase):
@@ -153,7 +154,7 @@ class CleanupTest(unittest.TestCase):
 
     def test_a_cleanup_that_fails_after_the_publish_is_a_warning(self):
         checkpoint.save(self.path, small_state())
-        with mock.patch.object(shutil, "rmtree", side_effect=PermissionError(errno.EPERM, "not permitted", "x")):
+        with mock.patch.object(_disk, "rmdir", side_effect=PermissionError(errno.EPERM, "not permitted", "x")):
             with self.assertLogs("torch_ragged.checkpoint", "WARNING") as log:
                 folder = checkpoint.save(self.path, small_state())
         self.assertIn(f"{folder} is saved, but the cleanup after the save failed: [Errno 1] not permitted: 'x'", log.output[0])
@@ -163,14 +164,14 @@ class CleanupTest(unittest.TestCase):
 
     def test_the_replaced_one_stays_if_the_new_name_cannot_be_synced(self):
         checkpoint.save(self.path, small_state())
-        sync = _folder.sync_folder
+        sync = _disk.sync_folder
 
         def fail(folder):
             if folder == self.path:
                 raise OSError(errno.EIO, "cannot sync", str(folder))
             sync(folder)
 
-        with mock.patch.object(_folder, "sync_folder", fail), self.assertLogs("torch_ragged.checkpoint", "WARNING") as log:
+        with mock.patch.object(_disk, "sync_folder", fail), self.assertLogs("torch_ragged.checkpoint", "WARNING") as log:
             checkpoint.save(self.path, small_state())
         self.assertIn("cannot sync", log.output[0])
         self.assertEqual(names_in(self.path), ["step-00000001", "step-00000001.replaced"])
@@ -178,14 +179,14 @@ class CleanupTest(unittest.TestCase):
     def test_a_leftover_of_another_step_that_cannot_be_removed_is_a_warning(self):
         for step in (1, 2):
             (self.path / f"step-0000000{step}.incomplete").mkdir()
-        discard = _folder.discard
+        remove = _folder.remove
 
         def fail(path):
             if path.name == "step-00000001.incomplete":
                 raise PermissionError(errno.EACCES, "not permitted", str(path))
-            discard(path)
+            remove(path)
 
-        with mock.patch.object(_folder, "discard", fail), self.assertLogs("torch_ragged.checkpoint", "WARNING") as log:
+        with mock.patch.object(_folder, "remove", fail), self.assertLogs("torch_ragged.checkpoint", "WARNING") as log:
             checkpoint.save(self.path, small_state(2))
         self.assertIn("step-00000001.incomplete", log.output[0])
         self.assertEqual(names_in(self.path), ["step-00000001.incomplete", "step-00000002"])
@@ -240,7 +241,7 @@ def check_full_disk(path):
         for text in saves("__1_0.distcp", room):
             match = re.search(
                 rf"No space left on device \(the disk is full: the file needs about {number} bytes, {number} of them are "
-                rf"written, {number} bytes are free\): .*/step-00000002.incomplete/__1_0.distcp \(rank 1\)",
+                rf"written, {number} bytes are free\): .*/step-00000002\.\w+\.incomplete/__1_0.distcp \(rank 1\)",
                 text,
             )
             assert match is not None, (room, text)

@@ -21,8 +21,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from torch_ragged.checkpoint._data import ObjectPlanner
 from torch_ragged.checkpoint._errors import CheckpointError, agree, gather, raise_on_all
-from torch_ragged.checkpoint._folder import discard, folder_of, incomplete_of, remove_leftovers, resolve
+from torch_ragged.checkpoint._folder import folder_of, resolve
 from torch_ragged.checkpoint._manifest import Manifest
 from torch_ragged.checkpoint._matching import CheckingPlanner
 from torch_ragged.checkpoint._reader import CheckpointReader
@@ -51,7 +52,8 @@ def save(
     Each rank writes its shards to one file in a folder ``*.incomplete``. Of replicas, one writes. The writer computes checksums
     while it writes, syncs the files to disk, and verifies that every file has its size and that the files hold every element of
     every tensor. The last action renames the folder. Until this rename, readers see the previous checkpoint, or none. A
-    checkpoint of the same step is replaced. Unfinished folders of writers that died are removed.
+    checkpoint of the same step is replaced. Unfinished folders of writers that died are removed. While it saves, rank 0 holds a
+    lease of ``path``, a file ``writer-*.lease``: if another job holds one, no rank writes anything.
 
     Ranks exchange DCP's plan, digests and checksums, as objects. No tensor is sent between ranks, and no shard is copied. Some
     values are written by one rank for all: ``step``, ``consumed_tokens``, ``data_position``, ``scheduler``, and ``extra``
@@ -59,7 +61,7 @@ def save(
     process group, this process saves a checkpoint of one rank.
 
     Args:
-        path: the folder of the run's checkpoints. It is created if it does not exist. Only one run may write to it at a time.
+        path: the folder of the run's checkpoints. It is created if it does not exist.
         state: what to save. Nothing in it is changed. Values that differ between ranks belong in its ``per_rank``.
         read_back: read every file again and compare checksums before the rename. This finds bytes that the operating system or
             the storage changed. :func:`load` always compares checksums.
@@ -71,14 +73,15 @@ def save(
     Raises:
         TypeError, ValueError: a field of ``state`` cannot be saved.
         CheckpointError: the checkpoint could not be written, or ranks differ in a value that one rank writes for all. Every
-            rank raises it; the text names the rank and the file, or the value. If a cleanup fails after the rename, ``save``
-            succeeds and logs a warning.
+            rank raises it; the text names the rank and the file, or the value. Or another job saves to ``path``: the text names
+            its host and process. Or a rank died: the text names it, and the process group cannot be used again. If a cleanup
+            fails after the rename, ``save`` succeeds and logs a warning.
     """
     tensors, writer = _prepare(Path(path), state, process_group)
     folder, what = writer.folder, f"saving {writer.folder}"
     writer.read_back = read_back
     try:
-        with raise_on_all(what), _quiet():
+        with raise_on_all(what, process_group, lambda: writer.doing), _quiet():
             dcp.save(
                 tensors,
                 storage_writer=writer,
@@ -86,9 +89,11 @@ def save(
                 process_group=process_group,
                 no_dist=not dist.is_initialized(),
             )
-    except CheckpointError:
-        # A collective, so that no rank raises before rank 0 has removed the folder: the caller may save again at once.
-        agree(lambda: _clean_up(folder, process_group), what, process_group)
+    except CheckpointError as error:
+        if error.group_is_broken:
+            _clean_up(writer, process_group)
+        else:  # A collective, so that no rank raises before rank 0 has removed the folder: the caller may save again at once.
+            agree(lambda: _clean_up(writer, process_group), what, process_group)
         raise
     return folder
 
@@ -155,7 +160,7 @@ def async_save(
         stager.close()
         raise
     result: Future[Path] = Future()
-    future.add_done_callback(lambda done: _finish(done, result, stager, what, folder))
+    future.add_done_callback(lambda done: _finish(done, result, stager, what, writer, process_group))
     return result
 
 
@@ -180,6 +185,7 @@ def load(
     *,
     spread: bool = True,
     redistribute: Redistribute | None = None,
+    trust: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Manifest:
     """Fill ``state`` from a checkpoint, on any number of ranks, under any placements.
@@ -188,8 +194,11 @@ def load(
     of every file (each rank reads a share of the bytes); and that names, shapes and dtypes of the model's tensors and the
     optimizer's states equal the saved ones. Then it unpickles objects and redistributes ``per_rank`` values. If one of these
     steps fails on one rank, parameters and optimizer states of all ranks keep their values. After that, tensors are filled in
-    place. Each ``load_state_dict``, such as the scheduler's, is called last. The checkpoint contains pickles, and a pickle can
-    run any code: load only checkpoints that you trust.
+    place. Each ``load_state_dict``, such as the scheduler's, is called last.
+
+    Loading runs no code of the checkpoint unless ``trust`` is True. The manifest and DCP's metadata are read as data; objects
+    (the scheduler, ``extra``, ``per_rank``) are read by torch's ``weights_only`` unpickler, which knows tensors, containers,
+    numbers and strings. Files that are no regular files, such as links and pipes, are refused and never opened.
 
     Args:
         path: a checkpoint, or a folder of checkpoints. Of a folder, the latest complete one is loaded.
@@ -202,6 +211,7 @@ def load(
             of ``per_rank`` to a function or to None. The function runs on each rank. It takes the list of all saved ranks'
             states (each the result of ``state_dict``, or the value) and returns this rank's. None keeps this rank's value.
             Ignored at the same number of ranks.
+        trust: if True, unpickle objects of any type. A pickle can run any code: pass True only for a checkpoint that you trust.
         process_group: the ranks that load; None is all ranks.
 
     Returns:
@@ -210,8 +220,9 @@ def load(
     Raises:
         TypeError, ValueError: a field of ``state`` or ``redistribute`` has a wrong type or value.
         CheckpointError: no complete checkpoint was found; the checkpoint is damaged, of a newer format or of another model; or
-            ``per_rank`` was saved by another number of ranks and ``redistribute`` does not name it. Every rank raises it; the
-            text names the file, the parameter or the object.
+            ``per_rank`` was saved by another number of ranks and ``redistribute`` does not name it; or it has objects that are
+            more than data, and ``trust`` is False. Every rank raises it; the text names the file, the parameter or the object.
+            Or a rank died: the text names it. If tensors were being read then, parameters may be filled in part.
     """
     what, functions = f"loading {Path(path)}", dict(redistribute or {})
     rank, ranks = _rank_of(process_group), dist.get_world_size(process_group) if dist.is_initialized() else 1
@@ -221,8 +232,9 @@ def load(
     reader = agree(lambda: CheckpointReader(found), what, process_group)
     reader.group = process_group
     metadata = agree(reader.read_metadata, what, process_group)
-    request = Request(state, functions, reader.manifest, rank, ranks)
-    planner = CheckingPlanner(reader.manifest, spread=spread and dist.is_initialized() and process_group is None)
+    request = Request(state, functions, reader.manifest, rank, ranks, trust)
+    spread = spread and dist.is_initialized() and process_group is None
+    planner = CheckingPlanner(reader.manifest, spread=spread, trust=trust)
     try:  # Compare with the model first: reading all bytes of a checkpoint of another model would waste minutes.
         agree(lambda: planner.set_up_planner(request.prepare(metadata), metadata), what, process_group)
         _fill(request, reader, planner, what)
@@ -246,11 +258,12 @@ def _fill(request: Request, reader: CheckpointReader, planner: CheckingPlanner, 
             no_dist=not dist.is_initialized(),
         )
 
-    with raise_on_all(what), _quiet():
-        fill(request.objects, DefaultLoadPlanner())
+    with raise_on_all(what, reader.group, lambda: reader.doing), _quiet():
+        fill(request.objects, ObjectPlanner(planner.trust))
         agree(request.unpack, what, reader.group)
         reader.verify = False  # The first fill has verified all files.
         fill(request.tensors, planner)
+        reader.doing = "sending tensors to their replicas"
         planner.shares.exchange()
 
 
@@ -278,7 +291,7 @@ def _prepare(path: Path, state: TrainState, group: dist.ProcessGroup | None) -> 
     contents = agree(lambda: Contents(state, rank), what, group)
     refuse_different(contents.shared, what, group)
     folder = folder_of(path, state.step)
-    agree(lambda: _make_room(folder, rank), f"saving {folder}", group)
+    agree(lambda: _refuse_busy(folder), f"saving {folder}", group)
     manifest = Manifest(
         step=state.step,
         consumed_tokens=state.consumed_tokens,
@@ -288,50 +301,56 @@ def _prepare(path: Path, state: TrainState, group: dist.ProcessGroup | None) -> 
     return contents.state_dict, CheckpointWriter(folder, manifest, rng_checksums(contents.rng))
 
 
-def _make_room(folder: Path, rank: int) -> None:
-    """Prepare a save to ``folder``: rank 0 creates its parent and removes unfinished folders of dead writers.
+def _refuse_busy(folder: Path) -> None:
+    """Check that no background save of this process writes to ``folder``.
 
     Raises:
-        CheckpointError: a background save of this process writes to ``folder``.
+        CheckpointError: one does.
     """
     if _key(folder) in _being_written:
         raise CheckpointError(
             f"{folder} is being written in the background: wait for the result of async_save, then save again"
         )
-    if rank == 0:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder.parent.resolve(), _being_written)
-        discard(incomplete_of(folder))
 
 
 def _key(folder: Path) -> Path:
-    """The folder that a save of ``folder`` writes to, without symbolic links: two paths to one folder give one key."""
-    return incomplete_of(folder.parent.resolve() / folder.name)
+    """The folder without symbolic links in its parents: two paths to one folder give one key."""
+    return folder.parent.resolve() / folder.name
 
 
-def _clean_up(folder: Path, group: dist.ProcessGroup | None) -> None:
-    """On rank 0, remove the files of a failed save, to free disk space."""
+def _clean_up(writer: CheckpointWriter, group: dist.ProcessGroup | None) -> None:
+    """On rank 0, release the lease and remove the files of a failed save, to free disk space."""
     if _rank_of(group) == 0:
-        with suppress(OSError):  # The error of the save is the one to raise; the next save removes the files.
-            discard(incomplete_of(folder))
+        writer.abandon()
 
 
-def _finish(done: Future[Any], result: Future[Path], stager: DefaultStager, what: str, folder: Path) -> None:
+def _finish(
+    done: Future[Any],
+    result: Future[Path],
+    stager: DefaultStager,
+    what: str,
+    writer: CheckpointWriter,
+    group: dist.ProcessGroup | None,
+) -> None:
     """Pass the outcome of a background save to ``result``, the future that the caller has."""
-    _being_written.discard(_key(folder))
+    failure: CheckpointError | None = None
     try:
         with suppress(Exception):
             stager.close()
-        with raise_on_all(what):
+        with raise_on_all(what, group, lambda: writer.doing):
             done.result()
     except CheckpointError as error:
-        result.set_exception(error)
+        failure = error
     except BaseException as error:  # Not from DCP: for example, the saving process died, or a connection broke.
         failure = CheckpointError(f"{what}: {type(error).__name__}: {error}")
         failure.__cause__ = error
+    if failure is not None:
+        _clean_up(writer, group)
+    _being_written.discard(_key(writer.folder))
+    if failure is not None:
         result.set_exception(failure)
     else:
-        result.set_result(folder)
+        result.set_result(writer.folder)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
+from torch_ragged.checkpoint._data import ObjectPlanner
 from torch_ragged.checkpoint._errors import CheckpointError, raise_on_all
 from torch_ragged.checkpoint._folder import resolve
 from torch_ragged.checkpoint._manifest import Manifest, TensorRecord, read_manifest
@@ -141,9 +142,11 @@ def _value_difference(name: str, record: TensorRecord, folders: Sequence[Path]) 
             "install a newer torch"
         )
     for folder in folders:
+        reader = CheckpointReader(folder, verify=False)
+        reader.read_metadata()  # First: it checks that the files have the bytes that the manifest promises.
         tensor = {name: torch.empty(record.shape, dtype=dtype)}
         with raise_on_all(f"reading {folder}"):
-            dcp.load(tensor, storage_reader=CheckpointReader(folder, verify=False), no_dist=True)
+            dcp.load(tensor, storage_reader=reader, planner=ObjectPlanner(), no_dist=True)
         tensors.append(tensor[name])
     a, b = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)
     if torch.equal(a, b):

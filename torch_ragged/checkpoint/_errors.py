@@ -12,13 +12,22 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
+from torch_ragged.checkpoint import _peers
+
 __all__ = ["CheckpointError", "agree", "from_ranks", "gather", "listed", "raise_on_all"]
 
 T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read. The text names the file or the parameter. Every rank raises it."""
+    """A checkpoint could not be written or read. The text names the file or the parameter. Every rank raises it.
+
+    Attributes:
+        group_is_broken: a rank died, or did not answer within the timeout of the process group. The group cannot be used again:
+            issue no further collective on it.
+    """
+
+    group_is_broken = False
 
 
 def listed(items: list[str], room: int = 5) -> str:
@@ -51,8 +60,11 @@ def gather(
         mine, answer = error, (None, _text(error))
     answers = [answer]
     if dist.is_initialized():
-        answers = [answer] * dist.get_world_size(group)
-        dist.all_gather_object(answers, answer, group=group)
+        every: list[Any] = [None] * dist.get_world_size(group)
+        with _peers_named(what, group, lambda: "comparing values or reading files"):
+            dist.all_gather_object(every, (*answer, _peers.myself()), group=group)
+        _peers.note(group, [process for _, _, process in every])
+        answers = [(value, text) for value, text, _ in every]
     failures = {rank: text for rank, (_, text) in enumerate(answers) if text}
     if isinstance(mine, own):
         raise mine
@@ -75,14 +87,41 @@ def agree(check: Callable[[], T], what: str, group: dist.ProcessGroup | None, ow
 
 
 @contextmanager
-def raise_on_all(what: str) -> Iterator[None]:
-    """Turn DCP's CheckpointException into a CheckpointError. DCP raises its error on every rank, so every rank raises here.
-
-    Raises:
-        CheckpointError: DCP raised.
-    """
+def _peers_named(what: str, group: dist.ProcessGroup | None, doing: Callable[[], str]) -> Iterator[None]:
+    """Turn the error of a failed collective into a CheckpointError that names the ranks that died."""
     try:
         yield
+    except CheckpointError:
+        raise
+    except (
+        RuntimeError
+    ) as error:  # gloo and NCCL raise RuntimeErrors, torch's DistBackendError and DistNetworkError among them.
+        if not dist.is_initialized():
+            raise
+        step = doing()
+        failure = CheckpointError(
+            f"{what}: {_peers.explain(group, error)}{f', while ranks were {step}' if step else ''}. A collective of this rank "
+            f"failed: {type(error).__name__}: {error}"
+        )
+        failure.group_is_broken = True
+        raise failure from error
+
+
+@contextmanager
+def raise_on_all(what: str, group: dist.ProcessGroup | None = None, doing: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Turn DCP's CheckpointException into a CheckpointError. DCP raises its error on every rank, so every rank raises here.
+
+    Args:
+        what: the action that fails, for the text of the error.
+        group: the ranks of the action; None is the default group.
+        doing: returns the step of the action, for the text of an error of a collective.
+
+    Raises:
+        CheckpointError: DCP raised; or a collective failed, because a rank died or did not answer.
+    """
+    try:
+        with _peers_named(what, group, doing):
+            yield
     except CheckpointException as error:
         failures = {rank: _text(failure) for rank, (failure, _) in error.failures.items()}
         raise CheckpointError(from_ranks(what, failures)) from error

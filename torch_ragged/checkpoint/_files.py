@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +16,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._errors import CheckpointError
 
-__all__ = ["BLOCK", "FileRecord", "HashingFileSystem", "check_blocks", "check_size", "sync_folder"]
+__all__ = ["BLOCK", "FileRecord", "HashingFileSystem", "check_blocks", "check_size"]
 
 BLOCK = 32 * 1024 * 1024  # bytes per checksum
 
@@ -54,7 +54,7 @@ class _HashingFile:
         view = memoryview(data).cast("B")
         self.asked = self.nbytes + len(view)
         try:
-            written = self.raw.write(view)
+            written = _disk.write(self.raw, view)
             if written is not None and written != len(view):
                 raise OSError(errno.EIO, f"only {written} of {len(view)} bytes were written", str(self.path))
         except OSError as error:
@@ -82,7 +82,7 @@ class _HashingFile:
         return self.raw.fileno()
 
     def close(self) -> None:
-        self.raw.close()
+        pass  # create_stream syncs the file before it closes it.
 
 
 class HashingFileSystem(FileSystem):
@@ -108,9 +108,10 @@ class HashingFileSystem(FileSystem):
         path = Path(path)
         hashing = None
         try:
-            with path.open(mode) as stream:
+            with _disk.create(path) as stream:
                 hashing = _HashingFile(stream, path, self.block)
                 yield hashing
+                _disk.sync(stream)  # Before any rename makes the file visible.
         except Exception as error:  # Errors of write, fsync and close do not name the file.
             cause = (hashing and hashing.failure) or error
             if isinstance(cause, OSError):
@@ -119,8 +120,14 @@ class HashingFileSystem(FileSystem):
             raise CheckpointError(f"{path} cannot be written: {type(error).__name__}: {error}") from error
         self.records[path.name] = hashing.record
 
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        _disk.mkdir(Path(path))
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        _disk.unlink(Path(path))
+
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
+        _disk.rename(Path(path), Path(new_path))
         old, new = Path(path).name, Path(new_path).name
         if old in self.records:
             self.records[new] = self.records.pop(old)
@@ -143,11 +150,12 @@ def _reason(error: OSError, path: Path, needed: int) -> str:
 def check_size(folder: Path, name: str, record: FileRecord) -> str:
     """The problem if a file is missing, is no regular file or has a wrong size; empty if there is no problem."""
     try:
-        status = (folder / name).stat()
+        status = (folder / name).lstat()  # Of a link itself: its target may be any file of this machine.
     except OSError as error:
         return f"{folder / name} is missing ({error.strerror})"
-    if not stat.S_ISREG(status.st_mode):  # Opening a pipe would hang until it has a writer.
-        return f"{folder / name} is no regular file: expected a file that checkpoint.save wrote"
+    kind = _disk.kind_of(status)
+    if kind:
+        return f"{folder / name} is no regular file: it is {kind}; expected a file that checkpoint.save wrote"
     if status.st_size != record.nbytes:
         kind = "truncated" if status.st_size < record.nbytes else "too long"
         return f"{folder / name} is {kind}: it has {status.st_size} bytes, expected {record.nbytes}"
@@ -164,7 +172,7 @@ def check_blocks(path: Path, record: FileRecord, blocks: Sequence[int] | None = 
     if not record.nbytes or not blocks:
         return []
     try:
-        with path.open("rb", buffering=0) as file:
+        with _disk.open_regular(path, record.nbytes) as file:
             return [block for block in blocks if _crc(file, block * record.block, record.block) != record.crc32[block]]
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -181,14 +189,3 @@ def _crc(file: Any, start: int, nbytes: int) -> int:
         crc = zlib.crc32(buffer[:count], crc)
         nbytes -= count
     return crc
-
-
-def sync_folder(folder: Path) -> None:
-    """Write a folder's entries to permanent storage, so that creations, renames and removals in it survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(folder)) from error
-    finally:
-        os.close(descriptor)

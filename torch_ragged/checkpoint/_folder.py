@@ -2,7 +2,8 @@
 
 A checkpoint is a folder ``step-00000120``. Nothing here looks at the contents of tensors. Three endings mark other folders:
 
-- ``.incomplete``: a writer is writing it, or died while it wrote.
+- ``.incomplete``: a writer is writing it, or died while it wrote. The name has the token of the writer, as in
+  ``step-00000120.0123456789abcdef.incomplete``: no two writers share a working folder.
 - ``.deleting``: it is being removed.
 - ``.replaced``: a complete checkpoint whose step was saved again. It counts only if ``step-00000120`` itself is not complete.
 
@@ -14,19 +15,22 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
 
+from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._errors import CheckpointError, agree
-from torch_ragged.checkpoint._files import check_size, sync_folder
+from torch_ragged.checkpoint._files import check_size
 from torch_ragged.checkpoint._manifest import MANIFEST, read_manifest
 
-__all__ = ["complete_in", "discard", "folder_of", "incomplete_of", "keep", "latest", "publish", "remove_leftovers", "resolve"]
+__all__ = ["complete_in", "folder_of", "incomplete_of", "keep", "latest", "publish", "remove", "remove_leftovers", "resolve"]
 
 _logger = logging.getLogger("torch_ragged.checkpoint")
-_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
+_NAME = re.compile(r"step-(\d{8,})((\.[0-9a-f]{16})?\.replaced)?")
+_LEFT = re.compile(r"(step-\d{8,}|.+(?=\.[0-9a-f]{16}\.))(\.(?P<token>[0-9a-f]{16}))?(\.replaced)?(\.incomplete|\.deleting)+")
 _INCOMPLETE, _REPLACED, _DELETING = ".incomplete", ".replaced", ".deleting"
 
 
@@ -35,9 +39,15 @@ def folder_of(path: Path, step: int) -> Path:
     return path / f"step-{step:08d}"
 
 
-def incomplete_of(folder: Path) -> Path:
-    """The folder that the checkpoint ``folder`` is written to before it is complete."""
-    return folder.with_name(folder.name + _INCOMPLETE)
+def incomplete_of(folder: Path, token: str) -> Path:
+    """The folder that a writer with ``token`` writes the checkpoint ``folder`` to before it is complete."""
+    return folder.with_name(f"{folder.name}.{token}{_INCOMPLETE}")
+
+
+def _replaced_in(folder: Path) -> list[Path]:
+    """The folders that were ``folder`` before its step was saved again."""
+    name = re.compile(re.escape(folder.name) + r"(\.[0-9a-f]{16})?" + re.escape(_REPLACED))
+    return [path for path in folder.parent.iterdir() if name.fullmatch(path.name)]
 
 
 def complete_in(path: Path) -> list[Path]:
@@ -92,14 +102,17 @@ def keep(path: str | os.PathLike[str], n: int, *, process_group: dist.ProcessGro
         raise ValueError(f"keep expects a number of checkpoints >= 1, got {n!r}")
     folder = Path(path)
 
-    def remove() -> None:
+    def remove_old() -> None:
         if dist.is_initialized() and dist.get_rank(process_group) != 0:
             return
-        for old in complete_in(folder)[:-n]:
-            _remove(old)
-            _remove(old.with_name(old.name + _REPLACED))
+        old_ones = complete_in(folder)[:-n]
+        if old_ones:
+            _disk.sync_folder(folder)  # The newest may have its name since a moment, from a writer that died before its sync.
+        for old in old_ones:
+            for path in [old, *_replaced_in(old)]:
+                remove(path)
 
-    agree(remove, f"removing old checkpoints in {folder}", process_group)
+    agree(remove_old, f"removing old checkpoints in {folder}", process_group)
     return complete_in(folder)[-n:]
 
 
@@ -126,52 +139,80 @@ def resolve(path: Path) -> Path:
     raise CheckpointError(f"{path} holds no complete checkpoint: expected folders step-<number> that checkpoint.save wrote")
 
 
-def publish(incomplete: Path, folder: Path) -> None:
+def publish(incomplete: Path, folder: Path, token: str, check: Callable[[], None], older: Collection[Path] = ()) -> None:
     """Make a verified checkpoint visible with one rename.
 
     If a complete checkpoint has the name already, readers find one of the two at any moment: the old one is first renamed to
     ``.replaced``, where it still counts, and is removed last. After the rename of the new one, the checkpoint is saved: a later
     failure is only logged as a warning.
+
+    Args:
+        incomplete: the working folder of the writer.
+        folder: the folder of the finished checkpoint.
+        token: the token of the writer. A writer that was stopped and goes on never touches what has another token.
+        check: raises if another writer took over.
+        older: folders ``.replaced`` of this step that dead writers left. They are removed at the end.
+
+    Raises:
+        CheckpointError: another writer took over, and so it removed ``incomplete``. What it saved stays.
     """
-    sync_folder(incomplete)  # Before the rename: after a power loss, a visible checkpoint must have all its files.
-    replaced = folder.with_name(folder.name + _REPLACED)
-    if os.path.lexists(folder):
-        _remove(replaced)
-        folder.rename(replaced)
-    incomplete.rename(folder)
+    _disk.sync_folder(incomplete)  # Before the rename: after a power loss, a visible checkpoint must have all its files.
+    check()
+    replaced = folder.with_name(f"{folder.name}.{token}{_REPLACED}")
+    with suppress(FileNotFoundError):
+        _disk.rename(folder, replaced)
     try:
-        sync_folder(folder.parent)
-        _remove(replaced)  # After the sync: only then does the new name survive a power loss.
+        _disk.rename(incomplete, folder)
+    except OSError as error:  # If this process was stopped after the check, another writer has renamed the working folder.
+        with suppress(OSError):
+            _disk.rename(replaced, folder)  # Fails if there is a newer one, which then counts.
+        check()
+        raise CheckpointError(f"{incomplete} cannot be renamed to {folder}: {error.strerror}") from error
+    try:
+        _disk.sync_folder(folder.parent)
+        for old in (replaced, *older):
+            remove(old)  # After the sync: only then does the new name survive a power loss.
     except OSError as error:
         _logger.warning("%s is saved, but the cleanup after the save failed: %s", folder, error)
 
 
-def remove_leftovers(path: Path, in_use: set[Path]) -> None:
-    """Remove the unfinished folders of dead writers in the folder ``path``, except the folders ``in_use``.
+def remove_leftovers(path: Path, tokens: Collection[str], folder: Path) -> list[Path]:
+    """Remove the unfinished folders of dead writers in the folder ``path``, and replaced checkpoints that no longer count.
 
-    If one cannot be removed, a warning is logged: it blocks no other checkpoint.
+    Call it while holding the lease. If a folder cannot be removed, a warning is logged: it blocks no other checkpoint.
+
+    Args:
+        path: the folder of the run's checkpoints.
+        tokens: the tokens of living writers, whose folders stay.
+        folder: the checkpoint that will be saved.
+
+    Returns:
+        the replaced checkpoints of the step of ``folder`` that still count. :func:`publish` removes them.
     """
-    for left in path.iterdir():
-        if re.fullmatch(rf"step-\d{{8,}}({_REPLACED})?({_INCOMPLETE}|{_DELETING})", left.name) and left not in in_use:
-            try:
-                discard(left)
-            except OSError as error:
-                _logger.warning("%s is left from a failed save and cannot be removed: %s", left, error)
+    for left in list(path.iterdir()):
+        match, name = _LEFT.fullmatch(left.name), _NAME.fullmatch(left.name)
+        try:
+            if match and match["token"] not in tokens:
+                remove(left)
+            elif name and name[2] and _is_complete(folder_of(path, int(name[1]))) and (name[3] or "")[1:] not in tokens:
+                _disk.sync_folder(path)  # As in publish, which its writer did not finish.
+                remove(left)
+        except OSError as error:
+            _logger.warning("%s is left from a failed save and cannot be removed: %s", left, error)
+    return [left for left in _replaced_in(folder) if not any(token in left.name for token in tokens)]
 
 
-def _remove(folder: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that no reader sees a half-removed checkpoint."""
-    if folder.is_dir() and not folder.is_symlink():
+def remove(folder: Path) -> None:
+    """Remove a checkpoint or a working folder, a file, or a symbolic link without its target. No error if it is missing.
+
+    A folder is renamed first: no reader sees a half-removed checkpoint, and its writer, if it still runs, cannot publish it.
+    """
+    if folder.is_dir() and not folder.is_symlink() and not folder.name.endswith(_DELETING):
         deleting = folder.with_name(folder.name + _DELETING)
-        discard(deleting)
-        folder.rename(deleting)
+        _disk.remove_tree(deleting)
+        try:
+            _disk.rename(folder, deleting)
+        except FileNotFoundError:
+            return
         folder = deleting
-    discard(folder)
-
-
-def discard(path: Path) -> None:
-    """Remove a folder and its contents, a file, or a symbolic link without its target. No error if ``path`` is missing."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    _disk.remove_tree(folder)

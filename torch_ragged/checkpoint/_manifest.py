@@ -11,7 +11,6 @@ import json
 import math
 import os
 import reprlib
-import stat
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -25,17 +24,29 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import torch_ragged
+from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._errors import CheckpointError
 from torch_ragged.checkpoint._files import FileRecord
 from torch_ragged.placement_types import RaggedShard
 from torch_ragged.strided_placement_types import StridedRaggedShard
 
-__all__ = ["FORMAT", "MANIFEST", "FileRecord", "Manifest", "TensorRecord", "describe", "fingerprint", "read_manifest"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "MOST_BYTES",
+    "FileRecord",
+    "Manifest",
+    "TensorRecord",
+    "describe",
+    "fingerprint",
+    "read_manifest",
+]
 
 _Mesh = tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...]]  # shape, names of mesh dimensions, ranks
 
 FORMAT = 1  # Readers refuse a manifest with a higher number.
 MANIFEST = "manifest.json"
+MOST_BYTES = 1 << 30  # Of a manifest or a .metadata: a larger one is forged, and would fill the memory.
 _MAX_DIMS = 64  # the limit of torch
 
 
@@ -131,9 +142,11 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
     """
     path = Path(folder) / MANIFEST
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # Opening a pipe would hang until it has a writer.
-            raise CheckpointError(f"{path} is no regular file: expected the manifest that torch_ragged.checkpoint.save wrote")
-        text = path.read_text()
+        with _disk.open_regular(path) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            if nbytes > MOST_BYTES:
+                raise CheckpointError(f"{path} is damaged: it has {nbytes} bytes, expected at most {MOST_BYTES}")
+            text = file.read(nbytes).decode()
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}): expected a checkpoint of torch_ragged.checkpoint.save. If "
@@ -202,6 +215,8 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         raise ValueError(f"the manifest has unknown fields {reprlib.repr(sorted(unknown))}")
     for name, least in (("step", 0), ("consumed_tokens", 0), ("world_size", 1), ("format", 1)):
         _count(body[name], name, least)
+    if body["world_size"] > max(len(files) - 1, 1):  # Each rank writes a file; .metadata is one more.
+        raise ValueError(f"world_size is {body['world_size']}, but there are only {len(files)} files, .metadata among them")
     for name in ("fingerprint", "torch_version", "package_version"):
         _of(str, body[name], name)
     _texts(body["objects"], "objects")

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from torch_ragged.checkpoint._data import ObjectPlanner
 from torch_ragged.checkpoint._errors import CheckpointError, listed
 from torch_ragged.checkpoint._manifest import Manifest, TensorRecord, describe
 from torch_ragged.checkpoint._replicas import ReplicaShares
@@ -25,17 +25,18 @@ __all__ = ["CheckingPlanner", "differences"]
 _GUESSES, _CANDIDATES = 5, 1000
 
 
-class CheckingPlanner(DefaultLoadPlanner):
+class CheckingPlanner(ObjectPlanner):
     """DCP's load planner, which first compares the tensors to fill with the manifest. If it raises, DCP raises on all ranks.
 
     Args:
         manifest: the manifest of the checkpoint.
         spread: whether each replica reads a share. If True, call ``shares.exchange()`` after the load: until then, tensors that
             another replica reads for this rank are not filled.
+        trust: whether objects may be unpickled that are more than data.
     """
 
-    def __init__(self, manifest: Manifest, spread: bool = False) -> None:
-        super().__init__()
+    def __init__(self, manifest: Manifest, spread: bool = False, trust: bool = False) -> None:
+        super().__init__(trust)
         self.manifest, self.spread = manifest, spread
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:

@@ -22,10 +22,13 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from torch_ragged.checkpoint import _disk
+from torch_ragged.checkpoint._data import load_object
 from torch_ragged.checkpoint._errors import CheckpointError, listed
 from torch_ragged.checkpoint._files import check_blocks, check_size
 from torch_ragged.checkpoint._folder import resolve
-from torch_ragged.checkpoint._manifest import Manifest, read_manifest
+from torch_ragged.checkpoint._manifest import MOST_BYTES, Manifest, read_manifest
+from torch_ragged.checkpoint._metadata import parse_metadata
 
 __all__ = ["CheckpointReader", "damage"]
 
@@ -51,6 +54,10 @@ def damage(folder: Path, manifest: Manifest, metadata: Metadata | None, rank: in
                 f"{folder / name} is damaged: bytes {start} to {stop} have a wrong checksum; they hold {inside or 'no tensor'}"
             )
     return problems
+
+
+def _told(problems: list[str]) -> str:
+    return problems[0] if len(problems) == 1 else f"damaged files:{listed(problems)}"
 
 
 def _runs(blocks: list[int]) -> list[tuple[int, int]]:
@@ -94,41 +101,45 @@ class CheckpointReader(FileSystemReader):
         self.verify = verify
         self.group: dist.ProcessGroup | None = None
         self.metadata: Metadata | None = None
+        self.doing = "reading the manifest"  # For the error if a rank dies.
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP's metadata, after a comparison of its checksums. It is a pickle: damaged bytes are not unpickled.
+        """DCP's metadata, after a comparison of its checksums. It is read as data: nothing in it is called.
 
         Raises:
-            CheckpointError: the file ``.metadata`` is missing or damaged.
+            CheckpointError: the file ``.metadata`` is missing or damaged, or does not fit the manifest and the files.
         """
         if self.metadata is None:
+            self.doing, path = "reading .metadata", self.folder / ".metadata"
             record = self.manifest.files[".metadata"]
-            problem = check_size(self.folder, ".metadata", record)
-            if problem or check_blocks(self.folder / ".metadata", record):
-                raise CheckpointError(problem or f"{self.folder / '.metadata'} is damaged: its checksum is wrong")
-            self.metadata = super().read_metadata(*args)
+            # The files of all ranks, because the metadata is checked against the sizes that the manifest has for them.
+            problems = list(filter(None, (check_size(self.folder, *item) for item in self.manifest.files.items())))
+            if problems:
+                raise CheckpointError(_told(problems))
+            if check_blocks(path, record):
+                raise CheckpointError(f"{path} is damaged: its checksum is wrong")
+            if record.nbytes > MOST_BYTES:
+                raise CheckpointError(f"{path} has {record.nbytes} bytes, expected at most {MOST_BYTES}")
+            try:
+                with _disk.open_regular(path, record.nbytes) as file:
+                    self.metadata = parse_metadata(file.read(), self.manifest)
+            except ValueError as error:
+                raise CheckpointError(f"{path} is damaged: {error}") from error
         return self.metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Verify this rank's share of the files, and that each item of the plan is in a file of the manifest.
+        """Verify this rank's share of the files.
 
         Raises:
             CheckpointError: a file is missing, truncated or damaged. DCP raises it on every rank, before any tensor is read.
         """
+        self.doing = "comparing checksums"
         in_group = dist.is_initialized()
         rank, ranks = (dist.get_rank(self.group), dist.get_world_size(self.group)) if in_group else (0, 1)
         if self.verify:
             problems = damage(self.folder, self.manifest, self.metadata, rank, ranks)
             if problems:
-                raise CheckpointError(listed(problems).strip() if len(problems) == 1 else f"damaged files:{listed(problems)}")
-        for item in plan.items:
-            stored = self.storage_data[item.storage_index]
-            record = self.manifest.files.get(stored.relative_path)
-            if record is None or not 0 <= stored.offset <= stored.offset + stored.length <= record.nbytes:
-                raise CheckpointError(
-                    f"{self.folder / '.metadata'} is damaged: it has {item.storage_index.fqn} in bytes {stored.offset} to "
-                    f"{stored.offset + stored.length} of {stored.relative_path}, which the manifest does not list"
-                )
+                raise CheckpointError(_told(problems))
         return super().prepare_local_plan(plan)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -137,22 +148,31 @@ class CheckpointReader(FileSystemReader):
         Raises:
             CheckpointError: a file cannot be read.
         """
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, items in by_file.items():
-            path = self.folder / name
-            try:
-                with path.open("rb") as file:
-                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # Stays mapped as long as a tensor views it.
-                chunks = _Chunks(mapped, self.storage_data)
-                for item in items:
-                    self._read(item, chunks, planner)
-            except Exception as error:  # Most errors do not name the file.
-                raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        self.doing = "reading their shards"
+        # Objects first: they are equal on all ranks, so if one is refused, no rank has filled a tensor yet.
+        for kind in (LoadItemType.BYTE_IO, LoadItemType.TENSOR):
+            by_file: dict[str, list[ReadItem]] = {}
+            for item in plan.items:
+                if item.type == kind:
+                    by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+            for name, items in by_file.items():
+                self._read_file(name, items, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read_file(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
+        path = self.folder / name
+        try:
+            with _disk.open_regular(path, self.manifest.files[name].nbytes) as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # Stays mapped as long as a tensor views it.
+            chunks = _Chunks(mapped, self.storage_data)
+            for item in items:
+                self._read(item, chunks, planner)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        except Exception as error:  # Most errors do not name the file.
+            raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
     def _read(self, item: ReadItem, chunks: _Chunks, planner: LoadPlanner) -> None:
         if item.type == LoadItemType.BYTE_IO:
@@ -198,7 +218,9 @@ class _Chunks:
         nbytes, width = math.prod(sizes) * dtype.itemsize, dtype.itemsize
         start = self._start(index, nbytes) if nbytes else None
         if start is None:  # No elements, or not an archive as torch.save writes it.
-            source = torch.load(io.BytesIO(self.pickled(index)), map_location="cpu", weights_only=True)
+            source = load_object(self.pickled(index), index.fqn, trust=False, map_location="cpu")
+            if not isinstance(source, torch.Tensor) or tuple(source.shape) != sizes:
+                raise CheckpointError(f"{index.fqn} is no tensor of shape {sizes}")
             target.copy_(_narrow(source, ranges))
             return
         # As bytes, because elements may start at any byte of the file and tensors of wider dtypes need aligned memory.

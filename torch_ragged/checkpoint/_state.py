@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from torch_ragged.checkpoint._data import load_object
 from torch_ragged.checkpoint._errors import CheckpointError
 from torch_ragged.checkpoint._manifest import Manifest
 from torch_ragged.checkpoint._rng import DEFAULT, rng_request, rng_states, set_rng
@@ -189,10 +190,6 @@ def _pickled(value: Any, name: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(pickled.getvalue()), dtype=torch.uint8)
 
 
-def _unpickled(pickled: torch.Tensor, map_location: str | None = None) -> Any:
-    return torch.load(io.BytesIO(bytes_of(pickled)), map_location=map_location, weights_only=False)
-
-
 class _Before:
     """Remembers the states and groups of optimizers, and restores them.
 
@@ -251,8 +248,11 @@ class Request:
         tensors: for ``dcp.load``: the tensors of the model, the optimizers and ``extra``.
     """
 
-    def __init__(self, state: TrainState, redistribute: Redistribute, manifest: Manifest, rank: int, ranks: int) -> None:
+    def __init__(
+        self, state: TrainState, redistribute: Redistribute, manifest: Manifest, rank: int, ranks: int, trust: bool = False
+    ) -> None:
         self.state, self.redistribute, self.manifest, self.rank, self.ranks = state, redistribute, manifest, rank, ranks
+        self.trust = trust
         self._before = _Before(state)
 
     def prepare(self, metadata: Metadata) -> dict[str, Any]:
@@ -316,14 +316,20 @@ class Request:
         Raises:
             CheckpointError: an object is missing, or a function of ``redistribute`` raised.
         """
-        self._values = _unpickled(self.objects["objects"])
+        names = [name for name in self.manifest.objects if not name.startswith("per_rank.")]
+        what = f"the pickle of {', '.join(names) or 'no objects'}"
+        self._values = load_object(bytes_of(self.objects["objects"]), what, self.trust)
         wanted = {name for name in _object_names(self.state) if not name.startswith("per_rank.")}
         if not isinstance(self._values, dict) or not wanted <= self._values.keys():
             raise CheckpointError("the checkpoint is damaged: its pickled objects are not those that its manifest names")
         self._own: dict[str, Any] = {}
         for name in self.state.per_rank:
             sources = self._sources(name)
-            states = [_unpickled(self.objects["per_rank"][str(source)][name], "cpu") for source in sources]
+            own = self.objects["per_rank"]
+            states = [
+                load_object(bytes_of(own[str(source)][name]), f"per_rank.{name} of rank {source}", self.trust, "cpu")
+                for source in sources
+            ]
             function = self.redistribute.get(name)
             if self.manifest.world_size == self.ranks:
                 self._own[name] = states[0]

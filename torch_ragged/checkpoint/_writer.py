@@ -6,7 +6,9 @@ No rank writes to the folder that readers look for: the coordinator's rename cre
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,11 @@ from torch.futures import Future
 from torch.utils.serialization import config as serialization_config
 
 from torch_ragged._checkpoint import own_storage
+from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._errors import CheckpointError, listed
 from torch_ragged.checkpoint._files import BLOCK, FileRecord, HashingFileSystem, check_blocks, check_size
-from torch_ragged.checkpoint._folder import incomplete_of, publish
+from torch_ragged.checkpoint._folder import incomplete_of, publish, remove, remove_leftovers
+from torch_ragged.checkpoint._lease import Lease, acquire, held_tokens, owner_of_this_process
 from torch_ragged.checkpoint._manifest import MANIFEST, Manifest, TensorRecord, describe, fingerprint
 
 __all__ = ["CheckpointWriter", "SavePlannerOfViews"]
@@ -39,6 +43,14 @@ class _Report:
     rng: dict[str, int]
 
 
+@dataclass
+class _Share:
+    """What the coordinator sends to each rank with its plan: DCP's own storage data, and the working folder."""
+
+    storage_data: Any
+    path: Path
+
+
 class SavePlannerOfViews(DefaultSavePlanner):
     """DCP's save planner, with tensors that DCP writes without a copy.
 
@@ -52,11 +64,14 @@ class SavePlannerOfViews(DefaultSavePlanner):
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes a DCP checkpoint to ``<folder>.incomplete``, verifies it, writes its manifest and then renames it to ``folder``.
+    """Writes a DCP checkpoint to a working folder, verifies it, writes its manifest and then renames it to ``folder``.
 
     For ``dcp.save`` and ``dcp.async_save``. Every rank writes one file and computes its checksums during the writes. DCP sends
     the checksums, not the data, to the coordinator. The coordinator checks that every chunk of every tensor was written. If
     a step fails on any rank, DCP raises on all ranks, and readers see the previous checkpoint of that name, or none.
+
+    Before anything is written, the coordinator takes the lease of the parent folder. If another job holds it, DCP raises on all
+    ranks. The working folder ``<folder>.<token>.incomplete`` is of this writer alone.
 
     Args:
         folder: the folder of the finished checkpoint. All ranks share its parent.
@@ -76,11 +91,52 @@ class CheckpointWriter(FileSystemWriter):
         block: int = BLOCK,
     ) -> None:
         self.folder = Path(folder)
-        super().__init__(incomplete_of(self.folder))
+        self.token = secrets.token_hex(8)  # The coordinator's counts.
+        super().__init__(incomplete_of(self.folder, self.token), sync_files=False)  # Our file system syncs every file.
         self.fs = HashingFileSystem(block)
         self.manifest = manifest or Manifest()
         self.rng = dict(rng or {})
         self.read_back = read_back
+        self.doing = "planning the save"  # For the error if a rank dies.
+        self._owner = owner_of_this_process()  # Kept: a background process may write for this one.
+        self._lease: Lease | None = None
+        self._older: list[Path] = []
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan. The coordinator creates the working folder later, when it holds the lease."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: take the lease, remove what dead writers left, and create the working folder.
+
+        Raises:
+            CheckpointError: another job saves to the parent folder.
+            OSError: a folder cannot be created.
+        """
+        parent, path = self.folder.parent, Path(self.path)
+        _disk.make_folders(parent.absolute())
+        self._lease = acquire(parent, self.token, self._owner)
+        try:
+            self._older = remove_leftovers(parent, held_tokens(parent), self.folder)
+            _disk.mkdir(path)
+            self._lease.check()  # After the mkdir: a writer that takes the lease from now on finds the working folder.
+        except BaseException:
+            self.abandon()
+            raise
+        plans = super().prepare_global_plan(plans)
+        return [replace(plan, storage_data=_Share(plan.storage_data, path)) for plan in plans]
+
+    def abandon(self) -> None:
+        """On the coordinator, or in the process that started it: release the lease and remove the working folder.
+
+        Errors are ignored: the caller raises the error of the save, and the next save removes the files.
+        """
+        with suppress(OSError):
+            remove(Path(self.path))
+        if self._lease is not None:
+            self._lease.release()
+        with suppress(OSError):  # Of a background process that is gone.
+            _disk.unlink(self.folder.with_name(f"writer-{self.token}.lease"))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's chunks to one file and sync it to disk.
@@ -88,6 +144,10 @@ class CheckpointWriter(FileSystemWriter):
         Raises:
             OSError, CheckpointError: the file cannot be written, or ``read_back`` finds other bytes. The text names the file.
         """
+        self.doing = "writing their files"
+        share = plan.storage_data
+        self.path = share.path
+        plan = replace(plan, storage_data=share.storage_data)
         self.fs.planned = sum(map(_nbytes, plan.items))
         with serialization_config.patch("save.compute_crc32", False):  # The records of the files have checksums.
             results: list[Any] = super().write_data(plan, planner).value()
@@ -105,6 +165,7 @@ class CheckpointWriter(FileSystemWriter):
             # One rank reports each tensor: a DTensor's lowest rank, which may have no chunk, or the writer of a plain tensor.
             if rank == min(record.mesh_ranks) if record.mesh_ranks else name in mine:
                 tensors[name] = record
+        self.doing = "writing their files (rank 0: or publishing the checkpoint)"
         future: Future[list[WriteResult]] = Future()
         results.append(_Report(dict(self.fs.records), tensors, self.rng))
         future.set_result(results)
@@ -114,8 +175,17 @@ class CheckpointWriter(FileSystemWriter):
         """On the coordinator, after all ranks have written: verify, write the manifest, rename.
 
         Raises:
-            CheckpointError: a file is missing or has a wrong size, or elements of a tensor were not written.
+            CheckpointError: a file is missing or has a wrong size, elements of a tensor were not written, or another writer
+                took the lease.
         """
+        assert self._lease is not None
+        self._lease.check()
+        self._write_metadata(metadata, results)
+        publish(Path(self.path), self.folder, self.token, self._lease.check, self._older)
+        self._lease.release()
+
+    def _write_metadata(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Verify what all ranks have written, and write DCP's metadata and the manifest."""
         reports = [item for part in results for item in part if isinstance(item, _Report)]
         written = [[item for item in part if not isinstance(item, _Report)] for part in results]
         super().finish(metadata, written)
@@ -140,8 +210,6 @@ class CheckpointWriter(FileSystemWriter):
         )
         with self.fs.create_stream(Path(self.path) / MANIFEST, "wb") as stream:
             stream.write(manifest.to_json().encode())
-            os.fsync(stream.fileno())  # Before the rename: the manifest is what makes a folder a complete checkpoint.
-        publish(Path(self.path), self.folder)
 
 
 def _nbytes(item: WriteItem) -> int:
