@@ -81,7 +81,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="steps between checkpoints; one is saved at the end too (default: %(default)s)",
     )
     add("--keep", type=int, default=2, help="checkpoints to keep, the newest ones (default: %(default)s)")
-    add("--timeout", type=float, default=300, help="seconds that a rank waits for others in a collective (default: %(default)s)")
+    add("--timeout", type=float, default=300, help="seconds that a collective may take (default: %(default)s)")
     add("--resume", type=Path, help="folder of checkpoints whose last to go on from, or one of them; at any number of ranks")
     add("--out", type=Path, default=Path("out"), help="folder of loss.png and report.json (default: %(default)s)")
     add("--eval-every", type=int, default=25, help="steps between held-out evaluations (default: %(default)s)")

@@ -36,7 +36,7 @@ def state_of(value, step):
 
 # Where a rank dies: in the n-th call of a function. The words tell what the ranks did.
 SAVE = {
-    "the first collective": (_errors._peers, "myself", 2, "died"),
+    "the first collective": (_errors, "announce", 2, "died"),
     "comparing values": (_api, "refuse_different", 1, "comparing values"),
     "planning": (_writer.SavePlannerOfViews, "create_local_plan", 1, "planning the save"),
     "in a file": (_files._HashingFile, "write", 3, "writing their files"),

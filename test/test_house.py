@@ -30,6 +30,7 @@ PRIVATE = {
         ("_api", "_async_tensor", "_dispatch", "_random"),
         "a result that waits when it is used; whether torch traces",
     ),
+    "torch.distributed.checkpoint.filesystem._StorageInfo": (("checkpoint._metadata",), "where DCP's files have a chunk"),
     "torch._compile": (("_dispatch",), "hides a function from Dynamo without importing it"),
     "torch._guards": (("_random",), "whether torch.compile traces"),
     "torch._subclasses": (("_random",), "the error that breaks a graph"),

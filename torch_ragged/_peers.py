@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import ClassVar
 
 import torch.distributed as dist
 
+from torch_ragged._process import Process, myself, state_of
 from torch_ragged._store import SharedStore
 
 __all__ = ["CollectiveFailed", "PeerError", "Peers", "announce", "fates_of", "is_of_backend", "name_of", "peers_named"]
@@ -210,8 +213,8 @@ class _Listener:
             if self._socket is None:
                 self._socket = socket.create_server(("", 0), backlog=1024)
             store = SharedStore("processes")
-            where = f"{os.getpid()} {socket.gethostname()} {_own_address()} {self._socket.getsockname()[1]}"
-            store.set(f"rank {dist.get_rank()}", where)
+            place = {**asdict(myself()), "address": _own_address(), "port": self._socket.getsockname()[1]}
+            store.set(f"rank {dist.get_rank()}", json.dumps(place))
             self._announced = store
 
 
@@ -265,17 +268,23 @@ def _fate(place: str | None, patience: float) -> _Fate:
     """What happened to the process that has announced ``place``."""
     if place is None:
         return _Fate(True, "has not answered")
-    pid, host, address, port = place.split()
-    process = f"process {pid} on host {host}"
+    found = json.loads(place)
+    process, address = Process(found["host"], found["pid"], found["started"]), found["address"]
+    host = process.host.partition("/")[0]
+    state = state_of(process)
+    if state == "stopped":
+        return _Fate(True, f"is stopped: {process}")
+    if state == "gone":
+        return _Fate(False, f"died: {process} has ended")
     if address.startswith("127.") and host != socket.gethostname():
         address = host
     try:
-        socket.create_connection((address, int(port)), timeout=patience).close()
+        socket.create_connection((address, found["port"]), timeout=patience).close()
     except ConnectionRefusedError:
         return _Fate(False, f"died: {process} has ended")
     except OSError as error:
         return _Fate(False, f"is not reachable: host {host} ({address}) does not answer ({error})")
-    return _Fate(True, f"lives and has not answered: {process} hangs, is stopped, or does something else")
+    return _Fate(True, f"lives and has not answered: {process} hangs, or does something else")
 
 
 def _own_address() -> str:

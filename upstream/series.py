@@ -94,6 +94,7 @@ SERIES = (
             "granularity.py",
             "_agreement.py",
             "_peers.py",
+            "_process.py",
             "_store.py",
             "_register/_torch.py",
             "transfer/*.py",

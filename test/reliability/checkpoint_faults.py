@@ -375,7 +375,7 @@ def power_loss(replayed: list[int]) -> Trial:
 
 
 REPLAYED = [0]
-NAMED = r"CheckpointError: (saving|loading) .*rank \d \(process \d+ on [^)]*\) died"
+NAMED = r"CheckpointError: (saving|loading) .*rank \d died: process \d+ on host"
 KINDS = {
     "kill -9 of a rank during a save": Kind(killed("save"), "the rank, and what ranks did", NAMED),
     "kill -9 of a rank during a load": Kind(killed("load"), "the rank, and what ranks did", NAMED),

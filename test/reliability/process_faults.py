@@ -222,23 +222,26 @@ def lossy_then_fine(folder: Path, nodes: Nodes | None) -> list[Outcome]:
 
 _plain: list[Any] = []
 
-DIED = r"PeerError: .* failed: .*rank 2 died: process \d+ on host"
+NAMED = "PeerError, or in a save CheckpointError, on all other ranks: which rank died, its process and host"
+DIED = r"(PeerError|CheckpointError): .* failed: .*rank 2 died: process \d+ on host"
 DIFFERENT = r"(RuntimeError|ValueError|PeerError): "
 
 KINDS = {
     "a rank is killed (SIGKILL)": Kind(
-        signal_in_training(signal.SIGKILL, [2]), "PeerError on all other ranks: rank 2 died, with process and host", DIED
+        signal_in_training(signal.SIGKILL, [2]),
+        "PeerError or CheckpointError on all other ranks: rank 2 died, with process and host",
+        DIED,
     ),
     "a rank is ended (SIGTERM)": Kind(
-        signal_in_training(signal.SIGTERM, [2]), "PeerError on all other ranks: rank 2 died, with process and host", DIED
+        signal_in_training(signal.SIGTERM, [2]),
+        "PeerError or CheckpointError on all other ranks: rank 2 died, with process and host",
+        DIED,
     ),
-    "two of four ranks are killed": Kind(
-        signal_in_training(signal.SIGKILL, [1, 2]), "PeerError on all other ranks: ranks 1 and 2 died", DIED
-    ),
+    "two of four ranks are killed": Kind(signal_in_training(signal.SIGKILL, [1, 2]), NAMED, DIED),
     "a rank is stopped (SIGSTOP)": Kind(
         signal_in_training(signal.SIGSTOP, [2]),
-        "PeerError after the timeout (6 s): rank 2 lives and has not answered",
-        r"PeerError: .*rank 2 lives and has not answered: process \d+",
+        "PeerError after the timeout (6 s): rank 2 is stopped",
+        r"(PeerError|CheckpointError): .*rank 2 is stopped: process \d+",
     ),
     "rank 0 is killed with the store in it": Kind(
         signal_in_training(signal.SIGKILL, [0], store_in_rank_0=True),

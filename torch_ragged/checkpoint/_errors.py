@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from torch_ragged.checkpoint import _peers
+from torch_ragged._peers import Peers, announce, is_of_backend
 
 __all__ = ["CheckpointError", "agree", "from_ranks", "gather", "listed", "raise_on_all"]
 
@@ -62,9 +62,9 @@ def gather(
     if dist.is_initialized():
         every: list[Any] = [None] * dist.get_world_size(group)
         with _peers_named(what, group, lambda: "comparing values or reading files"):
-            dist.all_gather_object(every, (*answer, _peers.myself()), group=group)
-        _peers.note(group, [process for _, _, process in every])
-        answers = [(value, text) for value, text, _ in every]
+            announce()
+            dist.all_gather_object(every, answer, group=group)
+        answers = every
     failures = {rank: text for rank, (_, text) in enumerate(answers) if text}
     if isinstance(mine, own):
         raise mine
@@ -91,18 +91,13 @@ def _peers_named(what: str, group: dist.ProcessGroup | None, doing: Callable[[],
     """Turn the error of a failed collective into a CheckpointError that names the ranks that died."""
     try:
         yield
-    except CheckpointError:
-        raise
-    except (
-        RuntimeError
-    ) as error:  # gloo and NCCL raise RuntimeErrors, torch's DistBackendError and DistNetworkError among them.
-        if not dist.is_initialized():
+    except RuntimeError as error:
+        if not dist.is_initialized() or not is_of_backend(error):
             raise
         step = doing()
-        failure = CheckpointError(
-            f"{what}: {_peers.explain(group, error)}{f', while ranks were {step}' if step else ''}. A collective of this rank "
-            f"failed: {type(error).__name__}: {error}"
-        )
+        failed = f"a collective{f', while ranks were {step},' if step else ''}"
+        peers = Peers.of(dist.get_process_group_ranks(group or dist.group.WORLD))
+        failure = CheckpointError(f"{what}: {peers.error(failed, error)}")
         failure.group_is_broken = True
         raise failure from error
 

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torch_ragged._process import Process, myself, state_of
 from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._errors import CheckpointError
-from torch_ragged.checkpoint._peers import Process, myself, state_of
 
 __all__ = ["Lease", "acquire", "held_tokens", "lease_seconds", "owner_of_this_process"]
 
