@@ -89,15 +89,20 @@ def _key(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
+def _states(known: list[Process]) -> dict[int, str]:
+    return {rank: state_of(process) for rank, process in enumerate(known)}
+
+
 def explain(group: dist.ProcessGroup | None, error: BaseException) -> str:
     """Which ranks of ``group`` are gone or stopped, after a collective raised ``error``. Takes up to two seconds."""
     known = _processes.get(_key(group), []) if dist.is_initialized() else []
     deadline = time.monotonic() + _PATIENCE
-    while True:
-        states = {rank: state_of(process) for rank, process in enumerate(known)}
-        if "gone" in states.values() or "stopped" in states.values() or time.monotonic() > deadline:
-            break
+    states = _states(known)
+    while not {"gone", "stopped"} & set(states.values()) and time.monotonic() < deadline:
         time.sleep(0.02)
+        states = _states(known)
+    # Once more: a rank that ended because of the first dead one may have been seen, and the first not, while it was exiting.
+    states = _states(known)
     found = [
         f"rank {rank} ({known[rank]}) {verb}"
         for wanted, verb in (("gone", "died"), ("stopped", "is stopped"))
