@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 import unittest
 
 import torch
@@ -10,7 +11,19 @@ from hypothesis import strategies as st
 from oracle import local_of, random_placement
 
 from torch_ragged import StridedRaggedShard
-from torch_ragged._ownership import Chunk, Run, Whole, boxes_of_interval, check_cuts, is_nested, owned, owned_near
+from torch_ragged._ownership import (
+    Box,
+    Chunk,
+    Owned,
+    Run,
+    Whole,
+    boxes_of_interval,
+    check_cuts,
+    is_nested,
+    owned,
+    owned_near,
+    row_major,
+)
 from torch_ragged._units import Units
 from torch_ragged.placement_types import cuts_of, normalize_placements
 
@@ -31,6 +44,24 @@ def sharded_tensors(draw):
         )
         try:
             return shape, mesh_shape, normalize_placements(placements, shape, mesh_shape)
+        except ValueError:
+            continue
+
+
+def random_cuts(rng):
+    """A shape, a mesh shape, and cuts that are legal together, strided ones too."""
+    while True:
+        shape = tuple(rng.choice((1, 2, 3, 4, 5, 6, 8, 12)) for _ in range(rng.choice((1, 2, 2, 3))))
+        mesh_shape = tuple(rng.randint(1, 4) for _ in range(rng.choice((1, 2))))
+        cuts = []
+        for parts in mesh_shape:
+            units = [rng.choice((0, 1, 1, 2)) for _ in range(parts)]
+            ragged = run(rng.choice((1, 1, min(2, len(shape)))), units if any(units) else [1] * parts)
+            strided = Run(1, ragged.units, rng.choice((2, 3, 4)))
+            cuts.append(rng.choice((Whole(), Chunk(rng.randrange(len(shape))), ragged, strided)))
+        try:
+            check_cuts(shape, mesh_shape, tuple(cuts))
+            return shape, mesh_shape, tuple(cuts)
         except ValueError:
             continue
 
@@ -82,6 +113,46 @@ class OwnershipTest(unittest.TestCase):
         boxes = boxes_of_interval(shape, start, stop)
         self.assertLessEqual(len(boxes), max(1, 2 * len(shape) - 1))
         self.assertEqual(sum(math.prod(sizes) for _, sizes in boxes), stop - start)
+
+    def test_boxes_of_an_interval(self):
+        for shape, interval, boxes in (
+            ((4, 6), (4, 21), [((0, 4), (1, 2)), ((1, 0), (2, 6)), ((3, 0), (1, 3))]),
+            ((4, 6), (4, 8), [((0, 4), (1, 2)), ((1, 0), (1, 2))]),  # No rows between: no box for them.
+            ((4, 6), (7, 9), [((1, 1), (1, 2))]),
+            ((4, 6), (6, 12), [((1, 0), (1, 6))]),
+            ((4, 6), (6, 6), []),
+            (
+                (2, 3, 4),
+                (2, 17),
+                [((0, 0, 2), (1, 1, 2)), ((0, 1, 0), (1, 2, 4)), ((1, 0, 0), (1, 1, 4)), ((1, 1, 0), (1, 1, 1))],
+            ),
+            ((), (0, 1), [((), ())]),
+            ((), (1, 1), []),
+        ):
+            self.assertEqual(boxes_of_interval(shape, *interval), boxes)
+
+    def test_the_near_ranks_are_those_that_share_elements(self):
+        """Exactly those, and perhaps some that own nothing: more of them would make each plan slower."""
+        rng = random.Random(0)
+        for _ in range(1500):
+            shape, mesh_shape, cuts = random_cuts(rng)
+            sizes = [rng.randint(1, size) for size in shape]
+            if any(isinstance(cut, Run) and cut.ndims == 2 for cut in cuts):
+                sizes[1] = shape[1]  # Only whole rows are told apart.
+            offsets = [rng.randint(0, whole - size) for whole, size in zip(shape, sizes)]
+            other = Owned(tuple(sizes), (Box(tuple(offsets), tuple(sizes), 0, row_major(sizes)),), flat=False)
+            coordinate = tuple(map(rng.randrange, mesh_shape))
+            mesh_dims = tuple(dim for dim in range(len(mesh_shape)) if rng.random() < 0.7)
+            ranges = [range(size) if dim in mesh_dims else (coordinate[dim],) for dim, size in enumerate(mesh_shape)]
+            numbers = torch.arange(math.prod(shape)).view(shape)
+            theirs = [owned(shape, mesh_shape, cuts, peer) for peer in itertools.product(*ranges)]
+            near = owned_near(shape, mesh_shape, cuts, coordinate, mesh_dims, other)
+            self.assertEqual(
+                [(rank, mine) for rank, mine in near if mine.numel],
+                [(r, mine) for r, mine in enumerate(theirs) if {*_numbers(numbers, mine)} & {*_numbers(numbers, other)}],
+            )
+            nothing = Owned((0,), (), flat=True)
+            self.assertEqual(owned_near(shape, mesh_shape, cuts, coordinate, mesh_dims, nothing), [])
 
     def test_shard_then_run_and_run_then_inner_shard(self):
         numbers = torch.arange(24).view(4, 6)

@@ -1,0 +1,60 @@
+"""What is mutated, and the test files that must catch it. Tests marked slow are left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_FSDP = [
+    "test_fsdp*.py",
+    "test_group_state.py",
+    "test_persistent_buffers.py",
+    "test_weight_gradient.py",
+    "test_weight_gradient_fallback.py",
+    "test_neighbour_copies.py",
+    "test_memory_report.py",
+    "test_optim_gradients.py",
+    "test_collectives.py",
+    "test_everyday.py",
+]
+
+GROUPS: dict[str, tuple[list[str], list[str]]] = {
+    "ownership": (
+        ["torch_ragged/_ownership.py"],
+        ["test_ownership.py", "test_placement_types.py", "test_transfer_property.py"],
+    ),
+    "transfer": (
+        ["torch_ragged/_transfer.py"],
+        ["test_transfer_property.py", "test_strided_ragged_shard.py", "test_redistribute.py", "test_redistribute_autograd.py"],
+    ),
+    "planner": (
+        ["torch_ragged/fsdp/layout/*.py"],
+        ["test_planner.py", "test_plan_tool.py", "test_plan_pictures.py", "test_fsdp_construction.py"],
+    ),
+    "redistribute": (
+        ["torch_ragged/_redistribute.py"],
+        [
+            "test_redistribute.py",
+            "test_redistribute_autograd.py",
+            "test_strided_ragged_shard.py",
+            "test_transfer.py",
+            "test_transfer_plan.py",
+            "test_ops.py",
+            "test_placement_extension.py",
+        ],
+    ),
+    "core": (["torch_ragged/fsdp/core/*.py"], _FSDP),
+    "checkpoint": (
+        [f"torch_ragged/checkpoint/_{name}.py" for name in ("writer", "reader", "manifest")],
+        ["test_checkpoint*.py", "test_train_checkpoint.py"],
+    ),
+}
+
+
+def files_of(root: Path, group: str) -> list[str]:
+    """The mutated files of a group, relative to the root."""
+    return [str(path.relative_to(root)) for pattern in GROUPS[group][0] for path in sorted(root.glob(pattern))]
+
+
+def tests_of(root: Path, group: str) -> list[str]:
+    """The names of a group's test files."""
+    return [path.name for pattern in GROUPS[group][1] for path in sorted((root / "test").glob(pattern))]
