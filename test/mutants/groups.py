@@ -24,7 +24,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "transfer": (
         ["torch_ragged/_transfer.py"],
-        ["test_transfer_property.py", "test_strided_ragged_shard.py", "test_redistribute.py", "test_redistribute_autograd.py"],
+        ["test_route.py", "test_transfer_property.py", "test_redistribute.py"],
     ),
     "planner": (
         ["torch_ragged/fsdp/layout/*.py"],
@@ -33,6 +33,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
     "redistribute": (
         ["torch_ragged/_redistribute.py"],
         [
+            "test_route.py",
             "test_redistribute.py",
             "test_redistribute_autograd.py",
             "test_strided_ragged_shard.py",

@@ -1,0 +1,143 @@
+"""The steps of redistributions, for all ranks of a mesh in one process, against the meaning of placements."""
+
+import itertools
+import math
+import random
+import types
+import unittest
+
+import torch
+from oracle import REDUCE, contributions, local_of, random_case, reduced
+from torch.distributed.tensor import Partial
+
+from torch_ragged import StridedRaggedShard
+from torch_ragged._redistribute import _IDENTITY, copy_into, part_view, plan
+from torch_ragged._transfer import Exchange, Fill, Gather, Move, Reduce
+
+MESHES = ((1,), (2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (1, 3), (2, 2, 2))
+
+
+class Ranks:
+    """The flat local tensor of each coordinate of a mesh."""
+
+    def __init__(self, mesh_shape, flats):
+        self.mesh_shape, self.flats = mesh_shape, flats
+        self.received = dict.fromkeys(flats, 0)
+
+    def run(self, steps):
+        """One step of each rank."""
+        for where, step in steps.items():  # The ranks of one collective must all take part in it.
+            if not isinstance(step, Move):
+                mesh_dims = step.mesh_dims if isinstance(step, Exchange) else (step.mesh_dim,)
+                assert {type(steps[peer]) for peer in self.group(where, mesh_dims)} == {type(step)}
+        run = {Move: self.move, Exchange: self.exchange, Gather: self.gather, Reduce: self.reduce, Fill: self.fill}
+        after = {where: run[type(step)](step, where, steps) for where, step in steps.items()}
+        for where, step in steps.items():
+            assert after[where].numel() == math.prod(step.local_shape)
+        self.flats = after
+
+    def group(self, where, mesh_dims):
+        """The coordinates that differ from ``where`` only in ``mesh_dims``, in row-major order."""
+        ranges = [range(size) if dim in mesh_dims else (where[dim],) for dim, size in enumerate(self.mesh_shape)]
+        return list(itertools.product(*ranges))
+
+    def packed(self, where, parts):
+        assert not any(
+            a.is_contiguous and b.is_contiguous and a.offset + a.numel == b.offset for a, b in itertools.pairwise(parts)
+        ), f"neighbours in storage are two parts: {parts}"
+        return torch.cat([part_view(self.flats[where], part).reshape(-1) for part in (*parts,)] or [self.flats[where][:0]])
+
+    def filled(self, step, packed, value=-999):
+        assert packed.numel() == sum(part.numel for part in step.receives)
+        result = torch.full((math.prod(step.local_shape),), value, dtype=packed.dtype)
+        copy_into(result, packed, step.receives)
+        return result
+
+    def move(self, step, where, steps):
+        return self.flats[where] if step.stays else self.filled(step, self.packed(where, step.sends))
+
+    def exchange(self, step, where, steps):
+        group, pieces = self.group(where, step.mesh_dims), []
+        rank = group.index(where)
+        assert len(step.receive_splits) == len(step.send_splits) == len(group)
+        for peer, other in enumerate(group):
+            sent = self.packed(other, steps[other].sends).split(tuple(steps[other].send_splits))[rank]
+            assert sent.numel() == step.receive_splits[peer]
+            self.received[where] += sent.numel() * (peer != rank)
+            pieces.append(sent)
+        return self.filled(step, torch.cat(pieces))
+
+    def gather(self, step, where, steps):
+        group = self.group(where, (step.mesh_dim,))
+        pieces = [self.packed(other, steps[other].sends) for other in group]
+        assert tuple(step.splits) == tuple(piece.numel() for piece in pieces)
+        self.received[where] += sum(piece.numel() for other, piece in zip(group, pieces) if other != where)
+        return self.filled(step, torch.cat(pieces))
+
+    def reduce(self, step, where, steps):
+        group = self.group(where, (step.mesh_dim,))
+        total = REDUCE[step.operation](torch.stack([self.packed(other, steps[other].sends) for other in group]))
+        if step.splits is not None:
+            assert len(step.splits) == len(group)
+            total = total.split(tuple(step.splits))[group.index(where)]
+        return self.filled(step, total)
+
+    def fill(self, step, where, steps):
+        rank = where[step.mesh_dim]
+        if step.was_whole:
+            own = step.operation != "sum" or rank == 0
+            return self.flats[where].clone() if own else torch.zeros_like(self.flats[where])
+        scale = self.mesh_shape[step.mesh_dim] if step.operation == "avg" else 1
+        return self.filled(step, self.packed(where, step.sends) * scale, _IDENTITY[step.operation])
+
+
+def check(shape, mesh_shape, source, target, seed):
+    mesh = types.SimpleNamespace(shape=mesh_shape)
+    values = contributions(shape, mesh, source, torch.float64, torch.Generator().manual_seed(seed))
+    wheres = list(itertools.product(*map(range, mesh_shape)))
+
+    def at(placements, where):
+        return local_of(reduced(values, len(mesh_shape), source, placements, where), mesh_shape, placements, where)
+
+    ranks = Ranks(mesh_shape, {where: at(source, where).reshape(-1) for where in wheres})
+    plans = {where: plan(shape, mesh_shape, source, target, where) for where in wheres}
+    assert len({len(steps) for steps in plans.values()}) == 1
+    for steps in zip(*plans.values()):
+        ranks.run(dict(zip(wheres, steps)))
+    for dim, (old, new) in enumerate(zip(source, target)):
+        if isinstance(new, Partial) and old != new:  # What ranks contribute must reduce to the value.
+            ranks.flats = {
+                where: REDUCE[new.reduce_op](torch.stack([ranks.flats[peer] for peer in ranks.group(where, (dim,))]))
+                for where in wheres
+            }
+    numbers, stays = torch.arange(math.prod(shape)).view(shape), []
+    for where in wheres:
+        expected = at(target, where)
+        assert torch.equal(ranks.flats[where], expected.reshape(-1)), f"{where}: {ranks.flats[where]}, not {expected}"
+        if plans[where]:
+            assert plans[where][-1].local_shape == tuple(expected.shape)
+        held, wanted = (
+            local_of(numbers, mesh_shape, placements, where).reshape(-1).tolist() for placements in (source, target)
+        )
+        stays.append(held == wanted)
+        if not any(isinstance(p, Partial) for p in (*source, *target)):
+            gains = len({*wanted} - {*held})
+            assert ranks.received[where] == gains, f"{where}: received {ranks.received[where]}, gains {gains}"
+    if all(stays) and not any(isinstance(p, Partial) for p in (*source, *target)):  # Equal ownership costs nothing.
+        assert all(type(step) is Move and step.stays for steps in plans.values() for step in steps), plans
+
+
+class RouteTest(unittest.TestCase):
+    def test_random_steps_move_each_gained_element_once(self):
+        rng = random.Random(0)
+        for seed in range(1200):
+            mesh_shape = rng.choice(MESHES)
+            case = random_case(rng, mesh_shape, StridedRaggedShard)
+            try:
+                check(case[0], mesh_shape, *case[1:], seed)
+            except Exception as error:
+                raise AssertionError(f"seed {seed}, mesh {mesh_shape}: {case}") from error
+
+
+if __name__ == "__main__":
+    unittest.main()
