@@ -17,6 +17,7 @@ from torch_ragged._ownership import (
     Owned,
     Run,
     Whole,
+    _Piece,
     boxes_of_interval,
     check_cuts,
     is_nested,
@@ -57,7 +58,7 @@ def random_cuts(rng):
         for parts in mesh_shape:
             units = [rng.choice((0, 1, 1, 2)) for _ in range(parts)]
             ragged = run(rng.choice((1, 1, min(2, len(shape)))), units if any(units) else [1] * parts)
-            strided = Run(1, ragged.units, rng.choice((2, 3, 4)))
+            strided = Run(ragged.ndims, ragged.units, rng.choice((2, 3, 4)))
             cuts.append(rng.choice((Whole(), Chunk(rng.randrange(len(shape))), ragged, strided)))
         try:
             check_cuts(shape, mesh_shape, tuple(cuts))
@@ -153,6 +154,28 @@ class OwnershipTest(unittest.TestCase):
             )
             nothing = Owned((0,), (), flat=True)
             self.assertEqual(owned_near(shape, mesh_shape, cuts, coordinate, mesh_dims, nothing), [])
+            self.check_tried(shape, mesh_shape, cuts, other, set(_numbers(numbers, other)))
+
+    def check_tried(self, shape, mesh_shape, cuts, other, elements):
+        """Ranks that share nothing are not even tried: a mesh may have many thousand of them."""
+        numbers, box = torch.arange(math.prod(shape)).view(shape), other.boxes[0]
+        bounds = [(offset, offset + size) for offset, size in zip(box.offsets, box.sizes)]
+        first, ranks = cuts[0], mesh_shape[0]
+        pieces = [owned(shape, (ranks,), (first,), (rank,)) for rank in range(ranks)]
+        shares = [not elements.isdisjoint(_numbers(numbers, mine)) for mine in pieces]
+        every = isinstance(first, Whole) or (isinstance(first, Run) and box.sizes[0] > shape[0] // first.split_factor)
+        tried = list(_Piece(shape).indices_near(first, ranks, bounds))
+        self.assertEqual(
+            [r for r in tried if pieces[r].numel], [r for r in range(ranks) if pieces[r].numel and (every or shares[r])]
+        )
+        if isinstance(first, Run) and first.split_factor > 1 and cuts[1:] == (Chunk(0),):
+            for rank in range(ranks):
+                piece, parts = _Piece(shape), range(mesh_shape[1])
+                piece.apply(first, ranks, rank)
+                theirs = [_numbers(numbers, owned(shape, mesh_shape, cuts, (rank, part))) for part in parts]
+                near = [part for part in parts if not elements.isdisjoint(theirs[part])]
+                if pieces[rank].numel:
+                    self.assertEqual(list(piece.indices_near(Chunk(0), len(parts), bounds)), near)
 
     def test_shard_then_run_and_run_then_inner_shard(self):
         numbers = torch.arange(24).view(4, 6)
@@ -165,8 +188,31 @@ class OwnershipTest(unittest.TestCase):
                 part = numbers[:1] if second == 0 else numbers[1:] if second == 2 else numbers[:0]
                 self.assertEqual(_numbers(numbers, mine), part.chunk(2, 1)[first].flatten().tolist())
 
+    def test_strided_runs_and_runs_of_whole_tensors_then_rows(self):
+        numbers = torch.arange(24).view(4, 6)
+        for a, b in itertools.product(range(2), range(2)):
+            for cuts, rows in (
+                ((run(1, (1, 1), 2), Chunk(0)), numbers[2 * b + a]),
+                ((run(0, (1, 0), 2), Chunk(0)), numbers[2 * b : 2 * b + 2] if a == 0 else numbers[:0]),
+                ((run(0, (1, 0)), Chunk(0)), numbers[2 * b : 2 * b + 2] if a == 0 else numbers[:0]),
+                ((run(1, (1, 1), 4), Chunk(0)), None),  # No unit of a piece: a piece is one row.
+            ):
+                if rows is None:
+                    with self.assertRaisesRegex(ValueError, r"each of the 4 pieces of shape .*its 1 slices .* into 2 units"):
+                        owned((4, 6), (2, 2), cuts, (a, b))
+                    continue
+                check_cuts((4, 6), (2, 2), cuts)
+                self.assertEqual(_numbers(numbers, owned((4, 6), (2, 2), cuts, (a, b))), rows.flatten().tolist())
+
     def test_combinations_without_meaning(self):
         for cuts, words in (
+            ((run(1, (1, 1)), Chunk(0)), r"^Shard\(0\) to the right .* over dims \(0,\) .*at most 0 dims"),
+            ((run(1, (1, 1)), Chunk(0, 2)), r"^_StridedShard\(0\)"),
+            ((run(1, (1, 1), 2), Chunk(0, 2)), r"^_StridedShard\(0\)"),
+            ((run(1, (1, 1), 2), Chunk(2)), "on a tensor of 2 dimensions"),
+            ((run(3, (1, 1)), Whole()), r"^RaggedShard over dims \(0, 1, 2\) .* at most 2 dims"),
+            ((run(3, (1, 1), 2), Whole()), "^StridedRaggedShard over dims"),
+            ((run(1, (1, 4)), Whole()), r"^RaggedShard.* cannot cut shape \(4, 6\): its 4 slices"),
             ((run(1, (1, 1)), Chunk(0)), "StridedRaggedShard"),
             ((run(1, (1, 1)), run(1, (1, 1))), "two ragged placements"),
             ((run(1, (1, 4)), Whole()), "do not divide into 5 units"),
@@ -198,6 +244,27 @@ class OwnershipTest(unittest.TestCase):
                     check_cuts((size,), (ranks, 2), cuts)
             else:
                 check_cuts((size,), (ranks, 2), cuts)
+
+    def test_a_few_ranks_have_the_pieces_of_all_shapes(self):
+        for size, parts, factor in itertools.product(range(13), range(1, 9), (1, 1, 2)):
+            shape, cut = (2, size), Chunk(1, factor)
+            few = _Piece(shape).indices_of_all_shapes(cut, parts)
+            shapes = {owned(shape, (parts,), (cut,), (rank,)).local_shape for rank in range(parts)}
+            self.assertEqual({owned(shape, (parts,), (cut,), (rank,)).local_shape for rank in few}, shapes)
+            self.assertLessEqual(set(few), set(range(parts)))
+            if factor == 1:
+                self.assertLessEqual(len(few), 3)
+        self.assertEqual(len(_Piece((6,)).indices_of_all_shapes(run(1, (1,) * 6), 6)), 1)
+
+    def test_a_dimension_that_the_tensor_lacks(self):
+        for cut in (Chunk(2), Chunk(2, 2), Chunk(3)):
+            for check in (lambda cut=cut: check_cuts((4, 6), (2,), (cut,)), lambda cut=cut: owned((4, 6), (2,), (cut,), (0,))):
+                with self.assertRaisesRegex(ValueError, "on a tensor of 2 dimensions"):
+                    check()
+
+    def test_pieces_that_ranks_cannot_share_out(self):
+        with self.assertRaisesRegex(ValueError, r"^Shard\(0\) over 3 ranks .* split_factor=2"):
+            owned((4, 6), (2, 3), (run(1, (1, 1), 2), Chunk(0)), (0, 0))
 
     def test_which_cuts_depend_on_which(self):
         self.assertTrue(is_nested(Chunk(0), Chunk(0)))
