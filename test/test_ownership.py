@@ -77,6 +77,7 @@ class OwnershipTest(unittest.TestCase):
             mine = owned(shape, mesh_shape, cuts_of(placements), coordinate)
             expected = local_of(numbers, mesh_shape, placements, coordinate)
             self.assertEqual(mine.local_shape, tuple(expected.shape))
+            self.assertIs(mine.flat, any(isinstance(cut, Run) for cut in cuts_of(placements)))
             held = torch.full((mine.numel,), -1)
             for box in mine.boxes:
                 place = held.as_strided(box.sizes, box.local_strides, box.local_offset)

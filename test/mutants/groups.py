@@ -20,7 +20,7 @@ _FSDP = [
 GROUPS: dict[str, tuple[list[str], list[str]]] = {
     "ownership": (
         ["torch_ragged/_ownership.py"],
-        ["test_ownership.py", "test_placement_types.py", "test_transfer_property.py"],
+        ["test_ownership.py", "test_placement_types.py", "test_route.py", "test_transfer_property.py"],
     ),
     "transfer": (
         ["torch_ragged/_transfer.py"],

@@ -224,7 +224,7 @@ def _statements(node: Any) -> Iterator[Any]:
         yield nothing
         if type(node.op) in _ARITHMETIC:
             yield _with(node, op=_ARITHMETIC[type(node.op)]())
-    elif isinstance(node, ast.Return) and node.value is not None and getattr(node.value, "value", 0) is not None:
+    elif isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Constant):
         yield _with(node, value=None)
     elif isinstance(node, ast.Continue):
         yield ast.copy_location(ast.Break(), node)
