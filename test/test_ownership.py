@@ -273,6 +273,9 @@ class OwnershipTest(unittest.TestCase):
         self.assertFalse(is_nested(run(1, (1, 1)), Chunk(1)))
         self.assertFalse(is_nested(Chunk(1), Chunk(0)))
         self.assertFalse(is_nested(Chunk(0), run(1, (1, 1), 2)))
+        self.assertFalse(is_nested(run(0, (1, 0)), Chunk(0)))  # One rank has the whole chunk, of any size.
+        self.assertTrue(is_nested(run(0, (1, 0), 2), Chunk(0)))  # Its pieces are pieces of the chunk.
+        self.assertFalse(is_nested(run(1, (1, 1), 2), Chunk(1)))
 
 
 def _numbers(numbers, mine):

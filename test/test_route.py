@@ -8,9 +8,9 @@ import unittest
 
 import torch
 from oracle import REDUCE, contributions, local_of, random_case, reduced
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Partial, Replicate, Shard
 
-from torch_ragged import StridedRaggedShard
+from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged._redistribute import _IDENTITY, copy_into, part_view, plan
 from torch_ragged._transfer import Exchange, Fill, Gather, Move, Reduce
 
@@ -43,7 +43,7 @@ class Ranks:
 
     def packed(self, where, parts):
         assert not any(
-            a.is_contiguous and b.is_contiguous and a.offset + a.numel == b.offset for a, b in itertools.pairwise(parts)
+            a.strides == b.strides == (1,) and a.offset + a.numel == b.offset for a, b in itertools.pairwise(parts)
         ), f"neighbours in storage are two parts: {parts}"
         return torch.cat([part_view(self.flats[where], part).reshape(-1) for part in (*parts,)] or [self.flats[where][:0]])
 
@@ -127,7 +127,53 @@ def check(shape, mesh_shape, source, target, seed):
         assert all(type(step) is Move and step.stays for steps in plans.values() for step in steps), plans
 
 
+def kinds(shape, mesh_shape, source, target):
+    """The steps of the first rank as text: E an all-to-all, G all-gather, R reduce, A all-reduce, M a copy, S none, F fill."""
+    letters = {Exchange: "E", Gather: "G", Reduce: "R", Move: "M", Fill: "F"}
+    names = []
+    for step in plan(shape, mesh_shape, source, target, (0,) * len(mesh_shape)):
+        name = "S" if isinstance(step, Move) and step.stays else letters[type(step)]
+        name = "A" if isinstance(step, Reduce) and step.splits is None else name
+        dims = step.mesh_dims if isinstance(step, Exchange) else () if isinstance(step, Move) else (step.mesh_dim,)
+        names.append(name + "".join(map(str, dims)))
+    return " ".join(names)
+
+
 class RouteTest(unittest.TestCase):
+    def test_which_steps_change_which_placements(self):
+        whole, pending, ragged = Replicate(), Partial(), RaggedShard((0,), (1, 3))
+        for source, target, steps in (
+            ((whole, whole), (whole, whole), ""),
+            ((whole, whole), (whole, ragged), "M"),
+            ((whole, ragged), (whole, whole), "G1"),
+            ((Shard(0), ragged), (whole, whole), "G1 G0"),
+            ((Shard(0), Shard(1)), (whole, whole), "G1 G0"),
+            ((Shard(0), ragged), (Shard(0), whole), "G1"),
+            ((Shard(0), ragged), (whole, ragged), "E01"),  # The run is nested in the chunk: both change.
+            ((Shard(0), Shard(0)), (Shard(0), ragged), "E1"),
+            ((Shard(0), Shard(0)), (Shard(0), RaggedShard((0,), (2, 2))), "S"),
+            ((Shard(1), Shard(0)), (Shard(1), ragged), "E1"),
+            ((Shard(1), ragged), (Shard(0), whole), "E01"),
+            ((ragged, Shard(1)), (whole, Shard(1)), "G0"),
+            ((ragged, Shard(1)), (RaggedShard((0,), (3, 1)), Shard(1)), "E0"),
+            ((whole, ragged), (ragged, whole), "E1"),
+            ((pending, whole), (whole, whole), "A0"),
+            ((Shard(0), pending), (Shard(0), ragged), "R1"),
+            ((Shard(0), pending), (Shard(0), Shard(0)), "R1"),
+            ((pending, Shard(0)), (ragged, whole), "A0 E1"),
+            ((pending, Shard(1)), (ragged, Shard(1)), "R0"),
+            ((pending, whole), (Shard(0), ragged), "R0 M"),
+            ((pending, whole), (ragged, Shard(1)), "M R0"),  # A local cut first: less to reduce.
+            ((pending, pending), (whole, ragged), "A0 R1"),
+            ((pending, pending), (Shard(0), Shard(1)), "R0 R1"),
+            ((whole, whole), (pending, whole), "F0"),
+            ((ragged, whole), (pending, whole), "F0"),
+            ((Shard(0), ragged), (Shard(0), pending), "F1"),
+            ((Shard(0), ragged), (pending, pending), "F1 F0"),
+        ):
+            with self.subTest(source=source, target=target):
+                self.assertEqual(kinds((8, 4), (2, 2), source, target), steps)
+
     def test_random_steps_move_each_gained_element_once(self):
         rng = random.Random(0)
         for seed in range(1200):
