@@ -24,11 +24,11 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "transfer": (
         ["torch_ragged/_transfer.py"],
-        ["test_route.py", "test_transfer_property.py", "test_redistribute.py"],
+        ["test_route.py", "test_transfer_property.py"],
     ),
     "planner": (
         ["torch_ragged/fsdp/layout/*.py"],
-        ["test_planner.py", "test_plan_tool.py", "test_plan_pictures.py", "test_fsdp_construction.py"],
+        ["test_planner.py::PlannerTest", "test_plan_pictures.py::AdviceTest"],
     ),
     "redistribute": (
         ["torch_ragged/_redistribute.py"],
@@ -57,5 +57,8 @@ def files_of(root: Path, group: str) -> list[str]:
 
 
 def tests_of(root: Path, group: str) -> list[str]:
-    """The names of a group's test files."""
-    return [path.name for pattern in GROUPS[group][1] for path in sorted((root / "test").glob(pattern))]
+    """A group's test files, relative to the root, or classes in them as pytest names these."""
+    result = []
+    for pattern, colons, name in (test.partition("::") for test in GROUPS[group][1]):
+        result += [f"{path.relative_to(root)}{colons}{name}" for path in sorted((root / "test").glob(pattern))]
+    return result
