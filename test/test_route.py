@@ -12,7 +12,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged._redistribute import _IDENTITY, copy_into, part_view, plan
-from torch_ragged._transfer import Exchange, Fill, Gather, Move, Reduce
+from torch_ragged._transfer import Exchange, Fill, Gather, Move, Part, Reduce, merged_parts, part_of
+from torch_ragged._units import Units
 
 MESHES = ((1,), (2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (1, 3), (2, 2, 2))
 
@@ -155,6 +156,9 @@ class RouteTest(unittest.TestCase):
             ((Shard(1), Shard(0)), (Shard(1), ragged), "E1"),
             ((Shard(1), ragged), (Shard(0), whole), "E01"),
             ((ragged, Shard(1)), (whole, Shard(1)), "G0"),
+            ((StridedRaggedShard((0,), (1, 3), 2), Shard(0)), (whole, whole), "G0 G1"),
+            ((StridedRaggedShard((0,), (1, 3), 2), Shard(0)), (whole, Shard(0)), "G0"),
+            ((StridedRaggedShard((), (1, 0), 2), Shard(0)), (whole, Shard(0)), "G0"),
             ((ragged, Shard(1)), (RaggedShard((0,), (3, 1)), Shard(1)), "E0"),
             ((whole, ragged), (ragged, whole), "E1"),
             ((pending, whole), (whole, whole), "A0"),
@@ -173,6 +177,34 @@ class RouteTest(unittest.TestCase):
         ):
             with self.subTest(source=source, target=target):
                 self.assertEqual(kinds((8, 4), (2, 2), source, target), steps)
+
+    def test_stretches_of_many_ranks_are_stored_as_runs(self):
+        """A list of the splits of 100,000 ranks, or a box of each, would make a plan slow."""
+        for ranks, kind in ((64, tuple), (65, Units), (100_000, Units)):
+            ragged = RaggedShard((0,), Units([(1, ranks - 1), (3, 1)]))
+            shape = (2 * (ranks + 2), 3)
+            for source, target, fields in (
+                (Shard(0), ragged, ("send_splits", "receive_splits")),
+                (ragged, Shard(0), ("send_splits", "receive_splits")),
+                (ragged, Replicate(), ("splits",)),
+                (Shard(0), Replicate(), ("splits",)),
+                (Partial(), ragged, ("splits",)),
+                (Partial(), Shard(0), ("splits",)),
+            ):
+                (step,) = plan(shape, (ranks,), (source,), (target,), (ranks - 1,))
+                for field in fields:
+                    self.assertIs(type(getattr(step, field)), kind, (ranks, source, target))
+
+    def test_parts(self):
+        self.assertTrue(Part(3, (5,), (1,)).is_contiguous)
+        self.assertFalse(Part(3, (5,), (2,)).is_contiguous)
+        self.assertEqual(part_of(2, (1, 3, 4), (50, 4, 1)), Part(2, (12,), (1,)))
+        self.assertEqual(part_of(2, (2, 3, 4), (50, 4, 1)), Part(2, (2, 3, 4), (50, 4, 1)))
+        self.assertEqual(part_of(2, (3, 1), (1, 7)), Part(2, (3,), (1,)))
+        one, two, far = Part(0, (4,), (1,)), Part(4, (2,), (1,)), Part(7, (1,), (1,))
+        strided = Part(8, (2, 2), (4, 1))
+        self.assertEqual(merged_parts([one, two, far, strided]), (Part(0, (6,), (1,)), far, strided))
+        self.assertEqual(merged_parts([Part(0, (2, 2), (4, 1)), Part(4, (2,), (1,))])[1], Part(4, (2,), (1,)))
 
     def test_random_steps_move_each_gained_element_once(self):
         rng = random.Random(0)
