@@ -11,8 +11,9 @@ from oracle import REDUCE, contributions, local_of, random_case, reduced
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged._ownership import Chunk, Whole
 from torch_ragged._redistribute import _IDENTITY, copy_into, part_view, plan
-from torch_ragged._transfer import Exchange, Fill, Gather, Move, Part, Reduce, merged_parts, part_of
+from torch_ragged._transfer import Exchange, Fill, Gather, Move, Part, Reduce, _columns, merged_parts, part_of
 from torch_ragged._units import Units
 
 MESHES = ((1,), (2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (1, 3), (2, 2, 2))
@@ -194,6 +195,37 @@ class RouteTest(unittest.TestCase):
                 (step,) = plan(shape, (ranks,), (source,), (target,), (ranks - 1,))
                 for field in fields:
                     self.assertIs(type(getattr(step, field)), kind, (ranks, source, target))
+
+    def test_columns_of_a_stretch(self):
+        rng = random.Random(1)
+        for _ in range(1500):
+            shape, size = (rng.randint(2, 6), rng.randint(1, 7), rng.randint(1, 3)), rng.randint(1, 5)
+            columns = _columns(shape, Chunk(1), size)
+            numbers = torch.arange(math.prod(shape)).view(shape)
+            owners = [local_of(numbers, (size,), (Shard(1),), (rank,)).flatten().tolist() for rank in range(size)]
+            start, stop = sorted(rng.randint(0, numbers.numel()) for _ in range(2))
+            expected = [[n for n in own if start <= n < stop] for own in owners]
+            self.assertEqual(columns.splits(start, stop), tuple(map(len, expected)))
+            parts, stretch = columns.spread(start, stop), torch.arange(start, stop)
+            spread = [n for part in parts for n in part_view(stretch, part).flatten().tolist()]
+            self.assertEqual(spread, sum(expected, []))
+            self.assertEqual(merged_parts(parts), parts)
+            self.assertTrue(all(part.numel for part in parts))
+            self.assertLessEqual(len(parts), size + 4)  # Up to three of each of the two columns that the stretch cuts.
+            middle = rng.randint(start, stop)
+            for rank, own in enumerate(owners):
+                counts = tuple(sum(a <= n < b for n in own) for a, b in ((start, middle), (middle, stop)))
+                self.assertEqual(columns.counts(rank, (start, middle, stop)), counts)
+
+    def test_storage_without_columns(self):
+        for shape, cut in (
+            ((1, 4), Chunk(1)),
+            ((4, 4), Chunk(0)),
+            ((4, 4), Chunk(1, 2)),
+            ((0, 4), Chunk(1)),
+            ((4, 4), Whole()),
+        ):
+            self.assertIsNone(_columns(shape, cut, 2))
 
     def test_parts(self):
         self.assertTrue(Part(3, (5,), (1,)).is_contiguous)
