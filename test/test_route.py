@@ -217,6 +217,14 @@ class RouteTest(unittest.TestCase):
                 counts = tuple(sum(a <= n < b for n in own) for a, b in ((start, middle), (middle, stop)))
                 self.assertEqual(columns.counts(rank, (start, middle, stop)), counts)
 
+    def test_a_rank_that_keeps_the_only_column(self):
+        for ranks, units, kind in ((2, (1, 0), Move), (3, (1, 0, 0), Move), (2, (0, 1), Exchange), (2, (1, 1), Exchange)):
+            for pair in ((Shard(1), RaggedShard((0,), units)), (RaggedShard((0,), units), Shard(1))):
+                for rank in range(ranks):
+                    (step,) = plan((4, 1, 3), (ranks,), pair[:1], pair[1:], (rank,))
+                    self.assertIs(type(step), kind)
+                    self.assertTrue(kind is Exchange or step.stays)
+
     def test_storage_without_columns(self):
         for shape, cut in (
             ((1, 4), Chunk(1)),

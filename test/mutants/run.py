@@ -95,24 +95,28 @@ class Session:
             _, status = os.waitpid(pid, 0)
             _end_group(pid)
             if status:
-                raise SystemExit(f"a test fails without a mutant: {_read(pipe)}")
+                raise SystemExit(f"the tests cannot be run: {_read(pipe)}")
             reached = pickle.loads(Path(f"{kept}.new").read_bytes())
             known |= {keys[name]: reached.get(name) for name in new}
             kept.write_bytes(pickle.dumps(known))
         return {name: known[key] for name, key in keys.items() if known[key]}  # A skipped test has none.
 
-    def _trace(self, write: Any, items: dict[str, Any], kept: str) -> None:
+    def _trace(self, _: Any, items: dict[str, Any], kept: str) -> None:
         tracing.start([str(source.path) for source in self.sources.values()])
         reached: dict[str, Any] = {}
-        for name, item in items.items():
+        began = time.monotonic()
+        for number, (name, item) in enumerate(items.items(), 1):
             tracing.take()
             start = time.monotonic()
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-            if self.failed:
-                write(self.failed)
-                os._exit(1)
-            if name not in self.skipped:
+            if self.failed:  # It must not count as one that catches.
+                _say(f"  without a mutant fails, left out: {self.failed}")
+                self.failed = ""
+            elif name not in self.skipped:
                 reached[name] = (time.monotonic() - start, tracing.take())
+            if time.monotonic() - began > 60:
+                began = time.monotonic()
+                _say(f"  {number} of {len(items)} tests run without a mutant")
         Path(kept).write_bytes(pickle.dumps(reached))
 
     # -- one mutant ------------------------------------------------------------------------------------------------
