@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_FSDP = [
-    "test_fsdp*.py",
-    "test_group_state.py",
-    "test_persistent_buffers.py",
-    "test_weight_gradient.py",
-    "test_weight_gradient_fallback.py",
-    "test_neighbour_copies.py",
-    "test_memory_report.py",
-    "test_optim_gradients.py",
-    "test_collectives.py",
-    "test_everyday.py",
-]
+# The everyday tests of fsdp that reach most of core in a minute. All of them take ten.
+_FSDP = ["test_fsdp.py", "test_fsdp_backward.py", "test_fsdp_training.py", "test_group_state.py", "test_persistent_buffers.py"]
 
 GROUPS: dict[str, tuple[list[str], list[str]]] = {
     "ownership": (
@@ -36,17 +26,12 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
             "test_route.py",
             "test_redistribute.py",
             "test_redistribute_autograd.py",
-            "test_strided_ragged_shard.py",
-            "test_transfer.py",
-            "test_transfer_plan.py",
-            "test_ops.py",
-            "test_placement_extension.py",
         ],
     ),
     "core": (["torch_ragged/fsdp/core/*.py"], _FSDP),
     "checkpoint": (
         [f"torch_ragged/checkpoint/_{name}.py" for name in ("writer", "reader", "manifest")],
-        ["test_checkpoint*.py", "test_train_checkpoint.py"],
+        ["test_checkpoint.py", "test_checkpoint_forged.py", "test_checkpoint_refused.py", "test_checkpoint_types.py"],
     ),
 }
 
