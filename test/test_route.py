@@ -47,6 +47,7 @@ class Ranks:
         assert not any(
             a.strides == b.strides == (1,) and a.offset + a.numel == b.offset for a, b in itertools.pairwise(parts)
         ), f"neighbours in storage are two parts: {parts}"
+        assert all(part.numel for part in parts), parts
         return torch.cat([part_view(self.flats[where], part).reshape(-1) for part in (*parts,)] or [self.flats[where][:0]])
 
     def filled(self, step, packed, value=-999):
@@ -245,6 +246,22 @@ class RouteTest(unittest.TestCase):
         strided = Part(8, (2, 2), (4, 1))
         self.assertEqual(merged_parts([one, two, far, strided]), (Part(0, (6,), (1,)), far, strided))
         self.assertEqual(merged_parts([Part(0, (2, 2), (4, 1)), Part(4, (2,), (1,))])[1], Part(4, (2,), (1,)))
+
+    def test_strided_runs_of_whole_pieces_beside_columns(self):
+        whole, columns = Replicate(), Shard(1)
+        for units in ((0, 1), (1, 0)):
+            pieces = StridedRaggedShard((), units, 2)
+            for seed, (source, target) in enumerate(
+                (
+                    ((pieces, columns), (pieces, whole)),
+                    ((pieces, whole), (pieces, columns)),
+                    ((pieces, columns), (whole, whole)),
+                    ((pieces, Shard(0)), (whole, Shard(0))),
+                    ((pieces, columns), (whole, columns)),
+                    ((pieces, Shard(2)), (pieces, columns)),
+                )
+            ):
+                check((4, 6, 3), (2, 2), source, target, seed)
 
     def test_random_steps_move_each_gained_element_once(self):
         rng = random.Random(0)
