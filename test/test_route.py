@@ -9,6 +9,7 @@ import unittest
 import torch
 from oracle import REDUCE, contributions, local_of, random_case, reduced
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged._ownership import Chunk, Whole
@@ -161,6 +162,8 @@ class RouteTest(unittest.TestCase):
             ((StridedRaggedShard((0,), (1, 3), 2), Shard(0)), (whole, whole), "G0 G1"),
             ((StridedRaggedShard((0,), (1, 3), 2), Shard(0)), (whole, Shard(0)), "G0"),
             ((StridedRaggedShard((), (1, 0), 2), Shard(0)), (whole, Shard(0)), "G0"),
+            ((_StridedShard(0, split_factor=2), Shard(0)), (whole, whole), "G1 G0"),
+            ((ragged, Shard(1)), (whole, whole), "G1 G0"),
             ((ragged, Shard(1)), (RaggedShard((0,), (3, 1)), Shard(1)), "E0"),
             ((whole, ragged), (ragged, whole), "E1"),
             ((pending, whole), (whole, whole), "A0"),
