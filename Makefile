@@ -11,7 +11,9 @@ CLIENTS ?= $(OUT)/clients/venvs
 PROGRAMS = pipelining accelerate transformers peft lightning trl torchao
 TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 
-.PHONY: demo test test-all patches upstream matrix clients lint clean
+MUTANTS = $(if $(ALL),--all,--sample $(or $(SAMPLE),15) --seed $(or $(SEED),0))
+
+.PHONY: demo test test-all mutants patches upstream matrix clients lint clean
 demo: $(READY)
 	rm -rf $(OUT)/checkpoint
 	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
@@ -22,6 +24,12 @@ test: $(READY)
 
 test-all: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q test
+
+# Changes one line of the package at a time and checks that a test fails: a random sample (SAMPLE=15 of each module, SEED=0), or
+# ALL=1, which takes hours; GROUPS="ownership planner" chooses modules. docs/mutants.md is written from what was run.
+mutants: $(READY)
+	$(BIN)/python test/mutants/run.py $(GROUPS) $(MUTANTS) --out $(OUT)/mutants
+	$(BIN)/python test/mutants/run.py --write --out $(OUT)/mutants
 
 # The patch series, made from the package's sources and upstream/core.
 patches: $(READY)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 import unittest
 
 import torch
@@ -10,7 +11,20 @@ from hypothesis import strategies as st
 from oracle import local_of, random_placement
 
 from torch_ragged import StridedRaggedShard
-from torch_ragged._ownership import Chunk, Run, Whole, boxes_of_interval, check_cuts, is_nested, owned, owned_near
+from torch_ragged._ownership import (
+    Box,
+    Chunk,
+    Owned,
+    Run,
+    Whole,
+    _Piece,
+    boxes_of_interval,
+    check_cuts,
+    is_nested,
+    owned,
+    owned_near,
+    row_major,
+)
 from torch_ragged._units import Units
 from torch_ragged.placement_types import cuts_of, normalize_placements
 
@@ -35,6 +49,24 @@ def sharded_tensors(draw):
             continue
 
 
+def random_cuts(rng):
+    """A shape, a mesh shape, and cuts that are legal together, strided ones too."""
+    while True:
+        shape = tuple(rng.choice((1, 2, 3, 4, 5, 6, 8, 12)) for _ in range(rng.choice((1, 2, 2, 3))))
+        mesh_shape = tuple(rng.randint(1, 4) for _ in range(rng.choice((1, 2))))
+        cuts = []
+        for parts in mesh_shape:
+            units = [rng.choice((0, 1, 1, 2)) for _ in range(parts)]
+            ragged = run(rng.choice((1, 1, min(2, len(shape)))), units if any(units) else [1] * parts)
+            strided = Run(ragged.ndims, ragged.units, rng.choice((2, 3, 4)))
+            cuts.append(rng.choice((Whole(), Chunk(rng.randrange(len(shape))), ragged, strided)))
+        try:
+            check_cuts(shape, mesh_shape, tuple(cuts))
+            return shape, mesh_shape, tuple(cuts)
+        except ValueError:
+            continue
+
+
 class OwnershipTest(unittest.TestCase):
     @settings(max_examples=600, deadline=None)
     @given(sharded_tensors())
@@ -45,6 +77,7 @@ class OwnershipTest(unittest.TestCase):
             mine = owned(shape, mesh_shape, cuts_of(placements), coordinate)
             expected = local_of(numbers, mesh_shape, placements, coordinate)
             self.assertEqual(mine.local_shape, tuple(expected.shape))
+            self.assertIs(mine.flat, any(isinstance(cut, Run) for cut in cuts_of(placements)))
             held = torch.full((mine.numel,), -1)
             for box in mine.boxes:
                 place = held.as_strided(box.sizes, box.local_strides, box.local_offset)
@@ -83,6 +116,68 @@ class OwnershipTest(unittest.TestCase):
         self.assertLessEqual(len(boxes), max(1, 2 * len(shape) - 1))
         self.assertEqual(sum(math.prod(sizes) for _, sizes in boxes), stop - start)
 
+    def test_boxes_of_an_interval(self):
+        for shape, interval, boxes in (
+            ((4, 6), (4, 21), [((0, 4), (1, 2)), ((1, 0), (2, 6)), ((3, 0), (1, 3))]),
+            ((4, 6), (4, 8), [((0, 4), (1, 2)), ((1, 0), (1, 2))]),  # No rows between: no box for them.
+            ((4, 6), (7, 9), [((1, 1), (1, 2))]),
+            ((4, 6), (6, 12), [((1, 0), (1, 6))]),
+            ((4, 6), (6, 6), []),
+            (
+                (2, 3, 4),
+                (2, 17),
+                [((0, 0, 2), (1, 1, 2)), ((0, 1, 0), (1, 2, 4)), ((1, 0, 0), (1, 1, 4)), ((1, 1, 0), (1, 1, 1))],
+            ),
+            ((), (0, 1), [((), ())]),
+            ((), (1, 1), []),
+        ):
+            self.assertEqual(boxes_of_interval(shape, *interval), boxes)
+
+    def test_the_near_ranks_are_those_that_share_elements(self):
+        """Exactly those, and perhaps some that own nothing: more of them would make each plan slower."""
+        rng = random.Random(0)
+        for _ in range(1500):
+            shape, mesh_shape, cuts = random_cuts(rng)
+            sizes = [rng.randint(1, size) for size in shape]
+            if any(isinstance(cut, Run) and cut.ndims == 2 for cut in cuts):
+                sizes[1] = shape[1]  # Only whole rows are told apart.
+            offsets = [rng.randint(0, whole - size) for whole, size in zip(shape, sizes)]
+            other = Owned(tuple(sizes), (Box(tuple(offsets), tuple(sizes), 0, row_major(sizes)),), flat=False)
+            coordinate = tuple(map(rng.randrange, mesh_shape))
+            mesh_dims = tuple(dim for dim in range(len(mesh_shape)) if rng.random() < 0.7)
+            ranges = [range(size) if dim in mesh_dims else (coordinate[dim],) for dim, size in enumerate(mesh_shape)]
+            numbers = torch.arange(math.prod(shape)).view(shape)
+            theirs = [owned(shape, mesh_shape, cuts, peer) for peer in itertools.product(*ranges)]
+            near = owned_near(shape, mesh_shape, cuts, coordinate, mesh_dims, other)
+            self.assertEqual(
+                [(rank, mine) for rank, mine in near if mine.numel],
+                [(r, mine) for r, mine in enumerate(theirs) if {*_numbers(numbers, mine)} & {*_numbers(numbers, other)}],
+            )
+            nothing = Owned((0,), (), flat=True)
+            self.assertEqual(owned_near(shape, mesh_shape, cuts, coordinate, mesh_dims, nothing), [])
+            self.check_tried(shape, mesh_shape, cuts, other, set(_numbers(numbers, other)))
+
+    def check_tried(self, shape, mesh_shape, cuts, other, elements):
+        """Ranks that share nothing are not even tried: a mesh may have many thousand of them."""
+        numbers, box = torch.arange(math.prod(shape)).view(shape), other.boxes[0]
+        bounds = [(offset, offset + size) for offset, size in zip(box.offsets, box.sizes)]
+        first, ranks = cuts[0], mesh_shape[0]
+        pieces = [owned(shape, (ranks,), (first,), (rank,)) for rank in range(ranks)]
+        shares = [not elements.isdisjoint(_numbers(numbers, mine)) for mine in pieces]
+        every = isinstance(first, Whole) or (isinstance(first, Run) and box.sizes[0] > shape[0] // first.split_factor)
+        tried = list(_Piece(shape).indices_near(first, ranks, bounds))
+        self.assertEqual(
+            [r for r in tried if pieces[r].numel], [r for r in range(ranks) if pieces[r].numel and (every or shares[r])]
+        )
+        if isinstance(first, Run) and first.split_factor > 1 and cuts[1:] == (Chunk(0),):
+            for rank in range(ranks):
+                piece, parts = _Piece(shape), range(mesh_shape[1])
+                piece.apply(first, ranks, rank)
+                theirs = [_numbers(numbers, owned(shape, mesh_shape, cuts, (rank, part))) for part in parts]
+                near = [part for part in parts if not elements.isdisjoint(theirs[part])]
+                if pieces[rank].numel:
+                    self.assertEqual(list(piece.indices_near(Chunk(0), len(parts), bounds)), near)
+
     def test_shard_then_run_and_run_then_inner_shard(self):
         numbers = torch.arange(24).view(4, 6)
         for first in range(2):
@@ -94,8 +189,31 @@ class OwnershipTest(unittest.TestCase):
                 part = numbers[:1] if second == 0 else numbers[1:] if second == 2 else numbers[:0]
                 self.assertEqual(_numbers(numbers, mine), part.chunk(2, 1)[first].flatten().tolist())
 
+    def test_strided_runs_and_runs_of_whole_tensors_then_rows(self):
+        numbers = torch.arange(24).view(4, 6)
+        for a, b in itertools.product(range(2), range(2)):
+            for cuts, rows in (
+                ((run(1, (1, 1), 2), Chunk(0)), numbers[2 * b + a]),
+                ((run(0, (1, 0), 2), Chunk(0)), numbers[2 * b : 2 * b + 2] if a == 0 else numbers[:0]),
+                ((run(0, (1, 0)), Chunk(0)), numbers[2 * b : 2 * b + 2] if a == 0 else numbers[:0]),
+                ((run(1, (1, 1), 4), Chunk(0)), None),  # No unit of a piece: a piece is one row.
+            ):
+                if rows is None:
+                    with self.assertRaisesRegex(ValueError, r"each of the 4 pieces of shape .*its 1 slices .* into 2 units"):
+                        owned((4, 6), (2, 2), cuts, (a, b))
+                    continue
+                check_cuts((4, 6), (2, 2), cuts)
+                self.assertEqual(_numbers(numbers, owned((4, 6), (2, 2), cuts, (a, b))), rows.flatten().tolist())
+
     def test_combinations_without_meaning(self):
         for cuts, words in (
+            ((run(1, (1, 1)), Chunk(0)), r"^Shard\(0\) to the right .* over dims \(0,\) .*at most 0 dims"),
+            ((run(1, (1, 1)), Chunk(0, 2)), r"^_StridedShard\(0\)"),
+            ((run(1, (1, 1), 2), Chunk(0, 2)), r"^_StridedShard\(0\)"),
+            ((run(1, (1, 1), 2), Chunk(2)), "on a tensor of 2 dimensions"),
+            ((run(3, (1, 1)), Whole()), r"^RaggedShard over dims \(0, 1, 2\) .* at most 2 dims"),
+            ((run(3, (1, 1), 2), Whole()), "^StridedRaggedShard over dims"),
+            ((run(1, (1, 4)), Whole()), r"^RaggedShard.* cannot cut shape \(4, 6\): its 4 slices"),
             ((run(1, (1, 1)), Chunk(0)), "StridedRaggedShard"),
             ((run(1, (1, 1)), run(1, (1, 1))), "two ragged placements"),
             ((run(1, (1, 4)), Whole()), "do not divide into 5 units"),
@@ -128,12 +246,36 @@ class OwnershipTest(unittest.TestCase):
             else:
                 check_cuts((size,), (ranks, 2), cuts)
 
+    def test_a_few_ranks_have_the_pieces_of_all_shapes(self):
+        for size, parts, factor in itertools.product(range(13), range(1, 9), (1, 1, 2)):
+            shape, cut = (2, size), Chunk(1, factor)
+            few = _Piece(shape).indices_of_all_shapes(cut, parts)
+            shapes = {owned(shape, (parts,), (cut,), (rank,)).local_shape for rank in range(parts)}
+            self.assertEqual({owned(shape, (parts,), (cut,), (rank,)).local_shape for rank in few}, shapes)
+            self.assertLessEqual(set(few), set(range(parts)))
+            if factor == 1:
+                self.assertLessEqual(len(few), 3)
+        self.assertEqual(len(_Piece((6,)).indices_of_all_shapes(run(1, (1,) * 6), 6)), 1)
+
+    def test_a_dimension_that_the_tensor_lacks(self):
+        for cut in (Chunk(2), Chunk(2, 2), Chunk(3)):
+            for check in (lambda cut=cut: check_cuts((4, 6), (2,), (cut,)), lambda cut=cut: owned((4, 6), (2,), (cut,), (0,))):
+                with self.assertRaisesRegex(ValueError, "on a tensor of 2 dimensions"):
+                    check()
+
+    def test_pieces_that_ranks_cannot_share_out(self):
+        with self.assertRaisesRegex(ValueError, r"^Shard\(0\) over 3 ranks .* split_factor=2"):
+            owned((4, 6), (2, 3), (run(1, (1, 1), 2), Chunk(0)), (0, 0))
+
     def test_which_cuts_depend_on_which(self):
         self.assertTrue(is_nested(Chunk(0), Chunk(0)))
         self.assertTrue(is_nested(run(2, (1, 1)), Chunk(1)))
         self.assertFalse(is_nested(run(1, (1, 1)), Chunk(1)))
         self.assertFalse(is_nested(Chunk(1), Chunk(0)))
         self.assertFalse(is_nested(Chunk(0), run(1, (1, 1), 2)))
+        self.assertFalse(is_nested(run(0, (1, 0)), Chunk(0)))  # One rank has the whole chunk, of any size.
+        self.assertTrue(is_nested(run(0, (1, 0), 2), Chunk(0)))  # Its pieces are pieces of the chunk.
+        self.assertFalse(is_nested(run(1, (1, 1), 2), Chunk(1)))
 
 
 def _numbers(numbers, mine):

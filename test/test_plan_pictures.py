@@ -5,10 +5,12 @@ import random
 import re
 import unittest
 import xml.etree.ElementTree as ElementTree
+from unittest import mock
 
 from torch.testing._internal.common_utils import TestCase
 
 from torch_ragged.fsdp import TensorSpec, elements, plan_layout, rows, tensor
+from torch_ragged.fsdp.layout import _advice
 from torch_ragged.fsdp.layout._advice import _finer, _merged, _smaller_sizes, _split, advise, remedies
 from torch_ragged.fsdp.plan._drawing import draw_svg, draw_text
 
@@ -186,6 +188,23 @@ class AdviceTest(TestCase):
                 best += bool(tried) and not within and chosen[0] is not tried[-1]
             self.assertEqual(remedies(layout, limit, 4), expected)
         self.assertGreater(min(mended, best), 20)
+
+    def test_which_sizes_are_tried(self):
+        layout = plan_layout([spec((100, 3), 9)], 100, 1)
+        sizes = [int(remedy.text.removeprefix("FSDP size ")) for remedy in _smaller_sizes(layout)]
+        self.assertEqual(sizes, [80, 72, 56, 48, 40, 32, 24, 16, 8, 7, 6, 5, 4, 3, 2, 1])
+
+    def test_groups_too_large_to_plan_are_not_merged(self):
+        two, three = (plan_layout([spec((8,), 1, f"w{i}") for i in range(n)], 2, 1) for n in (2, 3))
+        neighbours = [("two", two), ("three", three), ("other ranks", plan_layout(two.tensors, 3, 1))]
+        with mock.patch.object(_advice, "_MOST_MERGED_TENSORS", 4):
+            merged = [remedy.text for remedy in _merged(two, 4, neighbours)]
+        self.assertEqual(merged, ["one group for every 2 of these 4", "one group with two"])
+        merged = [remedy.text for remedy in _merged(two, 4, neighbours)]
+        self.assertEqual(
+            merged,
+            [f"one group {text}" for text in ("for every 2 of these 4", "for every 4 of these 4", "with two", "with three")],
+        )
 
     def test_the_coarsest_granularity_that_mends_is_offered(self):
         block = self.layouts(16)["layers.0"]

@@ -157,6 +157,7 @@ class PlannerTest(unittest.TestCase):
                 "a: its 201 elements contain a whole shard, which must be a multiple of 8",
             ),
             ([spec(60, 6, "a"), spec(4, 2)], 6, 12, "10 pieces of 6 elements on 6 ranks: 2 on some rank"),
+            ([spec(6, 2, "a")], 2, 4, "3 pieces of 2 elements on 2 ranks: 2 on some rank"),
         ):
             layout = plan_layout(tensors, ranks)
             self.assertEqual((layout.lower_bound, layout.forced_by), (bound, words))
@@ -201,6 +202,28 @@ class PlannerTest(unittest.TestCase):
         self.assertEqual((layout.order, layout.lower_bound), ("given", 160))
         self.assertEqual((layout.padding_numel, layout.padding_nbytes(2)), (82, 164))
 
+    def test_what_a_layout_says_of_its_padding(self):
+        layout = BufferLayout((spec(8, 4, "a"), spec(0, 1, "e"), spec(5, 1, "b")), (4, 12, 15), 12, 2, 2, 8, "", "given")
+        self.assertEqual((layout.numel, layout.padding_numel, layout.padding_nbytes(4)), (24, 11, 44))
+        self.assertEqual(layout.padding_fraction, 11 / 13)
+        self.assertEqual(layout.bound_fraction, (2 * 8 - 13) / 13)
+        self.assertEqual(layout.granularity_fraction, 2 * (12 - 8) / 13)  # Single elements would take 2 shards of 8.
+        self.assertEqual(layout.gaps(), ((0, 4), (12, 15), (20, 24)))
+        self.assertEqual([layout.local_range(0, rank) for rank in (0, 1)], [(0, 8), (8, 8)])
+        self.assertEqual([layout.local_range(2, rank) for rank in (0, 1)], [(0, 0), (0, 5)])
+        self.assertEqual(
+            layout.describe("g", 2),
+            "g: 3 tensors on 2 ranks, shard 12 elements, padding 84.62% (bound 23.08%), 48 bytes per collective, order given",
+        )
+        empty = BufferLayout((spec(0, 1, "e"),), (0,), 4, 2, 4, 4, "", "given")
+        self.assertEqual((empty.padding_fraction, empty.bound_fraction, empty.granularity_fraction), (8, 8, 0))
+        self.assertEqual(empty.gaps(), ((0, 8),))
+
+    def test_a_shard_size_that_is_not_smaller_is_not_found(self):
+        kinds = [Kind.of(spec(4, 1))]
+        found = [planner.smallest_shard(kinds, 2, 1, 1, below) for below in (None, 1, 2, 3)]
+        self.assertEqual(found, [2, None, None, 2])
+
     def test_a_layout_checks_each_constraint(self):
         good = dict(tensors=(spec(8, 4, "a"), spec(4, 1, "b")), offsets=(0, 8), shard_numel=8, ranks=2)
         good.update(alignment=4, lower_bound=8, forced_by="", order="given")
@@ -215,6 +238,13 @@ class PlannerTest(unittest.TestCase):
             (dict(offsets=(0,)), "got 2 tensors and 1 offsets"),
             (dict(tensors=fused, offsets=(1,)), r"element 7, inside a block of 2 elements \(blocks are counted anew every 3"),
             (dict(tensors=(spec(20, 3, "a"),), offsets=(2,), ranks=3), "cuts a at element 14, inside a block of 3 elements"),
+            (
+                dict(tensors=(spec(20, 3, "a"),), offsets=(4,), shard_numel=6, ranks=4, alignment=1),
+                "shard boundary 1 cuts a at element 2",
+            ),
+            (dict(tensors=fused, offsets=(2,), shard_numel=4, ranks=4), "shard boundary 3 cuts a at element 10"),
+            (dict(shard_numel=0), "positive multiple of alignment 4, got 0"),
+            (dict(offsets=(0, 13)), "b ends at 17, beyond the buffer of 16 elements"),
         ):
             with self.assertRaisesRegex(ValueError, words):
                 BufferLayout(**{**good, **change})

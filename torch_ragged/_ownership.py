@@ -260,7 +260,7 @@ class _Piece:
         rows = (stop - start) // cut.split_factor  # The rows of each piece, if the run is strided.
         inner = math.prod(self.shape[1 : cut.ndims])
         unit = rows * inner // cut.units.total
-        if not (cut.ndims and unit) or high - low > rows:
+        if not unit or high - low > rows:
             return range(parts)
         near: set[int] = set()
         for piece in range(low // rows, -(-high // rows)):

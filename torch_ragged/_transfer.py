@@ -416,7 +416,7 @@ def _columns(shape: tuple[int, ...], cut: Cut, size: int) -> _Columns | None:
     width, inner = shape[cut.dim], math.prod(shape[cut.dim + 1 :])
     step = -(-width // size)
     full = width // step
-    bounds = [*range(0, (full + 1) * step * inner, step * inner)][: size + 1]
+    bounds = range(0, (full + 1) * step * inner, step * inner)  # At most one more than the ranks.
     return _Columns(width * inner, (*bounds, *(width * inner,) * (size + 1 - len(bounds))))
 
 

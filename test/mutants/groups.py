@@ -1,0 +1,49 @@
+"""What is mutated, and the test files that must catch it. Tests marked slow are left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# The everyday tests of fsdp that reach most of core in a minute. All of them take ten.
+_FSDP = ["test_fsdp.py", "test_fsdp_backward.py", "test_fsdp_training.py", "test_group_state.py", "test_persistent_buffers.py"]
+
+GROUPS: dict[str, tuple[list[str], list[str]]] = {
+    "ownership": (
+        ["torch_ragged/_ownership.py"],
+        ["test_ownership.py", "test_placement_types.py", "test_route.py", "test_transfer_property.py"],
+    ),
+    "transfer": (
+        ["torch_ragged/_transfer.py"],
+        ["test_route.py", "test_transfer_property.py"],
+    ),
+    "planner": (
+        ["torch_ragged/fsdp/layout/*.py"],
+        ["test_planner.py::PlannerTest", "test_plan_pictures.py::AdviceTest"],
+    ),
+    "redistribute": (
+        ["torch_ragged/_redistribute.py"],
+        [
+            "test_route.py",
+            "test_redistribute.py",
+            "test_redistribute_autograd.py",
+        ],
+    ),
+    "core": (["torch_ragged/fsdp/core/*.py"], _FSDP),
+    "checkpoint": (
+        [f"torch_ragged/checkpoint/_{name}.py" for name in ("writer", "reader", "manifest")],
+        ["test_checkpoint.py", "test_checkpoint_forged.py", "test_checkpoint_refused.py", "test_checkpoint_types.py"],
+    ),
+}
+
+
+def files_of(root: Path, group: str) -> list[str]:
+    """The mutated files of a group, relative to the root."""
+    return [str(path.relative_to(root)) for pattern in GROUPS[group][0] for path in sorted(root.glob(pattern))]
+
+
+def tests_of(root: Path, group: str) -> list[str]:
+    """A group's test files, relative to the root, or classes in them as pytest names these."""
+    result = []
+    for pattern, colons, name in (test.partition("::") for test in GROUPS[group][1]):
+        result += [f"{path.relative_to(root)}{colons}{name}" for path in sorted((root / "test").glob(pattern))]
+    return result

@@ -1,0 +1,319 @@
+"""Mutation testing: ``python test/mutants/run.py [GROUP ...] [--sample N | --all]``, see docs/mutants.md.
+
+One process imports torch, the package and the tests once, and forks for each mutant. The fork gives one function its mutated
+code and runs the tests that reach the changed line, the quickest first, until one fails. Ranks of a test are forks too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "test"), str(HERE)]
+os.environ["OMP_NUM_THREADS"] = "1"  # Threads do not survive a fork.
+
+import common  # noqa: E402
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import report  # noqa: E402
+import torch  # noqa: E402
+import tracing  # noqa: E402
+from groups import GROUPS, files_of, tests_of  # noqa: E402
+from mutation import Mutant, Source  # noqa: E402
+
+_LONGEST_RUN = 30.0  # Seconds of tests for one mutant; the quickest tests come first.
+
+
+class Session:
+    """A pytest plugin: it runs the collected tests once to learn what they reach, then once for each mutant."""
+
+    def __init__(self, sources: list[Source], mutants: list[Mutant], args: argparse.Namespace) -> None:
+        self.sources = {source.file: source for source in sources}
+        self.mutants, self.args = mutants, args
+        self.results: list[dict[str, Any]] = []
+        self.killers: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        self.failed = ""
+        self.skipped: set[str] = set()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:
+            raise session.Failed("the tests cannot be collected")
+        items = {item.nodeid: item for item in session.items}
+        reached = self._reached(items)
+        waiting, running = list(reversed(self.mutants)), {}
+        began = time.monotonic()
+        while waiting or running:
+            if time.monotonic() - began > 60 * self.args.minutes:
+                waiting.clear()
+            while waiting and len(running) < self.args.jobs:
+                mutant = waiting.pop()
+                names = self._order(mutant, reached)
+                pid, pipe = _forked(self._test, mutant, [items[name] for name in names], reached)
+                running[pid] = (mutant, pipe, time.monotonic(), len(names))
+            pid, status = os.wait()
+            mutant, pipe, started, count = running.pop(pid)
+            _end_group(pid)
+            self._note(mutant, pipe, status, time.monotonic() - started, count)
+            self._show(began)
+        return True
+
+    def pytest_runtest_logreport(self, report: Any) -> None:  # pytest fixes the argument's name.
+        if report.failed:
+            self.failed = report.nodeid
+        if report.skipped:
+            self.skipped.add(report.nodeid)
+
+    # -- what tests reach ------------------------------------------------------------------------------------------
+
+    def _reached(self, items: dict[str, Any]) -> dict[str, Any]:
+        """Seconds and lines of each test that passes: {name: (seconds, {(path, line)})}. It is kept while no file changes."""
+        digest = hashlib.sha256()
+        for path in sorted([*ROOT.glob("torch_ragged/**/*.py"), *ROOT.glob("test/*.py"), HERE / "tracing.py"]):
+            if not path.name.startswith("test_"):
+                digest.update(path.read_bytes())
+        keys = {name: f"{name} {hashlib.sha256(item.path.read_bytes()).hexdigest()}" for name, item in items.items()}
+        kept = self.args.out / f"reached-{self.args.group}-{digest.hexdigest()[:16]}.pickle"
+        known = pickle.loads(kept.read_bytes()) if kept.exists() else {}
+        new = {name: item for name, item in items.items() if keys[name] not in known}
+        if new:
+            pid, pipe = _forked(self._trace, new, f"{kept}.new")
+            _, status = os.waitpid(pid, 0)
+            _end_group(pid)
+            if status:
+                raise SystemExit(f"the tests cannot be run: {_read(pipe)}")
+            reached = pickle.loads(Path(f"{kept}.new").read_bytes())
+            known |= {keys[name]: reached.get(name) for name in new}
+            kept.write_bytes(pickle.dumps(known))
+        return {name: known[key] for name, key in keys.items() if known[key]}  # A skipped test has none.
+
+    def _trace(self, _: Any, items: dict[str, Any], kept: str) -> None:
+        tracing.start([str(source.path) for source in self.sources.values()])
+        reached: dict[str, Any] = {}
+        began = time.monotonic()
+        for number, (name, item) in enumerate(items.items(), 1):
+            tracing.take()
+            start = time.monotonic()
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            if self.failed:  # It must not count as one that catches.
+                _say(f"  without a mutant fails, left out: {self.failed}")
+                self.failed = ""
+            elif name not in self.skipped:
+                reached[name] = (time.monotonic() - start, tracing.take())
+            if time.monotonic() - began > 60:
+                began = time.monotonic()
+                _say(f"  {number} of {len(items)} tests run without a mutant")
+        Path(kept).write_bytes(pickle.dumps(reached))
+
+    # -- one mutant ------------------------------------------------------------------------------------------------
+
+    def _order(self, mutant: Mutant, reached: dict[str, Any]) -> list[str]:
+        """The tests that reach the mutant: those that caught its neighbours first, then the quickest."""
+        path, kills = str(self.sources[mutant.file].path), self.killers[f"{mutant.file}:{mutant.function}"]
+        names = [name for name, (_, lines) in reached.items() if any((path, line) in lines for line in mutant.lines)]
+        return sorted(names, key=lambda name: (-kills[name] if reached[name][0] < 2 else 0, reached[name][0]))
+
+    def _test(self, write: Any, mutant: Mutant, items: list[Any], reached: dict[str, Any]) -> None:
+        self.sources[mutant.file].apply(mutant)
+        resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))  # A mutant may allocate without end.
+        spent = 0.0
+        for i, item in enumerate(items):
+            seconds = reached[item.nodeid][0]
+            if i and spent + seconds > _LONGEST_RUN:
+                write("")
+                os._exit(3)
+            write(item.nodeid + "\n")
+            signal.alarm(int(10 + 4 * seconds))  # It ends this process, and the parent ends the ranks.
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            if self.failed:
+                os._exit(1)
+            spent += seconds
+
+    def _note(self, mutant: Mutant, pipe: int, status: int, seconds: float, count: int) -> None:
+        ran = _read(pipe).split("\n")[:-1]
+        code = os.waitstatus_to_exitcode(status)
+        outcome = {0: "survived", 3: "survived"}.get(code, "caught")
+        if not count:
+            outcome = "not reached"
+        elif code == -signal.SIGALRM:
+            outcome = "caught by timeout"
+        if outcome.startswith("caught") and ran:
+            self.killers[f"{mutant.file}:{mutant.function}"][ran[-1]] += 1
+        self.results.append(
+            {
+                "file": mutant.file,
+                "function": mutant.function,
+                "line": mutant.line,
+                "text": mutant.text,
+                "change": mutant.change,
+                "outcome": outcome,
+                "by": ran[-1] if outcome.startswith("caught") and ran else "",
+                "tests": len(ran),
+                "of": count,
+                "exit": code,
+                "seconds": round(seconds, 2),
+            }
+        )
+
+    def _show(self, began: float) -> None:
+        last = self.results[-1]
+        if not last["outcome"].startswith("caught"):
+            where = f"{last['file']}:{last['line']} {last['function']}"
+            _say(f"  {last['outcome']}: {where}: {last['change']}   [{last['tests']} tests, {last['seconds']} s]")
+        if len(self.results) % 50 == 0:
+            _say(f"  {len(self.results)} of {len(self.mutants)} mutants in {time.monotonic() - began:.0f} s")
+
+
+def _forked(function: Any, *arguments: Any) -> tuple[int, int]:
+    """Call ``function(write, *arguments)`` in a fork, a process group of its own: its pid, and a pipe of what it wrote."""
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, reading
+    try:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        common.mp = _ForkedRanks()  # type: ignore[assignment]
+        function(lambda text: os.write(writing, text.encode()), *arguments)
+        common.stop_ranks()
+        os._exit(0)
+    except BaseException:
+        os._exit(2)
+
+
+class _ForkedRanks:
+    """In place of torch.multiprocessing: ranks are forks, so they have the mutant and need no import."""
+
+    def get_context(self, _: str) -> Any:
+        return multiprocessing.get_context("fork")
+
+
+def _end_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # No rank remains.
+
+
+def _read(pipe: int) -> str:
+    with os.fdopen(pipe, closefd=True) as file:
+        return file.read()
+
+
+def _say(text: str) -> None:
+    os.write(_terminal, f"{text}\n".encode())
+
+
+def _chosen(sources: list[Source], args: argparse.Namespace) -> list[Mutant]:
+    """The mutants in an order that the seed gives, so that a run that ends early is a random sample too."""
+    mutants = [m for source in sources for m in source.mutants if args.match in f"{m.file}:{m.function}"]
+    random.Random(args.seed).shuffle(mutants)
+    return mutants if args.all else mutants[: args.sample]
+
+
+def _key(result: dict[str, Any]) -> tuple[str, str, str, str]:
+    return result["file"], result["function"], result["text"], result["change"]
+
+
+def run_group(name: str, args: argparse.Namespace) -> bool:
+    sources = [Source(ROOT, file) for file in files_of(ROOT, name)]
+    every = {mutant.key: mutant for source in sources for mutant in source.mutants}
+    mutants, kept, path = _chosen(sources, args), [], args.out / f"{name}.json"
+    if (args.again or args.more) and path.exists():
+        before = [result for result in json.loads(path.read_text())["mutants"] if _key(result) in every]
+        kept = [result for result in before if args.more or result["outcome"].startswith("caught")]
+        survived = {_key(result) for result in before} - {_key(result) for result in kept}
+        known = {_key(result) for result in kept}
+        mutants = [m for m in mutants if m.key not in known] if args.more else [every[key] for key in survived]
+    _say(f"{name}: {len(mutants)} of {len(every)} mutants")
+    args.group = name
+    session, began = Session(sources, mutants, args), time.monotonic()
+    files = [str(ROOT / test) for test in tests_of(ROOT, name)]
+    options = [
+        "-q",
+        "-s",
+        "--tb=line",
+        "-m",
+        "not slow",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:faulthandler",
+        "-W",
+        "ignore",
+        f"--rootdir={ROOT}",
+    ]
+    if pytest.main([*options, *files], plugins=[session]) not in (0, 5):
+        return False
+    answer = {
+        "group": name,
+        "total": len(every),
+        "seed": args.seed,
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": round(time.monotonic() - began),
+        "mutants": kept + session.results,
+    }
+    path.write_text(json.dumps(answer, indent=1) + "\n")
+    _say(f"{name}: {report.line(answer)} in {answer['seconds']} s")
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", default=list(GROUPS), help=f"of {', '.join(GROUPS)}; all of them by default")
+    parser.add_argument("--sample", type=int, default=25, help="mutants of each group, drawn at random")
+    parser.add_argument("--all", action="store_true", help="all mutants")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--match", default="", help="only mutants whose FILE:FUNCTION contains this text")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "mutants")
+    parser.add_argument("--again", action="store_true", help="those that survived the last run, and keep the other results")
+    parser.add_argument("--more", action="store_true", help="those that the last run did not reach, and keep its results")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no mutant of a group after so many")
+    parser.add_argument("--write", action="store_true", help="write docs/mutants.md from the results in --out, and run nothing")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.write:
+        (ROOT / "docs" / "mutants.md").write_text(report.page(args.out, list(GROUPS)))
+        return 0
+    for name in args.groups:
+        pid = os.fork()  # Each group collects its tests in a fresh process that has torch already.
+        if not pid:
+            os._exit(0 if run_group(name, args) else 1)
+        if os.waitpid(pid, 0)[1]:
+            return 1
+    return 0
+
+
+_terminal = os.dup(1)
+
+if __name__ == "__main__":
+    hypothesis.settings.register_profile(
+        "mutants",
+        database=None,
+        derandomize=True,
+        print_blob=False,
+        phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+    )
+    hypothesis.settings.load_profile("mutants")
+    sys.exit(main())
