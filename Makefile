@@ -11,7 +11,7 @@ CLIENTS ?= $(OUT)/clients/venvs
 PROGRAMS = pipelining accelerate transformers peft lightning trl torchao
 TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 
-.PHONY: demo test test-all patches upstream matrix clients lint clean
+.PHONY: demo test test-all fuzz patches upstream matrix clients lint clean
 demo: $(READY)
 	rm -rf $(OUT)/checkpoint
 	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
@@ -22,6 +22,12 @@ test: $(READY)
 
 test-all: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q test
+
+# Random models and random DTensor programs, thousands of each, against one process: overnight. CASES and SEED choose others.
+CASES ?= 10000
+SEED ?= 100000
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python test/fuzz/run.py --cases $(CASES) --seed $(SEED) --json $(OUT)/fuzz.json
 
 # The patch series, made from the package's sources and upstream/core.
 patches: $(READY)
