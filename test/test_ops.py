@@ -282,6 +282,8 @@ def check_partial_beside_ragged():
         assert copied.placements == x.placements
         assert torch.equal(copied.full_tensor(), torch.full((6,), 3.0))
     torch.testing.assert_close(torch.exp(x).full_tensor(), torch.full((6,), 3.0).exp())
+    assert "a Partial tensor must be reduced first" in error_of(x.fill_, 3.0)  # A sum of fills is another value.
+    assert torch.equal(x.zero_().full_tensor(), torch.zeros(6))
 
 
 def uneven(values):
