@@ -16,13 +16,14 @@ from typing import Any
 
 import fuzz_dtensor
 import fuzz_fsdp
+import fuzz_training
 import torch.distributed as dist
-from fuzz_training import Training
+from torch.distributed.tensor import debug
 
 from torch_ragged.fsdp.comm._collectives import Reduction
 from torch_ragged.fsdp.core import _gradients
 
-__all__ = ["KINDS", "PLANTS", "describe", "run_case", "run_seeds", "size_of"]
+__all__ = ["KINDS", "PLANTS", "describe", "forget_meshes", "run_case", "run_seeds", "size_of"]
 
 KINDS = {"fsdp": fuzz_fsdp, "dtensor": fuzz_dtensor}
 REFUSALS = (
@@ -49,7 +50,7 @@ def run_case(kind: str, seed: int) -> tuple[str, str]:
     case = KINDS[kind].random_case(seed)
     try:
         if kind == "fsdp":
-            digest, details = Training(case).run(), ""
+            digest, details = fuzz_training.Training(case).run(), ""
         else:
             digest, details = fuzz_dtensor.run_program(case)
     except Exception as error:
@@ -75,6 +76,13 @@ def run_seeds(kind: str, seeds: Any, plant: str = "") -> list[tuple[int, str, st
             if status == "failed":
                 break
     return results
+
+
+def forget_meshes() -> None:
+    """Drop what has the meshes of a process group that is destroyed."""
+    fuzz_training._meshes.clear()
+    fuzz_dtensor._meshes.clear()
+    debug._clear_sharding_prop_cache()
 
 
 # -- planted defects ---------------------------------------------------------------------------------------------------------

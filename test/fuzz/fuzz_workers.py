@@ -52,6 +52,7 @@ def _worker(pipe: Connection, stacks: str, path: list[str]) -> None:
                 break
         dist.barrier() if status != "failed" else None
         dist.destroy_process_group()
+        fuzz_case.forget_meshes()
         pipe.send(None)
 
 
