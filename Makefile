@@ -13,7 +13,7 @@ TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 
 MUTANTS = $(if $(ALL),--all,--sample $(or $(SAMPLE),15) --seed $(or $(SEED),0))
 
-.PHONY: demo test test-all mutants patches upstream matrix clients lint clean
+.PHONY: demo test test-all fuzz mutants patches upstream matrix clients lint clean
 demo: $(READY)
 	rm -rf $(OUT)/checkpoint
 	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
@@ -30,6 +30,12 @@ test-all: $(READY)
 mutants: $(READY)
 	$(BIN)/python test/mutants/run.py $(GROUPS) $(MUTANTS) --out $(OUT)/mutants
 	$(BIN)/python test/mutants/run.py --write --out $(OUT)/mutants
+
+# Random models and random DTensor programs, thousands of each, against one process: overnight. CASES and SEED choose others.
+CASES ?= 10000
+SEED ?= 100000
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python test/fuzz/run.py --cases $(CASES) --seed $(SEED) --json $(OUT)/fuzz.json
 
 # The patch series, made from the package's sources and upstream/core.
 patches: $(READY)

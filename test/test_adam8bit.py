@@ -232,6 +232,18 @@ def _poisoned(params):
 ROUNDED = {"dtype": torch.bfloat16, "stochastic_rounding": True}
 
 
+def test_a_parameter_that_is_not_contiguous():
+    values, results = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), []
+    for initial in (values.clone(), values.t().contiguous().t()):
+        param = nn.Parameter(initial)
+        optimizer = make([param])
+        for _ in range(2):
+            param.pow(2).sum().backward()
+            optimizer.step()
+        results.append(param.detach())
+    assert torch.equal(*results) and not torch.equal(results[0], values)
+
+
 def _check_ranks(mesh_shape, plain, rounded, linear, poisoned):
     for kind in ("rows", "columns"):
         assert_same(_train_aligned(kind, mesh_shape), plain, kind)

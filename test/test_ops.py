@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from common import error_of, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard
@@ -273,6 +273,19 @@ def check_grad_scaler():
             assert torch.equal(parameter.detach().full_tensor(), torch.full((8, 6), 0.0 if bad is None else 1.0)), bad
 
 
+def check_partial_beside_ragged():
+    """Copies have the contributions, whose sum is the value. Other ops reduce first."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    mine, placements = torch.full((3,), 1.0 + mesh.get_local_rank(0)), [Partial(), RaggedShard((0,), (1, 1))]
+    x = DTensor.from_local(mine, mesh, placements, shape=torch.Size([6]), stride=(1,), run_check=False)
+    for copied in (x.detach(), x.clone(), x.detach().requires_grad_().clone()):
+        assert copied.placements == x.placements
+        assert torch.equal(copied.full_tensor(), torch.full((6,), 3.0))
+    torch.testing.assert_close(torch.exp(x).full_tensor(), torch.full((6,), 3.0).exp())
+    assert "a Partial tensor must be reduced first" in error_of(x.fill_, 3.0)  # A sum of fills is another value.
+    assert torch.equal(x.zero_().full_tensor(), torch.zeros(6))
+
+
 def uneven(values):
     return distribute_tensor(values, init_device_mesh("cpu", (4,)), [RaggedShard((0,), (1, 2, 0, 5))])
 
@@ -323,6 +336,9 @@ class OpsTest(unittest.TestCase):
 
     def test_a_deep_copy_is_a_tensor_of_its_own(self):
         run_ranks(4, check_deep_copy)
+
+    def test_copies_of_a_partial_keep_its_contributions(self):
+        run_ranks(4, check_partial_beside_ragged)
 
     def test_repr_shows_the_placement(self):
         run_ranks(4, check_repr)

@@ -21,6 +21,8 @@ __all__ = ["family_rule", "pointwise_rule"]
 
 aten = torch.ops.aten
 
+_KEEPS_VALUES = ("detach", "alias", "clone")  # The contributions of ranks to a Partial may stay as they are.
+
 Wanted = tuple[tuple[Placement, ...], "torch.Size | None"]
 
 
@@ -86,7 +88,7 @@ def _leader(call: OpCall, specs: Any) -> Spec:
     if any(has_ragged_rows(spec.placements) for spec in ragged):
         raise NoLocalWay("strided views can only run as rows")
     leader = specs[0] if call.is_inplace or not ragged else ragged[0]
-    if any(isinstance(p, Partial) for p in leader.placements):
+    if call.name not in _KEEPS_VALUES and any(isinstance(p, Partial) for p in leader.placements):
         raise NoLocalWay("a Partial tensor must be reduced first")
     shape = torch.broadcast_shapes(*(spec.shape for spec in specs)) if ragged else leader.shape
     if tuple(shape) != tuple(leader.shape):

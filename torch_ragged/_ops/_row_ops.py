@@ -97,6 +97,8 @@ def row_rule(call: OpCall) -> Sharding:
     if call.argument("beta", 1) == 0:
         raise NoLocalWay("beta=0 is not supported: the kernel would still check the shape of the first argument")
     leader = specs[0] if call.is_inplace else ragged[0]
+    if call.name == "fill_" and any(isinstance(p, Partial) for p in leader.placements):
+        raise NoLocalWay("each rank would contribute the value to a Partial tensor")  # Torch's own rule lets it.
     rows = rows_of(leader)
     if rows is None:
         raise NoLocalWay("ranks do not hold whole rows")

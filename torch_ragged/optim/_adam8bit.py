@@ -288,7 +288,7 @@ class Adam8bit(RaggedOptimizer):
         state["step"] = torch.tensor(0.0, dtype=torch.float32)
         for name, _ in _MOMENTS:
             if not layout.is_blocked:
-                state[name] = torch.zeros_like(param, dtype=torch.float32)
+                state[name] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
                 continue
             grid = self.policy.grid(tuple(param.shape))
             if isinstance(param, DTensor):

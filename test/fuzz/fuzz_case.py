@@ -1,0 +1,122 @@
+"""One case on this rank: its result as text, for both kinds. Also defects that are planted, to see that they are found."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import pprint
+import re
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import fuzz_dtensor
+import fuzz_fsdp
+import fuzz_training
+import torch.distributed as dist
+from torch.distributed.tensor import debug
+
+from torch_ragged.fsdp.comm._collectives import Reduction
+from torch_ragged.fsdp.core import _gradients
+
+__all__ = ["KINDS", "PLANTS", "describe", "forget_meshes", "run_case", "run_seeds", "size_of"]
+
+KINDS = {"fsdp": fuzz_fsdp, "dtensor": fuzz_dtensor}
+REFUSALS = (
+    "needs a slot that another one uses",
+    "which keeps parameters gathered",
+    "set_persistent_buffers",
+    "is cut unevenly by",
+    "cannot choose memory or collectives",
+)
+
+
+def size_of(kind: str, seed: int) -> int:
+    """How many ranks a case needs."""
+    return KINDS[kind].size_of(seed)
+
+
+def describe(kind: str, seed: int) -> str:
+    """A case as text."""
+    return pprint.pformat(KINDS[kind].random_case(seed), width=140, compact=True, sort_dicts=False)
+
+
+def run_case(kind: str, seed: int) -> tuple[str, str]:
+    """Run a case on all ranks. Returns ``ok``, ``refused`` or ``failed``, and details."""
+    case = KINDS[kind].random_case(seed)
+    try:
+        if kind == "fsdp":
+            digest, details = fuzz_training.Training(case).run(), ""
+        else:
+            digest, details = fuzz_dtensor.run_program(case)
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))[-6000:]
+        clear = not isinstance(error, AssertionError) and any(re.search(known, str(error)) for known in REFUSALS)
+        return ("refused" if clear else "failed"), text
+    if seed % 50 == 0:
+        gc.collect()  # Models are in cycles. It takes as long as several cases.
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    if len(set(digests)) > 1:
+        return "failed", f"ranks have different values: {digests}"
+    return "ok", details
+
+
+def run_seeds(kind: str, seeds: Any, plant: str = "") -> list[tuple[int, str, str]]:
+    """Run cases one after the other, up to the first failure: (seed, status, details) of each."""
+    results = []
+    with planted(plant):
+        for seed in seeds:
+            status, details = run_case(kind, seed)
+            results.append((seed, status, details))
+            if status == "failed":
+                break
+    return results
+
+
+def forget_meshes() -> None:
+    """Drop what has the meshes of a process group that is destroyed."""
+    fuzz_training._meshes.clear()
+    fuzz_dtensor._meshes.clear()
+    debug._clear_sharding_prop_cache()
+
+
+# -- planted defects ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def planted(defect: str) -> Iterator[None]:
+    """A defect of the package, for a test of these tests."""
+    for name in ("torch_ragged", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    if not defect:
+        yield
+        return
+    target, attribute, wrong = PLANTS[defect]()
+    right = getattr(target, attribute)
+    setattr(target, attribute, wrong)
+    try:
+        yield
+    finally:
+        setattr(target, attribute, right)
+
+
+def _wrong_divisor() -> tuple[Any, str, Any]:
+    return _gradients, "Reduction", lambda: dataclasses.replace(Reduction(), divisor=1.0)
+
+
+def _hang(seed: int) -> Any:
+    while True:
+        threading.Event().wait(60)
+
+
+def _endless() -> tuple[Any, str, Any]:
+    return fuzz_dtensor, "random_case", _hang
+
+
+PLANTS = {"divisor": _wrong_divisor, "hang": _endless}

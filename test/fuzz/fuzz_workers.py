@@ -1,0 +1,150 @@
+"""Worker processes for the fuzzers: many cases per process, a time limit per case, and fresh processes after a failure."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+__all__ = ["Workers"]
+
+_START = 120.0  # Seconds in which processes import torch and connect.
+_PATIENCE = 10.0  # Seconds for the other ranks after one of them has failed.
+
+
+def _worker(pipe: Connection, stacks: str, path: list[str]) -> None:
+    sys.path[:0] = [entry for entry in path if entry not in sys.path]
+    torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
+    import fuzz_case
+
+    gc.collect()
+    gc.freeze()  # Modules stay: later collections need not look at them.
+
+    while (task := pipe.recv()) is not None:
+        rank, size, port, kind, seeds, plant = task
+        timeout = datetime.timedelta(seconds=300)  # The parent's limit is shorter.
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.barrier()
+        pipe.send((None, "ready", ""))
+        for seed in seeds:
+            try:
+                ((_, status, details),) = fuzz_case.run_seeds(kind, [seed], plant)
+            except BaseException:
+                status, details = "failed", traceback.format_exc()
+            pipe.send((seed, status, details))
+            if status == "failed":
+                break
+        dist.barrier() if status != "failed" else None
+        dist.destroy_process_group()
+        fuzz_case.forget_meshes()
+        pipe.send(None)
+
+
+class Workers:
+    """A pool of processes that run batches of cases as ranks of a fresh gloo group.
+
+    Args:
+        limit: seconds that a case may take. A case that takes longer hangs, which is a failure: the processes are killed.
+    """
+
+    def __init__(self, limit: float = 60.0) -> None:
+        self.limit = limit
+        self._workers: list[tuple[Any, Connection, str]] = []
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End all processes."""
+        for process, _, stacks in self._workers:
+            process.kill()
+            process.join()
+            os.unlink(stacks)
+        self._workers.clear()
+
+    def run(self, kind: str, seeds: Iterable[int], size: int, plant: str = "") -> Iterator[tuple[int, str, str]]:
+        """Yield (seed, status, details) of each case: ``ok``, ``refused``, ``failed`` or ``hangs``."""
+        left = list(seeds)
+        while left:
+            for seed, status, details in self._batch(kind, left[:], size, plant):
+                left.remove(seed)
+                yield seed, status, details
+
+    def _start(self, size: int) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        context = mp.get_context("spawn")
+        while len(self._workers) < size:
+            ours, theirs = context.Pipe()
+            handle, stacks = tempfile.mkstemp(prefix="fuzz-stacks-")
+            os.close(handle)
+            process = context.Process(target=_worker, args=(theirs, stacks, sys.path[:]), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours, stacks))
+
+    def _batch(self, kind: str, seeds: list[int], size: int, plant: str) -> Iterator[tuple[int, str, str]]:
+        self._start(size)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        members = self._workers[:size]
+        for rank, (_, pipe, _) in enumerate(members):
+            pipe.send((rank, size, store.port, kind, seeds, plant))
+        pipes = [pipe for _, pipe, _ in members]
+        self._answers(pipes, _START)
+        for seed in seeds:
+            answers = self._answers(pipes, self.limit)
+            texts = [answer[2] for answer in answers.values()]
+            states = {answer[1] for answer in answers.values()}
+            if len(answers) == size and len(states) == 1 and "failed" not in states:
+                yield seed, states.pop(), texts[0]
+                continue
+            details = "\n".join(dict.fromkeys(f"[{answer[1]}] {answer[2]}" for answer in answers.values() if answer[2]))
+            missing = [rank for rank in range(size) if rank not in answers]
+            if missing:
+                details += f"\nranks without an answer: {missing}\n" + self._stacks(missing)
+            status = "failed" if "failed" in states or len(states) > 1 else "hangs"
+            if missing or states != {"failed"} or len(self._answers(pipes, _PATIENCE)) < size:
+                self.stop()  # If all ranks raised, they are free, and a new process group is enough.
+            yield seed, status, details
+            return
+        self._answers(pipes, self.limit)
+
+    def _answers(self, pipes: list[Connection], limit: float) -> dict[int, Any]:
+        """What each rank answers, up to the limit; after a failure, the other ranks have little time."""
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + limit
+        while len(answers) < len(pipes) and (left := deadline - time.monotonic()) > 0:
+            for ready in wait([pipe for rank, pipe in enumerate(pipes) if rank not in answers], timeout=left):
+                rank = pipes.index(ready)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = pipes[rank].recv()
+                except (EOFError, ConnectionError):
+                    answers[rank] = (-1, "failed", f"rank {rank} died")
+                if answers[rank] is not None and answers[rank][1] == "failed":
+                    deadline = min(deadline, time.monotonic() + _PATIENCE)
+        return answers
+
+    def _stacks(self, ranks: list[int]) -> str:
+        """Where ranks wait: the newest frames of their threads."""
+        texts = []
+        for rank in ranks:
+            process, _, stacks = self._workers[rank]
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+                process.join(0.5)  # It writes; a live process does not end.
+            with open(stacks) as file:
+                texts.append(f"rank {rank}:\n" + file.read()[-4000:])
+        return "\n".join(texts)

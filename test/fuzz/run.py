@@ -1,0 +1,117 @@
+"""Run random cases: ``python test/fuzz/run.py --cases 1000 --seed 0 --kind both --json out/fuzz.json``.
+
+``--replay SEED --kind fsdp`` runs one case again, and prints it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
+BATCH = 150  # Seeds in a row, of which those of one size share a process group.
+
+
+def batches_of(kind: str, seeds: list[int]) -> list[tuple[str, int, list[int]]]:
+    """Seeds of equal size together: (kind, size, seeds). A part of a run has done the first seeds."""
+    from fuzz_case import size_of
+
+    batches = []
+    for start in range(0, len(seeds), BATCH):
+        by_size: dict[int, list[int]] = {}
+        for seed in seeds[start : start + BATCH]:
+            by_size.setdefault(size_of(kind, seed), []).append(seed)
+        batches += [(kind, size, mine) for size, mine in sorted(by_size.items())]
+    return batches
+
+
+def run(kinds: list[str], cases: int, seed: int, limit: float, report: dict[str, Any], path: str | None) -> None:
+    """Run ``cases`` cases, split over ``kinds``; print failures, and write ``report`` after each batch."""
+    from fuzz_case import describe
+    from fuzz_workers import Workers
+    from tqdm import tqdm
+
+    work = []
+    for index, kind in enumerate(kinds):
+        count = cases // len(kinds) + (index < cases % len(kinds))
+        work += batches_of(kind, list(range(seed, seed + count)))
+        report["kinds"][kind] = {"seeds": [seed, seed + count - 1], "cases": 0, "counts": Counter(), "operations": Counter()}
+        report["kinds"][kind]["done"] = []
+    workers, start = Workers(limit), time.monotonic()
+    with tqdm(total=cases, unit="case", mininterval=1.0, disable=None) as bar:
+        for kind, size, seeds in work:
+            mine = report["kinds"][kind]
+            for number, status, details in workers.run(kind, seeds, size):
+                mine["cases"] += 1
+                mine["done"].append(number)
+                mine["counts"][status] += 1
+                for name, value in re.findall(r"(operations|refused|torch) (\d+)", details if kind == "dtensor" else ""):
+                    mine["operations"][name] += int(value)
+                if status not in ("ok", "refused"):
+                    report["failures"].append({"kind": kind, "seed": number, "status": status, "details": details[-8000:]})
+                    print(f"\n{'=' * 100}\n{kind} seed {number} {status}:\n{describe(kind, number)}\n{details}", flush=True)
+                    print(f"replay: python test/fuzz/run.py --kind {kind} --replay {number}", flush=True)
+                elif status == "refused":
+                    mine.setdefault("refusals", Counter())[details.strip().splitlines()[-1][:160]] += 1
+                bar.update()
+                bar.set_postfix(failures=len(report["failures"]))
+            report["seconds"] = round(time.monotonic() - start, 1)
+            if path:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                Path(path).write_text(json.dumps(compact(report), indent=1) + "\n")
+    workers.stop()
+
+
+def compact(report: dict[str, Any]) -> dict[str, Any]:
+    """The report with ranges in place of long lists of seeds."""
+    kinds = {}
+    for kind, found in report["kinds"].items():
+        ranges: list[list[int]] = []
+        for seed in sorted(found["done"]):
+            if ranges and seed == ranges[-1][1] + 1:
+                ranges[-1][1] = seed
+            else:
+                ranges.append([seed, seed])
+        kinds[kind] = {**found, "done": " ".join(f"{a}-{b}" for a, b in ranges)}
+    return {**report, "kinds": kinds}
+
+
+def main() -> int:
+    """Returns 1 if a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=100, help="how many, of all kinds together")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--kind", choices=("fsdp", "dtensor", "both"), default="both")
+    parser.add_argument("--json", help="write the report to this file")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds per case; a longer one hangs")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="run this case only, and print it")
+    options = parser.parse_args()
+    import torch
+
+    kinds = ["fsdp", "dtensor"] if options.kind == "both" else [options.kind]
+    report: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    report |= {"cpus": os.cpu_count(), "command": " ".join(["python", *sys.argv]), "kinds": {}, "failures": []}
+    if options.replay is not None:
+        from fuzz_case import describe
+
+        options.cases, options.seed = len(kinds), options.replay
+        for kind in kinds:
+            print(f"{kind} seed {options.replay}:\n{describe(kind, options.replay)}")
+    run(kinds, options.cases, options.seed, options.limit, report, options.json)
+    counts = {kind: dict(found["counts"]) for kind, found in report["kinds"].items()}
+    rate = sum(found["cases"] for found in report["kinds"].values()) / report["seconds"]
+    print(f"{counts}, {report['seconds']} s, {rate:.1f} cases/s; failures: {[f['seed'] for f in report['failures']]}")
+    return 1 if report["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
