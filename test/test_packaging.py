@@ -18,7 +18,7 @@ import torch_ragged
 
 ROOT = Path(__file__).parents[1]
 
-USER = '''
+USER = """
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,7 +36,7 @@ state = checkpoint.TrainState(model, optimizer)
 checkpoint.save("out", state)
 plan = transfer.plan(model, model)
 rounds: int = plan.rounds
-'''
+"""
 WRONG = '\nmodel_or_text: int = RaggedShard((0,), "1, 2")\n'
 
 
@@ -45,7 +45,7 @@ def run(*command, cwd=None):
 
 
 def environment_with_a_wheel(folder):
-    """An environment in which the package lies in site-packages, as after ``pip install``; the wheel's path, the interpreter."""
+    """An environment in which the package lies in site-packages, as after ``pip install``."""
     folder = Path(folder)
     shutil.copytree(ROOT / "torch_ragged", folder / "source/torch_ragged", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
