@@ -1,0 +1,54 @@
+"""Sphinx's settings: ``make docs`` builds the site of these pages in out/docs."""
+
+from pathlib import Path
+
+import torch_ragged
+
+HERE = Path(__file__).parent
+
+project = "torch_ragged"
+author = "the torch_ragged authors"
+copyright = "2026, the torch_ragged authors"
+version = release = torch_ragged.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+exclude_patterns = ["_build"]
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 4
+# These pages are written elsewhere. As long as one is missing, a link to it is no error.
+LATER = ("running", "reliability", "mutants")
+suppress_warnings = ["toc.empty_glob", "config.cache"]
+if not all((HERE / f"{name}.md").exists() for name in LATER):
+    suppress_warnings.append("myst.xref_missing")
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+python_use_unqualified_type_names = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+maximum_signature_line_length = 88
+add_module_names = False
+
+html_theme = "pydata_sphinx_theme"
+html_title = f"torch_ragged {release}"
+html_static_path = ["_static"]
+html_css_files = ["torch_ragged.css"]
+html_show_sourcelink = False
+html_theme_options = {
+    "navbar_align": "left",
+    "header_links_before_dropdown": 7,
+    "show_prev_next": True,
+    "secondary_sidebar_items": ["page-toc"],
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "navigation_with_keys": False,
+    "pygments_light_style": "tango",
+    "pygments_dark_style": "monokai",
+}
+html_context = {"default_mode": "light"}
