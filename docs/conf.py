@@ -22,6 +22,7 @@ myst_heading_anchors = 4
 LATER = [name for name in ("running", "reliability", "mutants") if not (HERE / f"{name}.md").exists()]
 suppress_warnings = ["config.cache", *(["myst.xref_missing"] if LATER else [])]
 
+highlight_language = "none"  # Blocks without a language are output, or drawings.
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -41,7 +42,7 @@ html_css_files = ["torch_ragged.css"]
 html_show_sourcelink = False
 html_theme_options = {
     "navbar_align": "left",
-    "header_links_before_dropdown": 7,
+    "header_links_before_dropdown": 5,
     "show_prev_next": True,
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": ["copyright"],
@@ -55,8 +56,9 @@ html_context = {"default_mode": "light"}
 
 def leave_out_missing_pages(app: Any, name: str, source: list[str]) -> None:
     """Take pages that are not written yet out of the contents."""
-    if name == "index":
-        source[0] = "\n".join(line for line in source[0].split("\n") if line.rstrip("*") not in LATER)
+    gone = {f"<{page}>" for page in LATER} | {f"]({page}.md)" for page in LATER}
+    if name in ("start", "operate", "background"):
+        source[0] = "\n".join(line for line in source[0].split("\n") if not any(mark in line for mark in gone))
 
 
 def setup(app: Any) -> None:
