@@ -1,7 +1,7 @@
 """Writes docs/errors.md, every error message of the package, from its raise statements: ``python docs/make_errors.py --write``.
 
-``--check`` only compares. What the messages of a part mean, and what to do, is written in ``AREAS`` and ``HINTS`` below; a part without
-an area, and a hint that fits no message any more, are errors.
+``--check`` only compares. What the messages of a part mean, and what to do, is written in error_areas.py. A part that it leaves
+out, and a hint that fits no message any more, are errors.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PAGE = ROOT / "docs/errors.md"
 INTRODUCTION = """\
 # Every error message
 
-This page is for a reader who has an error and searches for its text. `<name>` stands for a value that the message contains. It is made from the
-raise statements of the package by `make errors`; [troubleshooting](troubleshooting.md) has what to do about runs that hang, are slow or
-need too much memory.
+This page is for a reader who has an error and searches for its text. `<name>` stands for a value that the message has.
+`make errors` makes the page from the raise statements of the package; [troubleshooting](troubleshooting.md) is about
+runs that hang, are slow or need too much memory.
 
-A wrong collective call raises before any rank changes anything. If a call is wrong on some ranks only, these ranks raise the error below, and the
-others raise one that begins with the name of the call and `failed on`, and has the ranks and their errors.
+A wrong collective call raises before any rank changes anything. If a call is wrong on some ranks only, these ranks raise the
+error below, and the others raise one that begins with the name of the call and `failed on`, and has the ranks and their errors.
 """
 
 

@@ -1,4 +1,4 @@
-"""Draws docs/buffer.svg, the life of a buffer: ``python docs/make_picture.py``. Plain rectangles and text, plain hex colours."""
+"""Draws docs/buffer.svg, the life of a buffer: ``python docs/make_picture.py``. Rectangles and text, plain hex colours."""
 
 from __future__ import annotations
 

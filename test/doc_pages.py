@@ -1,12 +1,12 @@
-"""Runs pages of the documentation as a reader would: scripts are saved, commands are run, other Python code runs block after block.
+"""Runs pages of the documentation as a reader would: scripts are saved, commands are run, other code runs block after block.
 
-Code on a page may need names that a reader has already, such as ``model``. A comment of HTML, which no reader sees, sets them up::
+Code on a page may need names that a reader has already, such as ``model``. A comment of HTML sets them up::
 
     <!-- ranks: 2
     model = nn.Linear(4, 4)
     -->
 
-It stands before the first block that needs them. A block that cannot run has a comment ``<!-- not run: the reason -->`` before it.
+It stands before the first block that needs them. A block that cannot run has ``<!-- not run: the reason -->`` before it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -14,13 +15,18 @@ import pytest
 from common import run_ranks
 from doc_pages import code_of, run_code
 
+from torch_ragged.fsdp import fully_shard
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 LATER = {"running.md", "reliability.md", "mutants.md"}
 """Pages that are written elsewhere: links to them are right also as long as they are missing."""
 
-PUBLIC = ("torch_ragged", *(f"torch_ragged.{name}" for name in "fsdp optim checkpoint transfer debug granularity integrations".split()))
+PUBLIC = (
+    "torch_ragged",
+    *(f"torch_ragged.{name}" for name in "fsdp optim checkpoint transfer debug granularity integrations".split()),
+)
 
 
 def pages_with_code():
@@ -32,7 +38,7 @@ def pages_with_code():
 def entries():
     """The names that the API reference has an entry for, with their modules."""
     text = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.rst"))
-    return set(re.findall(r"^\.\. (?:auto\w+|py:data)::\s+([\w.]+)$", text, re.MULTILINE))
+    return set(re.findall(r"^\.\. (?:auto\w+|py:data)::\s+([\w.]+)(?:\(.*\))?$", text, re.MULTILINE))
 
 
 def links(path):
@@ -113,6 +119,12 @@ class ReferenceTest(unittest.TestCase):
             module, _, name = entry.rpartition(".")
             if module in PUBLIC:
                 self.assertIn(name, importlib.import_module(module).__all__)
+
+    def test_the_signature_of_fully_shard_is_whole(self):
+        """Sphinx would show those of its overloads, without arguments."""
+        shown = re.search(r"fully_shard\((.*)\)$", (DOCS / "api/fsdp.rst").read_text(), re.MULTILINE)[1]
+        names = [part.partition("=")[0].strip() for part in shown.split(",")]
+        self.assertEqual([name for name in names if name != "*"], list(inspect.signature(fully_shard).parameters))
 
     def test_the_page_of_errors_has_every_error_of_the_package(self):
         errors = load("make_errors")

@@ -113,8 +113,8 @@ def checkpoint_callback(folder: str | Path | None = None) -> Any:
             are not told.
 
     The methods of the callback raise ``ValueError`` if the model of the ``Trainer`` is not sharded by torch_ragged, or if
-    accelerate shards it. They raise ``CheckpointError`` if the checkpoint has no such folder, belongs to another checkpoint than
-    the one that is resumed, or does not fit the model; no parameter was changed then.
+    accelerate shards it. They raise ``CheckpointError`` if the checkpoint has no such folder, belongs to another checkpoint
+    than the one that is resumed, or does not fit the model; no parameter was changed then.
 
     Collectives: those of ``torch_ragged.checkpoint.save`` and ``load``, and one broadcast of a name when training begins.
     """
