@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import functools
 import re
 import textwrap
 from collections.abc import Iterator
@@ -82,8 +83,13 @@ def text_of(node: ast.expr) -> str:
     return ""
 
 
-def messages() -> Iterator[Message]:
+@functools.cache
+def messages() -> tuple[Message, ...]:
     """Every error of the package that is raised with a text of its own."""
+    return tuple(_messages())
+
+
+def _messages() -> Iterator[Message]:
     for path in sorted(PACKAGE.rglob("*.py")):
         module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
         tree = ast.parse(path.read_text())
