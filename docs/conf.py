@@ -1,7 +1,10 @@
 """Sphinx's settings: ``make docs`` builds the site of these pages in out/docs."""
 
+import re
 from pathlib import Path
 from typing import Any
+
+from sphinx.pycode import ModuleAnalyzer
 
 import torch_ragged
 
@@ -25,7 +28,7 @@ suppress_warnings = ["config.cache", *(["myst.xref_missing"] if LATER else [])]
 highlight_language = "none"  # Blocks without a language are output, or drawings.
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_typehints_format = "fully-qualified"  # "short" leaves a ~ before types inside of others.
+autodoc_typehints_format = "short"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 python_use_unqualified_type_names = True
 napoleon_google_docstring = True
@@ -61,5 +64,15 @@ def leave_out_missing_pages(app: Any, name: str, source: list[str]) -> None:
         source[0] = "\n".join(line for line in source[0].split("\n") if not any(mark in line for mark in gone))
 
 
+def shorten_types(app: Any, what: str, name: str, object: Any, options: Any, signature: str, result: str) -> tuple[str, str]:
+    """``Generator`` for ``~torch._C.Generator``, also inside of other types, where Sphinx leaves the whole name."""
+    short = [re.sub(r"~?\b(?:[a-z_]\w*\.)+([A-Z]\w*)", r"\1", text) if text else text for text in (signature, result)]
+    return short[0], short[1]
+
+
 def setup(app: Any) -> None:
+    analyzer = ModuleAnalyzer.for_module("torch_ragged.fsdp._fully_shard")
+    analyzer.analyze()
+    analyzer.overloads.pop("fully_shard")  # Or they would be shown in place of the signature in api/fsdp.rst.
+    app.connect("autodoc-process-signature", shorten_types)
     app.connect("source-read", leave_out_missing_pages)
