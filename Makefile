@@ -1,10 +1,12 @@
-# make demo, make test: on a fresh machine each makes .venv itself. VENV=path uses an environment of yours, and keeps its
-# torch; TORCH=2.15.0 chooses the torch to install (2.13.0 has a small CPU build).
+# make demo, make test, make docs: on a fresh machine each makes .venv itself and installs only what it needs. VENV=path uses
+# an environment of yours, and keeps its torch; TORCH=2.15.0 chooses the torch to install (2.13.0 has a small CPU build).
 VENV ?= .venv
 TORCH ?= 2.13.0
 PYTHON ?= python3
 BIN = $(VENV)/bin
 READY = $(VENV)/.torch_ragged
+DEMO_READY = $(VENV)/.torch_ragged-demo
+DOCS_READY = $(VENV)/.torch_ragged-docs
 OUT ?= out
 VENVS ?= $(OUT)/venvs
 CLIENTS ?= $(OUT)/clients/venvs
@@ -13,8 +15,8 @@ TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 
 MUTANTS = $(if $(ALL),--all,--sample $(or $(SAMPLE),15) --seed $(or $(SEED),0))
 
-.PHONY: demo test test-all fuzz mutants patches upstream matrix clients lint clean
-demo: $(READY)
+.PHONY: demo docs errors test test-all fuzz mutants patches upstream matrix clients lint clean
+demo: $(DEMO_READY)
 	rm -rf $(OUT)/checkpoint
 	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
 	$(TORCHRUN) --nproc-per-node 2 examples/train_moe.py --steps 120 --resume $(OUT)/checkpoint --out $(OUT)
@@ -31,11 +33,19 @@ mutants: $(READY)
 	$(BIN)/python test/mutants/run.py $(GROUPS) $(MUTANTS) --out $(OUT)/mutants
 	$(BIN)/python test/mutants/run.py --write --out $(OUT)/mutants
 
-# Random models and random DTensor programs, thousands of each, against one process: overnight. CASES and SEED choose others.
-CASES ?= 10000
-SEED ?= 100000
+# Random models and random DTensor programs, thousands of each, against one process: overnight. CASES=10000 and
+# SEED=100000 choose others.
 fuzz: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python test/fuzz/run.py --cases $(CASES) --seed $(SEED) --json $(OUT)/fuzz.json
+	OMP_NUM_THREADS=1 $(BIN)/python test/fuzz/run.py --cases $(or $(CASES),10000) --seed $(or $(SEED),100000) --json $(OUT)/fuzz.json
+
+# The site: out/docs/index.html. Warnings and broken links between pages are errors.
+docs: $(DOCS_READY)
+	$(BIN)/python docs/make_errors.py --check
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs $(OUT)/docs
+
+# docs/errors.md, made from the raise statements of the package.
+errors: $(READY)
+	$(BIN)/python docs/make_errors.py --write
 
 # The patch series, made from the package's sources and upstream/core.
 patches: $(READY)
@@ -73,11 +83,14 @@ lint: $(READY)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
-$(READY): setup.py
+$(READY): EXTRA = dev
+$(DEMO_READY): EXTRA = demo
+$(DOCS_READY): EXTRA = docs
+$(READY) $(DEMO_READY) $(DOCS_READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install torch==$(TORCH)
-	$(BIN)/python -m pip install -e ".[dev]"
+	$(BIN)/python -m pip install -e ".[$(EXTRA)]"
 	touch $@
 
 clean:
-	rm -rf $(OUT) build *.egg-info
+	rm -rf $(OUT) build dist *.egg-info

@@ -2,19 +2,22 @@
 
     torchrun --nproc-per-node 4 examples/elastic.py --steps 6
 
-A second model trains on all ranks, without interruption, on the same batches. At the end both are compared: they differ only by
-the rounding of float32, since gradients are summed in another order. If they differ by more, the program ends with an error.
+A second model trains on all ranks, without interruption, on the same batches. At the end both are compared: they differ
+only by the rounding of float32, since gradients are summed in another order. If they differ by more, the program ends with
+an error. Both curves are drawn to out/elastic.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from example_tools import start, write_curves
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from tqdm import tqdm
 
 from torch_ragged.fsdp import fully_shard, reshard_to
 from torch_ragged.optim import Muon, matrix_groups
@@ -84,6 +87,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=4, help="optimizer steps on each mesh (default: %(default)s)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of the weights (default: %(default)s)")
+    add("--out", type=Path, default=Path("out"), help="folder of elastic.png (default: %(default)s)")
     return parser.parse_args(argv)
 
 
@@ -92,6 +96,7 @@ def train(args: argparse.Namespace, meshes: list[DeviceMesh]) -> tuple[list[floa
     elastic, steady = Run(meshes[0], args.optimizer, args.seed), Run(meshes[0], args.optimizer, args.seed)
     losses: list[float] = []
     expected: list[float] = []
+    bar = tqdm(total=len(meshes) * args.steps, disable=dist.get_rank() > 0)
     for mesh in meshes:
         if mesh is not elastic.mesh:
             elastic.go_to(mesh)
@@ -100,9 +105,11 @@ def train(args: argparse.Namespace, meshes: list[DeviceMesh]) -> tuple[list[floa
         for _ in range(args.steps):
             losses.append(elastic.step(len(losses)))
             expected.append(steady.step(len(expected)))
+            bar.update()
             if dist.get_rank() == 0:
                 text = f"step {len(losses):3} on {mesh.size()} ranks: loss {losses[-1]:.6f}, uninterrupted {expected[-1]:.6f}"
-                print(f"{text}, bytes of shards {shards}")
+                tqdm.write(f"{text}, bytes of shards {shards}")
+    bar.close()
     pairs = zip(elastic.model.parameters(), steady.model.parameters())
     differences = [(a.full_tensor() - b.full_tensor()).abs().max().item() for a, b in pairs]  # type: ignore[attr-defined]
     return losses, expected, max(differences)
@@ -110,9 +117,7 @@ def train(args: argparse.Namespace, meshes: list[DeviceMesh]) -> tuple[list[floa
 
 def main() -> None:
     args = parse_args()
-    dist.init_process_group("gloo")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
-    ranks = dist.get_world_size()
+    _, ranks = start()
     if ranks < 2 or BATCH % ranks or BATCH % (ranks - 1) or args.steps < 1:
         dist.destroy_process_group()
         raise SystemExit(f"elastic: --steps {args.steps} on {ranks} ranks: expected at least 1 step, on 2, 3 or 4 ranks")
@@ -121,6 +126,10 @@ def main() -> None:
     worst = max(abs(a - b) for a, b in zip(losses, expected)) / expected[0]
     if dist.get_rank() == 0:
         print(f"largest difference to the uninterrupted run: {worst:.1e} of the first loss; of a parameter {difference:.1e}")
+        steps = range(1, len(losses) + 1)
+        curves = {"elastic": (steps, losses), "uninterrupted": (steps, expected)}
+        marks = {f"{ranks - 1}_ranks": args.steps + 0.5, f"{ranks}_ranks_again": 2 * args.steps + 0.5}
+        write_curves(args.out / "elastic.png", f"{args.optimizer} on {ranks} ranks, fewer, and all again", curves, **marks)
     dist.destroy_process_group()
     if not worst < LIMITS[args.optimizer]:  # On all ranks: losses are equal there.
         raise SystemExit(f"elastic: losses differ by {worst:.1e} of the first one, expected less than {LIMITS[args.optimizer]}")

@@ -292,7 +292,9 @@ def reason_of(tally: Tally) -> str:
         return ""
     text = max(tally.texts, key=lambda t: tally.texts[t])
     found = re.match(r"(\S+) is not supported on a DTensor with RaggedShard placements:? ?(.*?) \(got ", text)
-    return f"`{found[1]}`: {found[2]}" if found else text.split(". ")[0].split(", need to")[0][:150]
+    return (
+        f"`{found[1]}`: {found[2]}" if found else text.split(". ")[0].split(", need to")[0][:150].replace("](", "]\\(")
+    )  # No link.
 
 
 def table(tallies: dict[str, Tally], command: str) -> str:
@@ -323,7 +325,7 @@ def table(tallies: dict[str, Tally], command: str) -> str:
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {n} | {t.equal} | {t.local} | {t.error} | {reason_of(t).replace('|', '/')} |" for n, t in sorted(taken.items())
+        f"| `{n}` | {t.equal} | {t.local} | {t.error} | {reason_of(t).replace('|', '/')} |" for n, t in sorted(taken.items())
     ]
     return "\n".join(lines) + "\n"
 

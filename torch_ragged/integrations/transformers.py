@@ -112,10 +112,9 @@ def checkpoint_callback(folder: str | Path | None = None) -> Any:
         folder: the checkpoint that ``trainer.train`` resumes from, if it is not ``checkpoint-N`` in ``output_dir``: callbacks
             are not told.
 
-    The methods of the callback raise:
-        ValueError: the model of the ``Trainer`` is not sharded by torch_ragged, or accelerate shards it.
-        CheckpointError: the checkpoint has no such folder, it belongs to another checkpoint than the one that is resumed, or
-            it does not fit the model. No parameter was changed.
+    The methods of the callback raise ``ValueError`` if the model of the ``Trainer`` is not sharded by torch_ragged, or if
+    accelerate shards it. They raise ``CheckpointError`` if the checkpoint has no such folder, belongs to another checkpoint
+    than the one that is resumed, or does not fit the model; no parameter was changed then.
 
     Collectives: those of ``torch_ragged.checkpoint.save`` and ``load``, and one broadcast of a name when training begins.
     """
