@@ -21,6 +21,15 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         others are as they were.
         """,
     ),
+    "A rank died, or does not answer": (
+        ("_peers", "_store"),
+        """
+        A collective failed. `torch_ragged.PeerError` begins with the collective and its parameters, and then names the
+        ranks: `rank 2 died: process 4711 on host a has ended`, `rank 2 is stopped`, `rank 2 is not reachable`, or
+        `rank 2 lives and has not answered`. Read the log of these ranks, mend the cause, and restart the run from its
+        last checkpoint. [Running](running.md) says how soon ranks find out.
+        """,
+    ),
     "fully_shard(): arguments": (
         (
             "fsdp",
@@ -180,9 +189,6 @@ HINTS: dict[str, str] = {
     "which has no forward: shard its members": "A `ModuleList` or `ModuleDict` is such a module.",
     "is tied to <sharded_originals>": "Call `fully_shard` on the module that has both, and on neither of its parts before.",
     "became a root when it ran its forward": "A validation that calls `model.backbone(x)` before `model(x)` does this.",
-    "called no module within": (
-        "A rank skipped a module, or its process has ended. Modules that ranks may skip need `optional=True`."
-    ),
     "FSDP does not support deepcopy": "Build the model again, and load its `state_dict()`.",
     "on the meta device: materialise all parameters before forward": (
         "The names in the message are those that are still missing."
