@@ -205,7 +205,8 @@ def _entry(name: str, entry: Any, stored: dict[MetadataIndex, Any]) -> TensorSto
     fields = _fields(entry, "TensorStorageMetadata")
     properties = fields.get("properties")
     state = properties.state if isinstance(properties, _Made) and properties.kind == "TensorProperties" else None
-    if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[0], torch.dtype):
+    # Since torch 2.15, the sixth item is the strides, or None.
+    if not isinstance(state, tuple) or len(state) not in (5, 6) or not isinstance(state[0], torch.dtype):
         raise ValueError(f"{name} has no dtype")
     size, dtype = _size(fields.get("size"), f"size of {name}"), state[0]
     chunks = [_chunk(name, chunk, size, dtype, stored) for chunk in _typed(fields.get("chunks"), list, f"chunks of {name}")]
@@ -213,7 +214,13 @@ def _entry(name: str, entry: Any, stored: dict[MetadataIndex, Any]) -> TensorSto
         raise ValueError(f"{name} has two chunks at the same offset")
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
         raise ValueError(f"the chunks of {name} do not have the {math.prod(size)} elements of the tensor")
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+    found = TensorProperties(dtype=dtype)
+    strides = state[5] if state[5:] else None
+    if strides is not None and hasattr(found, "strides"):
+        found.strides = tuple(_int(each, f"stride of {name}") for each in _typed(strides, tuple, f"strides of {name}"))
+        if len(found.strides) != len(size):
+            raise ValueError(f"{name} of shape {tuple(size)} has strides {found.strides}")
+    return TensorStorageMetadata(found, size, chunks)
 
 
 def _chunk(
