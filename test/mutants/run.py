@@ -60,6 +60,8 @@ class Session:
         while waiting or running:
             if time.monotonic() - began > 60 * self.args.minutes:
                 waiting.clear()
+                if not running:
+                    break
             while waiting and len(running) < self.args.jobs:
                 mutant = waiting.pop()
                 names = self._order(mutant, reached)
