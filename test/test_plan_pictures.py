@@ -189,6 +189,23 @@ class AdviceTest(TestCase):
             self.assertEqual(remedies(layout, limit, 4), expected)
         self.assertGreater(min(mended, best), 20)
 
+    def test_finer_blocks_step_by_step(self):
+        w, v = rows(8).tensor_spec("w", (4, 8, 6)), rows(2).tensor_spec("v", (9,))
+        layout = plan_layout([w, v, tensor().tensor_spec("t", (3, 4)), rows(8).tensor_spec("n", (20,))], 5, 1)
+        self.assertEqual(
+            [remedy.text for remedy in _finer(layout)],
+            [
+                "blocks of 4 rows instead of blocks of 8 rows for w and 1 more",
+                "blocks of 2 rows instead of blocks of 8 rows for w and 1 more",
+                "blocks of 1 row instead of blocks of 8 rows for w, cuts anywhere instead of blocks of 2 rows for v, "
+                "cuts anywhere instead of blocks of 8 rows for n",
+                "blocks of 1 row instead of blocks of 8 rows for w, cuts anywhere instead of blocks of 2 rows for v, "
+                "blocks of 1 row instead of whole tensors for t, cuts anywhere instead of blocks of 8 rows for n",
+                "cuts anywhere instead of blocks of 8 rows for w and 1 more, cuts anywhere instead of blocks of 2 rows for v, "
+                "cuts anywhere instead of whole tensors for t",
+            ],
+        )
+
     def test_which_sizes_are_tried(self):
         layout = plan_layout([spec((100, 3), 9)], 100, 1)
         sizes = [int(remedy.text.removeprefix("FSDP size ")) for remedy in _smaller_sizes(layout)]

@@ -13,6 +13,7 @@ import torch
 from torch_ragged._ownership import owned
 from torch_ragged.fsdp import BufferLayout, TensorSpec, blocks, elements, plan_layout, rows, tensor
 from torch_ragged.fsdp.layout import _planner as planner
+from torch_ragged.fsdp.layout._interleave import interleaved_order
 from torch_ragged.fsdp.layout._packing import Kind, place
 from torch_ragged.fsdp.plan import ModelPlanner, granularity_policy, load_model
 
@@ -157,6 +158,7 @@ class PlannerTest(unittest.TestCase):
                 "a: its 201 elements contain a whole shard, which must be a multiple of 8",
             ),
             ([spec(60, 6, "a"), spec(4, 2)], 6, 12, "10 pieces of 6 elements on 6 ranks: 2 on some rank"),
+            ([spec(4, 4, "a"), spec(4, 4, "b"), spec(6, 6, "c")], 2, 8, "7 pieces of 2 elements on 2 ranks: 4 on some rank"),
             ([spec(6, 2, "a")], 2, 4, "3 pieces of 2 elements on 2 ranks: 2 on some rank"),
         ):
             layout = plan_layout(tensors, ranks)
@@ -176,6 +178,52 @@ class PlannerTest(unittest.TestCase):
         for _, order in planner._sorted_orders(kinds):
             shard = planner.smallest_shard([kinds[i] for i in order], 256, 64, layout.lower_bound)
             self.assertGreater(shard, layout.shard_numel)
+
+    def test_interleaved_orders(self):
+        """The same on every machine: ranks plan apart."""
+        for tensors, ranks, shard, expected in (
+            ("12/6 6/6 6/1 6/6 6/4 4/1", 3, 14, [4, 2, 5, 1, 3, 0]),
+            ("12/6 6/6 6/1 6/6 6/4 4/1", 3, 15, [4, 1, 2, 0, 5, 3]),
+            ("6/4 10/6 6/4 6/4 12/6 4/4", 5, 9, None),
+            ("6/4 10/6 6/4 6/4 12/6 4/4", 5, 10, [5, 1, 4, 0, 2, 3]),
+            ("6/6 4/4 10/1 20/6 4/4 10/6", 5, 12, [3, 2, 5, 1, 4, 0]),
+            ("6/6 4/4 10/1 20/6 4/4 10/6", 5, 13, [1, 2, 3, 4, 0, 5]),
+            ("4/4 20/4 4/4 12/6 20/6 20/6 12/1 20/6", 4, 28, [6, 3, 1, 4, 5, 7, 0, 2]),
+            ("10/4 4/4 30/6 12/4 30/1 4/4 4/4", 4, 24, [4, 2, 1, 5, 6, 0, 3]),
+            ("12/6 10/10 12/4 4/4 20/4 30/10 10/4", 2, 49, None),
+            ("12/6 10/10 12/4 4/4 20/4 30/10 10/4", 2, 50, [5, 3, 2, 4, 6, 1, 0]),
+            ("20/6 10/6 12/6 20/6 10/6 30/6 30/10 10/4", 5, 30, [6, 0, 1, 2, 3, 4, 5, 7]),
+            ("6/4 30/6 4/4 12/6 12/1 30/6 4/4 4/4 20/6", 4, 31, [1, 4, 2, 6, 3, 5, 7, 8, 0]),
+            ("12/1 10/4 10/10 12/10 6/6", 4, 13, [4, 0, 1, 2, 3]),
+        ):
+            kinds = [Kind.of(spec(*map(int, one.split("/")))) for one in tensors.split()]
+            order = interleaved_order(kinds, ranks, shard)
+            self.assertEqual(order, expected)
+            if order is not None:
+                self.assertIsNotNone(place([kinds[i] for i in order], ranks, shard))
+        self.assertIsNone(interleaved_order([Kind.of(spec(20, block)) for block in range(1, 10)], 2, 1000))  # Nine classes.
+
+    def test_what_the_search_tries(self):
+        three = [Kind.of(spec(*one)) for one in ((60, 6), (40, 10), (9, 1))]
+        self.assertEqual(planner._round_shards(three, 4, 20, 90), [20, 24, 28, 32, 36, 40])
+        self.assertEqual(planner._round_shards(three, 1, 20, 26), [20, 22, 24])
+        self.assertEqual(planner._steps(three, 4, 40), [4, 12, 20, 60])
+        self.assertEqual(planner._steps(three, 4, 41), [4, 12])
+        six = [Kind.of(spec(*one)) for one in ((70, 2), (70, 3), (70, 5), (70, 7), (77, 11), (78, 13))]
+        self.assertEqual(planner._steps(six, 1, 20), [1, 2, 6, 30, 210, 2310, 30030])  # Prefixes: too many for all subsets.
+        self.assertEqual(len(planner._steps(six[:5], 1, 20)), 32)
+        orders = {
+            "block ascending": [0, 3, 1, 2],
+            "block descending": [1, 2, 3, 0],
+            "size descending": [1, 3, 2, 0],
+            "size ascending": [0, 2, 3, 1],
+            "block ascending, size descending": [0, 3, 1, 2],
+        }
+        four = [Kind.of(spec(*one)) for one in ((5, 1), (9, 3), (7, 3), (8, 2))]
+        self.assertEqual(list(planner._sorted_orders(four)), list(orders.items()))
+        twice = [Kind.of(spec(*one)) for one in ((5, 1), (9, 3), (5, 1))]
+        self.assertEqual(list(planner._distinct_orders(twice)), [[0, 2, 1], [0, 1, 2], [1, 0, 2]])
+        self.assertEqual((planner._permutations(twice), planner._permutations(four)), (3, 24))
 
     def test_placements_own_what_the_layout_says(self):
         rng = random.Random(2)
@@ -209,6 +257,7 @@ class PlannerTest(unittest.TestCase):
         self.assertEqual(layout.bound_fraction, (2 * 8 - 13) / 13)
         self.assertEqual(layout.granularity_fraction, 2 * (12 - 8) / 13)  # Single elements would take 2 shards of 8.
         self.assertEqual(layout.gaps(), ((0, 4), (12, 15), (20, 24)))
+        self.assertEqual([tuple(layout.placement(i).local_units) for i in range(3)], [(8, 0), (1, 0), (0, 5)])
         self.assertEqual([layout.local_range(0, rank) for rank in (0, 1)], [(0, 8), (8, 8)])
         self.assertEqual([layout.local_range(2, rank) for rank in (0, 1)], [(0, 0), (0, 5)])
         self.assertEqual(
@@ -218,11 +267,20 @@ class PlannerTest(unittest.TestCase):
         empty = BufferLayout((spec(0, 1, "e"),), (0,), 4, 2, 4, 4, "", "given")
         self.assertEqual((empty.padding_fraction, empty.bound_fraction, empty.granularity_fraction), (8, 8, 0))
         self.assertEqual(empty.gaps(), ((0, 8),))
+        one = BufferLayout((spec(1, 1, "o"),), (0,), 4, 2, 4, 4, "", "given")
+        self.assertEqual((one.padding_fraction, one.bound_fraction, one.granularity_fraction), (7, 7, 0))
+
+    def test_a_tensor_that_starts_after_a_gap_in_the_next_shard(self):
+        first = Kind.of(spec(6, 1))
+        for numel, block, ranks, shard, offset in ((9, 5, 3, 7, 9), (30, 5, 4, 10, 10), (13, 5, 3, 7, None), (12, 5, 3, 7, 9)):
+            offsets = None if offset is None else [0, offset]
+            self.assertEqual(place([first, Kind.of(spec(numel, block))], ranks, shard), offsets)
 
     def test_a_shard_size_that_is_not_smaller_is_not_found(self):
         kinds = [Kind.of(spec(4, 1))]
         found = [planner.smallest_shard(kinds, 2, 1, 1, below) for below in (None, 1, 2, 3)]
         self.assertEqual(found, [2, None, None, 2])
+        self.assertIsNone(planner.smallest_shard(kinds, 2, 4, 1, 3))
 
     def test_a_layout_checks_each_constraint(self):
         good = dict(tensors=(spec(8, 4, "a"), spec(4, 1, "b")), offsets=(0, 8), shard_numel=8, ranks=2)
@@ -237,7 +295,7 @@ class PlannerTest(unittest.TestCase):
             (dict(shard_numel=7), "must be a positive multiple of alignment 4, got 7"),
             (dict(offsets=(0,)), "got 2 tensors and 1 offsets"),
             (dict(tensors=fused, offsets=(1,)), r"element 7, inside a block of 2 elements \(blocks are counted anew every 3"),
-            (dict(tensors=(spec(20, 3, "a"),), offsets=(2,), ranks=3), "cuts a at element 14, inside a block of 3 elements"),
+            (dict(tensors=(spec(20, 3, "a"),), offsets=(2,), ranks=3), "cuts a at element 14, inside a block of 3 elements$"),
             (
                 dict(tensors=(spec(20, 3, "a"),), offsets=(4,), shard_numel=6, ranks=4, alignment=1),
                 "shard boundary 1 cuts a at element 2",

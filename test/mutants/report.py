@@ -79,6 +79,7 @@ def page(out: Path, groups: list[str]) -> str:
             f"| {answer['group']} | {answer['total']} | {share} | {n['caught']} | {n['survived']} | {n['equivalent']} | "
             f"{_rate(n)} |"
         )
+    rows += [f"| {name} | | not run yet | | | | |" for name in groups if name not in {answer["group"] for answer in answers}]
     dates, versions = ({answer[field] for answer in answers} for field in ("date", "torch"))
     machine = f"{os.cpu_count()} cores ({platform.machine()})"
     text = [_HEAD, *rows, "", f"Measured on {', '.join(sorted(dates))} with torch {', '.join(sorted(versions))}, {machine}."]

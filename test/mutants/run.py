@@ -60,6 +60,8 @@ class Session:
         while waiting or running:
             if time.monotonic() - began > 60 * self.args.minutes:
                 waiting.clear()
+                if not running:
+                    break
             while waiting and len(running) < self.args.jobs:
                 mutant = waiting.pop()
                 names = self._order(mutant, reached)
@@ -237,7 +239,9 @@ def _key(result: dict[str, Any]) -> tuple[str, str, str, str]:
 def run_group(name: str, args: argparse.Namespace) -> bool:
     sources = [Source(ROOT, file) for file in files_of(ROOT, name)]
     every = {mutant.key: mutant for source in sources for mutant in source.mutants}
-    mutants, kept, path = _chosen(sources, args), [], args.out / f"{name}.json"
+    mutants, path = _chosen(sources, args), args.out / f"{name}.json"
+    before: list[dict[str, Any]] = []
+    kept: list[dict[str, Any]] = []
     if (args.again or args.more) and path.exists():
         before = [result for result in json.loads(path.read_text())["mutants"] if _key(result) in every]
         kept = [result for result in before if args.more or result["outcome"].startswith("caught")]
@@ -264,6 +268,8 @@ def run_group(name: str, args: argparse.Namespace) -> bool:
     ]
     if pytest.main([*options, *files], plugins=[session]) not in (0, 5):
         return False
+    run = {_key(result) for result in kept + session.results}
+    results = kept + session.results + [result for result in before if _key(result) not in run]
     answer = {
         "group": name,
         "total": len(every),
@@ -271,7 +277,7 @@ def run_group(name: str, args: argparse.Namespace) -> bool:
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "seconds": round(time.monotonic() - began),
-        "mutants": kept + session.results,
+        "mutants": results,
     }
     path.write_text(json.dumps(answer, indent=1) + "\n")
     _say(f"{name}: {report.line(answer)} in {answer['seconds']} s")
