@@ -263,7 +263,7 @@ class Training:
         names = [name for name, _ in leaves_of(self.case["tree"])]
         handle = self.model.get_submodule(names[int(action["choice"] * len(names))]).register_forward_hook(attach)
         try:
-            output = self.forward(False, self.number, self.rank)
+            output = self.forward(False, self.number, 0)  # On all ranks alike: branches decide what has a gradient.
             if output.requires_grad:
                 output.sum().backward()
                 if "set_manual_backward_finalization" in self.case["knobs"]:
