@@ -185,7 +185,8 @@ class Training:
     def forward(self, plain: bool, number: int, rank: int, empty: bool = False) -> torch.Tensor:
         model, context = (self.plain, self.plain_context) if plain else (self.model, self.context)
         x, context.flags, context.ids = self.batch(number, rank, empty)
-        return model(x)
+        # Else a rank whose branch is frozen would have no backward, and ranks that have one would wait for it.
+        return model(x.requires_grad_(torch.is_grad_enabled()))
 
     def do_train(self, action: dict[str, Any]) -> None:
         model, micro, manual = self.model, action["micro"], "set_manual_backward_finalization" in self.case["knobs"]
