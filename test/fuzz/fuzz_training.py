@@ -185,7 +185,8 @@ class Training:
     def forward(self, plain: bool, number: int, rank: int, empty: bool = False) -> torch.Tensor:
         model, context = (self.plain, self.plain_context) if plain else (self.model, self.context)
         x, context.flags, context.ids = self.batch(number, rank, empty)
-        return model(x)
+        # Else a rank whose branch is frozen would have no backward, and ranks that have one would wait for it.
+        return model(x.requires_grad_(torch.is_grad_enabled()))
 
     def do_train(self, action: dict[str, Any]) -> None:
         model, micro, manual = self.model, action["micro"], "set_manual_backward_finalization" in self.case["knobs"]
@@ -263,7 +264,7 @@ class Training:
         names = [name for name, _ in leaves_of(self.case["tree"])]
         handle = self.model.get_submodule(names[int(action["choice"] * len(names))]).register_forward_hook(attach)
         try:
-            output = self.forward(False, self.number, self.rank)
+            output = self.forward(False, self.number, 0)  # On all ranks alike: branches decide what has a gradient.
             if output.requires_grad:
                 output.sum().backward()
                 if "set_manual_backward_finalization" in self.case["knobs"]:
