@@ -280,6 +280,7 @@ class Training:
 
     def forget(self) -> None:
         """What an interrupted pass has added is dropped: in ``.grad``, and in buffers of the model."""
+        self.reshard()  # zero_grad() reaches registered parameters only, as with FSDP2.
         for each in (self.model, self.plain):
             each.zero_grad()
         self.match_buffers()
