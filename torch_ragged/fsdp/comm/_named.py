@@ -58,7 +58,7 @@ class NamedCollectives:
 
     Attributes:
         inner: as above; it may be replaced.
-        number: of the group among those of its process group, in the order of construction.
+        number: of the group among those of its process group; 0 before :meth:`take_number`.
         fqn: the name of the group's module; empty before the root's first forward.
     """
 
@@ -75,9 +75,16 @@ class NamedCollectives:
         self._mesh, self._shards, self._replicas = mesh, shards, replicas
         self._own_parameters, self._layout = parameters, layout
         self._is_debug = is_debug()
-        # All ranks of a mesh make its groups in the same order. Before the root's first forward, groups have no other name.
-        key = shards or replicas
-        self.number = 0 if key is None else next(_groups.setdefault(key, itertools.count(1)))
+        self.number = 0
+
+    def take_number(self) -> None:
+        """Take the next number of the process group. Ranks call this when they have agreed on the group, in the same order.
+
+        Before the root's first forward, groups have no other name that tells them apart.
+        """
+        key = self._shards or self._replicas
+        if key is not None:
+            self.number = next(_groups.setdefault(key, itertools.count(1)))
 
     def ranks(self) -> list[int]:
         """The global ranks of the mesh."""

@@ -45,6 +45,14 @@ def state_of(module: nn.Module) -> FSDPState | None:
     return module.__dict__.get(STATE)
 
 
+def _numbered(groups: list[FSDPParamGroup]) -> list[FSDPParamGroup]:
+    """``groups``, with numbers that are equal on all ranks. One rank may make a memory report alone: its groups get none."""
+    for group in groups:
+        if not group.plan.runs_on_meta:
+            group.named.take_number()
+    return groups
+
+
 class FSDPState(PipelineState):
     """The state of one module, or of several modules that share their groups, and the module hooks.
 
@@ -69,7 +77,7 @@ class FSDPState(PipelineState):
         is_optional: bool = False,
     ) -> None:
         self.is_optional = is_optional
-        self.modules, self.groups, self.mp_policy = tuple(modules), groups, mp_policy
+        self.modules, self.groups, self.mp_policy = tuple(modules), _numbered(groups), mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
@@ -136,7 +144,7 @@ class FSDPState(PipelineState):
         self.context.backward.close(
             "reshard_to has moved the parameters after this forward: run the forward again, then backward"
         )
-        self.groups, self.is_root = groups, False
+        self.groups, self.is_root = _numbered(groups), False
         self.calls.clear()
         self._in_backward, self._must_refresh, self._still_to_run = False, False, set(self.modules)
         self._owned_context = FSDPStateContext([self], is_initialized=False)
