@@ -146,7 +146,7 @@ class NeighbourCopiesTest(unittest.TestCase):
 
     def check_one_death(self, kind):
         for failure, lost, different, _ in self.run_world((2,), kind):
-            self.assertIn("RuntimeError", failure)
+            self.assertIn("PeerError", failure)
             self.assertEqual((lost, different), ("", False))
 
     @pytest.mark.slow

@@ -90,8 +90,11 @@ class Peers:
         Raises:
             CollectiveFailed: a rank has reported a failure, or is not reachable.
         """
+        current = peers_named.current_ranks()
         for peers in list(cls._known.values()):
-            if not peers._store.is_current:
+            # After a failure, the ranks that are left may go on with each other.
+            has_gone_on = peers._blame is not None and not (set(peers._blame[0]) or set(peers._ranks)) & current
+            if not peers._store.is_current or has_gone_on:
                 continue
             if peers._store.has("failed"):
                 raise CollectiveFailed("another rank has reported that a collective failed")
@@ -173,10 +176,22 @@ class peers_named:
     def __init__(self, collective: str, parameters: str, ranks: Callable[[], Sequence[int]]) -> None:
         self._collective, self._parameters, self._ranks = collective, parameters, ranks
 
+    _contexts = threading.local()
+
+    @classmethod
+    def current_ranks(cls) -> set[int]:
+        """The ranks of the innermost context of this thread."""
+        contexts = getattr(cls._contexts, "stack", None)
+        return set(contexts[-1]._ranks()) if contexts else set()
+
     def __enter__(self) -> None:
-        """Nothing: this runs for each collective."""
+        contexts = self._contexts
+        if not hasattr(contexts, "stack"):
+            contexts.stack = []
+        contexts.stack.append(self)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._contexts.stack.pop()
         if isinstance(error, RuntimeError) and not isinstance(error, PeerError) and is_of_backend(error):
             raise Peers.of(self._ranks()).error(self._collective, error, self._parameters) from error
 
