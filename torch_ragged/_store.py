@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -21,9 +21,6 @@ T = TypeVar("T")
 
 _LIMIT = 15.0  # Seconds.
 """How long a rank waits for the store's answer."""
-
-_LONGEST_PAUSE = 0.1  # Seconds.
-"""A wait for keys asks again after so long, and more often at its beginning."""
 
 
 class SharedStore:
@@ -68,13 +65,13 @@ class SharedStore:
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
         """Whether all ``keys`` were written within so many seconds."""
-        deadline, pause = time.monotonic() + seconds, 0.001
-        # The store's own wait() would write a warning to the log each time.
-        while not self.has(*keys):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        return _within(seconds + _LIMIT, lambda: self._wait(keys, seconds))
+
+    def _wait(self, keys: Sequence[str], seconds: float) -> bool:
+        try:
+            self._store.wait(list(keys), timedelta(seconds=seconds))
+        except RuntimeError:  # The time is over, or the store's host is gone: then check() raises.
+            return self._store.check(list(keys))
         return True
 
 
