@@ -52,6 +52,9 @@ class CallLog:
 
     If all ranks report the same call, they go on, and expect the calls that followed it in the last forward.
 
+    Ranks compare the roots that they run, too (:class:`_RootLog`), before a root's first all-gather. A forward that gathers
+    nothing, and makes the calls of the last one, is not compared: ranks may accumulate different numbers of passes.
+
     Args:
         ranks: the global ranks that must make the same calls.
         timeout: how long a rank waits for the reports of the others.
@@ -60,6 +63,7 @@ class CallLog:
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta, root: str) -> None:
         self._root, self._roots = root, _RootLog.of(ranks, timeout)
+        self._must_enter = False  # Whether a forward runs that the log of roots does not know.
         # The same number on all of these ranks, since they call their roots in the same order.
         self._set_up(ranks, timeout, next(_counts[dist.get_rank(), tuple(ranks)]))
 
@@ -77,9 +81,9 @@ class CallLog:
         self._used: list[str] = []  # Keys of the last report, which no rank reads any more.
 
     def start(self) -> None:
-        """A forward of the root begins. Raises as :meth:`add` does."""
-        self._roots.enter(self._root)
+        """A forward of the root begins."""
         self._start()
+        self._must_enter = True
 
     def _start(self) -> None:
         self._last, self._calls, self._next = self._calls, [], 0
@@ -91,15 +95,24 @@ class CallLog:
         """Whether the process group of this log still exists."""
         return self._store.is_current
 
+    def before_collective(self) -> None:
+        """This forward is about to issue a collective. Raises as :meth:`add` does, if ranks run different roots."""
+        if self._must_enter:
+            self._must_enter = False
+            self._roots.enter(self._root)
+
     def add(self, call: str) -> None:
         """A module is called. Without communication if the last forward had this call here.
 
         Raises:
             PeerError: another rank died, or made no call within the timeout.
-        RuntimeError: another rank makes another call.
+            RuntimeError: another rank makes another call.
         """
+        is_expected = self._next < len(self._last) and self._last[self._next] == call
+        if not is_expected:
+            self.before_collective()
         self._calls.append(call)
-        if self._next < len(self._last) and self._last[self._next] == call:
+        if is_expected:
             self._next += 1
             return
         self._agree(len(self._calls) - 1)
@@ -109,6 +122,7 @@ class CallLog:
     def finish(self) -> None:
         """The forward of the root ends. Raises as :meth:`add` does."""
         self.add(_END)
+        self._must_enter = False
 
     def check(self) -> None:
         """This rank has waited for long: if another rank has reported a call that this rank did not make, raise.
@@ -194,7 +208,7 @@ class _RootLog(CallLog):
         self._followed: dict[tuple[str, ...], str] = {}
 
     def enter(self, root: str) -> None:
-        """A root's forward begins. Raises as :meth:`add` does."""
+        """A root's forward is about to communicate. Raises as :meth:`add` does."""
         self._start()
         self._calls.append(root)
         if self._followed.get(self._before) != root:

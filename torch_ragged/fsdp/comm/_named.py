@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,7 @@ class NamedCollectives:
         inner: as above; it may be replaced.
         number: of the group among those of its process group; 0 before :meth:`take_number`.
         fqn: the name of the group's module; empty before the root's first forward.
+        before_all_gather: called before each all-gather; it may raise.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class NamedCollectives:
         self._own_parameters, self._layout = parameters, layout
         self._is_debug = is_debug()
         self.number = 0
+        self.before_all_gather: Callable[[], None] | None = None
 
     def take_number(self) -> None:
         """Take the next number of the process group. Ranks call this when they have agreed on the group, in the same order.
@@ -97,6 +99,8 @@ class NamedCollectives:
         return f"{self._own_parameters} in {self.fqn or f'group {self.number}'}"
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
+        if self.before_all_gather is not None and (group or self._shards) is not None:
+            self.before_all_gather()
         with self._compared("all-gather", [group or self._shards], shard, output):
             return self._named("all-gather", self.inner.all_gather(output, shard, group))
 

@@ -174,6 +174,8 @@ class FSDPState(PipelineState):
             if state.reshard_after_forward is None:
                 state.reshard_after_forward = True
         context.log, context.roll_call = call_log_of(states), roll_call_of(self.modules, states)
+        for group in context.groups:
+            group.named.before_all_gather = None if context.log is None else context.log.before_collective
         for name, module in (pair for root in self.modules for pair in root.named_modules()):
             if own := state_of(module):
                 own._set_name(name or "root")
@@ -261,6 +263,8 @@ class FSDPState(PipelineState):
         in_order = not context.backward.is_running and (self.is_root or context.in_forward)
         if not in_order or context.log is None:
             return own
+        if context.roll_call is not None:
+            context.log.before_collective()
         if self.is_optional:
             assert context.roll_call is not None
             return context.roll_call.meet((self, is_exit), stays_unsharded)
