@@ -15,7 +15,7 @@ __all__ = ["IN_TORCH", "is_upstream", "torch_name", "use_modules_of_torch"]
 IN_TORCH = {
     "torch_ragged._placement_extension": "torch.distributed.tensor._placement_extension",
     "torch_ragged._groups": "torch.distributed._named_groups",
-    "torch_ragged._register._torch": "torch.distributed.fsdp._ragged._torch",
+    "torch_ragged._register._torch": "torch.distributed.tensor._ragged._torch",
     "torch_ragged._kernels": "torch.distributed.fsdp._ragged._kernels",
     "torch_ragged.fsdp": "torch.distributed.fsdp._ragged",
     "torch_ragged": "torch.distributed.tensor._ragged",
