@@ -6,6 +6,7 @@ python test/reliability/report.py
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,19 +78,22 @@ def long_run(report: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"| {text} | {', '.join(map(str, growth[name]))} |" for name, text in names.items())]) + "\n"
 
 
-def fuzzing(report: Any) -> str:
+def fuzzing(reports: Sequence[dict[str, Any]]) -> str:
     lines = [
         "## Random programs",
         "",
-        "`make fuzz` makes random models, `fully_shard` calls and training sequences, and random programs of ragged DTensors,",
-        "and compares them with one process.",
+        "`make fuzz` makes random models, `fully_shard` calls and training sequences (fsdp), and random programs of ragged",
+        "DTensors (dtensor). Each is compared with the same program in one process. A refused case is one that both sides may not",
+        "run: it raised a clear error on all ranks. `--replay SEED` runs one again.",
         "",
-        "| torch | kind | cases | refused with a clear error | hangs | wrong results | seeds |",
-        "|---|---|---|---|---|---|---|",
+        "| torch | kind | cases | equal | refused | hangs | wrong or failed | seeds |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for run in report["runs"]:
-        cells = [run.get(key, "") for key in ("torch", "kind", "cases", "refused", "hangs", "wrong", "seeds")]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+    for report in reports:
+        for kind, found in report["kinds"].items():
+            counts, (first, last) = found["counts"], found["seeds"]
+            cells = [report["torch"], kind, found["cases"], *(counts.get(key, 0) for key in ("ok", "refused", "hangs", "failed"))]
+            lines.append(f"| {' | '.join(map(str, cells))} | {first} to {last} |")
     return "\n".join(lines) + "\n"
 
 
@@ -101,8 +105,8 @@ def main() -> None:
     parts[0] += "\n".join(map(row, rows)) + "\n" + TAIL
     if report := read("long_run.json"):
         parts.append(long_run(report))
-    if report := read("fuzz.json"):
-        parts.append(fuzzing(report))
+    if reports := [json.loads(path.read_text()) for path in sorted(DATA.glob("fuzz_*.json"))]:
+        parts.append(fuzzing(reports))
     (ROOT / "docs/reliability.md").write_text("\n".join(parts))
 
 
