@@ -83,17 +83,17 @@ def fuzzing(reports: Sequence[dict[str, Any]]) -> str:
         "## Random programs",
         "",
         "`make fuzz` makes random models, `fully_shard` calls and training sequences (fsdp), and random programs of ragged",
-        "DTensors (dtensor). Each is compared with the same program in one process. A refused case is one that both sides may not",
-        "run: it raised a clear error on all ranks. `--replay SEED` runs one again.",
+        "DTensors (dtensor). Each is compared with the same program in one process. A refused case raised a clear error on all",
+        "ranks. `--replay SEED` runs one again.",
         "",
         "| torch | kind | cases | equal | refused | hangs | wrong or failed | seeds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for report in reports:
         for kind, found in report["kinds"].items():
-            counts, (first, last) = found["counts"], found["seeds"]
-            cells = [report["torch"], kind, found["cases"], *(counts.get(key, 0) for key in ("ok", "refused", "hangs", "failed"))]
-            lines.append(f"| {' | '.join(map(str, cells))} | {first} to {last} |")
+            counts = [found["counts"].get(status, 0) for status in ("ok", "refused", "hangs", "failed")]
+            cells = [report["torch"], kind, found["cases"], *counts, "{} to {}".format(*found["seeds"])]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 
 
