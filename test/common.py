@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import gc
 import os
 import time
 import traceback
@@ -23,6 +24,8 @@ _LONGEST = 200.0  # seconds for a whole call; a rank that waits for another one 
 
 def _worker(rank: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # Later collections need not look at torch's modules.
     while True:
         task = pipe.recv()
         if task is None:
@@ -41,6 +44,9 @@ def _worker(rank: int, pipe: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             debug._clear_sharding_prop_cache()  # It holds meshes, whose groups are gone now.
+            # A group in a cycle keeps its connections open. Another rank, whose collective is left in flight after an error,
+            # would wait for its timeout when its own group is collected, in some later test.
+            gc.collect()
         pipe.send(answer)  # At last: the store is closed then.
 
 
