@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 _LIMIT = 15.0  # Seconds.
 """How long a rank waits for the store's answer."""
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05  # Seconds, between two questions of a wait.
 
 
 class SharedStore:
@@ -68,10 +70,13 @@ class SharedStore:
         return _within(seconds + _LIMIT, lambda: self._wait(keys, seconds))
 
     def _wait(self, keys: Sequence[str], seconds: float) -> bool:
-        try:
-            self._store.wait(list(keys), timedelta(seconds=seconds))
-        except RuntimeError:  # The time is over, or the store's host is gone: then check() raises.
-            return self._store.check(list(keys))
+        # The store's own wait prints two warnings each time that it ends without the keys.
+        deadline, pause = time.monotonic() + seconds, _SHORTEST_PAUSE
+        while not self._store.check(list(keys)):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
         return True
 
 
