@@ -99,7 +99,7 @@ def killed(call: str) -> Trial:
         victim, point = points[next(numbers) % len(points)]
         texts, seconds = kill_one(folder, 0, victim, call, point)
         # Each text must name the victim; the pattern of the kind cannot know its number.
-        named = [text if f"rank {victim} (" in text else f"the wrong rank: {text}" for text in texts.values()]
+        named = [text if f"rank {victim} died" in text else f"the wrong rank: {text}" for text in texts.values()]
         return Seen(named, seconds, value_in(folder / "run0") != 1, list(texts.values()).count("hangs"))
 
     return run
