@@ -181,6 +181,28 @@ def check_shard_placements():
     theirs.load_state_dict(ours.state_dict()), ours.load_state_dict(theirs.state_dict())
 
 
+class Nothing(nn.Module):
+    """Parameters without elements, and one with some."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.tall = nn.Parameter(torch.empty(0, 5)), nn.Parameter(torch.empty(5, 0))
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return (x @ self.wide).sum() + (x.new_ones(1, 5) @ self.tall).sum() + self.scale.sum()
+
+
+def check_nothing_is_cut_as_dtensor_cuts_it():
+    model = fully_shard(Nothing(), shard_placement_fn=lambda p: Shard(p.ndim - 1 if p.shape[0] == 0 else 0))
+    for param, whole in ((model.wide, torch.empty(0, 5)), (model.tall, torch.empty(5, 0))):
+        expected = distribute_tensor(whole, param.device_mesh, param.placements)
+        assert param.to_local().shape == expected.to_local().shape, (param.to_local().shape, expected.to_local().shape)
+        assert param.full_tensor().shape == whole.shape
+    model(torch.empty(2, 0)).backward()
+    assert model.wide.grad.full_tensor().shape == (0, 5) and model.scale.grad.full_tensor().tolist() == [1, 1, 1]
+
+
 def granular(param):
     return {2: rows(3), 1: None}[param.ndim]
 
@@ -486,6 +508,10 @@ class ConstructionTest(unittest.TestCase):
     def test_shard_placements_are_honoured(self):
         for size in (2, 3):
             run_ranks(size, check_shard_placements)
+
+    def test_parameters_without_elements_are_cut_as_dtensors(self):
+        for size in (2, 3):
+            run_ranks(size, check_nothing_is_cut_as_dtensor_cuts_it)
 
     def test_a_shard_placement_may_be_a_granularity(self):
         for size in (2, 3):

@@ -61,6 +61,7 @@ class Distribution:
         self.local_shape = tuple(local_of(param).shape)
         self.mesh, self._template = dp.place(param if isinstance(param, DTensor) else None)
         self._dp_dims, self._ranks = dp.spmd_dims, dp.ranks
+        self._rank = dp.rank if dp.is_member else dp.ranks  # Behind the last rank, there is nothing.
         if shard_dim is not None and not -len(self.local_shape) <= shard_dim < len(self.local_shape):
             raise InvalidArgument(
                 f"shard_placement_fn returned Shard({shard_dim}) for {fqn} of shape {tuple(self.shape)}: return Shard(d) with "
@@ -118,7 +119,9 @@ class Distribution:
         Concatenated along ``shard_dim``, they are the parameter.
         """
         assert self.shard_dim is not None
-        return [self._local(piece) for piece in flat.split(max(1, self._rows * self._row_numel))]
+        if not flat.numel():
+            return [flat.view(self.local_shape)]
+        return [self._local(piece) for piece in flat.split(self._rows * self._row_numel)]
 
     def sharded(self, flat: torch.Tensor, layout: BufferLayout, index: int) -> DTensor:
         """The sharded DTensor, as a view of ``flat``, which holds this rank's elements."""
@@ -135,8 +138,10 @@ class Distribution:
     def _local(self, flat: torch.Tensor) -> torch.Tensor:
         """The local tensor of a sharded parameter, as a view of ``flat``."""
         if self.shard_dim is not None:
-            shape = list(self.local_shape)
-            shape[self.shard_dim] = flat.numel() // max(1, self._row_numel)
+            shape, row = list(self.local_shape), self._row_numel
+            # Of a tensor without elements, too, each rank has a part of the dimension.
+            before = self._rank * self._rows
+            shape[self.shard_dim] = flat.numel() // row if row else min(max(shape[self.shard_dim] - before, 0), self._rows)
             return flat.view(shape)
         return flat if None in self._template else flat.view(self.local_shape)
 
