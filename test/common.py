@@ -6,6 +6,7 @@ import atexit
 import datetime
 import gc
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -24,8 +25,7 @@ _LONGEST = 200.0  # seconds for a whole call; a rank that waits for another one 
 
 def _worker(rank: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # Later collections need not look at torch's modules.
+    modules = 0
     while True:
         task = pipe.recv()
         if task is None:
@@ -47,6 +47,9 @@ def _worker(rank: int, pipe: Connection) -> None:
             # A group in a cycle keeps its connections open. Another rank, whose collective is left in flight after an error,
             # would wait for its timeout when its own group is collected, in some later test.
             gc.collect()
+            if len(sys.modules) > modules:
+                gc.freeze()  # Later collections need not look at modules.
+                modules = len(sys.modules)
         pipe.send(answer)  # At last: the store is closed then.
 
 

@@ -45,7 +45,7 @@ def check_row_of_a_training_step():
             assert (row["reduce_scatter_calls"], row["reduce_scatter_bytes"]) == (4, whole)
             assert (row["other_calls"], row["other_bytes"]) == (1, flags)
             check_times(row)
-            assert row["optimizer_s"] > 0 and row["tokens_per_s"] * row["step_s"] == 144 or step
+            assert row["optimizer_s"] > 0 and abs(row["tokens_per_s"] * row["step_s"] - 144) < 1e-6
             assert row["buffer_bytes"] == shards < row["buffer_peak_bytes"]  # Everything gathered is freed.
             assert row["memory_peak_bytes"] >= row["memory_reserved_bytes"] > 1e7
             assert "tokens/s, " in watch.postfix() and "% in collectives, peak " in watch.postfix()
