@@ -221,6 +221,8 @@ def check_placement_errors():
         error_of(BufferPlacements, (Shard(0),), (Replicate(),), (Shard(0),)),
         error_of(fully_shard, linear, mesh=mesh, placements=HIERARCHICAL),
         error_of(fully_shard, linear, mesh=square(), placements=ZERO2),
+        error_of(fully_shard, linear, mesh=mesh, placements="ZERO2"),
+        error_of(fully_shard, linear, mesh=mesh, orig_param_policy=rows(32)),
     ]
 
 
@@ -417,9 +419,9 @@ class PlacementsTest(unittest.TestCase):
 
     def test_unsupported_placements_are_refused(self):
         for errors in run_ranks(4, check_placement_errors):
-            for error, text in zip(
-                errors, ("is not supported; expected ZERO1", "with 2 dimensions", "with 1 dimensions"), strict=True
-            ):
+            texts = ["is not supported; expected ZERO1", "with 2 dimensions", "with 1 dimensions"]
+            texts += ["(placements=ZERO2)", "lambda name, parameter: rows(32)"]
+            for error, text in zip(errors, texts, strict=True):
                 self.assertIn(text, error)
 
     def test_neighbours_train_as_fsdp2s(self):

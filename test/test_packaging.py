@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -79,6 +80,16 @@ class PackagingTest(unittest.TestCase):
         self.assertEqual(len(scripts), 2)
         for module, function in scripts:
             self.assertTrue(callable(getattr(importlib.import_module(module), function)))
+
+    def test_a_command_line_ends_quietly_if_nobody_reads_on(self):
+        command = [sys.executable, "-m", "torch_ragged.fsdp.plan", "llama-3-70b", "--ranks", "8"]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+        process.stdout.close()  # As ``| head`` does after its last line.
+        with process.stderr:
+            self.assertEqual(process.stderr.read(), b"")
+        self.assertEqual(process.wait(timeout=60), 0)
 
     @pytest.mark.slow
     def test_a_wheel_has_what_a_registry_shows_and_its_types_are_seen_from_outside(self):

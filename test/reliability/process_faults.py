@@ -83,6 +83,8 @@ def raise_in_forward(rank: Rank) -> Any:
 def die_before(what: str) -> Callable[[Rank], Any]:
     def body(rank: Rank) -> Any:
         rank.ready()
+        if rank.rank == 2:
+            time.sleep(0.5)  # The other ranks may still be connecting.
         if rank.rank == 2 and what == "construction":
             os.kill(os.getpid(), signal.SIGKILL)
         model = make_model()

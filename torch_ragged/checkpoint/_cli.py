@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
+from torch_ragged._command_line import ends_quietly
 from torch_ragged.checkpoint._data import ObjectPlanner
 from torch_ragged.checkpoint._errors import CheckpointError, raise_on_all
 from torch_ragged.checkpoint._folder import resolve
@@ -29,6 +29,7 @@ __all__ = ["main"]
 _HIDDEN = {"objects", "per_rank", "rng"}  # Byte tensors of pickles and random states: not listed as tensors.
 
 
+@ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv``. Returns the exit code: 1 if a checkpoint is damaged or missing, or if two differ; or 0."""
     parser = argparse.ArgumentParser(
@@ -55,9 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 1
-    except BrokenPipeError:  # The reader of stdout, such as ``head``, has ended: Python must not flush to it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _inspect(path: Path, pattern: str, draw: bool) -> int:

@@ -120,7 +120,8 @@ def fully_shard(
             model parallelism, or is a trainable integer; ``reshard_after_forward`` does not divide the number of shards;
             ``mp_policy`` is a ``Float8Policy`` and ``placements`` keep parameters gathered; or ranks disagree.
         TypeError: ``module`` is not an ``nn.Module``, ``mesh`` is not a ``DeviceMesh``, ``reshard_after_forward`` is not a
-            bool, int or None, or ``orig_param_policy`` returns something other than a granularity.
+            bool, int or None, ``placements`` are no ``BufferPlacements``, ``orig_param_policy`` is no function, or it returns
+            something other than a granularity.
         PeerError: another rank died, or did not make this call within the timeout.
         RuntimeError: another rank raised.
     """
@@ -291,11 +292,17 @@ def _check_placements(mesh: DeviceMesh, dims: Any, placements: BufferPlacements 
     """Whether ``placements`` need more process groups than the mesh has.
 
     Raises:
+        TypeError: ``placements`` are no :class:`BufferPlacements`.
         ValueError: the mesh has another number of dimensions than ``placements``, or ``dp_mesh_dims`` is not supported.
     """
     ndim = mesh.ndim if dims is None else bool(dims.replicate_names) + bool(dims.shard_names)
     if placements is None:
         return False
+    if not isinstance(placements, BufferPlacements):
+        raise TypeError(
+            f"placements={placements!r} is a {type(placements).__name__}: pass ZERO1, ZERO2, ZERO3 or HIERARCHICAL, which "
+            "torch_ragged.fsdp has (placements=ZERO2)"
+        )
     if len(placements.optimizer) != ndim:
         raise ValueError(f"{placements} is for a mesh with {len(placements.optimizer)} dimensions, got {ndim} of {mesh}")
     if not placements.stay_gathered or ndim == 1:

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import torch
 
+from torch_ragged._command_line import ends_quietly
 from torch_ragged.fsdp import Granularity, blocks, elements, rows, tensor
 from torch_ragged.fsdp.layout._advice import advise
 from torch_ragged.fsdp.plan._drawing import draw_svg, draw_text
@@ -55,6 +56,7 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
+@ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool with the arguments ``argv`` (default: the command line's). Returns the exit status, 2 for bad input."""
     try:
