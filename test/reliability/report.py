@@ -20,9 +20,11 @@ What happens if something fails? `test/reliability/report.py` writes this page f
 
 ## Faults
 
-Each fault was injected into a small model that trains on {machine}, with torch {torch}; the commands are below the table.
+Each fault was injected into a small model that trains on {machine}, with torch {torch}; the commands are below the
+table.
 "Seconds" are from the fault to the error on a rank: the median over ranks and injections, and the longest. The timeout of
-collectives was 6 s. "Lost" counts injections after which the last complete checkpoint did not load.
+collectives was 6 s. Six scripts with other kinds of faults of processes ran side by side, so these times are of a busy machine.
+"Lost" counts injections after which the last complete checkpoint did not load.
 
 | fault | times | what the user saw | seconds | hangs | other outcomes | lost |
 |---|---|---|---|---|---|---|
