@@ -36,15 +36,15 @@ def newton_schulz(
     Args:
         matrices: (B, rows, columns), of any floating dtype; not changed.
         coefficients, steps, eps: ``ns_coefficients``, ``ns_steps`` and ``eps`` of ``torch.optim.Muon``.
-        batched: if True, one product for all matrices, and on CUDA half the work for symmetric products of large matrices
-            (:func:`~torch_ragged._kernels.symmetric.gram`). If False, one matrix after the other, with the kernels of
-            ``torch.optim.Muon``. On CPU both give equal bits. On a GPU the library may choose another kernel for another number
-            of matrices, so bits may differ.
+        batched: on CUDA, one product for all matrices, and half the work for symmetric products of large matrices
+            (:func:`~torch_ragged._kernels.symmetric.gram`). The library may choose another kernel for another number of
+            matrices, so bits may differ. If False, and always on CPU, one matrix after the other, with the kernels of
+            ``torch.optim.Muon``: the bits of a matrix do not depend on the other ones.
 
     Returns:
         (B, rows, columns) in bfloat16.
     """
-    if not batched and len(matrices) > 1:
+    if (not batched or matrices.is_cpu) and len(matrices) > 1:
         return torch.cat([newton_schulz(one, coefficients, steps, eps, batched) for one in matrices.split(1)])
     a, b, c = coefficients
     rows, columns = matrices.shape[-2:]
