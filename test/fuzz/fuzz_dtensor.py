@@ -8,6 +8,7 @@ add in another order, and no later operation uses them.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import traceback
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fuzz_ops import IN_PLACE, LISTS, PLAIN, ROUNDING, Skip
-from oracle import contributions, local_of, random_placement, reduced
+from oracle import _StridedShard, contributions, local_of, random_placement, reduced
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -74,9 +75,23 @@ def _placements(rng: random.Random, shape: tuple[int, ...], mesh: tuple[int, ...
             placements = normalize_placements(tuple(chosen), shape, mesh)
         except ValueError:
             continue
-        if has_ragged(placements) or not ragged:
+        if has_ragged(placements) or not (ragged or is_uneven(shape, mesh, placements)):
             return tuple(placements)
     return (Replicate(),) * len(mesh)
+
+
+def is_uneven(shape: tuple[int, ...], mesh: tuple[int, ...], placements: Any) -> bool:
+    """Whether a ``_StridedShard`` cuts a dimension unevenly, and all placements are torch's.
+
+    Then torch's own redistribution can fail, or return wrong values, on some of the ranks only.
+    """
+    if has_ragged(placements):
+        return False
+    for strided in (p for p in placements if isinstance(p, _StridedShard)):
+        ways = [ranks for ranks, p in zip(mesh, placements) if isinstance(p, (Shard, _StridedShard)) and p.dim == strided.dim]
+        if shape[strided.dim] % (math.prod(ways) * strided.split_factor):
+            return True
+    return False
 
 
 def run_program(case: dict[str, Any]) -> tuple[str, str]:
@@ -233,19 +248,29 @@ class Program:
         """The result of ``call``; None if it was refused clearly, or if DTensor fails alike without ragged placements."""
         self.done += 1
         saved = [q.detach().clone() for q in given or operands] if twin else []
+        result, error, text = None, None, ""
         try:
-            return call()
-        except Exception as error:
-            text = " ".join(str(error).split())
-            if any(clear in text for clear in CLEAR):
-                self.refused += 1
-                self.lines[-1] += "  -- refused"
-                return None
-            if not any(has_ragged(each.placements) for each in operands) or self.torch_fails(twin, saved):
-                self.torchs += 1
-                self.lines[-1] += f"  -- fails in torch, too: {text[:80]}"
-                return None
-            raise Wrong(f"{self.program()}\n{traceback.format_exc()[-3000:]}") from error
+            result = call()
+        except Exception as caught:
+            error, text = caught, " ".join(str(caught).split())
+        if not self.anywhere(error is not None):
+            return result
+        if not self.anywhere(not any(clear in text for clear in CLEAR)):
+            self.refused += 1
+            self.lines[-1] += "  -- refused"
+            return None
+        if not any(has_ragged(each.placements) for each in operands) or self.anywhere(self.torch_fails(twin, saved)):
+            self.torchs += 1
+            self.lines[-1] += f"  -- fails in torch, too: {text[:80]}"
+            return None
+        where = "".join(traceback.format_exception(error))[-3000:] if error else "another rank raises"
+        raise Wrong(f"{self.program()}\n{where}") from error
+
+    def anywhere(self, condition: bool) -> bool:
+        """Whether ``condition`` holds on one rank or more. All ranks go on with the same operations."""
+        answer = torch.tensor(int(condition))
+        dist.all_reduce(answer, dist.ReduceOp.MAX)
+        return bool(answer)
 
     def torch_fails(self, twin: Any, operands: list[DTensor]) -> bool:
         """Whether the call fails if Replicate, or Shard(0), takes the place of ragged placements."""
@@ -265,13 +290,20 @@ class Program:
 
     def keep(self, plain: torch.Tensor, placed: Any, operands: list[DTensor], rounds: bool = False) -> None:
         """Compare a result, and let later steps use it, unless it is rounded. Results of torch alone are not ours."""
+        is_ours = any(has_ragged(each.placements) for each in [*operands, placed] if isinstance(each, DTensor))
+        if isinstance(placed, DTensor) and is_uneven(tuple(placed.shape), tuple(self.mesh.shape), placed.placements):
+            return  # Torch's redistribution cannot be trusted to compare it.
+        pool, error = list(self.pool), None
         try:
             self.keep_checked(plain, placed, rounds)
-        except Wrong:
-            if any(has_ragged(each.placements) for each in [*operands, placed] if isinstance(each, DTensor)):
-                raise
+        except Wrong as caught:
+            error = caught
+        if not is_ours and self.anywhere(error is not None):
+            self.pool, error = pool, None
             self.torchs += 1
             self.lines[-1] += "  -- wrong in torch"
+        if error is not None:
+            raise error
 
     def keep_checked(self, plain: torch.Tensor, placed: Any, rounds: bool) -> None:
         if not isinstance(plain, torch.Tensor):

@@ -116,7 +116,8 @@ class Workers:
             if missing:
                 details += f"\nranks without an answer: {missing}\n" + self._stacks(missing)
             status = "failed" if "failed" in states or len(states) > 1 else "hangs"
-            if missing or states != {"failed"} or len(self._answers(pipes, _PATIENCE)) < size:
+            has_died = any(answer[0] == -1 for answer in answers.values())
+            if missing or has_died or states != {"failed"} or len(self._answers(pipes, _PATIENCE)) < size:
                 self.stop()  # If all ranks raised, they are free, and a new process group is enough.
             yield seed, status, details
             return
