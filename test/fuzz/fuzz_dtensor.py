@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fuzz_ops import IN_PLACE, LISTS, PLAIN, ROUNDING, Skip
+from fuzz_ops import IN_PLACE, LISTS, PLAIN, ROUNDING, Skip, bytes_of
 from oracle import _StridedShard, contributions, local_of, random_placement, reduced
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -327,7 +327,7 @@ class Program:
             found, expected = f"{placed.dtype} {tuple(placed.shape)}", f"{plain.dtype} {tuple(plain.shape)}"
             raise Wrong(f"{self.program()}\nthe result is {found}, expected {expected}")
         expected, value = plain.detach(), placed.detach().full_tensor()
-        self.digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        self.digest.update(bytes_of(value))
         if torch.equal(value, expected):
             return
         if rounds and value.shape == expected.shape:

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-__all__ = ["IN_PLACE", "LISTS", "PLAIN", "ROUNDING", "Skip"]
+__all__ = ["IN_PLACE", "LISTS", "PLAIN", "ROUNDING", "Skip", "bytes_of"]
+
+
+def bytes_of(values: torch.Tensor) -> bytes:
+    """The elements in order. A view of one element may have any stride, which a copy in contiguous format has not."""
+    return values.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
 
 
 class Skip(Exception):

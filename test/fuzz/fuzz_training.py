@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from fuzz_fsdp import granularity_of, owner_of
 from fuzz_model import DTYPES, build, leaves_of, nodes_of
+from fuzz_ops import bytes_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -404,7 +405,7 @@ class Training:
         if found.shape != expected.shape:
             raise Mismatch(f"{self.where}: {what} has shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
         if not what.startswith("output"):
-            self.digest.update(found.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            self.digest.update(bytes_of(found))
         if torch.equal(found, expected.to(found.dtype)):
             return
         error, limit = float((found.double() - expected.double()).abs().max()), SLACK * self.precision * scale

@@ -53,6 +53,7 @@ def _worker(pipe: Connection, stacks: str, path: list[str]) -> None:
         dist.barrier() if status != "failed" else None
         dist.destroy_process_group()
         fuzz_case.forget_meshes()
+        gc.collect()  # Process groups in cycles keep their threads and connections.
         pipe.send(None)
 
 
