@@ -286,6 +286,33 @@ def check_partial_beside_ragged():
     assert torch.equal(x.zero_().full_tensor(), torch.zeros(6))
 
 
+def check_written_stays():
+    """What an op writes to is never a redistributed copy. If it would be, the op is an error and writes nothing."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    row = (RaggedShard((0,), (1, 3)), Replicate())
+
+    def placed(*placements):
+        return distribute_tensor(torch.arange(8.0).view(4, 2), mesh, placements)
+
+    local = torch.ones(8 if mesh.get_local_rank(0) == 0 else 0)
+    pending = DTensor.from_local(local, mesh, (RaggedShard((), (1, 0)), Partial()), shape=(4, 2), stride=(2, 1))
+    adam = dict(lr=1.0, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False)
+    sgd = dict(weight_decay=0.0, momentum=0.5, lr=1.0, dampening=0.0, nesterov=False, maximize=False, is_first_step=False)
+
+    def refuses(written, op, *args, **kwargs):
+        before = [t.full_tensor() for t in written]
+        error = error_of(op, *args, **kwargs)
+        assert "a tensor that it writes to would need a redistribution" in error or "must be reduced first" in error, error
+        assert all(torch.equal(t.full_tensor(), b) for t, b in zip(written, before))
+
+    other = placed(RaggedShard((0, 1), (3, 1)), Replicate())
+    refuses([pending, other], torch._foreach_mul_, [pending, other], 2)
+    for buffer in (other, placed(Shard(0), Shard(1)), placed(Replicate(), Replicate())):
+        mine, gradient, step = placed(*row), placed(*row), torch.tensor(1.0)
+        refuses([mine, buffer], torch._fused_adam_, [mine], [gradient], [mine + 0], [buffer], [], [step], **adam)
+        refuses([mine, buffer], torch._fused_sgd_, [mine], [gradient], [buffer], **sgd)
+
+
 def uneven(values):
     return distribute_tensor(values, init_device_mesh("cpu", (4,)), [RaggedShard((0,), (1, 2, 0, 5))])
 
@@ -348,6 +375,9 @@ class OpsTest(unittest.TestCase):
 
     def test_a_plain_tensor_as_other_operand_is_an_error(self):
         run_ranks(4, check_plain_operand)
+
+    def test_an_op_that_would_write_to_a_copy_is_an_error(self):
+        run_ranks(4, check_written_stays)
 
     def test_ops_without_a_local_way_are_gathered(self):
         run_ranks(4, check_gathered)

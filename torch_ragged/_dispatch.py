@@ -39,11 +39,12 @@ from torch_ragged._ops import (
     has_ragged_rows,
     is_random,
     is_row_major,
+    is_written,
     list_rule,
     returns_alias,
     rules_of,
     unsupported,
-    writes_statistics,
+    written_leaves,
 )
 from torch_ragged._ownership import row_major
 from torch_ragged._placement_extension import OpExtension
@@ -397,6 +398,8 @@ def _output_sharding(schema: OpSchema, call: OpCall, specs: list[DTensorSpec], s
             meta = TensorMeta(shape, row_major(shape), meta.dtype)
         same = placements == spec.placements and shape is None
         wanted.append(spec if same else DTensorSpec(spec.mesh, placements, tensor_meta=meta))
+    if _copies_written(call, specs, wanted):
+        raise NoLocalWay(_COPIES_WRITTEN)
     outputs = _output_specs(call, specs[0].mesh, sharding)
     if sharding.run is None and all(a is b for a, b in zip(wanted, specs)):
         return OutputSharding(outputs)
@@ -446,12 +449,13 @@ def _gathered(op: Any, schema: OpSchema, why: str) -> OutputSharding:
     except NotImplementedError as error:
         raise unsupported(op, specs, "DTensor itself has no sharding rule for it") from error
     wanted = answer.redistribute_schema or gathered
-    if op._schema.is_mutable and any(a != b for a, b in zip(given, _specs(wanted.args_schema)) if not has_ragged(a.placements)):
-        raise unsupported(op, specs, "the tensor that it writes to would need a redistribution")
+    call = OpCall(op, schema.args_schema, schema.kwargs_schema, _Propagation(schema))
+    if _copies_written(call, given, _specs(wanted.args_schema)):
+        raise unsupported(op, specs, _COPIES_WRITTEN)
     if is_random(op) and not _draws_alike(specs, _specs(wanted.args_schema)):
         raise unsupported(op, specs, why)
     outputs = [spec and spec.placements for spec in pytree.tree_leaves(answer.output_spec)]
-    if not fits_out(OpCall(op, schema.args_schema, schema.kwargs_schema, _Propagation(schema)), outputs):
+    if not fits_out(call, outputs):
         raise unsupported(op, specs, f"out= must have the placements of the result, {outputs}")
     values = answer.use_val_from_redistribute_schema
     options: Any = {"needs_redistribute": True, "use_val_from_redistribute_schema": values, "draws": is_random(op)}
@@ -464,11 +468,19 @@ def _draws_alike(given: list[DTensorSpec], wanted: list[DTensorSpec]) -> bool:
     return usual and all(p.is_replicate() for spec in wanted for p in spec.placements)
 
 
+def _copies_written(call: OpCall, given: Sequence[DTensorSpec], wanted: Sequence[DTensorSpec]) -> bool:
+    """Whether the op would write to a redistributed copy of a tensor, and the tensor itself would keep its old values."""
+    return any(written and a != b for written, a, b in zip(written_leaves(call), given, wanted))
+
+
+_COPIES_WRITTEN = "a tensor that it writes to would need a redistribution"
+
+
 def _writes_to_ragged(op: Any, schema: OpSchema) -> bool:
     written = [
         schema.args_schema[i] if i < len(schema.args_schema) else schema.kwargs_schema.get(argument.name)
         for i, argument in enumerate(op._schema.arguments)
-        if (argument.alias_info is not None and argument.alias_info.is_write) or writes_statistics(op)
+        if is_written(argument)
     ]
     return any(has_ragged(spec.placements) for spec in _specs(tuple(written)))
 

@@ -199,15 +199,15 @@ class Program:
         name = self.rng.choice(list(IN_PLACE))
         if plain.dtype == torch.bool or other.dtype != plain.dtype or not plain.is_contiguous():
             return
-        self.note(f"{name}({self.text(placed)}, {self.text(other_placed)})")
-        before, operation = plain.clone(), IN_PLACE[name]
-        operation(plain, other.clone())
-        found = self.guarded(
-            lambda: operation(placed, other_placed), [placed, other_placed], lambda twins: operation(twins[0], twins[1])
-        )
+        count, operation = IN_PLACE[name]
+        operands = [placed, other_placed][:count]
+        self.note(f"{name}({', '.join(self.text(each) for each in operands)})")
+        before = plain.clone()
+        operation(*[plain, other.clone()][:count])
+        found = self.guarded(lambda: operation(*operands), operands, lambda twins: operation(*twins))
         shared = plain.untyped_storage().data_ptr()
         self.pool = [pair for pair in self.pool if pair[0].untyped_storage().data_ptr() != shared]
-        self.keep(plain if found is not None else before, placed, [placed, other_placed])
+        self.keep(plain if found is not None else before, placed, operands)
 
     def lists(self) -> None:
         """A foreach operation on several tensors, in place or not."""
@@ -296,7 +296,7 @@ class Program:
         pool, error = list(self.pool), None
         try:
             self.keep_checked(plain, placed, rounds)
-        except Wrong as caught:
+        except Exception as caught:
             error = caught
         if not is_ours and self.anywhere(error is not None):
             self.pool, error = pool, None

@@ -209,16 +209,16 @@ ROUNDING: dict[str, Any] = {
     "lerp": _binary(lambda a, b: torch.lerp(a, b.expand_as(a), 0.25) if a.ndim >= b.ndim else a + b),
 }
 
-IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {
-    "add_": lambda a, b: a.add_(b),
-    "sub_": lambda a, b: a.sub_(b, alpha=2),
-    "mul_ scalar": lambda a, b: a.mul_(2),
-    "copy_": lambda a, b: a.copy_(b),
-    "neg_": lambda a, b: a.neg_(),
-    "fill_": lambda a, b: a.fill_(3),
-    "zero_": lambda a, b: a.zero_(),
-    "clamp_": lambda a, b: a.clamp_(-2, 4),
-    "iadd": lambda a, b: a.__iadd__(b),
+IN_PLACE: dict[str, tuple[int, Callable[..., Any]]] = {  # How many tensors, and the operation.
+    "add_": (2, lambda a, b: a.add_(b)),
+    "sub_": (2, lambda a, b: a.sub_(b, alpha=2)),
+    "mul_ scalar": (1, lambda a: a.mul_(2)),
+    "copy_": (2, lambda a, b: a.copy_(b)),
+    "neg_": (1, lambda a: a.neg_()),
+    "fill_": (1, lambda a: a.fill_(3)),
+    "zero_": (1, lambda a: a.zero_()),
+    "clamp_": (1, lambda a: a.clamp_(-2, 4)),
+    "iadd": (2, lambda a, b: a.__iadd__(b)),
 }
 
 LISTS: dict[str, Callable[[list[Any]], Any]] = {

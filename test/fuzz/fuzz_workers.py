@@ -24,6 +24,7 @@ __all__ = ["Workers"]
 
 _START = 120.0  # Seconds in which processes import torch and connect.
 _PATIENCE = 10.0  # Seconds for the other ranks after one of them has failed.
+_BATCHES = 12  # Of one process: torch's caches have meshes, whose process groups keep their threads and connections.
 
 
 def _worker(pipe: Connection, stacks: str, path: list[str]) -> None:
@@ -53,7 +54,6 @@ def _worker(pipe: Connection, stacks: str, path: list[str]) -> None:
         dist.barrier() if status != "failed" else None
         dist.destroy_process_group()
         fuzz_case.forget_meshes()
-        gc.collect()  # Process groups in cycles keep their threads and connections.
         pipe.send(None)
 
 
@@ -67,6 +67,7 @@ class Workers:
     def __init__(self, limit: float = 60.0) -> None:
         self.limit = limit
         self._workers: list[tuple[Any, Connection, str]] = []
+        self._batches = 0
         atexit.register(self.stop)
 
     def stop(self) -> None:
@@ -76,6 +77,7 @@ class Workers:
             process.join()
             os.unlink(stacks)
         self._workers.clear()
+        self._batches = 0
 
     def run(self, kind: str, seeds: Iterable[int], size: int, plant: str = "") -> Iterator[tuple[int, str, str]]:
         """Yield (seed, status, details) of each case: ``ok``, ``refused``, ``failed`` or ``hangs``."""
@@ -98,6 +100,9 @@ class Workers:
             self._workers.append((process, ours, stacks))
 
     def _batch(self, kind: str, seeds: list[int], size: int, plant: str) -> Iterator[tuple[int, str, str]]:
+        if self._batches == _BATCHES:
+            self.stop()
+        self._batches += 1
         self._start(size)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         members = self._workers[:size]

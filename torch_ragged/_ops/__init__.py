@@ -24,11 +24,12 @@ from torch_ragged._ops._rules import (
     fits_out,
     is_random,
     is_row_major,
+    is_written,
     returns_alias,
     rule,
     rule_of,
     unsupported,
-    writes_statistics,
+    written_leaves,
 )
 from torch_ragged._ops._view_ops import view_rule
 
@@ -47,10 +48,11 @@ __all__ = [
     "redistribute_rows",
     "is_random",
     "is_row_major",
+    "is_written",
     "returns_alias",
     "rules_of",
     "unsupported",
-    "writes_statistics",
+    "written_leaves",
 ]
 
 

@@ -35,6 +35,7 @@ from torch_ragged._ops._rules import (
     is_row_major,
     returns_alias,
     tensor_leaves,
+    written_leaves,
 )
 from torch_ragged.placement_types import RaggedShard, has_ragged
 
@@ -103,7 +104,7 @@ def row_rule(call: OpCall) -> Sharding:
     if rows is None:
         raise NoLocalWay("ranks do not hold whole rows")
     for inputs in _arrangements([_choices(spec, leader, rows) for spec in specs]):
-        if call.is_inplace and inputs[0].placements != leader.placements:
+        if any(written and item.placements != item.spec.placements for written, item in zip(written_leaves(call), inputs)):
             continue
         outputs = _outputs(call, inputs, leader, rows)
         if outputs is not None and fits_out(call, [o and o.placements for o in outputs]):

@@ -27,13 +27,14 @@ __all__ = [
     "fits_out",
     "is_random",
     "is_row_major",
+    "is_written",
     "returns_alias",
     "rule",
     "rule_of",
     "tensor_leaves",
     "unsupported",
     "wide",
-    "writes_statistics",
+    "written_leaves",
 ]
 
 
@@ -191,6 +192,18 @@ def tensor_leaves(call: OpCall) -> list[Any]:
     return [leaf for leaf in pytree.tree_leaves(call.args) if hasattr(leaf, "placements")]
 
 
+def is_written(argument: Any) -> bool:
+    """Whether an op writes to this argument of its schema. Schemas do not declare it of running statistics."""
+    info = argument.alias_info
+    return (info is not None and info.is_write) or argument.name in ("running_mean", "running_var")
+
+
+def written_leaves(call: OpCall) -> list[bool]:
+    """For each of :func:`tensor_leaves`, whether the op writes to it. A redistributed copy of it would take the result away."""
+    pairs = [(is_written(a), pytree.tree_leaves(value)) for a, value in zip(call.op._schema.arguments, call.args)]
+    return [written for written, leaves in pairs for leaf in leaves if hasattr(leaf, "placements")]
+
+
 def is_random(op: torch._ops.OpOverload) -> bool:
     """Whether the op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in op.tags
@@ -217,11 +230,6 @@ def averages(call: OpCall) -> bool:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which elements of ``dtype`` are added: a 16-bit sum may overflow or lose digits even if the average fits."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def writes_statistics(op: torch._ops.OpOverload) -> bool:
-    """Whether the op updates running statistics. Its schema does not declare this, and it must not get a replicated copy."""
-    return any(argument.name == "running_mean" for argument in op._schema.arguments)
 
 
 def is_row_major(meta: Meta) -> bool:
