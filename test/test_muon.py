@@ -24,7 +24,7 @@ from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.plan._models import BUILT_IN
 from torch_ragged.optim import Muon, _gather, matrix_groups
 from torch_ragged.optim._gather import Placed, owners_of
-from torch_ragged.optim._newton_schulz import newton_schulz_cost
+from torch_ragged.optim._newton_schulz import newton_schulz, newton_schulz_cost
 from torch_ragged.optim._roots import Stack, assign_roots, split_flights
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
@@ -108,6 +108,15 @@ def test_stack_is_its_matrices_one_by_one():
         for optimizer in optimizers:
             optimizer.step()
     assert torch.equal(stack.detach(), torch.stack([single.detach() for single in singles]))
+
+
+def test_bits_of_a_matrix_do_not_depend_on_the_others():
+    rng = random.Random(0)
+    for seed in range(600):
+        shape = (rng.randint(2, 6), rng.randint(1, 24), rng.randint(1, 24))
+        stack = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        alone = torch.cat([newton_schulz(one) for one in stack.split(1)])
+        assert torch.equal(newton_schulz(stack), alone), (seed, shape)
 
 
 def test_adamw_groups_equal_torch():
