@@ -35,6 +35,7 @@ CLEAR = (  # Refusals that name the operation and the way out, as in test/op_con
     "in-place operations that require placement changes are not supported",
     "redistribute the strided view to Replicate or Shard first",
     "got mixed torch.Tensor and DTensor",
+    "would remove or reshape sharded dimension",
 )
 LIMIT = 60  # bfloat16 has exact integers up to 256.
 _meshes: dict[Any, DeviceMesh] = {}
@@ -75,21 +76,22 @@ def _placements(rng: random.Random, shape: tuple[int, ...], mesh: tuple[int, ...
             placements = normalize_placements(tuple(chosen), shape, mesh)
         except ValueError:
             continue
-        if has_ragged(placements) or not (ragged or is_uneven(shape, mesh, placements)):
+        if has_ragged(placements) or not (ragged or misleads_torch(shape, mesh, placements)):
             return tuple(placements)
     return (Replicate(),) * len(mesh)
 
 
-def is_uneven(shape: tuple[int, ...], mesh: tuple[int, ...], placements: Any) -> bool:
-    """Whether a ``_StridedShard`` cuts a dimension unevenly, and all placements are torch's.
+def misleads_torch(shape: tuple[int, ...], mesh: tuple[int, ...], placements: Any) -> bool:
+    """Whether torch's own redistribution can fail, or return wrong values, on some of the ranks.
 
-    Then torch's own redistribution can fail, or return wrong values, on some of the ranks only.
+    It does if all placements are torch's, and a ``_StridedShard`` cuts a dimension unevenly, or two cut the same dimension.
     """
     if has_ragged(placements):
         return False
-    for strided in (p for p in placements if isinstance(p, _StridedShard)):
-        ways = [ranks for ranks, p in zip(mesh, placements) if isinstance(p, (Shard, _StridedShard)) and p.dim == strided.dim]
-        if shape[strided.dim] % (math.prod(ways) * strided.split_factor):
+    strided = [p.dim for p in placements if isinstance(p, _StridedShard)]
+    for dim, split_factor in ((p.dim, p.split_factor) for p in placements if isinstance(p, _StridedShard)):
+        ways = [ranks for ranks, p in zip(mesh, placements) if isinstance(p, (Shard, _StridedShard)) and p.dim == dim]
+        if strided.count(dim) > 1 or shape[dim] % (math.prod(ways) * split_factor):
             return True
     return False
 
@@ -293,7 +295,7 @@ class Program:
     def keep(self, plain: torch.Tensor, placed: Any, operands: list[DTensor], rounds: bool = False) -> None:
         """Compare a result, and let later steps use it, unless it is rounded. Results of torch alone are not ours."""
         is_ours = any(has_ragged(each.placements) for each in [*operands, placed] if isinstance(each, DTensor))
-        if isinstance(placed, DTensor) and is_uneven(tuple(placed.shape), tuple(self.mesh.shape), placed.placements):
+        if isinstance(placed, DTensor) and misleads_torch(tuple(placed.shape), tuple(self.mesh.shape), placed.placements):
             return  # Torch's redistribution cannot be trusted to compare it.
         pool, error = list(self.pool), None
         try:
