@@ -10,6 +10,7 @@ from common import error_of, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.common_utils import TestCase as ExpectTestCase
 
 from torch_ragged import RaggedShard
@@ -279,6 +280,18 @@ def check_views_back():
             assert mine.grad.placements == mine.placements and torch.equal(mine.grad.full_tensor(), weight.t()), target
 
 
+def check_columns_of_strided_shards():
+    """A ragged vector leads: the other tensor is cut into columns, and the dimension of its own strided shard moves."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    plain, vector = torch.arange(16.0).view(8, 2), torch.tensor([1.0, 2.0])
+    shards = (_StridedShard(0, split_factor=2), Shard(0), Replicate())
+    for first, second in itertools.permutations(shards, 2):
+        x = distribute_tensor(plain, mesh, [Replicate()] * 2).redistribute(placements=[first, second])
+        for placements in ([RaggedShard((0,), (1, 1)), Replicate()], [Replicate(), RaggedShard((0,), (2, 0))]):
+            found = x - distribute_tensor(vector, mesh, placements)
+            assert torch.equal(found.full_tensor(), plain - vector), (first, second, placements)
+
+
 ERRORS = {
     "a view that cuts rows": lambda x: x.view(6, 8),
     "a view in place": lambda x: x.t_(),
@@ -324,6 +337,9 @@ class RowOpsTest(ExpectTestCase):
 
     def test_strided_views_lead_back(self):
         run_ranks(4, check_views_back)
+
+    def test_columns_of_strided_shards_equal_plain_tensors(self):
+        run_ranks(4, check_columns_of_strided_shards)
 
     def test_what_rows_cannot_do_is_an_error_on_every_rank(self):
         answers = run_ranks(4, check_errors)

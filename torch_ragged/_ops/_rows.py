@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged._ops._rules import Spec
 from torch_ragged._ownership import Run
@@ -173,7 +173,9 @@ def redistribute_rows(
     front = RaggedShard(tuple(range(len(view.dims))), view.units)
 
     def in_front(placement: Placement) -> Placement:
-        if type(placement) is Shard:
+        if isinstance(placement, _StridedShard):
+            return _StridedShard(inverse[placement.dim], split_factor=placement.split_factor)
+        if isinstance(placement, Shard):
             return Shard(inverse[placement.dim])
         return front if placement == view else placement
 
