@@ -179,7 +179,7 @@ class Program:
         except (Skip, RuntimeError, IndexError, NotImplementedError):
             return  # The operation does not take such tensors at all.
         if self.case["dtype"] == "bfloat16" and name.startswith(("sum", "cumsum", "matmul", "gram")):
-            largest = operation(random.Random(state), [plain.abs() for plain, _ in chosen])[0]
+            largest = operation(random.Random(state), [plain.float().abs() for plain, _ in chosen])[0]
             if largest.numel() and float(largest.max()) > EXACT:
                 return  # A sum of parts may round in another way.
         operands = [chosen[index][1] for index in used]
