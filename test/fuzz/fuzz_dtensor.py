@@ -36,6 +36,7 @@ CLEAR = (  # Refusals that name the operation and the way out, as in test/op_con
     "redistribute the strided view to Replicate or Shard first",
     "got mixed torch.Tensor and DTensor",
     "would remove or reshape sharded dimension",
+    "refer to a single memory location. Please clone() the tensor",
 )
 EXACT = 256  # bfloat16 has all integers up to this one.
 LIMIT = 60
