@@ -125,6 +125,16 @@ class RedistributeTest(expecttest.TestCase):
         (step,) = plan((6, 4), (many,), (one,), (other,), (many - 2,))
         self.assertEqual((step.send_splits[many - 3], step.receive_splits.total), (16, 0))
 
+    def test_an_alias_is_one_on_every_rank(self):
+        """An in-place op on the result must not change the source on some ranks only."""
+        first, last, halves = RaggedShard((), (1, 0)), RaggedShard((), (0, 1)), RaggedShard((0,), (2, 2))
+        equal = {frozenset({Shard(0), halves}), frozenset({last, RaggedShard((0,), (0, 4))})}
+        placements = (Replicate(), Shard(0), first, last, halves, RaggedShard((0,), (0, 4)))
+        for shape, (one, other) in itertools.product(((4, 2), (4,)), itertools.product(placements, repeat=2)):
+            plans = [plan(shape, (2,), (one,), (other,), (rank,)) for rank in range(2)]
+            aliases = {all(getattr(step, "stays", False) for step in steps) for steps in plans}
+            self.assertEqual(aliases, {one == other or frozenset({one, other}) in equal}, (shape, one, other))
+
     def test_some_ranks_may_make_a_group_before_all_do(self):
         run_ranks(8, check_groups_of_some_ranks, timeout=30)
 

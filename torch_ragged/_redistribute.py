@@ -144,7 +144,7 @@ def redistribute_local(
         shape: the global shape.
 
     Returns:
-        the local tensor under ``target``, perhaps still in flight. It aliases ``local`` if both own the same elements.
+        the local tensor under ``target``, perhaps still in flight. It aliases ``local`` if every rank keeps its elements.
 
     Raises:
         ValueError: the type of a placement is unknown, a Partial averages integers, or a Partial reduces numbers of a dtype

@@ -175,7 +175,7 @@ class Route:
         ]
         crossed = [i for i in affected if not isinstance(self.cuts[i], Whole) and self.mesh_shape[i] > 1]
         if not crossed:
-            self._stay(target)
+            self._stay(tuple(affected), target)
         elif affected == changed == crossed and all(isinstance(target[i], Whole) for i in changed):
             # The last cut is all-gathered first, so that each all-gather is orthogonal to the remaining cuts. A strided run is
             # orthogonal to the chunks that select its pieces, and contiguous as long as they do: it comes before these chunks.
@@ -222,11 +222,11 @@ class Route:
         self.steps.append(Fill(mesh_dim, operation, was_whole, sends, receives, there.local_shape))
         self.cuts = target
 
-    def _stay(self, target: tuple[Cut, ...]) -> None:
+    def _stay(self, mesh_dims: tuple[int, ...], target: tuple[Cut, ...]) -> None:
         here, there = self._owned(self.cuts), self._owned(target)
         pairs = common_parts(here, there)
-        # Ranks may decide differently here, because neither a copy nor an alias communicates.
-        stays = _contents(here) == _contents(there)
+        # If only some ranks kept their elements, an in-place op on the new tensor would change the old tensor there, too.
+        stays = 0 in self.shape or (all(self.mesh_shape[i] == 1 for i in mesh_dims) and _contents(here) == _contents(there))
         sends, receives = merged_parts(p for p, _ in pairs), merged_parts(p for _, p in pairs)
         self.steps.append(Move(sends, receives, there.local_shape, stays))
 
