@@ -292,6 +292,18 @@ def check_columns_of_strided_shards():
             assert torch.equal(found.full_tensor(), plain - vector), (first, second, placements)
 
 
+def check_lists_beside_whole_tensors():
+    """A list op in place writes to replicated tensors on ranks without rows, too."""
+    mesh = init_device_mesh("cpu", (4,))
+    plain = tensors()[0]
+    for units in TOKENS:
+        view = distribute_tensor(plain, mesh, [RaggedShard((0,), units)]).t()
+        whole = distribute_tensor(plain.t().contiguous(), mesh, [Replicate()])
+        torch._foreach_mul_([view, whole], 2)
+        for found in (whole, view):
+            assert torch.equal(found.full_tensor(), plain.t() * 2), units
+
+
 ERRORS = {
     "a view that cuts rows": lambda x: x.view(6, 8),
     "a view in place": lambda x: x.t_(),
@@ -340,6 +352,9 @@ class RowOpsTest(ExpectTestCase):
 
     def test_columns_of_strided_shards_equal_plain_tensors(self):
         run_ranks(4, check_columns_of_strided_shards)
+
+    def test_lists_in_place_write_to_whole_tensors_on_every_rank(self):
+        run_ranks(4, check_lists_beside_whole_tensors)
 
     def test_what_rows_cannot_do_is_an_error_on_every_rank(self):
         answers = run_ranks(4, check_errors)

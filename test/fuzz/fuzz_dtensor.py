@@ -233,8 +233,8 @@ class Program:
         expected = LISTS[name](plains)
         found = self.guarded(lambda: LISTS[name](placeds), placeds, LISTS[name])
         if found is not None:
-            for one, other, operand in zip(expected, found, placeds):
-                self.keep(one, other, [operand], rounds="norm" in name)
+            for one, other in zip(expected, found):
+                self.keep(one, other, placeds, rounds="norm" in name)
 
     def backward(self) -> None:
         """Gradients of the sum of squares of all results."""

@@ -264,6 +264,7 @@ def _sharding(call: OpCall, inputs: list[_Input], outputs: list[Optional[_Output
     has_rows = any(i.rows is not None and rows.count(i.spec) for i in inputs)
     # An output that does not depend on the rows is equal on all ranks, so a rank without rows must compute it too.
     has_rows |= any(o is not None and o.rows is None and o.placements[rows.mesh_dim].is_replicate() for o in outputs)
+    has_rows |= any(written and i.rows is None for written, i in zip(written_leaves(call), inputs))  # So is one written to.
     return Sharding(wanted, placements, _runner(call, shapes, outputs, is_list, has_rows))
 
 
