@@ -1,5 +1,8 @@
 """monitor: what it counts is what the layouts say and what the buffers hold; nothing is left behind."""
 
+import json
+import os
+import tempfile
 import unittest
 
 import torch
@@ -17,8 +20,10 @@ from torch_ragged.fsdp import (
     monitor,
 )
 from torch_ragged.fsdp._fully_shard import named_groups as groups_of
+from torch_ragged.fsdp.tools._timeline import timeline_of
 
 KINDS = ("all_gather", "reduce_scatter", "other")
+FILLING = ("compute", "optimizer", "exposed")
 KEYS = {"step_s", "optimizer_s", "exposed_s", "compute_s", "buffer_bytes", "buffer_peak_bytes"}
 KEYS |= {"memory_peak_bytes", "memory_reserved_bytes"}
 KEYS |= {f"{kind}_{unit}" for kind in KINDS for unit in ("s", "exposed_s", "calls", "bytes")}
@@ -83,6 +88,57 @@ def check_row_of_a_collective_of_the_user():
         row = watch.step()
         assert (row["other_calls"], row["other_bytes"], row["all_gather_bytes"]) == (1, 40, 0)
         assert row["exposed_s"] == row["other_exposed_s"] == row["other_s"] > 0
+
+
+def check_timeline():
+    """It has the seconds of the row, without overlap of what fills the step, and is saved as a trace and as a picture."""
+    model = build("ragged", raf=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with monitor(model, optimizer) as watch:
+        assert watch.timeline is None
+        step_of(model, 0, optimizer)
+        row = watch.step()
+        timeline = watch.timeline
+        assert (timeline.rank, timeline.seconds) == (dist.get_rank(), row["step_s"])
+        spans = {kind: [span for span in timeline.spans if span.kind == kind] for kind in (*KINDS, *FILLING)}
+        for kind in spans:
+            assert abs(sum(span.end - span.begin for span in spans[kind]) - row[f"{kind}_s"]) < 1e-9, kind
+        assert sorted(span.name for span in spans["all_gather"]) == sorted(2 * list(buffer_layouts(model)))
+        assert [span.name for span in spans["reduce_scatter"]] == ["blocks.2", "blocks.1", "blocks.0", "root"]
+        filling = sorted((span for kind in FILLING for span in spans[kind]), key=lambda span: (span.begin, span.end))
+        assert filling[0].begin == 0.0 and filling[-1].end == timeline.seconds
+        assert all(abs(a.end - b.begin) < 1e-9 for a, b in zip(filling, filling[1:]))
+        step_of(model, 1)
+        watch.step()
+        assert watch.timeline is not timeline and not any(span.kind == "optimizer" for span in watch.timeline.spans)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("step.json", "step.png", "step.svg"):
+            timeline.save(os.path.join(folder, name))
+        with open(os.path.join(folder, "step.json")) as file:
+            events = json.load(file)["traceEvents"]
+        with open(os.path.join(folder, "step.png"), "rb") as file:
+            assert file.read(8) == b"\x89PNG\r\n\x1a\n"
+        drawn = [event for event in events if event["ph"] == "X"]
+        assert len(drawn) == len(timeline.spans) and all(event["dur"] >= 0 and event["ts"] >= 0 for event in drawn)
+        assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} >= {*KINDS, *FILLING}
+        for track in {event["tid"] for event in drawn}:
+            mine = sorted((event["ts"], event["ts"] + event["dur"]) for event in drawn if event["tid"] == track)
+            assert all(end <= begin + 1e-6 for (_, end), (begin, _) in zip(mine, mine[1:])), mine
+        assert "use one of these endings" in error_of(timeline.save, os.path.join(folder, "step.pdf"))
+        assert len(os.listdir(folder)) == 3
+
+
+def check_timeline_of_overlaps():
+    """Collectives that are in flight at once are in rows of their own; a wait in an optimizer's step is a wait."""
+    first, second = ("all_gather", "a", -1.0, 1.0, 2.0), ("all_gather", "b", 0.5, 5.0, 6.0)
+    timeline = timeline_of(10.0, [second, first], [(4.0, 8.0)], 3)
+    times = [(span.kind, span.name, span.begin, span.end) for span in timeline.spans]
+    compute = [("compute", "", 0.0, 1.0), ("compute", "", 2.0, 4.0), ("compute", "", 8.0, 10.0)]
+    optimizer = [("optimizer", "", 4.0, 5.0), ("optimizer", "", 6.0, 8.0)]
+    exposed = [("exposed", "a", 1.0, 2.0), ("exposed", "b", 5.0, 6.0)]
+    assert times == compute + optimizer + exposed + [("all_gather", "a", -1.0, 2.0), ("all_gather", "b", 0.5, 6.0)]
+    assert [label for label, _ in timeline._tracks()] == ["compute", "optimizer", "exposed", "all_gather", ""]
+    assert min(event["ts"] for event in timeline._trace()["traceEvents"] if "ts" in event) == 0.0
 
 
 def check_restart_drops_what_was_counted():
@@ -229,6 +285,12 @@ def check_holder_of_a_sharded_module():
 
 
 class MonitorTest(unittest.TestCase):
+    def test_a_timeline_has_the_times_of_the_row(self):
+        run_ranks(2, check_timeline)
+
+    def test_a_timeline_separates_what_overlaps(self):
+        check_timeline_of_overlaps()
+
     def test_the_row_of_a_step_counts_what_the_layouts_say(self):
         run_ranks(2, check_row_of_a_training_step)
 

@@ -1,14 +1,16 @@
 """memory_report: it counts what the buffers hold, and predicts the most that a step will hold."""
 
 import contextlib
+import functools
 import itertools
+import re
 import unittest
 from unittest import mock
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from common import run_ranks
+from common import error_of, run_ranks
 from fsdp_common import batch, build, step_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,6 +36,7 @@ from torch_ragged.fsdp.core._memory_log import MemoryLog
 from torch_ragged.fsdp.plan import Model, ModelPlanner, granularity_policy
 from torch_ragged.fsdp.plan._memory import Precision, zero_memory
 from torch_ragged.fsdp.plan._models import module_groups
+from torch_ragged.optim import AdamW8bit, BlockPolicy, Muon, Shampoo
 
 
 class Resident:
@@ -286,16 +289,83 @@ def check_report_of_the_optimizer():
     step_of(model)
     optimizer.step()
     report = memory_report(model, optimizer)
+    assert before.total == report.peak.total and not report.notes  # It was predicted.
     for row, group in zip(report.groups, groups_of(model).values()):
         local = sum(param.sharded.to_local().nbytes for param in group.params)
         assert row.optimizer == 2 * local + 4 * len(group.params)  # two moments, and a step count each
     assert report.total.optimizer == sum(row.optimizer for row in report.groups)
     assert report.peak.optimizer == report.total.optimizer
-    assert report.peak.total == before.total + report.total.optimizer  # .grad there now is none when a step begins
     with Resident(model) as resident:
         optimizer.zero_grad()
         step_of(model)
     assert report.peak.total == resident.peak + report.total.optimizer
+
+
+OPTIMIZERS = {
+    "SGD": torch.optim.SGD,
+    "SGD with momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "Adam with amsgrad": lambda params: torch.optim.Adam(params, amsgrad=True),
+    "AdamW, fused": lambda params: torch.optim.AdamW(params, fused=True, lr=torch.tensor(1e-3)),
+    "AdamW, foreach": lambda params: torch.optim.AdamW(params, foreach=True),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, centered=True, momentum=0.5),
+    "Adagrad": torch.optim.Adagrad,
+    "NAdam": torch.optim.NAdam,
+    "AdamW8bit": lambda params: AdamW8bit(params, policy=BlockPolicy((8, 8), 0)),
+    "Muon": lambda params: Muon(by_shape(params, "muon")),
+    "Shampoo": lambda params: Shampoo(by_shape(params, "shampoo"), max_side=20),
+    "two": None,
+}
+
+
+def by_shape(params, algorithm):
+    """Groups: matrices and stacks of matrices, and the rest by AdamW."""
+    kinds = {True: [p for p in params if p.ndim in (2, 3)], False: [p for p in params if p.ndim not in (2, 3)]}
+    return [{"params": kinds[True], "algorithm": algorithm}, {"params": kinds[False], "algorithm": "adamw"}]
+
+
+@as_nccl()
+def check_prediction_of_optimizers():
+    """Before the first step, of an optimizer or of its class: the bytes that are there after it, on every rank."""
+    for name, make in OPTIMIZERS.items():
+        model = build("ragged")
+        params = list(model.parameters())
+        makers = [make]
+        if make is None:
+            makers = [lambda given: torch.optim.SGD(given[::2], momentum=0.9), lambda given: torch.optim.Adam(given[1::2])]
+        optimizers = [make(params) for make in makers]
+        of_classes, of_instances = memory_report(model, makers), memory_report(model, optimizers)
+        assert of_classes.notes == of_instances.notes and of_classes.peak == of_instances.peak, name
+        assert all(not one.state for one in optimizers) or name == "Adagrad"
+        step_of(model)
+        for one in optimizers:
+            one.step()
+        model.zero_grad()
+        report = memory_report(model, optimizers)
+        assert report.peak == of_classes.peak and report.total.optimizer == report.peak.optimizer, (name, report, of_classes)
+        assert (report.peak.optimizer > 0) == (name != "SGD") and (not report.notes or name == "SGD"), (name, report.notes)
+
+
+class Odd(torch.optim.SGD):
+    """Its step needs values."""
+
+    def step(self, closure=None):
+        if self.param_groups[0]["params"][0].sum().item() == 0:
+            return
+        super().step()
+
+
+def check_prediction_that_fails():
+    """Whatever an optimizer does, the report is made, and a note says what is not in it. Wrong arguments are errors."""
+    model = build("ragged")
+    before = [param.detach().clone() for param in model.parameters()]
+    report = memory_report(model, functools.partial(Odd, momentum=0.9))
+    (note,) = report.notes
+    assert note.startswith("Odd has no states yet. Those of its first step cannot be predicted, and are not in the peak: ")
+    assert report.peak.optimizer == 0 and str(report).endswith(note)
+    assert memory_report(model, torch.optim.AdamW).notes[0].startswith("AdamW has no states yet. The peak has the ")
+    assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before))
+    for wrong in ("adam", lambda params: "adam", [3]):
+        assert "TypeError: memory_report got " in error_of(memory_report, model, wrong), wrong
 
 
 @as_nccl()
@@ -305,7 +375,8 @@ def check_text_of_the_report():
     step_of(model, 0, optimizer)
     report = memory_report(model, optimizer)
     lines = str(report).splitlines()
-    assert lines[0].split() == ["group", "sharded", "gathered", "gradients", "grad", "optimizer", "total"]
+    header = "group, sharded params, gathered params, unreduced grads, .grad, optimizer states, total"
+    assert re.sub(" {2,}", ", ", lines[0]) == header
     names = [line.split()[0] for line in lines[1:]]
     assert names == [*buffer_layouts(model), "total", "peak:"] and len(set(map(len, lines))) == 1
     assert f"{report.total.sharded / 1024:.2f} KiB" in lines[-2] and f"{report.peak.total / 1024:.2f} KiB" in lines[-1]
@@ -406,6 +477,12 @@ class MemoryReportTest(unittest.TestCase):
 
     def test_states_of_the_optimizer_are_counted_in_the_peak_too(self):
         run_ranks(2, check_report_of_the_optimizer)
+
+    def test_states_of_the_first_step_are_predicted(self):
+        run_ranks(2, check_prediction_of_optimizers)
+
+    def test_a_report_says_what_cannot_be_predicted(self):
+        run_ranks(2, check_prediction_that_fails)
 
     def test_the_text_has_a_line_for_each_group(self):
         run_ranks(2, check_text_of_the_report)

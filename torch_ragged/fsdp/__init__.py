@@ -37,6 +37,7 @@ from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._planner import plan_layout
 from torch_ragged.fsdp.tools._memory_report import MemoryReport, MemoryRow, memory_report
 from torch_ragged.fsdp.tools._monitor import Monitor, monitor
+from torch_ragged.fsdp.tools._timeline import Timeline, TimelineSpan
 from torch_ragged.granularity import Granularity, OrigParamPolicy, blocks, elements, rows, tensor
 
 __all__ = [
@@ -61,6 +62,8 @@ __all__ = [
     "Monitor",
     "OrigParamPolicy",
     "TensorSpec",
+    "Timeline",
+    "TimelineSpan",
     "advise",
     "blocks",
     "buffer_layouts",

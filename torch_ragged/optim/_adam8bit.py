@@ -17,10 +17,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._kernels._choice import device_of, runs_triton
 from torch_ragged.optim._base import (
+    STEP_NBYTES,
     RaggedOptimizer,
     agree_on_gradients,
     check_placement,
     local,
+    local_shape_placed,
     mesh_of,
     names_peers,
     placed_of,
@@ -300,6 +302,18 @@ class Adam8bit(RaggedOptimizer):
                 codes = torch.zeros(param.shape, dtype=torch.uint8, device=param.device)
                 scales = torch.zeros(grid, dtype=torch.float32, device=param.device)
             state[f"{name}_codes"], state[f"{name}_scales"] = codes, scales
+
+    def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
+        """As in the base class: codes of a byte and scales of 4 bytes, or float32, for each of two moments."""
+        layout = self._layout(param)
+        numel = local(param).numel()
+        if not layout.is_blocked:
+            return 2 * 4 * numel + STEP_NBYTES
+        grid = self.policy.grid(tuple(param.shape))
+        if isinstance(param, DTensor):
+            numel = math.prod(local_shape_placed(tuple(param.shape), param.device_mesh, layout.aligned or param.placements))
+            grid = local_shape_placed(grid, param.device_mesh, layout.grid)
+        return 2 * (numel + 4 * math.prod(grid)) + STEP_NBYTES
 
     def empty_state(
         self, param: DTensor, group: dict[str, Any], name: str, shape: tuple[int, ...], dtype: torch.dtype

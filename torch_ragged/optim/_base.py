@@ -22,6 +22,7 @@ from torch_ragged.optim._gather import Placed
 from torch_ragged.placement_types import cuts_of, normalize_placements
 
 __all__ = [
+    "STEP_NBYTES",
     "RaggedOptimizer",
     "add_scaled",
     "adamw_step",
@@ -29,6 +30,7 @@ __all__ = [
     "by_mesh",
     "check_placement",
     "local",
+    "local_shape_placed",
     "mesh_of",
     "names_peers",
     "placed_of",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 _NONE, _PLACED, _ELSEWHERE, _SPARSE = range(4)
+STEP_NBYTES = 4  # The step counter of a parameter, in float32.
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,13 +64,18 @@ def placed_of(param: torch.Tensor, placements: Sequence[Placement] | None = None
 
 def zeros_placed(shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """A DTensor of zeros of global ``shape``. No communication."""
-    mesh_shape = tuple(mesh.shape)
-    normalized = normalize_placements(tuple(placements), shape, mesh_shape)
-    mine = Placed(shape, mesh_shape, cuts_of(normalized)).owned(tuple(mesh.get_coordinate() or ()))
-    values = torch.zeros(mine.local_shape, dtype=dtype, device=mesh.device_type)
+    normalized = normalize_placements(tuple(placements), shape, tuple(mesh.shape))
+    values = torch.zeros(local_shape_placed(shape, mesh, normalized), dtype=dtype, device=mesh.device_type)
     return DTensor.from_local(
         values, mesh, normalized, run_check=False, shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride()
     )
+
+
+def local_shape_placed(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The shape of this rank's local tensor of a DTensor of global ``shape``."""
+    mesh_shape = tuple(mesh.shape)
+    cuts = cuts_of(normalize_placements(tuple(placements), shape, mesh_shape))
+    return Placed(shape, mesh_shape, cuts).owned(tuple(mesh.get_coordinate() or ())).local_shape
 
 
 def scalar(value: float | torch.Tensor) -> float:
@@ -268,6 +276,10 @@ class RaggedOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__} has no state {name} of shape {tuple(shape)} for a parameter of {tuple(param.shape)}"
             )
         return torch.empty_like(param.detach(), dtype=dtype)  # type: ignore[return-value]
+
+    def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
+        """The bytes of this rank's state of ``param`` after the first step, for ``memory_report``. No communication."""
+        return 2 * local(param).nbytes + STEP_NBYTES  # Those of AdamW.
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as ``torch.optim.Optimizer.load_state_dict`` does, but keep the dtypes of the saved states."""

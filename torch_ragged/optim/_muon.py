@@ -123,6 +123,10 @@ class Muon(MatrixOptimizer):
         buffer.lerp_(gradient, 1 - momentum)
         return gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
 
+    def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
+        """As in the base class: a matrix has its momentum."""
+        return local(param).nbytes if group["algorithm"] == self.algorithm else super().first_state_nbytes(param, group)
+
     def _compute(self, batch: Batch, matrices: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
         kind: Any = batch.kind
         coefficients, steps, eps, batched = kind

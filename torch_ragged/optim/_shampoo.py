@@ -5,6 +5,7 @@ All state of a matrix is at its root, so roots must not change between steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, Optional
 
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_ragged._redistribute import mesh_group
-from torch_ragged.optim._base import local, mesh_of, scalar, zeros_placed
+from torch_ragged.optim._base import STEP_NBYTES, local, mesh_of, scalar, zeros_placed
 from torch_ragged.optim._gather import Batch, Spot, mesh_ranks
 from torch_ragged.optim._matrix import MatrixOptimizer
 from torch_ragged.optim._roots import assign_roots
@@ -173,6 +174,19 @@ class Shampoo(MatrixOptimizer):
                 mesh if mesh.ndim == 1 else DeviceMesh.from_group(mesh_group(mesh, tuple(range(mesh.ndim))), mesh.device_type)
             )
         return self._meshes[mesh]
+
+    def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
+        """As in the base class: the root of a matrix has its averages, factors and roots in float32."""
+        if group["algorithm"] != self.algorithm:
+            return super().first_state_nbytes(param, group)
+        mesh = mesh_of(param)
+        if param not in self._roots:
+            entries = [(each, own) for own in self.param_groups for each in own["params"]]
+            matrices = [i for i, (_, own) in enumerate(entries) if own["algorithm"] == self.algorithm]
+            self._assign([i for i in matrices if mesh_of(entries[i][0]) == mesh], [], entries, mesh)
+        mine = self._roots[param].count(mesh_ranks(mesh)[0])
+        stack = param.shape[0] if param.ndim == 3 else 1
+        return 4 * mine * sum(math.prod(shape) // stack for shape in self._state_shapes(param, group).values()) + STEP_NBYTES
 
     def empty_state(
         self, param: DTensor, group: dict[str, Any], name: str, shape: tuple[int, ...], dtype: torch.dtype

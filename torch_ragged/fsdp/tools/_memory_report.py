@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -18,9 +17,13 @@ from torch.optim import Optimizer
 from torch_ragged.fsdp._fully_shard import module_states, named_groups
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
+from torch_ragged.fsdp.tools._optimizer_memory import OptimizerLike, first_state_nbytes, made_optimizers, state_nbytes
 from torch_ragged.fsdp.tools._replay import highest_moment
 
-__all__ = ["MemoryReport", "MemoryRow", "memory_report", "optimizers_of", "transient_nbytes"]
+__all__ = ["MemoryReport", "MemoryRow", "memory_report", "transient_nbytes"]
+
+# In the order of the attributes of MemoryRow.
+_COLUMNS = ("group", "sharded params", "gathered params", "unreduced grads", ".grad", "optimizer states", "total")
 
 
 @dataclass(frozen=True)
@@ -56,26 +59,27 @@ class MemoryReport:
         groups: the memory of each group now, in the order of ``named_modules``.
         total: the sum of ``groups``.
         peak: the predicted memory at the peak of a training step. Its name is the moment, such as "backward of blocks.0".
+        notes: what is predicted of optimizers that have no states yet, a line each.
     """
 
     groups: tuple[MemoryRow, ...]
     total: MemoryRow
     peak: MemoryRow
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        header = (*(field.name for field in fields(MemoryRow)), "total")
         rows = [*self.groups, self.total, self.peak]
         names = [row.name for row in rows[:-1]] + [f"peak: {self.peak.name}"]
         cells = [(name, *map(_human, (*astuple(row)[1:], row.total))) for name, row in zip(names, rows)]
-        widths = [max(map(len, column)) for column in zip(("group", *header[1:]), *cells)]
+        widths = [max(map(len, column)) for column in zip(_COLUMNS, *cells)]
         lines = [
             "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))])
-            for line in (("group", *header[1:]), *cells)
+            for line in (_COLUMNS, *cells)
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
-def memory_report(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> MemoryReport:
+def memory_report(model: nn.Module, optimizer: OptimizerLike | Iterable[OptimizerLike] | None = None) -> MemoryReport:
     """The memory of each group under ``model`` now, and the predicted peak of one training step, on this rank.
 
     It does not communicate. The prediction runs one step of the groups' own code on the meta device, with stand-ins for
@@ -86,7 +90,7 @@ def memory_report(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] |
     - a module that contains sharded modules uses its own parameters after them, as a model uses its head;
     - all gradients have the parameters' dtype;
     - the inputs of all groups except the root's need gradients, and activation checkpointing runs no call again;
-    - the optimizer has its state: the report does not predict the state that its first step makes.
+    - all parameters get gradients, or the optimizer has its states.
 
     Otherwise it is an upper bound. It is too high by less than the gradient buffers of modules that contain sharded modules.
 
@@ -96,27 +100,38 @@ def memory_report(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] |
 
     Args:
         model: a module on which ``fully_shard`` was called, or a module that contains such modules.
-        optimizer: one or several optimizers, whose state is counted.
+        optimizer: one or several optimizers, whose states are counted. Before its first step, an optimizer has no states: the
+            peak then has the states that this step will make, and a note says so. In place of an optimizer, give its class, or
+            a function of a list of parameters that returns one: ``functools.partial(torch.optim.SGD, momentum=0.9)``. It gets
+            the parameters that need gradients.
 
     Raises:
         ValueError: ``fully_shard`` was called on no module of ``model``.
+        TypeError: ``optimizer`` is no optimizer, and makes none.
     """
     states = module_states(model)
-    held = _optimizer_nbytes(optimizers_of(optimizer))
+    optimizers = made_optimizers(optimizer, [param for param in model.parameters() if param.requires_grad])
+    held = {param: nbytes for one in optimizers for param, nbytes in state_nbytes(one).items()}
     groups = []
     for name, group in named_groups(model).items():
         groups.append(_row_of(name, group, held))
     total = MemoryRow("total", *(sum(column) for column in list(zip(*map(astuple, groups)))[1:]))
     moment, predicted = highest_moment(states, _forward_order(list(states.values())))
-    peak = MemoryRow(moment, sharded=total.sharded, optimizer=total.optimizer, **predicted)
-    return MemoryReport(tuple(groups), total, peak)
+    first = [_first_states(one) for one in optimizers if not one.state]
+    optimizer_nbytes = total.optimizer + sum(nbytes for nbytes, _ in first)
+    peak = MemoryRow(moment, sharded=total.sharded, optimizer=optimizer_nbytes, **predicted)
+    return MemoryReport(tuple(groups), total, peak, tuple(note for _, note in first))
 
 
-def optimizers_of(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
-    """One optimizer, several or None, as a list."""
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+def _first_states(optimizer: Optimizer) -> tuple[int, str]:
+    """The bytes of the states that the first step makes, and a note."""
+    name = type(optimizer).__name__
+    try:
+        nbytes = first_state_nbytes(optimizer)
+    except Exception as error:  # Any code of the optimizer: it may need values, which meta tensors do not have.
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        return 0, f"{name} has no states yet. Those of its first step cannot be predicted, and are not in the peak: {why}"
+    return nbytes, f"{name} has no states yet. The peak has the {_human(nbytes)} that its first step will make."
 
 
 def transient_nbytes(group: FSDPParamGroup) -> int:
@@ -142,16 +157,7 @@ def _row_of(name: str, group: FSDPParamGroup, held: dict[int, int]) -> MemoryRow
     )
 
 
-def _optimizer_nbytes(optimizers: list[Optimizer]) -> dict[int, int]:
-    """By ``id`` of a parameter, the bytes of its optimizer state on this rank."""
-    return {
-        id(param): sum(_local(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
-        for optimizer in optimizers
-        for param, state in optimizer.state.items()
-    }
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -6,8 +6,9 @@ It must not communicate, and must not change what a step computes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,7 +22,9 @@ from torch_ragged.fsdp._fully_shard import module_states, named_groups
 from torch_ragged.fsdp.comm._collectives import Collectives, ReduceScatterTraits, Reduction, Work
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._memory_log import high_water
-from torch_ragged.fsdp.tools._memory_report import optimizers_of, transient_nbytes
+from torch_ragged.fsdp.tools._memory_report import transient_nbytes
+from torch_ragged.fsdp.tools._optimizer_memory import optimizers_of
+from torch_ragged.fsdp.tools._timeline import Timeline, timeline_of
 
 __all__ = ["Monitor", "monitor"]
 
@@ -76,6 +79,10 @@ class Monitor:
     ``<kind>`` is ``all_gather``, ``reduce_scatter`` or ``other``. ``other`` is all other collectives of the groups, and blocks
     in :meth:`collective`. Collectives that DTensor issues, as in ``clip_grad_norm_``, are not watched.
 
+    Attributes:
+        timeline: when all this was in the step of the last row, as a :class:`Timeline`; None before the first row.
+            ``watch.timeline.save("step.png")`` draws it, and ``save("step.json")`` writes a trace for Perfetto.
+
     On a CPU, seconds are measured on the host. On a GPU, they are measured on the current stream by events, and a wait is the
     time for which the stream waits. :meth:`step` then waits for the stream, and :meth:`restart` resets the allocator's peaks.
     """
@@ -95,11 +102,10 @@ class Monitor:
         self._undo: list[Callable[[], None]] = [log.stop for _, log in self._logs]
         self._is_open = True
         self._row: dict[str, float] = {}
-        # During an optimizer's step: when it began, and the waits for collectives since then.
-        self._optimizer: tuple[Any, list[tuple[Any, Any]]] | None = None
+        self.timeline: Timeline | None = None
         self.restart()
-        for group in self._groups.values():
-            self._watch_group(group)
+        for name, group in self._groups.items():
+            self._watch_group(name, group)
         for each in optimizers:
             self._undo.append(each.register_step_pre_hook(self._before_optimizer).remove)
             self._undo.append(each.register_step_post_hook(self._after_optimizer).remove)
@@ -120,8 +126,10 @@ class Monitor:
 
     def restart(self) -> None:
         """Begin the next row now, and drop all numbers since the last row. Call it after an evaluation or a checkpoint."""
-        self._optimizer = None
-        self._spans: list[tuple[str, Any, Any]] = []
+        # Moments are marks of the clock. A collective has its kind, its name, and when it was issued, waited for and ended.
+        self._collectives: list[tuple[str, str, Any, Any, Any]] = []
+        self._optimizers: list[tuple[Any, Any]] = []
+        self._optimizer_began: Any = None
         self._counts = Counter[str]()
         self._held = sum(transient_nbytes(group) for group in self._groups.values())
         for _, log in self._logs:
@@ -141,18 +149,21 @@ class Monitor:
         """
         if not self._is_open:
             raise RuntimeError("the monitor is closed: call step() inside its with block")
-        seconds: defaultdict[str, float] = defaultdict(float)
-        seconds["step_s"] = self._clock.seconds(self._start, self._clock.mark())
-        for key, begin, end in self._spans:
-            seconds[key] += self._clock.seconds(begin, end)
-        exposed = sum(seconds[f"{kind}_exposed_s"] for kind in _KINDS)
-        in_optimizer = max(0.0, seconds["optimizer_s"] - seconds["optimizer_exposed_s"])
-        row: dict[str, float] = {"step_s": seconds["step_s"], "optimizer_s": in_optimizer, "exposed_s": exposed}
-        row["compute_s"] = max(0.0, seconds["step_s"] - exposed - in_optimizer)
+        at = functools.partial(self._clock.seconds, self._start)
+        seconds = at(self._clock.mark())
+        collectives = [(kind, name, at(a), at(b), at(c)) for kind, name, a, b, c in self._collectives]
+        optimizers = [(at(begin), at(end)) for begin, end in self._optimizers]
+        self.timeline = timeline_of(seconds, collectives, optimizers, dist.get_rank() if dist.is_initialized() else 0)
+        row: dict[str, float] = {"step_s": seconds, **dict.fromkeys(("optimizer_s", "exposed_s", "compute_s"), 0.0)}
+        for span in self.timeline.spans:
+            if span.kind not in _KINDS:
+                row[f"{span.kind}_s"] += span.end - span.begin
         if tokens is not None:
-            row["tokens_per_s"] = tokens / max(seconds["step_s"], 1e-9)
+            row["tokens_per_s"] = tokens / max(seconds, 1e-9)
         for kind in _KINDS:
-            row |= {key: seconds[key] for key in (f"{kind}_s", f"{kind}_exposed_s")}
+            mine = [each for each in collectives if each[0] == kind]
+            row[f"{kind}_s"] = sum(ended - issued for _, _, issued, _, ended in mine)
+            row[f"{kind}_exposed_s"] = sum(ended - waited for _, _, _, waited, ended in mine)
             row |= {key: self._counts[key] for key in (f"{kind}_calls", f"{kind}_bytes")}
         row["memory_peak_bytes"], row["memory_reserved_bytes"] = self._memory()
         peak = sum(high_water(self._logs, {"buffers": self._held})[1].values())
@@ -190,11 +201,11 @@ class Monitor:
         begin = self._clock.mark()
         with profiler_range("collective", name):
             yield
-        self._add_wait("other", begin, begin, self._clock.mark())
+        self._collectives.append(("other", name, begin, begin, self._clock.mark()))
 
-    def _watch_group(self, group: FSDPParamGroup) -> None:
+    def _watch_group(self, name: str, group: FSDPParamGroup) -> None:
         collectives = group.collectives
-        watched = _WatchedCollectives(collectives, self)
+        watched = _WatchedCollectives(collectives, self, name)
         group.collectives = watched
 
         def undo() -> None:
@@ -207,28 +218,20 @@ class Monitor:
         self._counts[f"{kind}_calls"] += 1
         self._counts[f"{kind}_bytes"] += nbytes
 
-    def _add_wait(self, kind: str, issued: Any, begin: Any, end: Any) -> None:
-        self._spans += [(f"{kind}_s", issued, end), (f"{kind}_exposed_s", begin, end)]
-        if self._optimizer is not None:
-            self._optimizer[1].append((begin, end))
-
     def _before_optimizer(self, *args: Any) -> None:
-        self._optimizer = (self._clock.mark(), [])
+        self._optimizer_began = self._clock.mark()
 
     def _after_optimizer(self, *args: Any) -> None:
-        if self._optimizer is not None:  # If the row began during the optimizer's step, there is no beginning to measure from.
-            begin, waits = self._optimizer
-            self._spans.append(("optimizer_s", begin, self._clock.mark()))
-            # If the step calls a closure with forward and backward, its waits count as exposed, not as the optimizer's time.
-            self._spans += [("optimizer_exposed_s", *wait) for wait in waits]
-            self._optimizer = None
+        if self._optimizer_began is not None:  # If the row began during the optimizer's step, there is no beginning.
+            self._optimizers.append((self._optimizer_began, self._clock.mark()))
+            self._optimizer_began = None
 
 
 class _WatchedCollectives:
     """The collectives of a group, of any implementation, watched by a monitor."""
 
-    def __init__(self, collectives: Collectives, watch: Monitor) -> None:
-        self._collectives, self._watch = collectives, watch
+    def __init__(self, collectives: Collectives, watch: Monitor, name: str) -> None:
+        self._collectives, self._watch, self._name = collectives, watch, name
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         return self._watched("all_gather", output.nbytes, lambda: self._collectives.all_gather(output, shard, group))
@@ -251,20 +254,20 @@ class _WatchedCollectives:
         watch = self._watch
         watch._count(kind, nbytes)
         issued = watch._clock.mark()  # Before the call, so that a synchronous collective has its time.
-        return _WatchedWork(issue(), watch, kind, issued)
+        return _WatchedWork(issue(), watch, kind, self._name, issued)
 
 
 class _WatchedWork:
     """A collective in flight, watched by a monitor."""
 
-    def __init__(self, work: Work, watch: Monitor, kind: str, issued: Any) -> None:
-        self._work, self._watch, self._kind, self._issued = work, watch, kind, issued
+    def __init__(self, work: Work, watch: Monitor, kind: str, name: str, issued: Any) -> None:
+        self._work, self._watch, self._begun = work, watch, (kind, name, issued)
 
     def wait(self) -> None:
         clock = self._watch._clock
-        begin = clock.mark()
+        waited = clock.mark()
         self._work.wait()
-        self._watch._add_wait(self._kind, self._issued, begin, clock.mark())
+        self._watch._collectives.append((*self._begun, waited, clock.mark()))
 
 
 class _HostClock:

@@ -1,0 +1,185 @@
+"""Timeline: what one training step did when, as a picture and as a trace.
+
+Importing this file must not need matplotlib (the ``viz`` extra): ``save()`` imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["TimelineSpan", "Timeline"]
+
+_COLOURS = {
+    "compute": "#8fa8c8",
+    "optimizer": "#9c86b8",
+    "exposed": "#d1495b",
+    "all_gather": "#edae49",
+    "reduce_scatter": "#66a182",
+    "other": "#9a9a9a",
+}
+_NARROW = 0.06  # Of the width of the picture: the least width of a bar that has a name in it.
+
+
+@dataclass(frozen=True)
+class TimelineSpan:
+    """A part of a step.
+
+    Attributes:
+        kind: ``compute``, ``optimizer``, ``exposed`` (a wait for a collective), or the collective from its issue to the end of
+            its wait: ``all_gather``, ``reduce_scatter`` or ``other``.
+        name: the name of the group whose collective it is; otherwise empty.
+        begin, end: seconds since the step began. A collective that an earlier step issued begins before 0.
+    """
+
+    kind: str
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of this rank, as :attr:`Monitor.timeline` has it. ::
+
+        compute         |#####..####|##..######|     |     the rest of the step
+        optimizer       |           |          |#####|
+        exposed         |     ##    |  ##      |     |     the step waits for a collective
+        all_gather      |#######    |####      |     |     from the issue to the end of the wait
+        reduce_scatter  |           |     #### |     |
+
+    ``compute``, ``optimizer`` and ``exposed`` fill the step without overlap.
+
+    Attributes:
+        seconds: the length of the step.
+        spans: by kind, then by time.
+        rank: the global rank.
+    """
+
+    seconds: float
+    spans: tuple[TimelineSpan, ...]
+    rank: int = 0
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the timeline to a file. The ending says how.
+
+        Args:
+            path: ``.json`` is a trace that https://ui.perfetto.dev and chrome://tracing open. ``.png`` and ``.svg`` are a
+                picture.
+
+        Raises:
+            ValueError: the path has another ending. Nothing is written.
+            ImportError: a picture needs matplotlib, which is not installed.
+        """
+        kind = Path(path).suffix
+        if kind not in (".json", ".png", ".svg"):
+            raise ValueError(f"a timeline is saved to a .json, .png or .svg file, got {str(path)!r}: use one of these endings")
+        if kind == ".json":
+            Path(path).write_text(json.dumps(self._trace()) + "\n")
+            return
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ImportError(
+                f"drawing {str(path)!r} needs matplotlib: run pip install 'torch_ragged[viz]', or save a .json trace"
+            )
+        self._draw(str(path), kind[1:])
+
+    def _tracks(self) -> list[tuple[str, list[TimelineSpan]]]:
+        """Rows of spans that do not overlap: one for each kind, and more for collectives that are in flight at once."""
+        rows: list[tuple[str, list[TimelineSpan]]] = []
+        for kind in _COLOURS:
+            mine: list[tuple[str, list[TimelineSpan]]] = []
+            for span in sorted((span for span in self.spans if span.kind == kind), key=lambda span: span.begin):
+                free = next((row for _, row in mine if row[-1].end <= span.begin), None)
+                if free is None:
+                    mine.append((kind if not mine else "", [span]))
+                else:
+                    free.append(span)
+            rows += mine
+        return rows
+
+    def _trace(self) -> dict[str, Any]:
+        """Chrome's trace event format. Its moments are microseconds and must not be negative."""
+        start = min(0.0, *(span.begin for span in self.spans)) if self.spans else 0.0
+        where = {"pid": self.rank}
+        events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", **where, "args": {"name": f"rank {self.rank}"}}]
+        kind = ""
+        for row, (label, spans) in enumerate(self._tracks()):
+            kind = label or kind
+            where["tid"] = row
+            events.append({"name": "thread_name", "ph": "M", **where, "args": {"name": kind}})
+            events.append({"name": "thread_sort_index", "ph": "M", **where, "args": {"sort_index": row}})
+            for span in spans:
+                text = f"{span.kind} ({span.name})" if span.name else span.kind
+                times = {"ts": 1e6 * (span.begin - start), "dur": 1e6 * (span.end - span.begin)}
+                events.append({"name": text, "cat": span.kind, "ph": "X", **where, **times})
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def _draw(self, path: str, kind: str) -> None:
+        import matplotlib
+        from matplotlib.figure import Figure
+
+        tracks = self._tracks()
+        figure = Figure(figsize=(11, 1.2 + 0.36 * len(tracks)), layout="constrained")
+        axes = figure.subplots()
+        first = min([0.0, *(span.begin for span in self.spans)])
+        width = max(self.seconds - first, 1e-9)
+        for row, (_, spans) in enumerate(tracks):
+            for span in spans:
+                bar = 1000 * (span.end - span.begin)
+                axes.barh(
+                    row, bar, left=1000 * span.begin, height=0.8, color=_COLOURS[span.kind], edgecolor="white", linewidth=0.3
+                )
+                if span.name and span.end - span.begin > _NARROW * width:
+                    axes.text(1000 * (span.begin + span.end) / 2, row, span.name, ha="center", va="center", fontsize=7)
+        axes.set_yticks(range(len(tracks)), [label.replace("_", "-") for label, _ in tracks])
+        axes.invert_yaxis()
+        axes.set_xlim(1000 * first, 1000 * self.seconds)
+        exposed = sum(span.end - span.begin for span in self.spans if span.kind == "exposed")
+        share = exposed / max(self.seconds, 1e-9)
+        axes.set(
+            xlabel="milliseconds", title=f"rank {self.rank}: {1000 * self.seconds:.1f} ms, {share:.0%} in exposed collectives"
+        )
+        with matplotlib.rc_context({"svg.hashsalt": "torch_ragged", "svg.fonttype": "none"}):
+            figure.savefig(path, format=kind, dpi=150)
+
+
+def between(taken: Iterable[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
+    """The parts of ``begin`` to ``end`` that no interval of ``taken`` covers."""
+    free, at = [], begin
+    for start, stop in sorted(taken):
+        if start > at:
+            free.append((at, min(start, end)))
+        at = max(at, stop)
+        if at >= end:
+            return free
+    return [*free, (at, end)]
+
+
+def timeline_of(
+    seconds: float,
+    collectives: Iterable[tuple[str, str, float, float, float]],
+    optimizers: Iterable[tuple[float, float]],
+    rank: int,
+) -> Timeline:
+    """The timeline of a step. A wait within an optimizer's step is a wait. What is neither is compute.
+
+    Args:
+        seconds: the length of the step.
+        collectives: kind, name, and the moments of issue, of the begin of the wait, and of its end.
+        optimizers: begin and end of each ``optimizer.step()``.
+        rank: the global rank.
+    """
+    spans, waits = [], []
+    for kind, name, issued, waited, ended in collectives:
+        spans += [TimelineSpan(kind, name, issued, ended), TimelineSpan("exposed", name, waited, ended)]
+        waits.append((waited, ended))
+    steps = [part for begin, end in optimizers for part in between(waits, begin, end)]
+    spans += [TimelineSpan("optimizer", "", *part) for part in steps]
+    spans += [TimelineSpan("compute", "", *part) for part in between([*waits, *steps], 0.0, seconds)]
+    order = list(_COLOURS)
+    return Timeline(seconds, tuple(sorted(spans, key=lambda span: (order.index(span.kind), span.begin))), rank)
