@@ -74,6 +74,16 @@ class DrawingTest(TestCase):
                 self.assertEqual(width, 960, atol=0.1, rtol=0)
             self.assertEqual(len(hatched) > 1, layout.padding_numel > 0)  # One more stands in the legend.
 
+    def test_svg_has_only_what_every_renderer_draws(self):
+        """Hexadecimal colours, no style sheet, sizes in pixels; tensors that are neighbours differ in colour."""
+        document = draw_svg(random_layout(random.Random(3)), "title", height=99)
+        self.assertFalse({"style", "class"} & set(re.findall(r"[<\s](\w+)[\s=>]", document)))
+        colours = re.findall(r'(?:fill|stroke)="([^"]*)"', document)
+        self.assertTrue(colours and all(re.fullmatch(r"#[0-9a-f]{6}|url\(#padding\)", colour) for colour in colours), colours)
+        self.assertNotIn("%", document.replace("100%", ""))
+        legend = re.findall(r'width="24" height="16" fill="(#\w+)"', document)
+        self.assertEqual(len(set(legend)), len(legend))
+
     def test_many_tensors_that_differ_by_a_number_are_drawn_alike(self):
         tensors = [spec((4,), 4, f"experts.{i}.{name}") for i in range(16) for name in ("up", "down")]
         text = draw_text(plan_layout([spec((8,), 1, "norm"), *tensors], 4, 4), width=60)

@@ -6,7 +6,7 @@ The work must not grow with the number of ranks: neighbouring ranks with equal c
 from __future__ import annotations
 
 import bisect
-import math
+import colorsys
 import re
 import string
 from collections.abc import Iterator
@@ -192,9 +192,8 @@ def _block(kind: _Kind) -> str:
 # --- SVG -----------------------------------------------------------------------------------------------------------
 
 _LEFT, _WIDTH, _HEIGHT = 120, 960, 20  # Pixels: left edge of the shards, width of a shard, height of a row.
-_STYLE = """<style>text { font: 12px sans-serif; }</style>
-<defs><pattern id="padding" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
-<rect width="6" height="6" fill="white"/><rect width="2" height="6" fill="black"/></pattern></defs>"""
+_DEFINITIONS = """<defs><pattern id="padding" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
+<rect width="6" height="6" fill="#ffffff"/><rect width="2" height="6" fill="#000000"/></pattern></defs>"""
 
 
 def draw_svg(layout: BufferLayout, title: str, height: int = 64) -> str:
@@ -220,12 +219,13 @@ def draw_svg(layout: BufferLayout, title: str, height: int = 64) -> str:
         entries.insert(len(head_kinds), (_PADDING_KIND - 1, f"... {hidden_kinds:,} more kinds of tensors"))
     for number, text in [*entries, (_PADDING_KIND, f"padding, {layout.padding_numel:,} elements")]:
         if number >= _PADDING_KIND:
-            body.append(f'<rect x="{_LEFT}" y="{top}" width="24" height="16" fill="{_fill(number)}" stroke="black"/>')
+            body.append(f'<rect x="{_LEFT}" y="{top}" width="24" height="16" fill="{_fill(number)}" stroke="#000000"/>')
         body.append(_label(_LEFT + 32, top + 13, text))
         top += _HEIGHT
     size = f'width="{_LEFT + _WIDTH + 16}" height="{top + 8}"'
-    paper = '<rect width="100%" height="100%" fill="white"/>'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', _STYLE, paper, *body, "</svg>", ""])
+    paper = f'<rect {size} fill="#ffffff"/>'
+    font = 'font-family="sans-serif" font-size="12"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>', _DEFINITIONS, paper, *body, "</svg>", ""])
 
 
 def _piece(piece: tuple[int, int, int], kinds: list[_Kind], shard: int, top: int) -> str:
@@ -233,16 +233,17 @@ def _piece(piece: tuple[int, int, int], kinds: list[_Kind], shard: int, top: int
     name = "padding" if kind == _PADDING_KIND else kinds[kind].name
     x, width = _LEFT + _WIDTH * start / shard, max(_WIDTH * (stop - start) / shard, 0.5)
     return (
-        f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_HEIGHT - 3}" fill="{_fill(kind)}" stroke="black" '
+        f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_HEIGHT - 3}" fill="{_fill(kind)}" stroke="#000000" '
         f'stroke-width="0.3"><title>{escape(name)}: elements {start:,} to {stop:,} of the shard</title></rect>'
     )
 
 
 def _fill(kind: int) -> str:
-    """The colour of a kind. Neighbouring kinds have very different colours."""
-    return (
-        "url(#padding)" if kind == _PADDING_KIND else f"hsl({math.floor(kind * 137.508) % 360}, 65%, {62 + 12 * (kind % 2)}%)"
-    )
+    """The colour of a kind. Neighbouring kinds have very different colours. Not all renderers know ``hsl()`` or style sheets."""
+    if kind == _PADDING_KIND:
+        return "url(#padding)"
+    rgb = colorsys.hls_to_rgb(kind * 137.508 % 360 / 360, 0.62 + 0.12 * (kind % 2), 0.65)
+    return "#" + "".join(f"{round(255 * channel):02x}" for channel in rgb)
 
 
 def _label(x: int, y: int, text: str) -> str:
