@@ -77,6 +77,7 @@ FORGED = (  # where, what, words of the error
     (("tensors", "model.0.weight", "mesh"), -1, "mesh is -1"),
     (("tensors", "model.0.weight", "shape"), 3, "shape is 3, expected list"),
     (("tensors", "model.0.weight", "shape"), [1.5], "shape is 1.5, expected int"),
+    (("tensors", "model.0.weight", "tied_to"), 3, "tied_to is 3, expected str"),
     (("tensors", "model.0.weight", "dtype"), 3, "dtype is 3, expected str"),
     (("tensors", "model.0.weight", "placements"), ["Replicate()"] * 2, "has 2 placements"),
     (("tensors", "model.0.weight"), 3, "is 3, expected dict"),

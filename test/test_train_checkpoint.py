@@ -491,6 +491,18 @@ class CommandLineTest(unittest.TestCase):
         self.assertRegex(text, r"model\.inner\.0\.weight +13 x 6 +float32 +RS\(0,1\)\[\d+,\d+\] +2\n")
         self.assertNotIn("rng.0.torch", text)
 
+    def test_inspect_counts_tied_parameters_once(self):
+        model = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 5), torch.nn.Linear(5, 7, bias=False))
+        model[2].weight = model[0].weight
+        wrapped = torch.nn.Sequential(torch.compile(model))  # Its names have a part that the checkpoint leaves out.
+        with tempfile.TemporaryDirectory() as folder:
+            saved = checkpoint.save(folder, checkpoint.TrainState(wrapped))
+            tensors = checkpoint.read_manifest(saved).tensors
+            self.assertEqual({n: t.tied_to for n, t in tensors.items() if t.tied_to}, {"model.0.2.weight": "model.0.0.weight"})
+            text = self.run_cli("inspect", saved)[1]
+        count = sum(param.numel() for param in model.parameters())
+        self.assertIn(f"model          {count} elements (1 tied tensor not counted again), fingerprint", text)
+
     def test_inspect_draws_chosen_tensors(self):
         code, text = self.run_cli("inspect", self.folder, "--draw", "--tensors", "model.experts")
         self.assertIn("model.experts float32\n(3, 5, 6) under RS(", text)

@@ -298,7 +298,7 @@ def _prepare(path: Path, state: TrainState, group: dist.ProcessGroup | None) -> 
         data_position=copy.deepcopy(state.data_position),  # Training may change it before a background save writes it.
         objects=contents.names,
     )
-    return contents.state_dict, CheckpointWriter(folder, manifest, rng_checksums(contents.rng))
+    return contents.state_dict, CheckpointWriter(folder, manifest, rng_checksums(contents.rng), tied=contents.tied)
 
 
 def _refuse_busy(folder: Path) -> None:

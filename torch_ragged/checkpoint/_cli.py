@@ -68,7 +68,7 @@ def _inspect(path: Path, pattern: str, draw: bool) -> int:
         ("data position", str(manifest.data_position)),
         ("ranks", str(manifest.world_size)),
         ("written by", f"torch_ragged {manifest.package_version}, torch {manifest.torch_version}, format {manifest.format}"),
-        ("model", f"{_parameters(manifest):,} elements, fingerprint {manifest.fingerprint[:16]}"),
+        ("model", f"{_elements(manifest):,} elements{_tied(manifest)}, fingerprint {manifest.fingerprint[:16]}"),
         ("holds", ", ".join([*_parts(manifest), *manifest.objects])),
         ("random states", ", ".join(f"{name} ({kind})" for name, kind in manifest.rng.items()) or "none"),
         ("files", f"{len(manifest.files)}, {_bytes(manifest.nbytes)}"),
@@ -160,8 +160,14 @@ def _described(tensor: TensorRecord | None) -> str:
     return "-" if tensor is None else " ".join(filter(None, (tensor.what, _placements(tensor), _mesh(tensor))))
 
 
-def _parameters(manifest: Manifest) -> int:
-    return sum(math.prod(t.shape) for name, t in manifest.tensors.items() if name.startswith("model."))
+def _elements(manifest: Manifest) -> int:
+    """Of the model's parameters and buffers, tied ones once."""
+    return sum(math.prod(t.shape) for name, t in manifest.tensors.items() if name.startswith("model.") and not t.tied_to)
+
+
+def _tied(manifest: Manifest) -> str:
+    tied = sum(bool(tensor.tied_to) for tensor in manifest.tensors.values())
+    return f" ({tied} tied tensor{'s' * (tied > 1)} not counted again)" if tied else ""
 
 
 def _parts(manifest: Manifest) -> list[str]:

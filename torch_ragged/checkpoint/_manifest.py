@@ -54,7 +54,7 @@ _MAX_DIMS = 64  # the limit of torch
 class TensorRecord:
     """Shape and dtype of a tensor; of a DTensor also its placements and its mesh.
 
-    ``mesh_ranks`` are in row-major order of ``mesh_shape``.
+    ``mesh_ranks`` are in row-major order of ``mesh_shape``. ``tied_to`` is the first name of a parameter with several names.
     """
 
     shape: tuple[int, ...]
@@ -63,6 +63,7 @@ class TensorRecord:
     mesh_shape: tuple[int, ...] = ()
     mesh_dim_names: tuple[str, ...] = ()
     mesh_ranks: tuple[int, ...] = ()
+    tied_to: str = field(default="", compare=False)
 
     @property
     def what(self) -> str:
@@ -121,6 +122,8 @@ class Manifest:
             if tensor.placements:
                 key = (tensor.mesh_shape, tensor.mesh_dim_names, tensor.mesh_ranks)
                 entry |= {"placements": tensor.placements, "mesh": meshes.setdefault(key, len(meshes))}
+            if tensor.tied_to:
+                entry["tied_to"] = tensor.tied_to
             tensors[name] = entry
         body = {key: value for key, value in vars(self).items() if key not in ("tensors", "files")}
         body["tensors"] = tensors
@@ -239,8 +242,9 @@ def _mesh_of(entry: Any) -> _Mesh:
 def _tensor_of(name: str, entry: Any, meshes: list[_Mesh]) -> TensorRecord:
     tensor = _of(dict, entry, name)
     shape, dtype = _shape(tensor["shape"], f"{name}'s shape"), _of(str, tensor["dtype"], f"{name}'s dtype")
+    tied_to = _of(str, tensor.get("tied_to", ""), f"{name}'s tied_to")
     if "mesh" not in tensor:
-        return TensorRecord(shape, dtype)
+        return TensorRecord(shape, dtype, tied_to=tied_to)
     index = _count(tensor["mesh"], f"{name}'s mesh")
     if index >= len(meshes):
         raise ValueError(f"{name}'s mesh is {index}, but there are {len(meshes)} meshes")
@@ -250,7 +254,7 @@ def _tensor_of(name: str, entry: Any, meshes: list[_Mesh]) -> TensorRecord:
             f"{name} has {len(placements)} placements on a mesh of shape {reprlib.repr(meshes[index][0])}, expected one per "
             "dimension of the mesh"
         )
-    return TensorRecord(shape, dtype, placements, *meshes[index])
+    return TensorRecord(shape, dtype, placements, *meshes[index], tied_to)
 
 
 def _file_of(name: str, entry: Any) -> FileRecord:

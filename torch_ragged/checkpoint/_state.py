@@ -34,6 +34,7 @@ from torch_ragged.checkpoint._same import bytes_of
 
 __all__ = ["Contents", "Redistribute", "Request", "TrainState"]
 
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # Parts of names, which DCP leaves out.
 Redistribute = Mapping[str, Callable[[list[Any]], Any] | None]  # See :func:`load`.
 
 
@@ -133,6 +134,7 @@ class Contents:
         rng: the state of each random generator of this rank.
         names: the names of the values that are not tensors, for the manifest.
         shared: the values that one rank writes for all, by name.
+        tied: the first name of each parameter of the model that has several names, by its other names.
     """
 
     def __init__(self, state: TrainState, rank: int) -> None:
@@ -148,6 +150,7 @@ class Contents:
         }
         self.rng = rng_states(state.rng)
         self.names = _object_names(state)
+        self.tied = _tied_names(state.model)
         self.shared = {
             **{name: getattr(state, name) for name in ("step", "consumed_tokens", "data_position")},
             **objects,
@@ -164,6 +167,17 @@ class Contents:
         }
         if state.optimizers:
             self.state_dict["optimizer"] = _optimizer_state(state)
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """By the other names of tied parameters, their first name: both as in the checkpoint."""
+    first: dict[nn.Parameter, str] = {}
+    tied = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        parts = ["model", *(part for part in name.split(".") if part not in _WRAPPERS)]
+        if first.setdefault(param, ".".join(parts)) != ".".join(parts):
+            tied[".".join(parts)] = first[param]
+    return tied
 
 
 def _object_names(state: TrainState) -> list[str]:

@@ -77,6 +77,7 @@ class CheckpointWriter(FileSystemWriter):
         folder: the folder of the finished checkpoint. All ranks share its parent.
         manifest: the fields that the caller knows: step, tokens, data position, objects.
         rng: the checksum of this rank's state of each random generator.
+        tied: the first name of each parameter that has several names, by its other names.
         read_back: if True, every rank reads its file again and compares checksums before the rename.
         block: bytes per checksum.
     """
@@ -87,6 +88,7 @@ class CheckpointWriter(FileSystemWriter):
         manifest: Manifest | None = None,
         rng: Mapping[str, int] | None = None,
         *,
+        tied: Mapping[str, str] | None = None,
         read_back: bool = False,
         block: int = BLOCK,
     ) -> None:
@@ -95,7 +97,7 @@ class CheckpointWriter(FileSystemWriter):
         super().__init__(incomplete_of(self.folder, self.token), sync_files=False)  # Our file system syncs every file.
         self.fs = HashingFileSystem(block)
         self.manifest = manifest or Manifest()
-        self.rng = dict(rng or {})
+        self.rng, self.tied = dict(rng or {}), dict(tied or {})
         self.read_back = read_back
         self.doing = "planning the save"  # For the error if a rank dies.
         self._owner = owner_of_this_process()  # Kept: a background process may write for this one.
@@ -161,7 +163,7 @@ class CheckpointWriter(FileSystemWriter):
         for name, value in planner.state_dict.items():  # type: ignore[attr-defined]
             if not isinstance(value, torch.Tensor):
                 continue
-            record = describe(value)
+            record = replace(describe(value), tied_to=self.tied.get(name, ""))
             # One rank reports each tensor: a DTensor's lowest rank, which may have no chunk, or the writer of a plain tensor.
             if rank == min(record.mesh_ranks) if record.mesh_ranks else name in mine:
                 tensors[name] = record
