@@ -239,7 +239,7 @@ def _piece(piece: tuple[int, int, int], kinds: list[_Kind], shard: int, top: int
 
 
 def _fill(kind: int) -> str:
-    """The colour of a kind. Neighbouring kinds have very different colours. Not all renderers know ``hsl()`` or style sheets."""
+    """The colour of a kind. Neighbouring kinds differ much. Not every renderer knows ``hsl()`` or style sheets."""
     if kind == _PADDING_KIND:
         return "url(#padding)"
     rgb = colorsys.hls_to_rgb(kind * 137.508 % 360 / 360, 0.62 + 0.12 * (kind % 2), 0.65)
