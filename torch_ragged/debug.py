@@ -343,7 +343,7 @@ def _save(pictures: Sequence[_Picture], path: str, draw: bool) -> None:
 
 
 def _draw(axes: Any, picture: _Picture, colours: Sequence[Any]) -> None:
-    """Draw rectangles to scale, coloured by owner. The ranks of an owner are written in its largest rectangle."""
+    """Draw rectangles to scale, coloured by owner. The ranks of an owner are written in its largest rectangle, if they fit."""
     rows = picture.rows()
     height, top = sum(row.size for row in rows), 0
     largest: dict[int, tuple[int, float, float, float]] = {}  # By owner: area, centre and font size.
@@ -354,7 +354,8 @@ def _draw(axes: Any, picture: _Picture, colours: Sequence[Any]) -> None:
             largest[owner] = max(largest.get(owner, middle), middle)
         top += row.size
     for owner, (_, x, y, size) in largest.items():
-        axes.text(x, y, _ranges(picture.owners[owner]), ha="center", va="center", fontsize=size)
+        if size > 3:  # Smaller than this, nobody can read it.
+            axes.text(x, y, _ranges(picture.owners[owner]), ha="center", va="center", fontsize=size)
     axes.set(xlim=(0, (picture.shape or (1,))[-1] or 1), ylim=(height or 1, 0), xlabel="".join(_idle(picture)))
     if len(picture.shape) < 2:
         axes.set_yticks([])
