@@ -35,11 +35,14 @@ CLEAR = (  # Refusals that name the operation and the way out, as in test/op_con
     "in-place operations that require placement changes are not supported",
     "redistribute the strided view to Replicate or Shard first",
     "got mixed torch.Tensor and DTensor",
+    "is unable to be interpreted into a corresponding shard_order",  # Torch 2.11.
+    "does not have a sharding strategy registered",
     "would remove or reshape sharded dimension",
     "refer to a single memory location. Please clone() the tensor",
 )
 EXACT = 256  # bfloat16 has all integers up to this one.
 LIMIT = 60
+_OLD = torch.__version__ < "2.12"
 _meshes: dict[Any, DeviceMesh] = {}
 
 
@@ -87,10 +90,13 @@ def misleads_torch(shape: tuple[int, ...], mesh: tuple[int, ...], placements: An
     """Whether torch's own redistribution can fail, or return wrong values, on some of the ranks.
 
     It does if all placements are torch's, and a ``_StridedShard`` cuts a dimension unevenly, or two cut the same dimension.
+    Torch 2.11 takes a ``_StridedShard`` only beside the Shard of the same dimension.
     """
     if has_ragged(placements):
         return False
     strided = [p.dim for p in placements if isinstance(p, _StridedShard)]
+    if strided and _OLD:
+        return True
     for dim, split_factor in ((p.dim, p.split_factor) for p in placements if isinstance(p, _StridedShard)):
         ways = [ranks for ranks, p in zip(mesh, placements) if isinstance(p, (Shard, _StridedShard)) and p.dim == dim]
         if strided.count(dim) > 1 or shape[dim] % (math.prod(ways) * split_factor):
