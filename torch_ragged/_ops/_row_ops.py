@@ -98,8 +98,11 @@ def row_rule(call: OpCall) -> Sharding:
     if call.argument("beta", 1) == 0:
         raise NoLocalWay("beta=0 is not supported: the kernel would still check the shape of the first argument")
     leader = specs[0] if call.is_inplace else ragged[0]
-    if call.name == "fill_" and any(isinstance(p, Partial) for p in leader.placements):
-        raise NoLocalWay("each rank would contribute the value to a Partial tensor")  # Torch's own rule lets it.
+    if any(isinstance(p, Partial) for p in leader.placements):  # Torch's own rules, of some versions, let both.
+        if call.name == "fill_":
+            raise NoLocalWay("each rank would contribute the value to a Partial tensor")
+        if call.name == "_to_copy" and _rounds_down(leader, call.torch.output_meta()[0]):
+            raise NoLocalWay("each rank would cast its contribution to a Partial tensor")
     rows = rows_of(leader)
     if rows is None:
         raise NoLocalWay("ranks do not hold whole rows")
@@ -110,6 +113,13 @@ def row_rule(call: OpCall) -> Sharding:
         if outputs is not None and fits_out(call, [o and o.placements for o in outputs]):
             return _sharding(call, inputs, outputs, rows)
     raise NoLocalWay(f"it does not take rows one by one (dimensions {rows.dims} are cut)")
+
+
+def _rounds_down(spec: Spec, output: Meta | None) -> bool:
+    """Whether a cast leaves out the fraction, or all but zero or not: then a sum of casts is not the cast of the sum."""
+    if output is None or output.dtype == spec.tensor_meta.dtype:
+        return False
+    return output.dtype == torch.bool or (spec.tensor_meta.dtype.is_floating_point and not output.dtype.is_floating_point)
 
 
 def _with(placements: Sequence[Placement], mesh_dim: int, placement: Placement) -> tuple[Placement, ...]:
