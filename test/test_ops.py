@@ -281,9 +281,9 @@ def check_partial_beside_ragged():
     for copied in (x.detach(), x.clone(), x.detach().requires_grad_().clone()):
         assert copied.placements == x.placements
         assert torch.equal(copied.full_tensor(), torch.full((6,), 3.0))
-    halves = DTensor.from_local(mine / 2, mesh, placements, shape=torch.Size([6]), stride=(1,), run_check=False)
-    for dtype in (torch.bool, torch.int64):  # 0.5 + 1.0: a sum of casts would be another number.
-        assert torch.equal(halves.to(dtype).full_tensor(), torch.full((6,), 1.5).to(dtype)), dtype
+    parts = DTensor.from_local(mine * 0.75, mesh, placements, shape=torch.Size([6]), stride=(1,), run_check=False)
+    for dtype, want in ((torch.bool, 1.0), (torch.int64, 2.0)):  # Of 0.75 + 1.5. Casts of the parts make another sum.
+        assert torch.equal(parts.to(dtype).float().full_tensor(), torch.full((6,), want)), dtype
     torch.testing.assert_close(torch.exp(x).full_tensor(), torch.full((6,), 3.0).exp())
     assert "a Partial tensor must be reduced first" in error_of(x.fill_, 3.0)  # A sum of fills is another value.
     assert torch.equal(x.zero_().full_tensor(), torch.zeros(6))
