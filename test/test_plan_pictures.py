@@ -144,6 +144,25 @@ class AdviceTest(TestCase):
         self.assertEqual(advise(layouts, limit), [])
         self.assertEqual(len(advise(layouts, limit - 1e-9)), 1)
 
+    def test_a_change_that_just_reaches_the_limit_mends(self):
+        layouts = self.layouts(16, groups=1)
+        reached = [remedy.padding_fraction for remedy in remedies(layouts["layers.0"], 0.05, 1)]
+        (text,) = advise({"layers.0": layouts["layers.0"]}, min(reached))
+        self.assertNotIn("no tried change brings it within the limit", text)
+
+    def test_a_group_may_join_the_one_before_it(self):
+        block, rest = self.layouts(16, groups=1)["layers.0"], plan_layout([spec((8000, 64), 1, "e")], 16, 64)
+        for layouts in ({"layers.0": block, "rest": rest}, {"rest": rest, "layers.0": block}):
+            self.assertIn("one group with rest", advise(layouts, 0.05)[0])
+
+    def test_blocks_within_rows_become_single_elements(self):
+        inside, pair = TensorSpec("inside", (2, 900), (0, 1), 450), TensorSpec("rows", (8, 4), (0,), 8)
+        steps = list(_finer(plan_layout([inside, pair], 7)))
+        self.assertEqual(
+            [remedy.text for remedy in steps],
+            ["blocks of 1 row instead of blocks of 2 rows for rows", "cuts anywhere instead of blocks of 2 rows for rows"],
+        )
+
     def test_equal_groups_are_reported_once(self):
         (text,) = advise(self.layouts(16), 0.05)
         self.assertEqual(text.split(": ")[0], "layers.0 and 2 more")

@@ -159,6 +159,12 @@ class PlannerTest(unittest.TestCase):
             ),
             ([spec(60, 6, "a"), spec(4, 2)], 6, 12, "10 pieces of 6 elements on 6 ranks: 2 on some rank"),
             ([spec(4, 4, "a"), spec(4, 4, "b"), spec(6, 6, "c")], 2, 8, "7 pieces of 2 elements on 2 ranks: 4 on some rank"),
+            (  # A shard of 8 is half of a, which then need not contain a whole one; 10 would be the next multiple of 5.
+                [spec(7, 7), spec(15, 5, "a")],
+                10,
+                8,
+                "a: its 15 elements contain a whole shard, which must be a multiple of 5",
+            ),
             ([spec(6, 2, "a")], 2, 4, "3 pieces of 2 elements on 2 ranks: 2 on some rank"),
         ):
             layout = plan_layout(tensors, ranks)
@@ -267,6 +273,8 @@ class PlannerTest(unittest.TestCase):
         empty = BufferLayout((spec(0, 1, "e"),), (0,), 4, 2, 4, 4, "", "given")
         self.assertEqual((empty.padding_fraction, empty.bound_fraction, empty.granularity_fraction), (8, 8, 0))
         self.assertEqual(empty.gaps(), ((0, 8),))
+        small = BufferLayout((spec(3, 1, "s"),), (0,), 4, 2, 4, 4, "", "given")
+        self.assertEqual(small.granularity_fraction, 0)
         one = BufferLayout((spec(1, 1, "o"),), (0,), 4, 2, 4, 4, "", "given")
         self.assertEqual((one.padding_fraction, one.bound_fraction, one.granularity_fraction), (7, 7, 0))
 
