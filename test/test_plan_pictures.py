@@ -150,13 +150,33 @@ class AdviceTest(TestCase):
         (text,) = advise({"layers.0": layouts["layers.0"]}, min(reached))
         self.assertNotIn("no tried change brings it within the limit", text)
 
-    def test_a_group_may_join_the_one_before_it(self):
-        block, rest = self.layouts(16, groups=1)["layers.0"], plan_layout([spec((8000, 64), 1, "e")], 16, 64)
-        for layouts in ({"layers.0": block, "rest": rest}, {"rest": rest, "layers.0": block}):
-            self.assertIn("one group with rest", advise(layouts, 0.05)[0])
+    def test_a_group_may_join_its_neighbours_only(self):
+        bad = self.layouts(16, groups=1)["layers.0"]
+        others = {name: plan_layout([spec((size, 64))], 16, 64) for name, size in zip("abcd", (16, 32, 48, 64))}
+        for place in range(5):
+            names = [*list("abcd")[:place], "bad", *list("abcd")[place:]]
+            layouts = {name: others.get(name, bad) for name in names}
+            with mock.patch.object(_advice, "remedies", return_value=[]) as asked:
+                advise(layouts, 0.05)
+            self.assertEqual(
+                [name for name, _ in asked.call_args.args[3]], [*names[place + 1 : place + 2], *names[:place][-1:]]
+            )
+
+    def test_every_sort_of_split_and_merge_is_offered(self):
+        tensors = [spec((30,), block, f"of {block}") for block in (1, 2, 5)]
+        layout = plan_layout(tensors, 4)
+        texts = ["a group of its own for of 2", "a group of its own for of 5", "3 groups, one per block size"]
+        self.assertEqual([remedy.text for remedy in _split(layout)], texts)
+        self.assertEqual(len(list(_split(plan_layout(tensors[:2], 4)))), 1)
+        merged = [f"one group for every {n} of these 16" for n in (2, 4, 8)]
+        self.assertEqual([remedy.text for remedy in _merged(layout, 16, [])], merged)
+        self.assertEqual(_advice._padding([[spec((1,))]], plan_layout([spec((1,))], 4)), 3)
 
     def test_blocks_within_rows_become_single_elements(self):
         inside, pair = TensorSpec("inside", (2, 900), (0, 1), 450), TensorSpec("rows", (8, 4), (0,), 8)
+        row = TensorSpec("a row", (3, 100), (0,), 100)
+        first = next(_finer(plan_layout([row, pair], 7)))
+        self.assertEqual(first.text, "cuts anywhere instead of blocks of 1 row for a row")
         steps = list(_finer(plan_layout([inside, pair], 7)))
         self.assertEqual(
             [remedy.text for remedy in steps],
@@ -206,7 +226,9 @@ class AdviceTest(TestCase):
         generator = random.Random(4)
         mended, best = 0, 0
         for _ in range(150):
-            layout, limit = random_layout(generator), generator.choice((0, 0.1, 0.3))
+            layout = random_layout(generator)
+            reached = [remedy.padding_fraction for sort in sorts(layout, 4, []) for remedy in sort]
+            limit = generator.choice((0, 0.1, 0.3, generator.choice(reached or [0])))
             expected = []
             for sort in sorts(layout, 4, []):
                 tried = list(sort)

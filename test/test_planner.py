@@ -165,6 +165,24 @@ class PlannerTest(unittest.TestCase):
                 8,
                 "a: its 15 elements contain a whole shard, which must be a multiple of 5",
             ),
+            (
+                [spec(15, 5, "a"), spec(40, 4, "b"), spec(7, 7)],
+                20,
+                8,
+                "a: its 15 elements contain a whole shard, which must be a multiple of 5",
+            ),
+            (
+                [spec(100, 4, "a"), spec(100, 3, "b"), spec(8, 8)],
+                100,
+                12,
+                "b: its 100 elements contain a whole shard, which must be a multiple of 3",
+            ),
+            (
+                [spec(100, 3, "a"), spec(100, 5, "b"), spec(8, 8)],
+                100,
+                15,
+                "b: its 100 elements contain a whole shard, which must be a multiple of 5",
+            ),
             ([spec(6, 2, "a")], 2, 4, "3 pieces of 2 elements on 2 ranks: 2 on some rank"),
         ):
             layout = plan_layout(tensors, ranks)
@@ -213,6 +231,8 @@ class PlannerTest(unittest.TestCase):
         three = [Kind.of(spec(*one)) for one in ((60, 6), (40, 10), (9, 1))]
         self.assertEqual(planner._round_shards(three, 4, 20, 90), [20, 24, 28, 32, 36, 40])
         self.assertEqual(planner._round_shards(three, 1, 20, 26), [20, 22, 24])
+        self.assertEqual(planner._round_shards([Kind.of(spec(40, 2))], 1, 5, 9), [6, 8])
+        self.assertEqual([Kind.of(spec(24, *one)).unit for one in ((3, "t", 6), (4, "t", 6), (4,), (5,))], [3, 6, 4, 5])
         self.assertEqual(planner._steps(three, 4, 40), [4, 12, 20, 60])
         self.assertEqual(planner._steps(three, 4, 41), [4, 12])
         six = [Kind.of(spec(*one)) for one in ((70, 2), (70, 3), (70, 5), (70, 7), (77, 11), (78, 13))]
@@ -273,6 +293,7 @@ class PlannerTest(unittest.TestCase):
         empty = BufferLayout((spec(0, 1, "e"),), (0,), 4, 2, 4, 4, "", "given")
         self.assertEqual((empty.padding_fraction, empty.bound_fraction, empty.granularity_fraction), (8, 8, 0))
         self.assertEqual(empty.gaps(), ((0, 8),))
+        self.assertEqual(BufferLayout((spec(8, 1, "f"),), (0,), 4, 2, 4, 4, "", "given").gaps(), ())
         small = BufferLayout((spec(3, 1, "s"),), (0,), 4, 2, 4, 4, "", "given")
         self.assertEqual(small.granularity_fraction, 0)
         one = BufferLayout((spec(1, 1, "o"),), (0,), 4, 2, 4, 4, "", "given")
@@ -298,6 +319,15 @@ class PlannerTest(unittest.TestCase):
         BufferLayout(**{**good, "tensors": fused, "offsets": (3,)})
         for change, words in (
             (dict(offsets=(0, 6)), "b at offset 6 overlaps a"),
+            (dict(offsets=(-4, 8)), "a at offset -4 overlaps the start of the buffer, which ends at 0"),
+            (
+                dict(tensors=(spec(32, 4, "a"),), offsets=(7,), ranks=5),
+                "shard boundary 1 cuts a at element 1, inside a block of 4",
+            ),
+            (
+                dict(tensors=(spec(24, 4, "a", period=3),), offsets=(1,), shard_numel=4, ranks=7),
+                "shard boundary 2 cuts a at element 7, inside a block of 4",
+            ),
             (dict(offsets=(4, 14)), "beyond the buffer"),
             (dict(offsets=(2, 10)), "cuts a at element 6, inside a block of 4 elements"),
             (dict(shard_numel=7), "must be a positive multiple of alignment 4, got 7"),
@@ -358,6 +388,7 @@ class PlannerTest(unittest.TestCase):
             (lambda: plan_layout([spec(1, 1)], 2, 0), "plan_layout: alignment must be a positive integer, got 0"),
             (lambda: plan_layout([spec(1, 1)], 2, order="best"), "order must be 'auto' or 'default', got 'best'"),
             (lambda: plan_layout([spec(1, 1)], 2, threshold=-1), "threshold must be a finite fraction of the shard size"),
+            (lambda: plan_layout([spec(1, 1)], 2, threshold=math.inf), "threshold must be a finite fraction of the shard size"),
             (lambda: plan_layout(mixed, 2), r"must have one dtype, got torch.bfloat16 \(w\), torch.float32 \(norm\)"),
             (lambda: spec(4, 0), "t: block must be an integer of at least 1, got 0"),
             (lambda: spec(4, 2.5), "t: block must be an integer of at least 1, got 2.5"),
