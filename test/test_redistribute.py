@@ -31,6 +31,8 @@ def count_collectives():
         (mesh, [skewed], [Shard(1)]),
         (mesh, [Shard(0)], [even]),
         (mesh, [root], [Replicate()]),
+        (mesh, [RaggedShard((0,), (4, 4, 0, 0))], [Replicate()]),
+        (mesh, [RaggedShard((0,), (5, 3, 0, 0))], [Replicate()]),
         (mesh, [Replicate()], [skewed]),
         (mesh, [skewed], [RaggedShard((0, 1), (1, 5, 0, 2))]),
         (mesh, [even], [Partial()]),
@@ -59,6 +61,23 @@ def check_nested_cuts_that_become_pending():
         owner = RaggedShard((), (0, 1))
         for operation in ("sum", "avg", "max", "min"):
             check_case(mesh, ((2,), nested, (owner, Partial(operation), Partial(operation))), torch.float32, 0)
+
+
+def check_dtypes_that_no_backend_sends():
+    """Complex numbers and 16-bit integers travel as reals and as bytes. Booleans have their own fills."""
+    mesh = init_device_mesh("cpu", (4,))
+    ragged = [RaggedShard((0,), (1, 5, 0, 2)), RaggedShard((0, 1), (0, 20, 4, 8)), Shard(1), Replicate()]
+    for values in (torch.randn(8, 4, dtype=torch.complex64), torch.arange(-16, 16, dtype=torch.int16).view(8, 4)):
+        for source, target in itertools.permutations(ragged, 2):
+            if not any(isinstance(p, RaggedShard) for p in (source, target)):
+                continue  # Torch's own redistribution.
+            placed, expected = (distribute_tensor(values, mesh, [p], src_data_rank=None) for p in (source, target))
+            moved = placed.redistribute(placements=[target])
+            assert torch.equal(moved.to_local(), expected.to_local()), (values.dtype, source, target)
+    truths = torch.arange(32).view(8, 4) % 3 == 0
+    for operation in ("min", "max"):
+        pending = distribute_tensor(truths, mesh, ragged[:1]).redistribute(placements=[Partial(operation)])
+        assert torch.equal(pending.redistribute(placements=ragged[1:2]).full_tensor(), truths), operation
 
 
 def check_groups_of_some_ranks():
@@ -125,6 +144,9 @@ class RedistributeTest(expecttest.TestCase):
         (step,) = plan((6, 4), (many,), (one,), (other,), (many - 2,))
         self.assertEqual((step.send_splits[many - 3], step.receive_splits.total), (16, 0))
 
+    def test_dtypes_that_no_backend_sends_are_bitwise_right(self):
+        run_ranks(4, check_dtypes_that_no_backend_sends)
+
     def test_an_alias_is_one_on_every_rank(self):
         """An in-place op on the result must not change the source on some ranks only."""
         first, last, halves = RaggedShard((), (1, 0)), RaggedShard((), (0, 1)), RaggedShard((0,), (2, 2))
@@ -150,6 +172,8 @@ class RedistributeTest(expecttest.TestCase):
                 "RS(0)[1,5,0,2] -> S(1)": {"all_to_all_single": 1},
                 "S(0) -> RS(0)[1,1,1,1]": {},
                 "RS()[0,0,1,0] -> R": {"broadcast": 1},
+                "RS(0)[4,4,0,0] -> R": {"all_to_all_single": 1},  # Of a buffer twice as large as the tensor, not more.
+                "RS(0)[5,3,0,0] -> R": {"broadcast": 2},
                 "R -> RS(0)[1,5,0,2]": {},
                 "RS(0)[1,5,0,2] -> RS(0,1)[1,5,0,2]": {},
                 "RS(0)[1,1,1,1] -> P(sum)": {},
