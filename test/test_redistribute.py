@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from common import error_of, run_ranks
 from oracle import MESHES, check_case, kinds_of_random_cases
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -39,6 +39,7 @@ def count_collectives():
         (mesh, [Partial()], [even]),
         (mesh, [Partial()], [skewed]),
         (mesh, [Partial()], [root]),
+        (mesh, [Partial()], [RaggedShard((0,), (7, 1, 0, 0))]),
         (grid, [Shard(0), Shard(0)], [RaggedShard((0,), (1, 3)), Replicate()]),
         (grid, [Shard(0), RaggedShard((0,), (1, 3))], [Replicate(), RaggedShard((0,), (1, 3))]),
         (grid, [Partial(), RaggedShard((0,), (1, 3))], [Replicate(), RaggedShard((0,), (1, 3))]),
@@ -80,6 +81,26 @@ def check_dtypes_that_no_backend_sends():
         assert torch.equal(pending.redistribute(placements=ragged[1:2]).full_tensor(), truths), operation
 
 
+def check_averages():
+    """The mean over the ranks of whole numbers, onto every kind of owners; of complex numbers too."""
+    mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
+    owners = [(1, 1, 1, 1), (1, 5, 0, 2), (0, 0, 8, 0), (7, 1, 0, 0)]
+    for dtype, units in itertools.product((torch.float32, torch.complex64), owners):
+        mine = (torch.arange(32).view(8, 4) * (rank + 1)).to(dtype)
+        pending = DTensor.from_local(mine, mesh, [Partial("avg")])
+        moved = pending.redistribute(placements=[RaggedShard((0,), units)])
+        assert torch.equal(moved.full_tensor(), (torch.arange(32).view(8, 4) * 2.5).to(dtype)), (dtype, units)
+
+
+def check_ranks_outside_of_the_mesh():
+    """They hold nothing and communicate nothing, on a mesh of the first two of four ranks."""
+    mesh, values = DeviceMesh("cpu", [0, 1]), torch.arange(32.0).view(8, 4)
+    placed = distribute_tensor(values, mesh, [RaggedShard((0,), (1, 3))], src_data_rank=None)
+    moved = placed.redistribute(placements=[RaggedShard((0,), (3, 1))])
+    rank = dist.get_rank()
+    assert torch.equal(moved.to_local(), values.view(-1).split([24, 8, 0, 0])[rank]), moved
+
+
 def check_groups_of_some_ranks():
     """Half of the ranks make a group of their own; others, that some of them are in too, are made after it."""
     mesh, rank = init_device_mesh("cpu", (2, 2, 2)), dist.get_rank()
@@ -115,6 +136,9 @@ def check_errors():
         error_of(distribute_tensor, torch.zeros(4, 3), grid, [RaggedShard((0,), (1,)), Shard(0)]),
         error_of(distribute_tensor, torch.zeros(4, 3), grid, [RaggedShard((0,), (1,)), RaggedShard((0,), (1, 3))]),
         error_of(numbers.redistribute, placements=placement),
+        error_of(
+            DTensor.from_local(torch.zeros(4, 3, dtype=torch.int16), mesh, [Partial()]).redistribute, placements=placement
+        ),
     ]
     assert DTensor.from_local(good, mesh, placement, shape=(4, 3), run_check=True).stride() == (3, 1)
     return errors
@@ -146,6 +170,12 @@ class RedistributeTest(expecttest.TestCase):
 
     def test_dtypes_that_no_backend_sends_are_bitwise_right(self):
         run_ranks(4, check_dtypes_that_no_backend_sends)
+
+    def test_averages_are_right(self):
+        run_ranks(4, check_averages)
+
+    def test_ranks_outside_of_the_mesh_hold_nothing(self):
+        run_ranks(4, check_ranks_outside_of_the_mesh)
 
     def test_an_alias_is_one_on_every_rank(self):
         """An in-place op on the result must not change the source on some ranks only."""
@@ -180,6 +210,7 @@ class RedistributeTest(expecttest.TestCase):
                 "P(sum) -> RS(0)[1,1,1,1]": {"reduce_scatter_tensor": 1},
                 "P(sum) -> RS(0)[1,5,0,2]": {"all_to_all_single": 2},
                 "P(sum) -> RS()[0,0,1,0]": {"reduce_": 1},
+                "P(sum) -> RS(0)[7,1,0,0]": {"reduce_": 2},
                 "S(0)S(0) -> RS(0)[1,3]R": {"all_to_all_single": 1},
                 "S(0)RS(0)[1,3] -> RRS(0)[1,3]": {"all_to_all_single": 1},
                 "P(sum)RS(0)[1,3] -> RRS(0)[1,3]": {"all_reduce": 1},
@@ -202,7 +233,8 @@ ValueError: RaggedShard(dims=(0,), local_units=(1, 4)) cannot cut shape (4, 3): 
 ValueError: cannot redistribute a DTensor on a mesh of (2,) on cpu to a mesh of (1, 2) on cpu: use the tensor's own mesh
 ValueError: Shard(0) to the right of a ragged placement over dims (0,) would cut its units. Use (StridedRaggedShard, Shard(0)) instead, or give the ragged placement at most 0 dims
 ValueError: two ragged placements on one tensor: use one RaggedShard on a flattened mesh dimension instead
-ValueError: redistribution from (Partial(avg),) to (RaggedShard(dims=(0,), local_units=(1, 3)),): Partial('avg') needs floating point, got torch.int64: cast it""",  # noqa: E501
+ValueError: redistribution from (Partial(avg),) to (RaggedShard(dims=(0,), local_units=(1, 3)),): Partial('avg') needs floating point, got torch.int64: cast it
+ValueError: redistribution from (Partial(sum),) to (RaggedShard(dims=(0,), local_units=(1, 3)),): cannot reduce torch.int16 by sum: cast it""",  # noqa: E501
         )
 
 
