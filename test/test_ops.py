@@ -176,6 +176,23 @@ def check_gathered():
             torch.testing.assert_close(got.full_tensor(), want, rtol=1e-5, atol=1e-5, msg=f"{name} {units}")
 
 
+def check_batch_norm():
+    """The statistics of all rows, which are then gathered, and the running ones that it writes to, equal on all ranks."""
+    mesh = init_device_mesh("cpu", (4,))
+    for units in UNITS:
+        whole = torch.randn(8, 6, requires_grad=True)
+        mine = distribute_tensor(whole.detach(), mesh, [RaggedShard((0,), units)]).requires_grad_()
+        theirs = [torch.zeros(6), torch.ones(6), torch.randn(6), torch.randn(6)]
+        ours = [distribute_tensor(each.clone(), mesh, [Replicate()]) for each in theirs]
+        for training in (True, False):
+            outputs = [torch.nn.functional.batch_norm(x, *rest, training) for x, rest in ((mine, ours), (whole, theirs))]
+            for found, wanted in zip([outputs[0], *ours], [outputs[1], *theirs]):
+                torch.testing.assert_close(found.full_tensor(), wanted)
+            for output in outputs:
+                output.pow(2).sum().backward()
+        torch.testing.assert_close(mine.grad.full_tensor(), whole.grad)
+
+
 def check_unsupported():
     mesh = init_device_mesh("cpu", (4,))
     a = distribute_tensor(torch.randn(8, 6), mesh, [RaggedShard((0,), (1, 2, 0, 5))])
@@ -378,6 +395,10 @@ class OpsTest(unittest.TestCase):
 
     def test_a_plain_tensor_as_other_operand_is_an_error(self):
         run_ranks(4, check_plain_operand)
+
+    @unittest.skipIf(torch.__version__ < "2.13", "DTensor has no rule for batch norm")
+    def test_batch_norm_equals_plain_tensors(self):
+        run_ranks(4, check_batch_norm)
 
     def test_an_op_that_would_write_to_a_copy_is_an_error(self):
         run_ranks(4, check_written_stays)
