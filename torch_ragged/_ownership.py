@@ -83,6 +83,7 @@ class Box:
 
     @property
     def numel(self) -> int:
+        """The elements of the box."""
         return math.prod(self.sizes)
 
 
@@ -99,6 +100,7 @@ class Owned:
 
     @property
     def numel(self) -> int:
+        """The elements of the local tensor."""
         return math.prod(self.local_shape)
 
 

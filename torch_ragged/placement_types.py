@@ -169,6 +169,7 @@ class RaggedShard(_Ragged):
 
     @property
     def cut(self) -> Run:
+        """Runs of the flattened ``dims``: rank ``r`` has ``local_units[r]`` units."""
         return Run(len(self._dims), self._units)
 
     def replace_dims(self, dims: tuple[int, ...]) -> RaggedShard:

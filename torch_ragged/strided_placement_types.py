@@ -61,6 +61,7 @@ class StridedRaggedShard(_Ragged):
 
     @property
     def cut(self) -> Run:
+        """As of RaggedShard, in each of ``split_factor`` pieces of dimension 0."""
         return Run(len(self._dims), self._units, self._split_factor)
 
     def replace_dims(self, dims: tuple[int, ...]) -> StridedRaggedShard:

@@ -48,7 +48,8 @@ class FSDPModule(TorchFSDPModule):
     """The class of a module after ``fully_shard``: FSDP2's methods, on this package's buffers.
 
     It is a subclass of torch's ``FSDPModule``, so that other libraries recognise it. If a method of FSDP2 is not supported, it
-    raises ``NotImplementedError``.
+    raises ``NotImplementedError``. A setting with ``recurse=True``, which is the default, also holds for the modules inside
+    that ``fully_shard`` was called on; with ``recurse=False`` it holds for this module only.
     """
 
     # The index of the original class in the MRO. torch's __new__ makes an object of that class for slices of containers.

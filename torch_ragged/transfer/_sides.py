@@ -136,6 +136,7 @@ class Spec:
 
     @property
     def has_partial(self) -> bool:
+        """Whether a placement is Partial: the value is a reduction over ranks."""
         return any(isinstance(placement, Partial) for placement in self.placements)
 
     def reduced(self) -> Spec:

@@ -95,6 +95,7 @@ class DBuffer:
 
     @property
     def is_allocated(self) -> bool:
+        """Whether the buffer has its memory now. If not, :meth:`allocate` gets it."""
         if self._slab is not None:
             return self._slab.is_held_by(self)
         return self.flat.untyped_storage().nbytes() == self._nbytes

@@ -48,6 +48,7 @@ class MemoryRow:
 
     @property
     def total(self) -> int:
+        """The sum of all columns."""
         return self.sharded + self.gathered + self.gradients + self.grad + self.optimizer
 
 
