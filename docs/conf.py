@@ -1,14 +1,11 @@
 """Sphinx's settings: ``make docs`` builds the site of these pages in out/docs."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 from sphinx.pycode import ModuleAnalyzer
 
 import torch_ragged
-
-HERE = Path(__file__).parent
 
 project = "torch_ragged"
 author = "the torch_ragged authors"
@@ -21,9 +18,7 @@ exclude_patterns = ["_build"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
-# These pages are written elsewhere. As long as one is missing, it is left out of the contents, and a link to it is no error.
-LATER = [name for name in ("running", "reliability", "mutants") if not (HERE / f"{name}.md").exists()]
-suppress_warnings = ["config.cache", *(["myst.xref_missing"] if LATER else [])]
+suppress_warnings = ["config.cache"]
 
 highlight_language = "none"  # Blocks without a language are output, or drawings.
 autodoc_member_order = "bysource"
@@ -57,13 +52,6 @@ html_theme_options = {
 html_context = {"default_mode": "light"}
 
 
-def leave_out_missing_pages(app: Any, name: str, source: list[str]) -> None:
-    """Take pages that are not written yet out of the contents."""
-    gone = {f"<{page}>" for page in LATER} | {f"]({page}.md)" for page in LATER}
-    if name in ("start", "operate", "background"):
-        source[0] = "\n".join(line for line in source[0].split("\n") if not any(mark in line for mark in gone))
-
-
 def shorten_types(app: Any, what: str, name: str, object: Any, options: Any, signature: str, result: str) -> tuple[str, str]:
     """``Generator`` for ``~torch._C.Generator``, also inside of other types, where Sphinx leaves the whole name."""
     short = [re.sub(r"~?\b(?:[a-z_]\w*\.)+([A-Z]\w*)", r"\1", text) if text else text for text in (signature, result)]
@@ -75,4 +63,3 @@ def setup(app: Any) -> None:
     analyzer.analyze()
     analyzer.overloads.pop("fully_shard")  # Or they would be shown in place of the signature in api/fsdp.rst.
     app.connect("autodoc-process-signature", shorten_types)
-    app.connect("source-read", leave_out_missing_pages)
