@@ -31,7 +31,16 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
     "core": (["torch_ragged/fsdp/core/*.py"], _FSDP),
     "checkpoint": (
         [f"torch_ragged/checkpoint/_{name}.py" for name in ("writer", "reader", "manifest")],
-        ["test_checkpoint.py", "test_checkpoint_forged.py", "test_checkpoint_refused.py", "test_checkpoint_types.py"],
+        [
+            "test_checkpoint.py",
+            "test_checkpoint_forged.py",
+            "test_checkpoint_refused.py",
+            "test_checkpoint_types.py",
+            "test_checkpoint_untrusted.py",
+            "test_train_checkpoint.py::DamageTest",
+            "test_train_checkpoint.py::ManifestTest",
+            "test_train_checkpoint.py::CommandLineTest",
+        ],
     ),
 }
 
