@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _ACCEPTED = Path(__file__).resolve().parent / "accepted.json"
+_DOCS = Path(__file__).resolve().parents[2] / "docs"
+_RESULTS = _DOCS / "data" / "mutants.json"
 _KINDS = ("equivalent", "cost", "gpu", "open")
 _HEAD = """# Mutants
 
@@ -22,9 +24,9 @@ shorter). The last column is caught / (run - equivalent).
 """
 _FOOT = """
 A random sample is drawn per module with `--seed`. `python test/mutants/run.py planner --all` runs one module,
-`--again` runs those that survived the last time, `--match FILE:FUNCTION` chooses. `test/mutants/groups.py` says which files and
-which tests belong to a module, `test/mutants/accepted.json` which survivors are accepted. An entry names the text of the line,
-so other lines may move.
+`--again` runs those that survived the last time, `--match FILE:FUNCTION` chooses, `--write` makes this page.
+`test/mutants/groups.py` says which files and which tests belong to a module, `test/mutants/accepted.json` which survivors are
+accepted. An entry names the text of the line, so other lines may move.
 """
 
 
@@ -43,13 +45,27 @@ def _key(result: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _counts(answer: dict[str, Any]) -> dict[str, Any]:
-    reasons, counts = accepted(), collections.Counter()
-    for result in answer["mutants"]:
+    reasons, counts = accepted(), collections.Counter(run=answer["run"], caught=answer["caught"])
+    for result in answer["survivors"]:
         kind = reasons.get(_key(result), ("open", ""))[0]
-        caught = result["outcome"].startswith("caught")
-        counts["caught" if caught else "equivalent" if kind in ("equivalent", "cost") else "survived"] += 1
-    counts["run"] = len(answer["mutants"])
+        counts["equivalent" if kind in ("equivalent", "cost") else "survived"] += 1
     return counts
+
+
+def _short(answer: dict[str, Any]) -> dict[str, Any]:
+    """A group's results without the mutants that a test caught."""
+    survivors = [
+        {field: result[field] for field in ("file", "function", "text", "change", "outcome")}
+        for result in answer["mutants"]
+        if not result["outcome"].startswith("caught")
+    ]
+    survivors.sort(key=_key)
+    run = len(answer["mutants"])
+    return {field: answer[field] for field in ("group", "total", "seed", "torch", "date")} | {
+        "run": run,
+        "caught": run - len(survivors),
+        "survivors": survivors,
+    }
 
 
 def _rate(counts: dict[str, Any]) -> str:
@@ -59,13 +75,20 @@ def _rate(counts: dict[str, Any]) -> str:
 
 def line(answer: dict[str, Any]) -> str:
     """One line of counts."""
-    counts = _counts(answer)
+    counts = _counts(_short(answer))
     return f"{counts['caught']} caught, {counts['survived']} survived, {counts['equivalent']} equivalent: {_rate(counts)}"
 
 
-def page(out: Path, groups: list[str]) -> str:
-    """docs/mutants.md from the results in ``out``."""
-    answers = [json.loads(path.read_text()) for name in groups if (path := out / f"{name}.json").exists()]
+def write(out: Path, groups: list[str]) -> None:
+    """Put the results in ``out`` into docs/data/mutants.json, in place of older ones of the same groups, and make the page."""
+    kept = {answer["group"]: answer for answer in json.loads(_RESULTS.read_text())} if _RESULTS.exists() else {}
+    kept |= {name: _short(json.loads(path.read_text())) for name in groups if (path := out / f"{name}.json").exists()}
+    answers = [kept[name] for name in groups if name in kept]
+    _RESULTS.write_text(json.dumps(answers, indent=1) + "\n")
+    (_DOCS / "mutants.md").write_text(_page(answers, groups))
+
+
+def _page(answers: list[dict[str, Any]], groups: list[str]) -> str:
     rows = [
         "| module | mutants | run | caught | survived | equivalent | caught of those that differ |",
         "|---|---|---|---|---|---|---|",
@@ -90,11 +113,10 @@ def page(out: Path, groups: list[str]) -> str:
 def _survivors(answers: list[dict[str, Any]]) -> list[str]:
     reasons = accepted()
     rows: dict[tuple[str, ...], list[str]] = {}
-    for result in (result for answer in answers for result in answer["mutants"]):
-        if not result["outcome"].startswith("caught"):
-            kind, reason = reasons.get(_key(result), ("open", result["outcome"]))
-            where = f"`{result['file'].removeprefix('torch_ragged/')}` {result['function']}"
-            rows.setdefault((where, result["text"], kind, reason), []).append(result["change"])
+    for result in (result for answer in answers for result in answer["survivors"]):
+        kind, reason = reasons.get(_key(result), ("open", result["outcome"]))
+        where = f"`{result['file'].removeprefix('torch_ragged/')}` {result['function']}"
+        rows.setdefault((where, result["text"], kind, reason), []).append(result["change"])
     lines = ["| where | line | change | kind | reason |", "|---|---|---|---|---|"]
     for (where, text, kind, reason), changes in sorted(rows.items()):
         cells = [where, f"`{text}`", "; ".join(f"`{change}`" for change in changes), kind, reason]

@@ -300,7 +300,7 @@ def main() -> int:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.write:
-        (ROOT / "docs" / "mutants.md").write_text(report.page(args.out, list(GROUPS)))
+        report.write(args.out, list(GROUPS))
         return 0
     for name in args.groups:
         pid = os.fork()  # Each group collects its tests in a fresh process that has torch already.
