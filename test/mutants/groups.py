@@ -33,7 +33,9 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         [f"torch_ragged/checkpoint/_{name}.py" for name in ("writer", "reader", "manifest")],
         [
             "test_checkpoint.py",
+            "test_checkpoint_files.py",
             "test_checkpoint_forged.py",
+            "test_checkpoint_old.py",
             "test_checkpoint_refused.py",
             "test_checkpoint_types.py",
             "test_checkpoint_untrusted.py",
