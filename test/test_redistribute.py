@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from common import error_of, run_ranks
 from oracle import MESHES, check_case, kinds_of_random_cases
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import RaggedShard
-from torch_ragged._redistribute import plan
+from torch_ragged._redistribute import plan, redistribute_local
 from torch_ragged._transfer import Exchange
 from torch_ragged._units import Units
 
@@ -116,6 +117,43 @@ def check_groups_of_some_ranks():
     assert torch.equal(distribute_tensor(numbers, again, [Replicate(), owner]).full_tensor(), numbers)
 
 
+def check_what_is_in_flight():
+    """One collective is in flight until the caller waits; what several rounds or owners combine is complete."""
+    mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
+    even, skewed, root = RaggedShard((0,), (1, 1, 1, 1)), RaggedShard((0,), (1, 5, 0, 2)), RaggedShard((), (0, 0, 1, 0))
+    two, values = RaggedShard((0,), (5, 3, 0, 0)), torch.arange(32.0).view(8, 4)
+    for source, target, in_flight in (
+        (even, Replicate(), True),
+        (root, Replicate(), True),
+        (two, Replicate(), False),
+        (skewed, root, True),
+        (Replicate(), skewed, False),
+        (even, Partial(), False),
+        (Partial(), Replicate(), True),
+        (Partial(), even, True),
+        (Partial(), RaggedShard((0,), (3, 1, 2, 2)), True),
+    ):
+        local = values / 4 if isinstance(source, Partial) else distribute_tensor(values, mesh, [source]).to_local()
+        pending = redistribute_local(local, mesh, (8, 4), (source,), (target,))
+        assert pending.in_flight == in_flight, (source, target)
+        result = DTensor.from_local(pending.wait(), mesh, [target], shape=(8, 4), stride=(4, 1))
+        assert torch.equal(result.full_tensor(), values), (source, target, rank)
+
+
+def check_reduce_to_a_root():
+    """The operator that stands for ``dist.reduce`` in a traced program."""
+    mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
+    DTensor.from_local(torch.ones(4), mesh, [Partial()]).redistribute(placements=[RaggedShard((), (0, 1, 0, 0))])
+    name, mine = mesh.get_group().group_name, torch.tensor([1.0, 5.0]) * (rank + 1)
+    for operation, expected in (("sum", [10.0, 50.0]), ("max", [4.0, 20.0]), ("min", [1.0, 5.0])):
+        result = torch.ops.ragged_shard.reduce(mine, operation, 1, name)
+        assert rank != 1 or result.tolist() == expected, (operation, result)
+    assert mine.tolist() == [1.0 + rank, 5.0 + 5 * rank]
+    with FakeTensorMode():
+        traced = torch.ops.ragged_shard.reduce(torch.empty(3, dtype=torch.bfloat16), "sum", 1, name)
+    assert (traced.shape, traced.dtype) == ((3,), torch.bfloat16)
+
+
 def check_errors():
     rank = dist.get_rank()
     mesh, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
@@ -186,6 +224,12 @@ class RedistributeTest(expecttest.TestCase):
             plans = [plan(shape, (2,), (one,), (other,), (rank,)) for rank in range(2)]
             aliases = {all(getattr(step, "stays", False) for step in steps) for steps in plans}
             self.assertEqual(aliases, {one == other or frozenset({one, other}) in equal}, (shape, one, other))
+
+    def test_one_collective_is_in_flight_until_it_is_waited_for(self):
+        run_ranks(4, check_what_is_in_flight)
+
+    def test_the_traced_reduce_gives_its_root_the_result(self):
+        run_ranks(4, check_reduce_to_a_root)
 
     def test_some_ranks_may_make_a_group_before_all_do(self):
         run_ranks(8, check_groups_of_some_ranks, timeout=30)

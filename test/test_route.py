@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged._ownership import Chunk, Whole
-from torch_ragged._redistribute import _IDENTITY, copy_into, part_view, plan
+from torch_ragged._redistribute import _IDENTITY, _pack, _unpacking, copy_into, part_view, plan
 from torch_ragged._transfer import Exchange, Fill, Gather, Move, Part, Reduce, _columns, merged_parts, part_of
 from torch_ragged._units import Units
 
@@ -182,6 +182,30 @@ class RouteTest(unittest.TestCase):
         ):
             with self.subTest(source=source, target=target):
                 self.assertEqual(kinds((8, 4), (2, 2), source, target), steps)
+
+    def test_steps_over_three_mesh_dimensions(self):
+        whole, pending, ragged = Replicate(), Partial(), RaggedShard((0,), (1, 3))
+        for source, target, steps in (
+            ((pending, whole, Shard(1)), (whole, Shard(0), Shard(1)), "M A0"),  # The cut of columns stays.
+            ((pending, whole, Shard(1)), (whole, ragged, Shard(1)), "M A0"),
+            ((pending, whole, Shard(1)), (ragged, whole, Shard(1)), "R0"),
+            ((pending, pending, whole), (Shard(0), whole, Shard(0)), "R0 A1 M"),  # The last cut lies in the first one.
+            ((pending, pending, whole), (Shard(0), Shard(1), Shard(0)), "R0 R1 M"),
+            ((pending, pending, whole), (whole, whole, ragged), "M A0 A1"),
+        ):
+            with self.subTest(source=source, target=target):
+                self.assertEqual(kinds((8, 4), (2, 2, 2), source, target), steps)
+
+    def test_parts_that_are_the_whole_storage_are_not_copied(self):
+        flat = torch.arange(12.0)
+        whole, half, columns = Part(0, (12,), (1,)), Part(6, (6,), (1,)), Part(0, (6, 2), (1, 6))
+        self.assertIs(_pack(flat, (whole,)), flat)
+        self.assertIsNone(_unpacking((whole,), (3, 4)))
+        for parts in ((half,), (columns,), (half, Part(0, (6,), (1,))), ()):
+            packed = _pack(flat, parts)
+            self.assertNotEqual(packed.data_ptr(), flat.data_ptr())
+            self.assertEqual(packed.tolist(), sum((part_view(flat, part).flatten().tolist() for part in parts), []))
+            self.assertIsNotNone(_unpacking(parts, (3, 4)))
 
     def test_stretches_of_many_ranks_are_stored_as_runs(self):
         """A list of the splits of 100,000 ranks, or a box of each, would make a plan slow."""

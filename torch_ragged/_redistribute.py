@@ -185,7 +185,7 @@ def _redistribute_as_carried(
     local = local.resolve_conj().resolve_neg()
     parts = torch.view_as_real(local) if operations else local.contiguous().unsqueeze(-1).view(torch.uint8)
     width, dtype = parts.shape[-1], local.dtype
-    pending = redistribute_local(parts.flatten(-2) if has_ragged(source) else parts, mesh, (*shape, width), source, target)
+    pending = redistribute_local(parts, mesh, (*shape, width), source, target)  # Steps read it as flat memory.
     numel = math.prod(pending.local_shape) // width
     local_shape = (numel,) if has_ragged(target) else pending.local_shape[:-1]
 
