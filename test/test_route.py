@@ -127,8 +127,14 @@ def check(shape, mesh_shape, source, target, seed):
         if not any(isinstance(p, Partial) for p in (*source, *target)):
             gains = len({*wanted} - {*held})
             assert ranks.received[where] == gains, f"{where}: received {ranks.received[where]}, gains {gains}"
+    aliases = {
+        all(isinstance(step, Move) and step.stays for step in steps)
+        for where, steps in plans.items()
+        if at(source, where).numel()  # Of nothing any tensor is an alias.
+    }
+    assert len(aliases) <= 1, plans  # An in-place op on the result must not change the source on some ranks only.
     if all(stays) and not any(isinstance(p, Partial) for p in (*source, *target)):  # Equal ownership costs nothing.
-        assert all(type(step) is Move and step.stays for steps in plans.values() for step in steps), plans
+        assert aliases <= {True}, plans
 
 
 def kinds(shape, mesh_shape, source, target):
@@ -206,6 +212,31 @@ class RouteTest(unittest.TestCase):
             self.assertNotEqual(packed.data_ptr(), flat.data_ptr())
             self.assertEqual(packed.tolist(), sum((part_view(flat, part).flatten().tolist() for part in parts), []))
             self.assertIsNotNone(_unpacking(parts, (3, 4)))
+
+    def test_an_alias_is_one_on_every_rank(self):
+        first, last, halves = RaggedShard((), (1, 0)), RaggedShard((), (0, 1)), RaggedShard((0,), (2, 2))
+        equal = {frozenset({Shard(0), halves}), frozenset({last, RaggedShard((0,), (0, 4))})}
+        placements = (Replicate(), Shard(0), first, last, halves, RaggedShard((0,), (0, 4)))
+        for shape, (one, other) in itertools.product(((4, 2), (4,)), itertools.product(placements, repeat=2)):
+            plans = [plan(shape, (2,), (one,), (other,), (rank,)) for rank in range(2)]
+            aliases = {all(getattr(step, "stays", False) for step in steps) for steps in plans}
+            self.assertEqual(aliases, {one == other or frozenset({one, other}) in equal}, (shape, one, other))
+
+    def test_an_alias_on_two_mesh_dimensions(self):
+        """Some ranks alone keep their elements: those of the first dimension's first rank, or of the second dimension's."""
+        whole, first, halves = Replicate(), RaggedShard((0, 1), (1, 0)), RaggedShard((0, 1), (1, 1))
+        for shape, mesh_shape, source, target, alias in (
+            ((4, 2), (1, 2), (whole, whole), (Shard(0), first), False),
+            ((4, 2), (1, 2), (whole, first), (Shard(0), RaggedShard((0,), (4, 0))), True),
+            ((1, 4), (3, 2), (Shard(0), whole), (_StridedShard(0, split_factor=3), first), False),
+            ((3, 4), (2, 2), (Shard(0), Shard(0)), (Shard(0), halves), False),  # Pieces of two rows and of one.
+            ((4, 4), (2, 2), (Shard(0), Shard(0)), (Shard(0), halves), True),
+            ((0, 4), (2, 2), (whole, whole), (Shard(0), halves), True),
+        ):
+            for where in itertools.product(*map(range, mesh_shape)):
+                steps = plan(shape, mesh_shape, source, target, where)
+                stays = all(isinstance(step, Move) and step.stays for step in steps)
+                self.assertEqual(stays, alias, (shape, source, target, where))
 
     def test_stretches_of_many_ranks_are_stored_as_runs(self):
         """A list of the splits of 100,000 ranks, or a box of each, would make a plan slow."""

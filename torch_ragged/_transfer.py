@@ -175,7 +175,7 @@ class Route:
         ]
         crossed = [i for i in affected if not isinstance(self.cuts[i], Whole) and self.mesh_shape[i] > 1]
         if not crossed:
-            self._stay(tuple(affected), target)
+            self._cut(target)
         elif affected == changed == crossed and all(isinstance(target[i], Whole) for i in changed):
             # The last cut is all-gathered first, so that each all-gather is orthogonal to the remaining cuts. A strided run is
             # orthogonal to the chunks that select its pieces, and contiguous as long as they do: it comes before these chunks.
@@ -185,6 +185,11 @@ class Route:
             self._exchange_dim(changed[0], target)
         else:
             self._exchange(tuple(crossed), target)
+        last, elsewhere = self.steps[-1], [i for i, size in enumerate(self.mesh_shape) if size > 1 and i not in crossed]
+        if isinstance(last, Move) and last.stays and elsewhere and not self._all_stay(range(len(target)), target):
+            # If some ranks alone kept their elements, an in-place op on the new tensor would change the old one on these only.
+            everything = _everything(math.prod(last.local_shape))
+            self.steps[-1] = Move(everything, everything, last.local_shape)
         self.cuts = target
 
     def reduce(self, mesh_dim: int, operation: str, cut: Cut) -> None:
@@ -222,13 +227,11 @@ class Route:
         self.steps.append(Fill(mesh_dim, operation, was_whole, sends, receives, there.local_shape))
         self.cuts = target
 
-    def _stay(self, mesh_dims: tuple[int, ...], target: tuple[Cut, ...]) -> None:
+    def _cut(self, target: tuple[Cut, ...]) -> None:
         here, there = self._owned(self.cuts), self._owned(target)
         pairs = common_parts(here, there)
-        # If only some ranks kept their elements, an in-place op on the new tensor would change the old tensor there, too.
-        stays = 0 in self.shape or (all(self.mesh_shape[i] == 1 for i in mesh_dims) and _contents(here) == _contents(there))
-        sends, receives = merged_parts(p for p, _ in pairs), merged_parts(p for _, p in pairs)
-        self.steps.append(Move(sends, receives, there.local_shape, stays))
+        sends, receives = merged_parts(part for part, _ in pairs), merged_parts(part for _, part in pairs)
+        self.steps.append(Move(sends, receives, there.local_shape, stays=_contents(here) == _contents(there)))
 
     def _gather(self, mesh_dim: int) -> None:
         size, rank = self.mesh_shape[mesh_dim], self.coordinate[mesh_dim]
@@ -285,10 +288,10 @@ class Route:
         receives = {peer: common_parts(before, there) for peer, before in near(self.cuts, self.coordinate, mesh_dims, there)}
         self.steps.append(_exchange_of(mesh_dims, size, sends, receives, there.local_shape))
 
-    def _all_stay(self, mesh_dims: tuple[int, ...], target: tuple[Cut, ...]) -> bool:
-        """Whether no rank of the group owns a new element.
+    def _all_stay(self, mesh_dims: Sequence[int], target: tuple[Cut, ...]) -> bool:
+        """Whether no rank that differs from this one only in ``mesh_dims`` owns another element than before.
 
-        It is equal on all ranks of the group, because each rank checks every peer until one differs.
+        It is equal on all these ranks, because each rank checks every peer until one differs.
         """
         ranges = [range(size) if i in mesh_dims else (self.coordinate[i],) for i, size in enumerate(self.mesh_shape)]
         pairs = (
