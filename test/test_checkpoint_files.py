@@ -1,5 +1,6 @@
 """Writer and reader in one process, file by file: which bytes are damaged, which chunks are missing, how a chunk is found."""
 
+import hashlib
 import io
 import itertools
 import json
@@ -24,9 +25,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torch_ragged.checkpoint import _reader, _writer
+from torch_ragged.checkpoint import CheckpointError, _manifest, _reader, _writer
 from torch_ragged.checkpoint._files import FileRecord
-from torch_ragged.checkpoint._manifest import Manifest
+from torch_ragged.checkpoint._manifest import Manifest, TensorRecord
 from torch_ragged.checkpoint._reader import CheckpointReader, _Chunks, _Window, damage
 from torch_ragged.checkpoint._writer import CheckpointWriter, missing_chunks
 
@@ -102,6 +103,7 @@ class DamageTest(Folder):
             flip(self.path / "a", place)
             metadata = named(
                 left=(150, 50), before=(199, 2), inside=(210, 5), exact=(200, 100), after=(300, 10), other=(200, 100, "b"),
+                one=(800, 9), two=(850, 9), three=(800, 9), four=(890, 9), five=(810, 9),
                 **{name: (700, 100) for name in "fghijk"},
             )  # fmt: skip
             (problem,) = damage(self.path, self.manifest, metadata)
@@ -133,10 +135,38 @@ class DamageTest(Folder):
 
 
 class ReaderTest(Folder):
+    def test_one_problem_is_the_text_of_the_error_and_several_are_listed(self):
+        self.save({"w": torch.ones(3)})
+        reader, files = CheckpointReader(self.path), (self.path / DATA, self.path / ".metadata")
+        (files[0]).write_bytes(b"")
+        with self.assertRaisesRegex(CheckpointError, f"^{files[0]} "):
+            reader.read_metadata()
+        files[1].write_bytes(b"")
+        with self.assertRaisesRegex(CheckpointError, "^damaged files:\n"):
+            reader.read_metadata()
+
+    def test_the_planner_learns_of_every_tensor_that_is_filled(self):
+        seen = []
+
+        class Planner(DefaultLoadPlanner):
+            def commit_tensor(self, item, tensor):
+                seen.append((item.dest_index.fqn, tensor.tolist()))
+
+        self.save({"w": torch.ones(3)})
+        dcp.load({"w": torch.zeros(3)}, storage_reader=CheckpointReader(self.path), planner=Planner())
+        self.assertEqual(seen, [("w", [1.0, 1.0, 1.0])])
+
+    def test_the_size_of_a_chunk_is_that_of_its_offset(self):
+        chunks = [ChunkStorageMetadata(torch.Size((first,)), torch.Size((rows,))) for first, rows in ((0, 3), (3, 1), (4, 2))]
+        metadata = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size((6,)), chunks)
+        for hint in (None, 0, 1, 2):
+            for first, rows in ((0, 3), (3, 1), (4, 2)):
+                self.assertEqual(_reader._sizes(metadata, MetadataIndex("w", torch.Size((first,)), hint)), (rows,))
+
     def test_a_damaged_metadata_file_is_named(self):
         self.save({"w": torch.ones(3)})
         flip(self.path / ".metadata", 5)
-        with self.assertRaisesRegex(_reader.CheckpointError, r"\.metadata is damaged: its checksum is wrong"):
+        with self.assertRaisesRegex(CheckpointError, r"\.metadata is damaged: its checksum is wrong"):
             CheckpointReader(self.path).read_metadata()
 
     def test_a_metadata_file_without_bound_is_not_read(self):
@@ -148,13 +178,13 @@ class ReaderTest(Folder):
                 if fits:
                     self.assertIs(reader.read_metadata(), reader.read_metadata())  # It is read once.
                 else:
-                    with self.assertRaisesRegex(_reader.CheckpointError, f"has {nbytes} bytes, expected at most {most}"):
+                    with self.assertRaisesRegex(CheckpointError, f"has {nbytes} bytes, expected at most {most}"):
                         reader.read_metadata()
 
     def test_a_missing_file_is_found_before_metadata_is_read(self):
         self.save({"w": torch.ones(3)})
         (self.path / DATA).unlink()
-        with self.assertRaisesRegex(_reader.CheckpointError, DATA):
+        with self.assertRaisesRegex(CheckpointError, DATA):
             CheckpointReader(self.path).read_metadata()
 
     def test_checksums_are_compared_unless_verify_is_false(self):
@@ -329,6 +359,23 @@ class WriterTest(Folder):
         self.assertEqual(self.missing([(0, 3), (3, 1)], {0: (0, 50)}), ["w: 9 of its 12 elements were written"])
         self.assertEqual(self.missing([(0, 3), (3, 1)], {}), ["w: 0 of its 12 elements were written"])
         self.assertEqual(self.missing([(0, 4), (2, 2)], {0: (0, 9), 2: (9, 9)}), ["w: 18 of its 12 elements were written"])
+        one = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(()), [])
+        self.assertEqual(missing_chunks(Metadata({"one": one}), {}, {}), ["one: 0 of its 1 elements were written"])
+        none = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size((0, 3)), [])
+        self.assertEqual(missing_chunks(Metadata({"none": none}), {}, {}), [])
+
+    def test_a_checkpoint_that_is_not_complete_is_not_published(self):
+        with mock.patch.object(_writer, "missing_chunks", return_value=["w: too little"]):
+            text = self.error(self.save, {"w": torch.ones(3)})
+        self.assertIn("the written files are not complete:\n  w: too little", text)
+        self.assertFalse(self.path.exists())
+        with mock.patch.object(_writer, "check_size", side_effect=lambda folder, name, _: f"{name} has another size"):
+            text = self.error(self.save, {"w": torch.ones(3)})
+        self.assertIn(f"{DATA} has another size", text)
+        self.assertFalse(self.path.exists())
+
+    def test_a_new_writer_plans(self):
+        self.assertEqual(CheckpointWriter(self.path).doing, "planning the save")
 
     def test_chunks_outside_of_their_file_are_named(self):
         text = [f"w: bytes 60 to 101 are not in {DATA}"]
@@ -363,7 +410,7 @@ class WriterTest(Folder):
         self.assertFalse(self.path.exists())
 
     def test_records_and_random_states_are_in_the_manifest(self):
-        self.save({"w": torch.ones(3), "t": torch.zeros(2), "o": 3}, rng={"torch": 1}, tied={"t": "w"})
+        self.save({"o": 3, "w": torch.ones(3), "t": torch.zeros(2)}, rng={"torch": 1}, tied={"t": "w"})
         body = json.loads((self.path / "manifest.json").read_text())["manifest"]
         self.assertEqual(body["rng"], {"torch": "same"})
         self.assertEqual(body["world_size"], 1)
@@ -378,6 +425,122 @@ class WriterTest(Folder):
         record = CheckpointReader(self.path).manifest.files[DATA]
         self.assertEqual((record.block, len(record.crc32)), (512, -(-record.nbytes // 512)))
         self.assertEqual(record, writer.fs.records[DATA])
+
+
+class ManifestTest(Folder):
+    BODY = {
+        **{"step": 3, "consumed_tokens": 0, "data_position": None, "world_size": 1, "fingerprint": "", "rng": {"a": "same"}},
+        **{"objects": [], "torch_version": "", "package_version": "", "format": 1},
+        "meshes": [{"shape": [2], "dim_names": [], "ranks": [0, 1]}],
+        "tensors": {"model.w": {"shape": [4], "dtype": "float32", "mesh": 0, "placements": ["Shard(dim=0)"]}},
+        "files": {name: {"nbytes": 9, "block": 4, "crc32": ["00000000"] * 3} for name in (".metadata", DATA)},
+    }
+
+    def read(self, body):
+        self.path.mkdir(exist_ok=True)
+        content = {"crc32": _manifest._checksum(body), "manifest": body}
+        (self.path / "manifest.json").write_text(json.dumps(content))
+        return _manifest.read_manifest(self.path)
+
+    def test_fields_are_read(self):
+        manifest = self.read(self.BODY)
+        self.assertEqual(manifest.tensors["model.w"], TensorRecord((4,), "float32", ("Shard(dim=0)",), (2,), (), (0, 1)))
+        self.assertEqual(manifest.files[DATA], FileRecord(9, (0, 0, 0), 4))
+        self.assertEqual((manifest.step, manifest.rng, manifest.nbytes), (3, {"a": "same"}, 18))
+
+    def test_fields_outside_of_their_limits_are_refused(self):
+        tensor = self.BODY["tensors"]["model.w"]
+        file = self.BODY["files"][DATA]
+        for field, value, words in (
+            ("meshes", {}, "meshes is {}, expected list"),
+            ("meshes", [3], "a mesh is 3, expected dict"),
+            ("meshes", [{"shape": 2, "dim_names": [], "ranks": [0, 1]}], "a mesh's shape is 2, expected list"),
+            ("meshes", [{"shape": [2], "dim_names": [], "ranks": 2}], "a mesh's ranks is 2, expected list"),
+            ("meshes", [{"shape": [2], "dim_names": 2, "ranks": [0, 1]}], "a mesh's dim_names is 2, expected list"),
+            ("tensors", [], "tensors is [], expected dict"),
+            ("tensors", {"w": {**tensor, "mesh": 1}}, "w's mesh is 1, but there are 1 meshes"),
+            ("tensors", {"w": {**tensor, "mesh": "0"}}, "w's mesh is '0', expected int"),
+            ("tensors", {"w": {**tensor, "shape": "4"}}, "w's shape is '4', expected list"),
+            ("tensors", {"w": {**tensor, "shape": [1] * 65}}, "w's shape has 65 dimensions, expected at most 64"),
+            ("tensors", {"w": {**tensor, "dtype": 4}}, "w's dtype is 4, expected str"),
+            ("tensors", {"w": {**tensor, "tied_to": 4}}, "w's tied_to is 4, expected str"),
+            ("tensors", {"w": {**tensor, "placements": [4]}}, "w's placements is 4, expected str"),
+            ("files", [], "files is [], expected dict"),
+            ("files", {**self.BODY["files"], ".": file}, "'.' is no name of a file"),
+            ("files", {**self.BODY["files"], "..": file}, "'..' is no name of a file"),
+            ("files", {**self.BODY["files"], "": file}, "'' is no name of a file"),
+            ("files", {**self.BODY["files"], "a\n": file}, "'a\\n' is no name of a file"),
+            ("files", {**self.BODY["files"], "a": {**file, "nbytes": "9"}}, "a's nbytes is '9', expected int"),
+            ("files", {**self.BODY["files"], "a": {**file, "block": "4"}}, "a's block is '4', expected int"),
+            ("files", {**self.BODY["files"], "a": {**file, "crc32": 4}}, "a's crc32 is 4, expected list"),
+            ("files", {**self.BODY["files"], "a": {**file, "crc32": [4] * 3}}, "a's crc32 is 4, expected str"),
+            ("rng", [], "rng is [], expected dict"),
+            ("rng", {"a": 1}, "rng is 1, expected str"),
+            ("objects", {}, "objects is {}, expected list"),
+            ("step", 2**63, f"step is {2**63}, expected an int >= 0"),
+            ("step", -1, "step is -1, expected an int >= 0"),
+            ("consumed_tokens", "1", "consumed_tokens is '1', expected int"),
+            ("world_size", 2, "world_size is 2, but there are only 2 files"),
+            ("world_size", 0, "world_size is 0, expected an int >= 1"),
+            ("format", 0, "format is 0, expected an int >= 1"),
+            ("fingerprint", 1, "fingerprint is 1, expected str"),
+            ("torch_version", 1, "torch_version is 1, expected str"),
+            ("package_version", 1, "package_version is 1, expected str"),
+        ):
+            with self.assertRaises(CheckpointError) as caught:
+                self.read(self.BODY | {field: value})
+            self.assertIn(f"manifest.json is damaged: ValueError: {words}", str(caught.exception))
+
+    def test_fields_at_their_limits_are_read(self):
+        tensor = self.BODY["tensors"]["model.w"]
+        self.assertEqual(self.read(self.BODY | {"step": 2**63 - 1}).step, 2**63 - 1)
+        self.assertEqual(self.read(self.BODY | {"step": 0}).step, 0)
+        tensors = {"w": {**tensor, "shape": [1] * 64}}
+        self.assertEqual(len(self.read(self.BODY | {"tensors": tensors}).tensors["w"].shape), 64)
+        only = {".metadata": self.BODY["files"][".metadata"]}
+        self.assertEqual(self.read(self.BODY | {"files": only}).world_size, 1)
+
+    def test_a_manifest_of_a_newer_format_names_its_writer(self):
+        with self.assertRaisesRegex(CheckpointError, "has format 2, written by torch_ragged 9.9.*: install a newer"):
+            self.read(self.BODY | {"format": 2, "package_version": "9.9"})
+
+    def test_files_that_are_no_manifest_are_named(self):
+        self.read(self.BODY)
+        file = self.path / "manifest.json"
+        nbytes = file.stat().st_size
+        with mock.patch.object(_manifest, "MOST_BYTES", nbytes):
+            _manifest.read_manifest(self.path)
+        with (
+            mock.patch.object(_manifest, "MOST_BYTES", nbytes - 1),
+            self.assertRaisesRegex(CheckpointError, f"has {nbytes} bytes, expected at most {nbytes - 1}"),
+        ):
+            _manifest.read_manifest(self.path)
+        file.write_bytes(b"\xff\xfe")
+        with self.assertRaisesRegex(CheckpointError, "manifest.json is damaged: 'utf-8' codec"):
+            _manifest.read_manifest(self.path)
+        file.unlink()
+        with self.assertRaisesRegex(CheckpointError, r"manifest.json cannot be read \(No such file or directory\)"):
+            _manifest.read_manifest(self.path)
+
+    def test_the_fingerprint_is_of_the_model_alone(self):
+        tensors = {
+            "model.b": TensorRecord((3, 2), "float32"),
+            "model.a": TensorRecord((), "int64"),
+            "opt": TensorRecord((1,), "x"),
+        }
+        expected = hashlib.sha256(b"model.a () int64\nmodel.b (3, 2) float32\n").hexdigest()
+        self.assertEqual(_manifest.fingerprint(tensors), expected)
+
+    def test_a_mesh_of_several_tensors_is_written_once(self):
+        one, two = (("Shard(dim=0)",), (2,), ("dp",), (0, 1)), (("Replicate()",), (2,), ("dp",), (1, 0))
+        tensors = {str(i): TensorRecord((4,), "float32", *(two if i == 1 else one)) for i in range(3)}
+        manifest = Manifest(tensors=tensors, files={".metadata": FileRecord(0, ())})
+        body = json.loads(manifest.to_json())["manifest"]
+        self.assertEqual([tensor["mesh"] for tensor in body["tensors"].values()], [0, 1, 0])
+        self.assertEqual([mesh["ranks"] for mesh in body["meshes"]], [[0, 1], [1, 0]])
+        self.path.mkdir()
+        (self.path / "manifest.json").write_text(manifest.to_json())
+        self.assertEqual(_manifest.read_manifest(self.path).tensors, tensors)
 
 
 if __name__ == "__main__":

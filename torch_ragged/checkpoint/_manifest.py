@@ -258,7 +258,7 @@ def _tensor_of(name: str, entry: Any, meshes: list[_Mesh]) -> TensorRecord:
 
 
 def _file_of(name: str, entry: Any) -> FileRecord:
-    if name in ("", ".", "..") or "/" in name or "\0" in name or not name.isprintable():
+    if name in ("", ".", "..") or "/" in name or not name.isprintable():
         raise ValueError(f"{reprlib.repr(name)} is no name of a file in the checkpoint's folder")
     record = _of(dict, entry, name)
     nbytes, block = _count(record["nbytes"], f"{name}'s nbytes"), _count(record["block"], f"{name}'s block", 1)
