@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# The everyday tests of fsdp that reach most of core in a minute. All of them take ten.
-_FSDP = ["test_fsdp.py", "test_fsdp_backward.py", "test_fsdp_training.py", "test_group_state.py", "test_persistent_buffers.py"]
+# They take ten minutes once, before the first mutant.
+_FSDP = [
+    "test_fsdp*.py",
+    "test_group_state.py",
+    "test_neighbour_copies.py",
+    "test_persistent_buffers.py",
+    "test_weight_gradient*.py",
+]
 
 GROUPS: dict[str, tuple[list[str], list[str]]] = {
     "ownership": (
