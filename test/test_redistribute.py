@@ -126,6 +126,17 @@ def check_groups_of_some_ranks():
     assert torch.equal(distribute_tensor(numbers, again, [Replicate(), owner]).full_tensor(), numbers)
 
 
+def check_a_mesh_whose_ranks_do_not_ascend():
+    """One mesh dimension at a time works; a group over both has no order of its own."""
+    mesh = DeviceMesh("cpu", [[0, 2], [1, 3]])
+    values, ragged = torch.arange(32.0).view(8, 4), RaggedShard((0,), (1, 3))
+    tensor = distribute_tensor(values, mesh, [Shard(0), Shard(0)])
+    assert torch.equal(tensor.redistribute(placements=[Shard(0), ragged]).full_tensor(), values)
+    text = error_of(tensor.redistribute, placements=[ragged, Replicate()])
+    assert text.startswith("NotImplementedError: redistribution over mesh dimensions (0, 1)"), text
+    assert "redistribute one mesh dimension at a time" in text
+
+
 def check_what_is_in_flight():
     """One collective is in flight until the caller waits; what several rounds or owners combine is complete."""
     mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
@@ -226,6 +237,9 @@ class RedistributeTest(expecttest.TestCase):
 
     def test_ranks_outside_of_the_mesh_hold_nothing(self):
         run_ranks(4, check_ranks_outside_of_the_mesh)
+
+    def test_a_mesh_whose_ranks_do_not_ascend_is_an_error_on_every_rank(self):
+        run_ranks(4, check_a_mesh_whose_ranks_do_not_ascend)
 
     def test_one_collective_is_in_flight_until_it_is_waited_for(self):
         run_ranks(4, check_what_is_in_flight)

@@ -195,6 +195,7 @@ class RouteTest(unittest.TestCase):
             ((pending, whole, Shard(1)), (whole, Shard(0), Shard(1)), "M A0"),  # The cut of columns stays.
             ((pending, whole, Shard(1)), (whole, ragged, Shard(1)), "M A0"),
             ((pending, whole, Shard(1)), (ragged, whole, Shard(1)), "R0"),
+            ((pending, whole, Shard(1)), (whole, Shard(0), whole), "A0 E2"),  # Not the unreduced elements are sent.
             ((pending, pending, whole), (Shard(0), whole, Shard(0)), "R0 A1 M"),  # The last cut lies in the first one.
             ((pending, pending, whole), (Shard(0), Shard(1), Shard(0)), "R0 R1 M"),
             ((pending, pending, whole), (whole, whole, ragged), "M A0 A1"),
