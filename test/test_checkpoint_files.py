@@ -24,7 +24,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
+from torch_ragged import RaggedShard
 from torch_ragged.checkpoint import CheckpointError, _manifest, _reader, _writer
 from torch_ragged.checkpoint._files import FileRecord
 from torch_ragged.checkpoint._manifest import Manifest, TensorRecord
@@ -220,6 +223,13 @@ class ReaderTest(Folder):
         dcp.load({"w": torch.zeros(3)}, storage_reader=reader, planner=Planner())
         self.assertEqual(seen, ["reading .metadata", "comparing checksums", "reading their shards"])
 
+    def test_errors_of_a_chunk_name_the_file(self):
+        self.save({"w": torch.ones(3)})
+        for error, words in ((CheckpointError("too short"), ": too short"), (OSError("no"), " cannot be read: OSError: no")):
+            with mock.patch.object(_Chunks, "copy", side_effect=error):
+                text = self.error(dcp.load, {"w": torch.zeros(3)}, storage_reader=CheckpointReader(self.path))
+            self.assertIn(f"CheckpointError: {self.path / DATA}{words}\n", text)
+
     def test_objects_are_read_before_any_tensor(self):
         seen = []
 
@@ -388,11 +398,11 @@ class WriterTest(Folder):
 
         class Planner(_writer.SavePlannerOfViews):
             def resolve_data(self, item):
-                planned.append(writer.fs.planned)
+                planned.append((writer.fs.planned, writer.doing))
                 return super().resolve_data(item)
 
         dcp.save({"w": torch.ones(1000), "b": {"x"}}, storage_writer=writer, planner=Planner())
-        self.assertEqual(set(planned), {4000 + 2 * 1536})
+        self.assertEqual(set(planned), {(4000 + 2 * 1536, "writing their files")})
         self.assertEqual(writer.fs.planned, 0)
 
     def test_files_are_read_back_if_asked(self):
@@ -530,6 +540,27 @@ class ManifestTest(Folder):
         }
         expected = hashlib.sha256(b"model.a () int64\nmodel.b (3, 2) float32\n").hexdigest()
         self.assertEqual(_manifest.fingerprint(tensors), expected)
+
+    def test_placements_are_texts_that_are_read_back(self):
+        for placement, text in (
+            (Shard(1), "Shard(dim=1)"),
+            (_StridedShard(0, split_factor=2), "_StridedShard(dim=0, split_factor=2)"),
+            (Replicate(), "Replicate()"),
+            (Partial("avg"), "Partial(reduce_op='avg')"),
+            (RaggedShard((0,), (1, 2)), "RaggedShard(dims=(0,), local_units=(1, 2))"),
+        ):
+            self.assertEqual(_manifest._placement_text(placement), text)
+            self.assertEqual(TensorRecord((4,), "float32", (text,)).parsed_placements(), (placement,))
+
+    def test_more_units_than_any_cluster_has_ranks_are_refused(self):
+        def parsed(units):
+            return TensorRecord((), "", (f"RaggedShard(dims=(0,), local_units={units})",)).parsed_placements()
+
+        with mock.patch.object(_manifest, "_MOST_RANKS", 8):
+            self.assertEqual(parsed("(1, 2) * 4"), (RaggedShard((0,), (1, 2) * 4),))
+            for units in ("(1, 2, 3) * 3", "3 * 2", "'12' * 2"):
+                with self.assertRaisesRegex(ValueError, "unknown placement"):
+                    parsed(units)
 
     def test_a_mesh_of_several_tensors_is_written_once(self):
         one, two = (("Shard(dim=0)",), (2,), ("dp",), (0, 1)), (("Replicate()",), (2,), ("dp",), (1, 0))
