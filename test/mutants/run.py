@@ -83,7 +83,7 @@ class Session:
     # -- what tests reach ------------------------------------------------------------------------------------------
 
     def _reached(self, items: dict[str, Any]) -> dict[str, Any]:
-        """Seconds and lines of each test that passes: {name: (seconds, {(path, line)})}. It is kept while no file changes."""
+        """Seconds and lines of each test that passes: {name: (seconds, {(path, line)})}. They are kept while no file changes."""
         digest = hashlib.sha256()
         for path in sorted([*ROOT.glob("torch_ragged/**/*.py"), *ROOT.glob("test/*.py"), HERE / "tracing.py"]):
             if not path.name.startswith("test_"):
@@ -92,34 +92,41 @@ class Session:
         kept = self.args.out / f"reached-{self.args.group}-{digest.hexdigest()[:16]}.pickle"
         known = pickle.loads(kept.read_bytes()) if kept.exists() else {}
         new = {name: item for name, item in items.items() if keys[name] not in known}
-        if new:
+        while new:
             pid, pipe = _forked(self._trace, new, f"{kept}.new")
             _, status = os.waitpid(pid, 0)
             _end_group(pid)
-            if status:
-                raise SystemExit(f"the tests cannot be run: {_read(pipe)}")
-            reached = pickle.loads(Path(f"{kept}.new").read_bytes())
-            known |= {keys[name]: reached.get(name) for name in new}
+            os.close(pipe)
+            with open(f"{kept}.new", "rb") as file:
+                while file.peek(1):
+                    name, seen = pickle.load(file)
+                    known[keys[name]] = seen
+                    del new[name]
+            if status and new:
+                name = next(iter(new))
+                _say(f"  without a mutant ends the process, left out: {name}")
+                known[keys[name]] = None
+                del new[name]
             kept.write_bytes(pickle.dumps(known))
         return {name: known[key] for name, key in keys.items() if known[key]}  # A skipped test has none.
 
     def _trace(self, _: Any, items: dict[str, Any], kept: str) -> None:
         tracing.start([str(source.path) for source in self.sources.values()])
-        reached: dict[str, Any] = {}
         began = time.monotonic()
-        for number, (name, item) in enumerate(items.items(), 1):
-            tracing.take()
-            start = time.monotonic()
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-            if self.failed:  # It must not count as one that catches.
-                _say(f"  without a mutant fails, left out: {self.failed}")
-                self.failed = ""
-            elif name not in self.skipped:
-                reached[name] = (time.monotonic() - start, tracing.take())
-            if time.monotonic() - began > 60:
-                began = time.monotonic()
-                _say(f"  {number} of {len(items)} tests run without a mutant")
-        Path(kept).write_bytes(pickle.dumps(reached))
+        with open(kept, "wb") as file:
+            for number, (name, item) in enumerate(items.items(), 1):
+                tracing.take()
+                start = time.monotonic()
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+                seen = None if self.failed or name in self.skipped else (time.monotonic() - start, tracing.take())
+                if self.failed:  # It must not count as one that catches.
+                    _say(f"  without a mutant fails, left out: {self.failed}")
+                    self.failed = ""
+                pickle.dump((name, seen), file)
+                file.flush()  # The next test may end this process.
+                if time.monotonic() - began > 60:
+                    began = time.monotonic()
+                    _say(f"  {number} of {len(items)} tests run without a mutant")
 
     # -- one mutant ------------------------------------------------------------------------------------------------
 
