@@ -83,7 +83,7 @@ class Session:
     # -- what tests reach ------------------------------------------------------------------------------------------
 
     def _reached(self, items: dict[str, Any]) -> dict[str, Any]:
-        """Seconds and lines of each test that passes: {name: (seconds, {(path, line)})}. They are kept while no file changes."""
+        """Seconds and lines of each test that passes: {name: (seconds, {(path, line)})}. Kept while no file changes."""
         digest = hashlib.sha256()
         for path in sorted([*ROOT.glob("torch_ragged/**/*.py"), *ROOT.glob("test/*.py"), HERE / "tracing.py"]):
             if not path.name.startswith("test_"):
