@@ -41,6 +41,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
             "test_checkpoint.py",
             "test_checkpoint_files.py",
             "test_checkpoint_forged.py",
+            "test_checkpoint_manifest.py",
             "test_checkpoint_old.py",
             "test_checkpoint_refused.py",
             "test_checkpoint_storage.py",
