@@ -387,7 +387,7 @@ class WriterTest(Folder):
             mock.patch.object(_writer.Lease, "check", side_effect=CheckpointError("another job took the lease")),
         ):
             writer = CheckpointWriter(self.path)
-            with patched, self.assertRaises((dcp.api.CheckpointException, OSError)):
+            with patched, self.assertRaisesRegex(dcp.api.CheckpointException, "no space|another job took the lease"):
                 dcp.save({"w": torch.ones(3)}, storage_writer=writer)
             self.assertEqual(writer.fs.records, {})  # No rank wrote a file.
             self.assertEqual(list(self.path.parent.iterdir()), [])
@@ -407,6 +407,8 @@ class WriterTest(Folder):
         self.assertTrue(lease.exists())
         writer.abandon()
         self.assertEqual(list(self.path.parent.iterdir()), [])
+        writer._lease._thread.join(5)
+        self.assertFalse(writer._lease._thread.is_alive())  # It renewed the lease.
         writer._lease = None  # A process that started the writer's process has no lease of its own.
         lease.touch()
         writer.abandon()
