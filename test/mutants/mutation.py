@@ -76,6 +76,7 @@ class Source:
         self.path, self.file = root / file, file
         self.rows = self.path.read_text().splitlines()
         self.tree = ast.parse(self.path.read_text())
+        self.code = compile(self.tree, str(self.path), "exec")
         mutants = [mutant for name, function in _outermost(self.tree, "") for mutant in self._of(name, function)]
         seen: collections.Counter[tuple[str, ...]] = collections.Counter()
         self.mutants = []
@@ -85,7 +86,7 @@ class Source:
             self.mutants.append(dataclasses.replace(mutant, change=mutant.change + number))
 
     def _of(self, name: str, function: Any) -> Iterator[Mutant]:
-        first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+        first = _first_line(function)
         for parent, field, index, node, statement in _sites(function, "body"):
             for new in _replacements(node, parent, field):
                 lines = frozenset(range(node.lineno, _end_of_head(node) + 1)) | {statement.lineno}
@@ -105,15 +106,33 @@ class Source:
         else:
             old[mutant.index] = mutant.new
         place = (mutant.function, mutant.first_line)
+        self._mention_free_variables()
         code = compile(ast.fix_missing_locations(self.tree), str(self.path), "exec")
         new = next(code for code in _codes(code) if (code.co_qualname, code.co_firstlineno) == place)
+        # Inner functions may exist already: those of decorators are made at import.
+        codes = {(code.co_qualname, code.co_firstlineno): code for code in (new, *_codes(new))}
         found = False
         for function in gc.get_objects():
             if isinstance(function, types.FunctionType) and function.__code__.co_filename == str(self.path):
-                if (function.__code__.co_qualname, function.__code__.co_firstlineno) == place:
-                    function.__code__, found = new, True
+                key = function.__code__.co_qualname, function.__code__.co_firstlineno
+                if key in codes:
+                    function.__code__ = codes[key]
+                    found |= key == place
         if not found:
             raise LookupError(f"{mutant.file}: no function {mutant.function} at line {mutant.first_line}")
+
+    def _mention_free_variables(self) -> None:
+        """A function's code can only be replaced by code with the same free variables, which the mutant may not use."""
+        free = {(code.co_name, code.co_firstlineno): code.co_freevars for code in _codes(self.code) if code.co_freevars}
+        for node in ast.walk(self.tree):
+            if isinstance(node, _FUNCTIONS):
+                names = [ast.Expr(ast.Name(name, ast.Load())) for name in free.get((node.name, _first_line(node)), ())]
+                if names:
+                    node.body.insert(0, ast.copy_location(ast.If(ast.Constant(False), names, []), node.body[0]))
+
+
+def _first_line(function: Any) -> int:
+    return min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
