@@ -6,6 +6,7 @@ from pathlib import Path
 
 # They take ten minutes once, before the first mutant.
 _FSDP = [
+    "test_dbuffer.py",
     "test_fsdp*.py",
     "test_group_state.py",
     "test_neighbour_copies.py",

@@ -1,0 +1,259 @@
+"""DBuffer and its memory in one process: views, padding, what is allocated, and slots in which groups take turns."""
+
+import itertools
+import unittest
+
+import torch
+from common import error_of
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from torch_ragged.fsdp import BufferLayout, TensorSpec
+from torch_ragged.fsdp.core._dbuffer import DBuffer
+from torch_ragged.fsdp.core._memory_log import MemoryLog, allocate_storage, free_storage, high_water
+from torch_ragged.fsdp.core._slots import Slab, Slot, SlotRing
+
+CPU = torch.device("cpu")
+TENSORS = tuple(TensorSpec(name, shape, (), 1) for name, shape in (("a", (2, 3)), ("b", (7,)), ("c", (3, 5)), ("d", ())))
+# a at 0, 2 elements of padding, b over two shards, padding at its end, c over two shards, d, padding.
+LAYOUT = BufferLayout(TENSORS, (0, 8, 18, 34), 10, 4, 1, 0, "", "")
+PADDING = {*range(6, 8), *range(15, 18), 33, *range(35, 40)}
+
+
+class Copying:
+    """Collectives of one rank that has the numbers of all."""
+
+    def __init__(self, whole=None):
+        self.whole, self.calls = whole, []
+
+    def all_gather(self, output, source):
+        self.calls.append((output, source))
+
+    def reduce_scatter(self, output, source, reduction):
+        self.calls.append((output, source, reduction))
+
+
+def buffer(placement, rank=0, dtype=torch.float32, **arguments):
+    return DBuffer(LAYOUT, placement, rank, dtype, CPU, **arguments)
+
+
+class DBufferTest(unittest.TestCase):
+    def test_tensors_of_a_whole_buffer_are_views_at_their_offsets(self):
+        for placement in (Replicate(), Partial()):
+            whole = buffer(placement)
+            self.assertEqual((whole.flat.numel(), whole.nbytes, whole.resident_nbytes), (40, 160, 160))
+            whole.flat.copy_(torch.arange(40.0))
+            for index, (tensor, offset) in enumerate(zip(TENSORS, LAYOUT.offsets)):
+                expected = torch.arange(float(offset), offset + tensor.numel).view(tensor.shape)
+                self.assertTrue(torch.equal(whole.tensor(index), expected))
+                self.assertEqual(whole.tensor(index).data_ptr(), whole.flat.data_ptr() + 4 * offset)
+                self.assertTrue(whole.holds(whole.tensor(index)))
+
+    def test_tensors_of_shards_are_the_parts_in_them(self):
+        parts = [[] for _ in TENSORS]
+        for rank in range(4):
+            shard = buffer(Shard(0), rank)
+            self.assertEqual((shard.flat.numel(), shard.nbytes), (10, 40))
+            shard.flat.copy_(torch.arange(10.0 * rank, 10 * rank + 10))
+            for index in range(len(TENSORS)):
+                parts[index] += shard.tensor(index).tolist()
+                self.assertEqual(shard.tensor(index).dim(), 1)
+        for found, tensor, offset in zip(parts, TENSORS, LAYOUT.offsets):
+            self.assertEqual(found, list(range(offset, offset + tensor.numel)))
+
+    def test_views_have_their_own_version_counters(self):
+        whole = buffer(Replicate())
+        view = whole.tensor(0)
+        before = view._version
+        whole.flat.zero_()
+        self.assertEqual(view._version, before)
+
+    def test_padding_is_zero_and_nothing_else(self):
+        whole = buffer(Partial())
+        whole.flat.fill_(float("nan"))
+        whole.zero_padding()
+        self.assertEqual({i for i, value in enumerate(whole.flat.tolist()) if value == 0}, PADDING)
+        for rank in range(4):
+            shard = buffer(Shard(0), rank)
+            shard.flat.fill_(float("nan"))
+            shard.zero_padding()
+            zeros = {10 * rank + i for i, value in enumerate(shard.flat.tolist()) if value == 0}
+            self.assertEqual(zeros, PADDING & {*range(10 * rank, 10 * rank + 10)})
+
+    def test_the_shard_of_a_whole_buffer_is_a_slice_of_it(self):
+        for rank in range(4):
+            whole, shard = buffer(Replicate(), rank), buffer(Shard(0), rank)
+            self.assertEqual(whole.shard().numel(), 10)
+            self.assertEqual(whole.shard().data_ptr(), whole.flat.data_ptr() + 40 * rank)
+            self.assertIs(shard.shard(), shard.flat)
+
+    def test_memory_is_freed_as_a_whole_and_views_are_valid_again(self):
+        log = MemoryLog()
+        log.start()
+        whole = buffer(Replicate(), log=log)
+        view = whole.tensor(2)
+        whole.allocate()  # It is allocated: no change.
+        whole.free()
+        self.assertEqual((whole.is_allocated, whole.resident_nbytes, whole.nbytes), (False, 0, 160))
+        self.assertFalse(whole.holds(view))
+        whole.free()
+        whole.allocate()
+        self.assertEqual((whole.is_allocated, whole.resident_nbytes), (True, 160))
+        whole.flat.copy_(torch.arange(40.0))
+        self.assertEqual(view.flatten().tolist(), list(range(18, 33)))
+        self.assertEqual([nbytes for _, nbytes in log.events], [160, -160, 160])
+
+    def test_a_buffer_holds_its_own_memory_only(self):
+        one, two = buffer(Replicate()), buffer(Replicate())
+        self.assertFalse(one.holds(two.tensor(0)))
+        self.assertTrue(one.holds(torch.nn.Parameter(one.tensor(0))))
+        self.assertFalse(one.holds(torch.nn.Parameter(two.tensor(0))))
+        self.assertFalse(one.holds(torch.ones(3).to_sparse()))
+
+    def test_borrowed_memory_is_dropped_and_not_freed(self):
+        mine = torch.arange(40.0)
+        borrowed = buffer(Replicate(), borrowed=mine)
+        self.assertTrue(borrowed.is_borrowed)
+        self.assertFalse(buffer(Replicate()).is_borrowed)
+        self.assertEqual(borrowed.tensor(0).data_ptr(), mine.data_ptr())
+        borrowed.free()
+        self.assertEqual(borrowed.flat.numel(), 0)
+        self.assertEqual(mine.tolist(), list(range(40)))
+
+    def test_other_placements_are_refused(self):
+        text = error_of(buffer, torch.distributed.tensor.placement_types.Placement())
+        self.assertIn("DBuffer placement must be Shard(0), Replicate() or Partial(), got", text)
+
+    def test_an_all_gather_reads_the_shard_or_casts_it_into_its_slice(self):
+        for rank, dtype in itertools.product(range(4), (torch.float32, torch.bfloat16)):
+            collectives, whole, shard = Copying(), buffer(Replicate(), rank, dtype), buffer(Shard(0), rank)
+            shard.flat.copy_(torch.arange(10.0 * rank, 10 * rank + 10))
+            whole.free()
+            whole.all_gather_from(shard, collectives)
+            ((output, source),) = collectives.calls
+            self.assertIs(output, whole.flat)
+            self.assertTrue(whole.is_allocated)
+            self.assertEqual(source.data_ptr(), (shard.flat if dtype == torch.float32 else whole.shard()).data_ptr())
+            self.assertEqual(source.dtype, dtype)
+            self.assertEqual(source.tolist(), shard.flat.tolist())
+
+    def test_a_reduce_scatter_reads_the_whole_and_fills_the_shard(self):
+        collectives, whole, shard = Copying(), buffer(Partial(), 1), buffer(Shard(0), 1)
+        whole.reduce_scatter_to(shard, collectives, "sum")
+        ((output, source, reduction),) = collectives.calls
+        self.assertIs(output, shard.flat)
+        self.assertIs(source, whole.flat)
+        self.assertEqual(reduction, "sum")
+
+
+class SlotTest(unittest.TestCase):
+    def setUp(self):
+        self.made = []
+
+    def allocate(self, numel, dtype):
+        self.made.append((numel, dtype))
+        return torch.zeros(numel, dtype=dtype)
+
+    def test_one_buffer_at_a_time_uses_a_slot(self):
+        slot = Slot("gathered parameters", self.allocate)
+        slot.reserve(torch.float32, 50)
+        slot.reserve(torch.float32, 40)
+        one = buffer(Replicate(), pool=slot)
+        self.assertEqual(self.made, [(50, torch.float32)])
+        self.assertTrue(one.is_allocated and one.is_free)
+        text = error_of(buffer, Replicate(), pool=slot)
+        self.assertIn("gathered parameters of torch.float32 is in use by another group", text)
+        one.free()
+        two = buffer(Replicate(), pool=slot)
+        self.assertEqual(two.flat.data_ptr(), one.flat.data_ptr())
+        self.assertFalse(one.is_allocated or one.is_free)
+        one.free()  # It has none: the slot stays the other's.
+        self.assertTrue(two.is_allocated)
+        self.assertIn("is in use by another group", error_of(one.allocate))
+        two.free()
+        one.allocate()
+        self.assertEqual((one.is_allocated, two.is_allocated, two.is_free), (True, False, False))
+        self.assertEqual(self.made, [(50, torch.float32)])
+        self.assertEqual(slot.nbytes, 200)
+
+    def test_a_slot_is_freed_with_its_holder(self):
+        slab = Slab(torch.zeros(4), "a slab")
+        holder, other = MemoryLog(), MemoryLog()
+        slab.claim(holder)
+        slab.claim(holder)
+        self.assertEqual((slab.is_held_by(holder), slab.is_held_by(other), slab.is_free_for(other)), (True, False, False))
+        del holder
+        self.assertTrue(slab.is_free_for(other))
+        slab.claim(other)
+        self.assertTrue(slab.is_held_by(other))
+
+    def test_a_slab_that_is_too_small_is_replaced(self):
+        slot = Slot("gradients", self.allocate)
+        first = slot.slab(torch.float32, 10)
+        self.assertIs(slot.slab(torch.float32, 10), first)
+        self.assertIs(slot.slab(torch.float32, 4), first)
+        self.assertEqual(slot.slab(torch.float32, 11).flat.numel(), 11)
+        slot.slab(torch.bfloat16, 3)
+        self.assertEqual(self.made, [(10, torch.float32), (11, torch.float32), (3, torch.bfloat16)])
+        self.assertEqual(slot.nbytes, 4 * 11 + 2 * 3)
+
+    def test_members_take_turns_in_a_ring(self):
+        ring = SlotRing("gradients", 3, self.allocate)
+        members = [ring.join(groups) for groups in (1, 2, 1, 3, 1, 1)]
+        self.assertEqual([len(slots) for slots in members], [1, 2, 1, 3, 1, 1])
+        self.assertIs(members[3][0], members[0][0])
+        self.assertIs(members[4][0], members[1][0])
+        self.assertIs(members[5][0], members[2][0])
+        self.assertEqual(len({id(slot) for slots in members for slot in slots}), 3 + 2 + 1)
+        apart = [ring.apart(1), ring.apart(2)]
+        self.assertEqual([len(slots) for slots in apart], [1, 2])
+        self.assertEqual(len({id(slot) for slots in (*members, *apart) for slot in slots}), 9)
+        for slots in (*members[:3], *apart):
+            slots[0].slab(torch.uint8, 5)
+        self.assertEqual(ring.nbytes, 25)
+        self.assertIn("slot 1 of 3 for gradients of", members[1][0].slab(torch.uint8, 5)._of)
+        self.assertIn("a slot of its own for gradients of", apart[0][0].slab(torch.uint8, 5)._of)
+
+
+class MemoryLogTest(unittest.TestCase):
+    def test_it_records_between_start_and_stop(self):
+        log = MemoryLog()
+        log.note(3)
+        log.start()
+        log.note(5)
+        log.note(-5)
+        self.assertEqual([nbytes for _, nbytes in log.events], [5, -5])
+        self.assertLess(*(moment for moment, _ in log.events))
+        log.start()
+        self.assertEqual(log.events, [])
+        log.note(1)
+        log.stop()
+        self.assertEqual(log.events, [])
+
+    def test_the_high_water_is_the_first_moment_of_the_largest_sum(self):
+        one, two = MemoryLog(), MemoryLog()
+        for log in (one, two):
+            log.start()
+        for log, nbytes in ((one, 10), (two, 5), (one, -10), (two, 10), (one, -3)):
+            log.note(nbytes)
+        kinds = (("one", one), ("two", two))
+        moment, most = high_water(kinds, {"one": 4, "two": 0})
+        self.assertEqual((moment, most), (two.events[0][0], {"one": 14, "two": 5}))
+        self.assertEqual(high_water(kinds, {"one": 0, "two": 0})[1], {"one": 10, "two": 5})
+        two.start()
+        two.note(-1)
+        self.assertEqual(high_water((("two", two),), {"two": 7}), (-1, {"two": 7}))
+
+    def test_storage_is_allocated_and_freed_once(self):
+        log, tensor = MemoryLog(), torch.ones(6)
+        log.start()
+        allocate_storage(tensor, log)
+        free_storage(tensor, log)
+        self.assertEqual(tensor.untyped_storage().nbytes(), 0)
+        free_storage(tensor, log)
+        allocate_storage(tensor, log)
+        self.assertEqual(tensor.untyped_storage().nbytes(), 24)
+        self.assertEqual([nbytes for _, nbytes in log.events], [-24, 24])
+
+
+if __name__ == "__main__":
+    unittest.main()
