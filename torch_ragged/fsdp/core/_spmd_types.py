@@ -99,7 +99,7 @@ class AnnotatedParam:
         sharded = _sharded_axes(spmd, self._partition_spec, axes, fqn)
         types = _types_on(axes, dp.spmd_dims, {**self._types, **sharded}, fqn)
         for axis in spmd.current_mesh() or axes:  # The checker needs a type on each axis; data-parallel ones may lack it.
-            if axis.size() > 1 and not any(axis <= known for known in self._types):
+            if axis.size() > 1 and not any(axis <= known for known in self._types):  # type: ignore[operator, unused-ignore]
                 self._types[axis] = spmd.R
         try:
             placements = [spmd.spmd_type_to_dtensor_placement(each) for each in types]
