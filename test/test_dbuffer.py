@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch_ragged.fsdp import BufferLayout, TensorSpec
 from torch_ragged.fsdp.core._dbuffer import DBuffer
 from torch_ragged.fsdp.core._memory_log import MemoryLog, allocate_storage, free_storage, high_water
-from torch_ragged.fsdp.core._slots import Slab, Slot, SlotRing
+from torch_ragged.fsdp.core._slots import Slot
 
 CPU = torch.device("cpu")
 TENSORS = tuple(TensorSpec(name, shape, (), 1) for name, shape in (("a", (2, 3)), ("b", (7,)), ("c", (3, 5)), ("d", ())))
@@ -175,17 +175,6 @@ class SlotTest(unittest.TestCase):
         self.assertEqual(self.made, [(50, torch.float32)])
         self.assertEqual(slot.nbytes, 200)
 
-    def test_a_slot_is_freed_with_its_holder(self):
-        slab = Slab(torch.zeros(4), "a slab")
-        holder, other = MemoryLog(), MemoryLog()
-        slab.claim(holder)
-        slab.claim(holder)
-        self.assertEqual((slab.is_held_by(holder), slab.is_held_by(other), slab.is_free_for(other)), (True, False, False))
-        del holder
-        self.assertTrue(slab.is_free_for(other))
-        slab.claim(other)
-        self.assertTrue(slab.is_held_by(other))
-
     def test_a_slab_that_is_too_small_is_replaced(self):
         slot = Slot("gradients", self.allocate)
         first = slot.slab(torch.float32, 10)
@@ -195,23 +184,6 @@ class SlotTest(unittest.TestCase):
         slot.slab(torch.bfloat16, 3)
         self.assertEqual(self.made, [(10, torch.float32), (11, torch.float32), (3, torch.bfloat16)])
         self.assertEqual(slot.nbytes, 4 * 11 + 2 * 3)
-
-    def test_members_take_turns_in_a_ring(self):
-        ring = SlotRing("gradients", 3, self.allocate)
-        members = [ring.join(groups) for groups in (1, 2, 1, 3, 1, 1)]
-        self.assertEqual([len(slots) for slots in members], [1, 2, 1, 3, 1, 1])
-        self.assertIs(members[3][0], members[0][0])
-        self.assertIs(members[4][0], members[1][0])
-        self.assertIs(members[5][0], members[2][0])
-        self.assertEqual(len({id(slot) for slots in members for slot in slots}), 3 + 2 + 1)
-        apart = [ring.apart(1), ring.apart(2)]
-        self.assertEqual([len(slots) for slots in apart], [1, 2])
-        self.assertEqual(len({id(slot) for slots in (*members, *apart) for slot in slots}), 9)
-        for slots in (*members[:3], *apart):
-            slots[0].slab(torch.uint8, 5)
-        self.assertEqual(ring.nbytes, 25)
-        self.assertIn("slot 1 of 3 for gradients of", members[1][0].slab(torch.uint8, 5)._of)
-        self.assertIn("a slot of its own for gradients of", apart[0][0].slab(torch.uint8, 5)._of)
 
 
 class MemoryLogTest(unittest.TestCase):

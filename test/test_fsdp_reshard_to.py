@@ -276,9 +276,11 @@ def settings_stay():
     weight.role = "head"
     train(model, optimizer, old, 0)
     seen.clear()
+    names = [(group.fqn, group.gradients.fqn) for group in model._ragged_groups(recurse=True)]
     reshard_to(model, optimizer, new)
     backward(model, new, 1)
     assert model.head.weight.role == "head"
+    assert names == [(group.fqn, group.gradients.fqn) for group in model._ragged_groups(recurse=True)] and any(names[0])
     if is_in(new):
         group = model._ragged_groups(recurse=False)[0]
         assert seen == [group.layout.shard_numel] and group.layout.ranks == 2
@@ -371,6 +373,9 @@ def errors():
     found["group"] = error_of(reshard_to, model, optimizer, fewer, group=group)
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     found["unordered"] = error_of(reshard_to, model, optimizer, DeviceMesh("cpu", [1, 0, 2, 3]))
+    neighbours = build(init_device_mesh("cpu", (4,)), reshard_after_forward=2)
+    found["neighbours"] = error_of(reshard_to, *neighbours, fewer)
+    found["replicas"] = error_of(reshard_to, *build(mesh, placements=ZERO2), square)
     found["hierarchical"] = error_of(reshard_to, *build(square, placements=HIERARCHICAL), fewer)
     parallel = Model()
     parallelize_module(parallel.layers[0], square["b"], {"up": ColwiseParallel()})
@@ -460,6 +465,8 @@ class ReshardToTest(unittest.TestCase):
             "backward": "RuntimeError: .* is in a forward or backward",
             "persistent": "set_persistent_buffers",
             "blind": r"the state rows .* method empty_state\(param, group, name, shape, dtype\)",
+            "neighbours": "has reshard_after_forward=2, which does not divide 3 shards: call set_reshard_after_forward",
+            "replicas": "was sharded with ZERO1 or ZERO2, which take a 1-D mesh, got DeviceMesh",
             "hierarchical": "was sharded with HIERARCHICAL, which reshard_to does not support",
             "tensor parallel": "layers.0.up.weight was a DTensor before fully_shard",
             "move": "KeyError: 'network'",

@@ -9,6 +9,7 @@ _FSDP = [
     "test_dbuffer.py",
     "test_fsdp*.py",
     "test_group_state.py",
+    "test_memory_report.py",
     "test_neighbour_copies.py",
     "test_persistent_buffers.py",
     "test_weight_gradient*.py",

@@ -35,8 +35,6 @@ import tracing  # noqa: E402
 from groups import GROUPS, files_of, tests_of  # noqa: E402
 from mutation import Mutant, Source  # noqa: E402
 
-_LONGEST_RUN = 30.0  # Seconds of tests for one mutant; the quickest tests come first.
-
 
 class Session:
     """A pytest plugin: it runs the collected tests once to learn what they reach, then once for each mutant."""
@@ -142,7 +140,7 @@ class Session:
         spent = 0.0
         for i, item in enumerate(items):
             seconds = reached[item.nodeid][0]
-            if i and spent + seconds > _LONGEST_RUN:
+            if i and spent + seconds > self.args.seconds:
                 write("")
                 os._exit(3)
             write(item.nodeid + "\n")
@@ -302,6 +300,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "mutants")
     parser.add_argument("--again", action="store_true", help="those that survived the last run, and keep the other results")
     parser.add_argument("--more", action="store_true", help="those that the last run did not reach, and keep its results")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of tests for one mutant; the quickest tests come first")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no mutant of a group after so many")
     parser.add_argument("--write", action="store_true", help="write docs/mutants.md from the results in --out, and run nothing")
     args = parser.parse_args()
