@@ -1,13 +1,16 @@
 """Persistent buffers: addresses that stay, memory that is bounded, turns that are kept."""
 
 import unittest
+from collections.abc import Callable
+from unittest import mock
 
 import torch
 from common import error_of, run_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from torch_ragged.fsdp import ZERO2, Float8Policy, fully_shard
+from torch_ragged.fsdp import ZERO2, Float8Policy, _fsdp_module, fully_shard
+from torch_ragged.fsdp.core._persistent_buffers import allocator
 from torch_ragged.fsdp.core._slots import Slab, SlotRing
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -87,8 +90,14 @@ def step(model: Blocks) -> torch.Tensor:
 
 
 def addresses_stay() -> None:
-    model = shard(Blocks(), mp_policy=MIXED)
-    model.set_persistent_buffers(places=2)
+    model, made = shard(Blocks(), mp_policy=MIXED), []
+
+    def counted(device: torch.device) -> Callable[..., torch.Tensor]:
+        allocate = allocator(device)
+        return lambda numel, dtype: made.append(dtype) or allocate(numel, dtype)
+
+    with mock.patch.object(_fsdp_module, "allocator", counted):
+        model.set_persistent_buffers(places=2)
     groups = [group for group in model._ragged_groups(recurse=True)]
     seen: list[list[int]] = []
     for _ in range(3):
@@ -98,6 +107,8 @@ def addresses_stay() -> None:
         seen.append(found)
         model.zero_grad()
     assert seen[0] == seen[1] == seen[2]
+    # Two slots and the root's, as large as the largest of their groups: gathered, unreduced, and in the dtype of reductions.
+    assert sorted(map(str, made)) == ["torch.bfloat16"] * 6 + ["torch.float32"] * 3, made
     root, *blocks = groups
     gathered = [group.unsharded.flat.data_ptr() for group in blocks]
     assert gathered[0::2] == gathered[:1] * 3 and gathered[1::2] == gathered[1:2] * 3, gathered
