@@ -1,15 +1,20 @@
-"""DBuffer and its memory in one process: views, padding, what is allocated, and slots in which groups take turns."""
+"""DBuffer, its memory and what keeps a part of it, in one process: views, padding, slots, neighbours, resident parameters."""
 
 import itertools
 import unittest
+from types import SimpleNamespace
 
 import torch
 from common import error_of
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torch_ragged.fsdp import BufferLayout, TensorSpec
+from torch_ragged.fsdp.comm._collectives import done
+from torch_ragged.fsdp.comm._hierarchical import Levels
 from torch_ragged.fsdp.core._dbuffer import DBuffer
 from torch_ragged.fsdp.core._memory_log import MemoryLog, allocate_storage, free_storage, high_water
+from torch_ragged.fsdp.core._neighbours import Neighbours
+from torch_ragged.fsdp.core._resident import Resident
 from torch_ragged.fsdp.core._slots import Slot
 
 CPU = torch.device("cpu")
@@ -184,6 +189,105 @@ class SlotTest(unittest.TestCase):
         slot.slab(torch.bfloat16, 3)
         self.assertEqual(self.made, [(10, torch.float32), (11, torch.float32), (3, torch.bfloat16)])
         self.assertEqual(slot.nbytes, 4 * 11 + 2 * 3)
+
+
+class Ranks:
+    """The collectives of four ranks that run one after the other: an all-gather reads what the other ranks hold."""
+
+    def __init__(self, rank):
+        self.rank, self.calls = rank, []
+
+    def size(self):
+        return 2
+
+    def all_gather(self, output, source, group=None):
+        self.calls.append((group, output, source))
+        return done
+
+
+def numbers(rank):
+    return torch.arange(10.0 * rank, 10 * rank + 10)
+
+
+class KeeperTest(unittest.TestCase):
+    def setUp(self):
+        self.log = MemoryLog()
+        self.log.start()
+
+    def noted(self):
+        return [nbytes for _, nbytes in self.log.events]
+
+    def test_neighbours_keep_their_part_of_the_gathered_buffer(self):
+        for size, index in ((2, 0), (2, 1), (4, 2)):
+            self.log.start()
+            group, collectives, whole = object(), Ranks(0), buffer(Replicate())
+            encoding = SimpleNamespace(buffer=whole, all_gather=lambda shards, collectives: "from the shards")
+            whole.flat.copy_(torch.arange(40.0))
+            keeper = Neighbours(size, index, group, self.log)
+            self.assertEqual((keeper.nbytes, keeper.holds_part, keeper.gathers_each_pass), (0, False, False))
+            self.assertEqual(keeper.all_gather(None, encoding, [], collectives), "from the shards")
+            keeper.drop()
+            keeper.keep(encoding)
+            whole.free()
+            self.assertEqual((keeper.nbytes, keeper.holds_part), (160 // size, True))
+            keeper.all_gather(None, encoding, [], collectives)
+            ((where, output, source),) = collectives.calls
+            self.assertIs(where, group)
+            self.assertIs(output, whole.flat)
+            self.assertTrue(whole.is_allocated)
+            self.assertEqual(source.tolist(), torch.arange(40.0).split(40 // size)[index].tolist())
+            keeper.drop()
+            self.assertEqual((keeper.nbytes, keeper.holds_part), (0, False))
+            self.assertEqual(self.noted(), [160 // size, -160 // size])
+
+    def test_resident_shards_of_all_nodes_are_gathered_in_place(self):
+        for rank, dtype in itertools.product(range(4), (torch.float32, torch.bfloat16)):
+            self.log.start()
+            across, within, collectives = Ranks(rank), Ranks(rank), Ranks(rank)
+            keeper = Resident(Levels(across, within), self.log)
+            self.assertEqual((keeper.keeps_buffer, keeper.gathers_each_pass, keeper.nbytes), (False, False, 0))
+            shards, whole = SimpleNamespace(buffer=buffer(Shard(0), rank)), buffer(Replicate(), rank, dtype)
+            shards.buffer.flat.copy_(numbers(rank))
+            whole.free()
+            keeper.all_gather(shards, SimpleNamespace(buffer=whole), [1], collectives)
+            (first, kept, mine), *nodes = collectives.calls
+            self.assertIs(first, across)
+            self.assertEqual((kept.numel(), kept.dtype, keeper.nbytes), (20, dtype, 20 * dtype.itemsize))
+            self.assertEqual(mine.data_ptr(), kept.data_ptr() + rank // 2 * 10 * dtype.itemsize)
+            self.assertEqual(mine.tolist(), numbers(rank).tolist())
+            for node, (where, output, source) in enumerate(nodes):
+                self.assertIs(where, within)
+                self.assertEqual((output.numel(), source.numel()), (20, 10))
+                self.assertEqual(output.data_ptr(), whole.flat.data_ptr() + node * 20 * dtype.itemsize)
+                self.assertEqual(source.data_ptr(), kept.data_ptr() + node * 10 * dtype.itemsize)
+            self.assertEqual(len(nodes), 2)
+            for versions, calls in (([1], 2), ([2], 3), ([2], 2)):  # Across nodes only if the parameters have changed.
+                collectives.calls.clear()
+                keeper.all_gather(shards, SimpleNamespace(buffer=whole), versions, collectives)
+                self.assertEqual(len(collectives.calls), calls)
+            keeper.invalidate()
+            collectives.calls.clear()
+            keeper.all_gather(shards, SimpleNamespace(buffer=whole), [2], collectives)
+            self.assertEqual(len(collectives.calls), 3)
+            self.assertIs(collectives.calls[0][1], kept)
+            keeper.reset()
+            self.assertEqual(keeper.nbytes, 0)
+            self.assertEqual(self.noted(), [20 * dtype.itemsize, -20 * dtype.itemsize])
+
+    def test_a_resident_buffer_is_gathered_once_per_version(self):
+        calls = []
+        encoding = SimpleNamespace(all_gather=lambda *arguments: calls.append(arguments) or "work")
+        keeper = Resident(Levels(Ranks(0), None), self.log)
+        self.assertTrue(keeper.keeps_buffer)
+        self.assertEqual(keeper.all_gather("shards", encoding, [1], "collectives"), "work")
+        self.assertEqual(calls, [("shards", "collectives")])
+        self.assertIs(keeper.all_gather("shards", encoding, [1], "collectives"), done)
+        keeper.all_gather("shards", encoding, [2], "collectives")
+        keeper.invalidate()
+        keeper.all_gather("shards", encoding, [2], "collectives")
+        keeper.reset()
+        keeper.all_gather("shards", encoding, [2], "collectives")
+        self.assertEqual(len(calls), 4)
 
 
 class MemoryLogTest(unittest.TestCase):
