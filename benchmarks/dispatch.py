@@ -68,7 +68,7 @@ def times_of(mesh: DeviceMesh, placements: dict[str, Placement], rounds: int) ->
     """Per op and per name of a placement: microseconds per call, over all rounds.
 
     Every few rounds all tensors are made anew: where they lie in memory matters for some per cent. DTensor's cache of sharding
-    decisions is filled with other tensors before, as in a model: it recognises those that filled it a little faster.
+    decisions is filled with other tensors before, as in a model: it recognizes those that filled it a little faster.
     """
     times: dict[str, dict[str, list[float]]] = {}
     for _ in range(BUILDS):

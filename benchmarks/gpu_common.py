@@ -15,7 +15,7 @@ from models import Stack, blocks_of, rest_of
 
 from torch_ragged.fsdp.plan import Parameter
 
-__all__ = ["Deadline", "Timer", "finish", "initialise", "options_of", "parser", "stack"]
+__all__ = ["Deadline", "Timer", "finish", "initialize", "options_of", "parser", "stack"]
 
 GIB = 2**30
 
@@ -92,7 +92,7 @@ def _small(parameters: Sequence[Parameter]) -> list[Parameter]:
 
 
 @torch.no_grad()
-def initialise(model: torch.nn.Module) -> None:
+def initialize(model: torch.nn.Module) -> None:
     """Values that neither vanish nor overflow, in each rank's part only: what they are does not matter to the time."""
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import print_table
-from gpu_common import Timer, finish, initialise, options_of, parser, stack
+from gpu_common import Timer, finish, initialize, options_of, parser, stack
 from models import shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -30,7 +30,7 @@ class Training:
         torch.manual_seed(0)
         mesh = init_device_mesh(options.device, (1,))
         self._model = stack("llama-3-70b", 1 if options.smoke else 8, True, device=options.device)
-        initialise(self._model)
+        initialize(self._model)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         shard(self._model, fully_shard, mesh=mesh, mp_policy=policy)
         if persistent:

@@ -85,8 +85,8 @@ def bandwidth(device: str, numel: int, rounds: int) -> list[dict[str, Any]]:
             float8.dequantize(narrow, buffer, table)
 
         quantize()
-        cases[f"float8 {tile[0]} x {tile[1]}, quantise float32"] = (5, quantize, None)
-        cases[f"float8 {tile[0]} x {tile[1]}, dequantise to bfloat16"] = (3, dequantize, None)
+        cases[f"float8 {tile[0]} x {tile[1]}, quantize float32"] = (5, quantize, None)
+        cases[f"float8 {tile[0]} x {tile[1]}, dequantize to bfloat16"] = (3, dequantize, None)
     functions = {name: case[1] for name, case in cases.items()}
     functions |= {f"{name} torch": case[2] for name, case in cases.items() if case[2] is not None}
     seconds = timed(functions, rounds, device)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import print_table
-from gpu_common import Deadline, Timer, finish, initialise, options_of, parser, stack
+from gpu_common import Deadline, Timer, finish, initialize, options_of, parser, stack
 from models import shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -33,7 +33,7 @@ def sharded(options: argparse.Namespace, collectives: str | None) -> tuple[Any, 
     torch.manual_seed(0)
     mesh = init_device_mesh(options.device, (dist.get_world_size(),))
     model = stack("llama-3-70b", 1, True, device=options.device)
-    initialise(model)
+    initialize(model)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard(model, fully_shard, mesh=mesh, mp_policy=policy)
     return model, () if collectives is None else model.set_collectives(collectives)

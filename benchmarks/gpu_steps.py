@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from common import print_table
 from fake_world import PACKAGES, fake_world
-from gpu_common import GIB, Deadline, Timer, finish, initialise, options_of, parser, stack
+from gpu_common import GIB, Deadline, Timer, finish, initialize, options_of, parser, stack
 from gpu_trace import traced
 from models import Stack, shard
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,7 +38,7 @@ class Training:
         self.model: Stack = stack(name, 2 if options.smoke else LAYERS[name], options.smoke, device="meta", dtype=torch.float32)
         shard(self.model, PACKAGES[package], mesh=mesh, mp_policy=policy)
         self.model.to_empty(device=options.device)
-        initialise(self.model)
+        initialize(self.model)
         if package == "torch_ragged" and options.persistent:
             self.model.set_persistent_buffers()  # type: ignore[operator]
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)

@@ -190,7 +190,7 @@ HINTS: dict[str, str] = {
     "is tied to <sharded_originals>": "Call `fully_shard` on the module that has both, and on neither of its parts before.",
     "became a root when it ran its forward": "A validation that calls `model.backbone(x)` before `model(x)` does this.",
     "FSDP does not support deepcopy": "Build the model again, and load its `state_dict()`.",
-    "on the meta device: materialise all parameters before forward": (
+    "on the meta device: materialize all parameters before forward": (
         "The names in the message are those that are still missing."
     ),
     "is in use by another group": "Gradient accumulation without sync needs as many places as groups.",

@@ -106,7 +106,7 @@ class Case:
         return torch.autograd.grad(functools.reduce(torch.add, terms), leaves)
 
     def out_like(self, tensors: list[Any], result: Any) -> Any:
-        """An uninitialised tensor for the result; ragged where the tensors are DTensors."""
+        """An uninitialized tensor for the result; ragged where the tensors are DTensors."""
         if not isinstance(result, torch.Tensor):
             raise TypeError("several outputs")
         if not isinstance(tensors[0], DTensor):

@@ -1,4 +1,4 @@
-"""Checkpoints of ragged DTensors whose local tensors are of a quantised type with few operations, such as optimizer states."""
+"""Checkpoints of ragged DTensors whose local tensors are of a quantized type with few operations, such as optimizer states."""
 
 import tempfile
 import unittest

@@ -432,7 +432,7 @@ class FullyShardTest(unittest.TestCase):
             "is sharded by fully_shard already",
             "nn.Module.to only accepts floating point or complex dtypes",
             "1.weight is tied to weight, which another fully_shard has sharded",
-            "weight, bias on the meta device: materialise all parameters before forward",
+            "weight, bias on the meta device: materialize all parameters before forward",
             "orig_param_policy('weight') returned 3",
             "it should be a factor of 2, not 3",
             "must be True, False, a number of ranks or None, got '2'",

@@ -492,7 +492,7 @@ class ClientsTest(unittest.TestCase):
 
     def test_extension_types_start_on_the_meta_device(self):
         for error in run_ranks(2, check_extension_on_meta):
-            self.assertIn("weight on the meta device: materialise all parameters before forward", error)
+            self.assertIn("weight on the meta device: materialize all parameters before forward", error)
 
     def test_extension_methods_set_after_fully_shard_raise(self):
         for error in run_ranks(2, check_late_extension):

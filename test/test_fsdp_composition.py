@@ -365,7 +365,7 @@ class AroundTest(unittest.TestCase):
     def test_ddp_reduces_what_fully_shard_ignores(self):
         run_ranks(2, check_ddp_around_a_sharded_module)
 
-    def test_a_mesh_of_process_groups_is_as_one_that_is_initialised(self):
+    def test_a_mesh_of_process_groups_is_as_one_that_is_initialized(self):
         run_ranks(2, check_meshes_of_process_groups)
 
     def test_inputs_are_cast_for_each_module_of_a_list(self):

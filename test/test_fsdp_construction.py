@@ -373,13 +373,13 @@ def check_weights_on_rank_0_only():
         torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad / dist.get_world_size())
 
 
-def check_materialised_model_loads_and_trains():
+def check_materialized_model_loads_and_trains():
     single, state = single_and_values()
     for knobs in ({}, {"orig_param_policy": lambda f, p: blocks(3, 3)}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
         model = build_meta(**knobs)
         params = list(model.parameters())
         assert all(p.is_meta and isinstance(p.placements[0], RaggedShard) for p in params)
-        assert "materialise all parameters before forward" in error_of(model, batch())
+        assert "materialize all parameters before forward" in error_of(model, batch())
         model.to_empty(device="cpu")
         assert all(a is b and not b.is_meta for a, b in zip(params, model.parameters()))
         model.load_state_dict({k: distribute_tensor(v, world(), [Shard(0)]) for k, v in state.items()})
@@ -390,7 +390,7 @@ def check_materialised_model_loads_and_trains():
         assert not torch.equal(model(batch()), single(batch()))
 
 
-def check_modules_are_materialised_one_at_a_time():
+def check_modules_are_materialized_one_at_a_time():
     """One group at a time; then one module at a time, of a group that is still incomplete."""
     single, state = single_and_values()
     model = build_meta()
@@ -426,15 +426,15 @@ def check_assigned_values_are_trained():
     return partly
 
 
-def check_initialisation_is_that_of_one_process():
+def check_initialization_is_that_of_one_process():
     single, _ = single_and_values()
-    initialised = build_meta(orig_param_policy=lambda f, p: rows(3)).to_empty(device="cpu")
-    for module in (initialised, single):
+    initialized = build_meta(orig_param_policy=lambda f, p: rows(3)).to_empty(device="cpu")
+    for module in (initialized, single):
         torch.manual_seed(7)
         for child in module.modules():
             if hasattr(child, "reset_parameters"):
                 child.reset_parameters()
-    for (name, mine), (_, plain) in zip(initialised.named_parameters(), single.named_parameters(), strict=True):
+    for (name, mine), (_, plain) in zip(initialized.named_parameters(), single.named_parameters(), strict=True):
         assert torch.equal(mine.full_tensor(), plain), name
 
 
@@ -539,18 +539,18 @@ class ConstructionTest(unittest.TestCase):
     def test_ranks_may_be_on_the_meta_device_while_rank_0_has_the_weights(self):
         run_ranks(2, check_weights_on_rank_0_only)
 
-    def test_a_model_of_the_meta_device_loads_and_trains_once_materialised(self):
-        run_ranks(2, check_materialised_model_loads_and_trains)
+    def test_a_model_of_the_meta_device_loads_and_trains_once_materialized(self):
+        run_ranks(2, check_materialized_model_loads_and_trains)
 
-    def test_modules_of_the_meta_device_are_materialised_one_at_a_time(self):
-        run_ranks(2, check_modules_are_materialised_one_at_a_time)
+    def test_modules_of_the_meta_device_are_materialized_one_at_a_time(self):
+        run_ranks(2, check_modules_are_materialized_one_at_a_time)
 
     def test_values_assigned_in_place_of_meta_ones_are_trained(self):
         for partly in run_ranks(2, check_assigned_values_are_trained):
-            self.assertIn("RuntimeError: norm.bias on the meta device: materialise all parameters", partly)
+            self.assertIn("RuntimeError: norm.bias on the meta device: materialize all parameters", partly)
 
-    def test_initialising_shards_gives_the_values_of_one_process(self):
-        run_ranks(2, check_initialisation_is_that_of_one_process)
+    def test_initializing_shards_gives_the_values_of_one_process(self):
+        run_ranks(2, check_initialization_is_that_of_one_process)
 
     def test_parameters_of_the_meta_device_take_a_dtype_and_no_device(self):
         for moved in run_ranks(2, check_conversions_without_memory):

@@ -22,7 +22,7 @@ BFLOAT16 = Float8Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def by_twin(whole, tile, dtype):
-    """A whole parameter quantised and dequantised, every tile by itself, in plain arithmetic."""
+    """A whole parameter quantized and dequantized, every tile by itself, in plain arithmetic."""
     result = torch.empty_like(whole, dtype=dtype)
     for out, matrix in zip(result.view(-1, *whole.shape[-2:]), whole.view(-1, *whole.shape[-2:])):
         for row in range(0, matrix.size(0), tile[0]):
@@ -104,22 +104,22 @@ def test_which_parameters_keep_their_tiles():
 
 
 def _gathered(mesh_shape, **options):
-    """Names of the quantised parameters, and all gathered ones."""
+    """Names of the quantized parameters, and all gathered ones."""
     net = fully_shard(_net(), mesh=init_device_mesh("cpu", mesh_shape), **options)
     groups = named_groups(net).values()
-    quantised = {param.fqn for group in groups if isinstance(group.encoding, Float8Encoding) for param in group.params}
+    quantized = {param.fqn for group in groups if isinstance(group.encoding, Float8Encoding) for param in group.params}
     net.unshard()
     values = {name: param.detach().clone() for name, param in net.named_parameters()}
     net.reshard()
     held = [buffer.resident_nbytes for group in groups for buffer in group.buffers()["gathered"]]
     assert not any(held), held
-    return quantised, values
+    return quantized, values
 
 
 def _check_values(mesh_shape, options, expected):
     policy = options["mp_policy"]
-    quantised, values = _gathered(mesh_shape, **options)
-    assert quantised == expected
+    quantized, values = _gathered(mesh_shape, **options)
+    assert quantized == expected
     for name, param in _net().named_parameters():
         dtype = policy.param_dtype or param.dtype
         wanted = by_twin(param.detach(), policy.tile, dtype) if name in expected else param.detach().to(dtype)

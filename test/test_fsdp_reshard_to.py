@@ -270,6 +270,13 @@ def settings_stay():
     seen = []
     model, optimizer = build(old, reshard_after_forward=2)
     model.set_gradient_divide_factor(8.0)
+    gathered = []
+
+    def gather(output, shard, group, async_op):
+        gathered.append(output.numel())
+        return dist.all_gather_into_tensor(output, shard, group=group, async_op=async_op)
+
+    model.set_custom_all_gather(gather)
     model.set_all_reduce_hook(lambda shard: seen.append(shard.numel()))
     model.layers[0].set_reshard_after_backward(False)
     weight = model.head.weight
@@ -278,8 +285,10 @@ def settings_stay():
     seen.clear()
     names = [(group.fqn, group.gradients.fqn) for group in model._ragged_groups(recurse=True)]
     reshard_to(model, optimizer, new)
+    gathered.clear()
     backward(model, new, 1)
     assert model.head.weight.role == "head"
+    assert bool(gathered) == is_in(new)
     assert names == [(group.fqn, group.gradients.fqn) for group in model._ragged_groups(recurse=True)] and any(names[0])
     if is_in(new):
         group = model._ragged_groups(recurse=False)[0]
@@ -374,6 +383,8 @@ def errors():
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     found["unordered"] = error_of(reshard_to, model, optimizer, DeviceMesh("cpu", [1, 0, 2, 3]))
     neighbours = build(init_device_mesh("cpu", (4,)), reshard_after_forward=2)
+    with torch.device("meta"):
+        found["meta"] = error_of(reshard_to, fully_shard(nn.Linear(4, 4), mesh=mesh), None, fewer)
     found["neighbours"] = error_of(reshard_to, *neighbours, fewer)
     found["replicas"] = error_of(reshard_to, *build(mesh, placements=ZERO2), square)
     found["hierarchical"] = error_of(reshard_to, *build(square, placements=HIERARCHICAL), fewer)
@@ -465,6 +476,7 @@ class ReshardToTest(unittest.TestCase):
             "backward": "RuntimeError: .* is in a forward or backward",
             "persistent": "set_persistent_buffers",
             "blind": r"the state rows .* method empty_state\(param, group, name, shape, dtype\)",
+            "meta": "RuntimeError: .* on the meta device: materialize parameters before reshard_to",
             "neighbours": "has reshard_after_forward=2, which does not divide 3 shards: call set_reshard_after_forward",
             "replicas": "was sharded with ZERO1 or ZERO2, which take a 1-D mesh, got DeviceMesh",
             "hierarchical": "was sharded with HIERARCHICAL, which reshard_to does not support",

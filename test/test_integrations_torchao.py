@@ -38,17 +38,17 @@ def sharded(name, block_size):
 
 
 def values(optimizer):
-    """The whole first moment of each parameter, and whether it is quantised on this rank (None: an empty shard)."""
+    """The whole first moment of each parameter, and whether it is quantized on this rank (None: an empty shard)."""
     found = []
     for state in optimizer.state.values():
         moment = state["exp_avg"]
         local = moment.to_local()
-        is_quantised = hasattr(local, "dequantize") and type(local) is not torch.Tensor
-        plain = local.dequantize() if is_quantised else local
+        is_quantized = hasattr(local, "dequantize") and type(local) is not torch.Tensor
+        plain = local.dequantize() if is_quantized else local
         whole = type(moment).from_local(
             plain, moment.device_mesh, moment.placements, run_check=False, shape=moment.shape, stride=moment.stride()
         )
-        found.append((whole.full_tensor(), is_quantised if local.numel() else None))
+        found.append((whole.full_tensor(), is_quantized if local.numel() else None))
     return found
 
 
@@ -57,8 +57,8 @@ def save_states(folder, name, block_size):
         model, optimizer = sharded(name, block_size)
         for number in range(2):
             step(model, optimizer, number)
-    for parameter, (_, is_quantised) in zip(model.parameters(), values(optimizer), strict=True):
-        assert is_quantised in (None, parameter.numel() >= 4096), (parameter.shape, is_quantised)
+    for parameter, (_, is_quantized) in zip(model.parameters(), values(optimizer), strict=True):
+        assert is_quantized in (None, parameter.numel() >= 4096), (parameter.shape, is_quantized)
     dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=f"{folder}/dcp")
     checkpoint.save(f"{folder}/own", checkpoint.TrainState(model, optimizer))
     return [value for value, _ in values(optimizer)]
@@ -115,13 +115,13 @@ class TorchaoTest(unittest.TestCase):
             found = optimizer_blocks(block_size, policy)("name", torch.nn.Parameter(torch.empty(shape, device="meta")))
             return None if found is None else found.text
 
-        self.assertEqual(chosen(512, 128), "rows(32)")  # 4,096 elements: torchao quantises no fewer.
+        self.assertEqual(chosen(512, 128), "rows(32)")  # 4,096 elements: torchao quantizes no fewer.
         self.assertEqual(chosen(512, 96), "rows(48)")  # 18 blocks; 43 rows would cut the last one.
         self.assertEqual(chosen(512, 96, block_size=128), "rows(44)")
         self.assertEqual(chosen(32, 128), "tensor()")
         self.assertEqual(chosen(8, 4, 4096), "rows(1)")
         self.assertEqual(chosen(8192), "rows(4096)")
-        self.assertIsNone(chosen(31, 128))  # Too small: torchao does not quantise it, wherever it is cut.
+        self.assertIsNone(chosen(31, 128))  # Too small: torchao does not quantize it, wherever it is cut.
         self.assertIsNone(chosen(4099, 3))  # No whole number of blocks.
         self.assertEqual(chosen(512, 128, policy=lambda fqn, param: elements()), "elements()")
         for wrong in (0, 3, 2.0, True, None):

@@ -120,12 +120,12 @@ def errors_of_tied(folder):
 
 
 def check_missing(folder):
-    """Weights that the checkpoint lacks are initialised; others are read."""
+    """Weights that the checkpoint lacks are initialized; others are read."""
     enter_ranks()
     model, info = from_pretrained(auto(), folder, output_loading_info=True)
     assert set(info["missing_keys"]) == {"lm_head.weight"}, info
     head = model.lm_head.weight.full_tensor()
-    assert 0.01 < head.std() < 0.03, head.std()  # The model's initialisation, of deviation 0.02.
+    assert 0.01 < head.std() < 0.03, head.std()  # The model's initialization, of deviation 0.02.
     assert torch.equal(model.model.norm.weight.full_tensor(), torch.ones(32))
     tokens = torch.arange(32).reshape(2, 16)
     model(tokens, labels=tokens).loss.backward()
@@ -300,7 +300,7 @@ class FromPretrainedTest(unittest.TestCase):
         for text in run_ranks(2, errors_of_tied, folder):
             self.assertIn("different values for lm_head.weight and model.embed_tokens.weight, which the model ties", text)
 
-    def test_missing_weights_are_initialised(self):
+    def test_missing_weights_are_initialized(self):
         folder = self.save("llama")
         rewrite(folder, lambda state: state.pop("lm_head.weight"))
         run_ranks(2, check_missing, folder)

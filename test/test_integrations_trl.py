@@ -39,7 +39,7 @@ class Server:
 
 
 def make_trainer(max_bytes, fails):
-    """TRL's trainer as far as its weight synchronisation reads it: the rest needs a vLLM server."""
+    """TRL's trainer as far as its weight synchronization reads it: the rest needs a vLLM server."""
     from accelerate import Accelerator
     from trl.experimental.async_grpo import AsyncGRPOTrainer
     from trl_cases import enter_ranks, make_model

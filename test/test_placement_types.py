@@ -113,7 +113,7 @@ class RaggedShardTest(TestCase):
             normalize_placements((RaggedShard((0,), first),), odd, (2,))
             self.assertIn(f"local_units={second}", error_of(normalize_placements, (RaggedShard((0,), second),), odd, (2,)))
 
-    def test_negative_dims_are_normalised(self):
+    def test_negative_dims_are_normalized(self):
         (placement,) = normalize_placements((RaggedShard((-2, -1), (1, 1)),), (4, 3), (2,))
         self.assertEqual(placement, RaggedShard((0, 1), (1, 1)))
 

@@ -80,7 +80,7 @@ class RaggedCheckpoint(CheckpointExtension):
 def _view(local: torch.Tensor, box: Box) -> torch.Tensor:
     if box.local_strides != row_major(box.sizes):
         return local.as_strided(box.sizes, box.local_strides, local.storage_offset() + box.local_offset)
-    # Tensor types, such as quantised optimizer states, have view(), but not as_strided(), and may slice along blocks only.
+    # Tensor types, such as quantized optimizer states, have view(), but not as_strided(), and may slice along blocks only.
     numel = math.prod(box.sizes)
     try:
         part = local if numel == local.numel() else local[box.local_offset : box.local_offset + numel]

@@ -162,7 +162,7 @@ class _Propagation:
 
     @functools.cached_property
     def _from_the_left(self) -> OpSchema:
-        """The schema with a non-negative ``dim``: some of torch's rules do not recognise -1 as a sharded dimension."""
+        """The schema with a non-negative ``dim``: some of torch's rules do not recognize -1 as a sharded dimension."""
         specs = _specs(self._schema.args_schema)
         args = list(self._schema.args_schema)
         for position, argument in enumerate(self._schema.op._schema.arguments[: len(args)]):

@@ -129,7 +129,7 @@ class PlacementExtension:
             shape: the global shape; None if it was not given.
 
         Returns:
-            the normalised placements, the global shape and the global stride.
+            the normalized placements, the global shape and the global stride.
 
         Raises:
             ValueError: the local tensor does not have the shape that this rank holds of such a tensor.

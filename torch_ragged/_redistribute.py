@@ -201,7 +201,7 @@ def broadcast_local(
 ) -> torch.Tensor:
     """This rank's local tensor, under ``placements``, of the replicated ``tensor`` expanded to ``shape``.
 
-    Only the elements of this rank are made; the expansion is never materialised. No communication.
+    Only the elements of this rank are made; the expansion is never materialized. No communication.
     """
     coordinate = _coordinate(mesh)
     mine = owned(tuple(shape), tuple(mesh.shape), cuts_of(placements), coordinate)

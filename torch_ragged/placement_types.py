@@ -133,7 +133,7 @@ class RaggedShard(_Ragged):
 
     Args:
         dims: the prefix ``(0, ..., k-1)`` of the tensor's dimensions; ``()`` makes the whole tensor one unit.
-            Negative values are normalised against the tensor when the placement is used.
+            Negative values are normalized against the tensor when the placement is used.
         local_units: one integer >= 0 per rank of the mesh dimension, not all zero.
 
     Raises:
@@ -203,7 +203,7 @@ def has_ragged(placements: Sequence[Placement]) -> bool:
 def normalize_placements(
     placements: tuple[Placement, ...], shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[Placement, ...]:
-    """Check placements, one of them ragged, against a tensor shape and a mesh shape; normalise negative dims.
+    """Check placements, one of them ragged, against a tensor shape and a mesh shape; normalize negative dims.
 
     It is integer arithmetic without communication: all ranks that pass the same arguments get the same result or error.
 

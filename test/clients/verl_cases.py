@@ -59,7 +59,7 @@ def save_model(folder: str) -> None:
 
 
 def make_engine(implementation: str, folder: str, model: dict[str, Any] | None = None, **engine: Any) -> Any:
-    """An initialised engine of the model that rank 0 saves to ``folder``."""
+    """An initialized engine of the model that rank 0 saves to ``folder``."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry

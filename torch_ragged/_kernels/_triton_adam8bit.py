@@ -1,4 +1,4 @@
-"""8-bit Adam in one pass over memory: a kernel that dequantises, updates, quantises and writes the blocks of many parameters.
+"""8-bit Adam in one pass over memory: a kernel that dequantizes, updates, quantizes and writes the blocks of many parameters.
 
 Its twin is ``torch_ragged.optim._adam8bit.update_region``: both must round every operation equally. One launch handles a table
 of regions, which are parts of parameters made of whole blocks. Therefore the number of launches does not grow with the number

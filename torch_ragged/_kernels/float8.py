@@ -1,11 +1,11 @@
-"""Quantise tiles of matrices to float8 codes with one float32 scale per tile.
+"""Quantize tiles of matrices to float8 codes with one float32 scale per tile.
 
 The codes are e4m3 ("fn": no infinities, largest value 448). Source: Micikevicius et al., "FP8 Formats for Deep Learning"
 (2022). The scale of a tile is its largest magnitude divided by 448. Its codes are its values divided by the scale, rounded to
 nearest, ties to even.
 
 ====================  ==========================================================================================
-a tile of             is dequantised to
+a tile of             is dequantized to
 ====================  ==========================================================================================
 zeros, or magnitudes  zeros (scale 0)
 below 2**-100

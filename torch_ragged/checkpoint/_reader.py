@@ -252,7 +252,7 @@ class _Chunks:
 
 def _narrow(tensor: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
     for dim, (start, length) in enumerate(ranges):
-        if (start, length) != (0, tensor.size(dim)):  # Quantised types have slices of the first dimension only.
+        if (start, length) != (0, tensor.size(dim)):  # Quantized types have slices of the first dimension only.
             tensor = tensor.narrow(dim, start, length)
     return tensor
 

@@ -230,7 +230,7 @@ def _optimizer_state(state: TrainState) -> dict[str, Any]:
     fresh = {id(p) for o in state.optimizers if not o.state for group in o.param_groups for p in group["params"]}
     before = _Before(state)
     try:
-        result = _initialised(state)
+        result = _initialized(state)
     finally:
         before.restore()
     for name, parameter in state.model.named_parameters():
@@ -239,7 +239,7 @@ def _optimizer_state(state: TrainState) -> dict[str, Any]:
     return result
 
 
-def _initialised(state: TrainState) -> dict[str, Any]:
+def _initialized(state: TrainState) -> dict[str, Any]:
     """The state dict of all optimizers by parameter names. An optimizer that has never stepped gets initial states."""
     gradients = [(p, p.grad) for p in state.parameters]
     try:
@@ -313,12 +313,12 @@ class Request:
         """The optimizers' state dict, restricted to parameters that have a state in the checkpoint."""
         prefix = "optimizer.state."
         saved = {name for name in self.manifest.tensors if name.startswith(prefix)}
-        result = _initialised(self.state) if saved else _optimizer_state(self.state)
+        result = _initialized(self.state) if saved else _optimizer_state(self.state)
         held = {f"{prefix}{name}.{key}" for name, values in result["state"].items() for key in values}
         if not saved <= held:  # Optimizers create no state for a parameter without gradients: create all states anew.
             for optimizer in self.state.optimizers:
                 optimizer.state.clear()
-            result = _initialised(self.state)
+            result = _initialized(self.state)
         result["state"] = {
             name: values for name, values in result["state"].items() if any(f"{prefix}{name}.{key}" in saved for key in values)
         }

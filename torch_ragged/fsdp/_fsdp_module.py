@@ -47,7 +47,7 @@ def make_fsdp_module(module: nn.Module, state: FSDPState) -> None:
 class FSDPModule(TorchFSDPModule):
     """The class of a module after ``fully_shard``: FSDP2's methods, on this package's buffers.
 
-    It is a subclass of torch's ``FSDPModule``, so that other libraries recognise it. If a method of FSDP2 is not supported, it
+    It is a subclass of torch's ``FSDPModule``, so that other libraries recognize it. If a method of FSDP2 is not supported, it
     raises ``NotImplementedError``. A setting with ``recurse=True``, which is the default, also holds for the modules inside
     that ``fully_shard`` was called on; with ``recurse=False`` it holds for this module only.
     """

@@ -215,7 +215,7 @@ class Move:
         return moved
 
     def target(self, told: Description) -> dict[str, DTensor]:
-        """The same tensors in new memory, uninitialised. Call it on a rank of the new mesh, after :meth:`make_groups`."""
+        """The same tensors in new memory, uninitialized. Call it on a rank of the new mesh, after :meth:`make_groups`."""
         params = self._new_params()
         moved: dict[str, Any] = {f"parameter.{name}": param.detach() for name, param in params.items()}
         for name, dtype in told.gradients.items():

@@ -39,7 +39,7 @@ _IGNORED = {
     "forward_prefetch": "leave it None, and call set_modules_to_forward_prefetch on the prepared model",
     "use_orig_params": "leave it None: parameters keep their names always",
     "sync_module_states": "leave it None, and set cpu_ram_efficient_loading=True if only rank 0 has the weights",
-    "param_init_fn": "leave it None, and initialise the prepared model",
+    "param_init_fn": "leave it None, and initialize the prepared model",
 }
 
 

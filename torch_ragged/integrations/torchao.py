@@ -18,16 +18,16 @@ __all__ = ["optimizer_blocks"]
 _AT_LEAST = (0, 18)
 
 _LEAST_QUANTIZED = 4096
-"""torchao quantises the state of a local tensor with so many elements or more. (0.18)"""
+"""torchao quantizes the state of a local tensor with so many elements or more. (0.18)"""
 
 
 def optimizer_blocks(block_size: int, policy: OrigParamPolicy | None = None) -> OrigParamPolicy:
     """An ``orig_param_policy`` for the low-bit optimizers of ``torchao.optim``: ``AdamW8bit``, ``AdamW4bit``, ``AdamWFp8``, ...
 
-    torchao quantises the state of each local tensor on its own, in blocks of ``block_size`` consecutive elements, if the local
+    torchao quantizes the state of each local tensor on its own, in blocks of ``block_size`` consecutive elements, if the local
     tensor has at least 4,096 elements and no incomplete block. With this policy each rank holds whole rows and whole blocks,
     the blocks of a single process. So a state has the values of a single process, and its checkpoint loads on any number of
-    ranks. A parameter that a single process would not quantise may be cut anywhere.
+    ranks. A parameter that a single process would not quantize may be cut anywhere.
 
     ::
 
@@ -58,7 +58,7 @@ def optimizer_blocks(block_size: int, policy: OrigParamPolicy | None = None) -> 
 
 
 def _whole_blocks(shape: torch.Size, block_size: int) -> Granularity | None:
-    """The fewest rows that torchao quantises, without an incomplete block."""
+    """The fewest rows that torchao quantizes, without an incomplete block."""
     numel = shape.numel()
     if numel < _LEAST_QUANTIZED or numel % block_size:
         return None

@@ -204,7 +204,7 @@ class _Loading:
         first = self._filled.setdefault(id(param), name)
         if first == name:
             _fill(name, param, value)
-            param._is_hf_initialized = True  # Or transformers initialises it anew.
+            param._is_hf_initialized = True  # Or transformers initializes it anew.
         else:
             self.differing[f"{first} and {name}"] = not _fill(name, param, value, compare=True)
 

@@ -1,4 +1,4 @@
-"""TRL: weight synchronisation with an inference server, with all-gathers in flight. It trains nothing.
+"""TRL: weight synchronization with an inference server, with all-gathers in flight. It trains nothing.
 
 Sharding needs nothing of this module: TRL's trainers shard through accelerate, see docs/integrations/trl.md.
 """
@@ -37,7 +37,7 @@ class StreamedWeights:
         max_stream_bytes: the most bytes of whole parameters, as ``max_bytes`` of ``stream``; for each subclass or instance.
 
     Raises:
-        TypeError: the class that is defined has no base with TRL's weight synchronisation, or has it first.
+        TypeError: the class that is defined has no base with TRL's weight synchronization, or has it first.
         ImportError: TRL is older than 1.16.
 
     Collectives: those of ``stream``, for the parameters that TRL sends.
@@ -52,10 +52,10 @@ class StreamedWeights:
         bases = cls.__mro__
         if trainer is None or bases.index(StreamedWeights) > bases.index(trainer):
             raise TypeError(
-                f"{cls.__name__} needs a base with TRL's weight synchronisation, behind StreamedWeights: write class "
+                f"{cls.__name__} needs a base with TRL's weight synchronization, behind StreamedWeights: write class "
                 f"{cls.__name__}(StreamedWeights, AsyncGRPOTrainer), or with AsyncDistillationTrainer"
             )
-        require("trl", _AT_LEAST, "whose weight synchronisation this class knows")
+        require("trl", _AT_LEAST, "whose weight synchronization this class knows")
 
     def _streaming_iter(self: Any) -> Iterator[tuple[str, torch.Tensor]]:
         named_params = sys.modules[_trainer(type(self)).__module__]._iter_vllm_named_params  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Adam with 8-bit moments, quantised per block. If placements keep all blocks whole, a step has no communication.
+"""Adam with 8-bit moments, quantized per block. If placements keep all blocks whole, a step has no communication.
 
 The result must not depend on the number of ranks: every operation here rounds per element, in a fixed order.
 """
@@ -99,7 +99,7 @@ class _Layout:
 
 
 class Moments(NamedTuple):
-    """This rank's quantised moments as flat tensors: uint8 codes, one per element, and float32 scales, one per block."""
+    """This rank's quantized moments as flat tensors: uint8 codes, one per element, and float32 scales, one per block."""
 
     m_codes: torch.Tensor
     m_scales: torch.Tensor
@@ -123,7 +123,7 @@ class Adam8bit(RaggedOptimizer):
     A NaN or an infinity in a gradient makes the moments of its whole block invalid. If a gradient is missing on some ranks,
     these ranks skip the parameter. If the parameter's blocks are redistributed, a missing gradient counts as zero instead.
 
-    On CUDA one Triton kernel dequantises, updates, quantises and writes all parameters in one pass. Elsewhere vectorised
+    On CUDA one Triton kernel dequantizes, updates, quantizes and writes all parameters in one pass. Elsewhere vectorised
     tensor operations give the same bits.
 
     Source: Dettmers et al., ICLR 2022; section 6.3 of the RaggedShard paper.

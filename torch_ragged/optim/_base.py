@@ -259,7 +259,7 @@ class RaggedOptimizer(torch.optim.Optimizer):
     def empty_state(
         self, param: DTensor, group: dict[str, Any], name: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> DTensor:
-        """An uninitialised state of ``param``, placed where :meth:`step` takes it: for functions that move states to a mesh.
+        """An uninitialized state of ``param``, placed where :meth:`step` takes it: for functions that move states to a mesh.
 
         No communication. This rank must be in the mesh of ``param``.
 

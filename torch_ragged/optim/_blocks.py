@@ -30,7 +30,7 @@ _MOST_SCALES = 0.1
 
 @dataclass(frozen=True)
 class BlockPolicy:
-    """Decides which parameters have blocks, and of which size. 8-bit optimizers quantise per block.
+    """Decides which parameters have blocks, and of which size. 8-bit optimizers quantize per block.
 
     A policy is also an ``orig_param_policy``: ``fully_shard(..., orig_param_policy=policy)`` keeps every block whole on one
     rank, so that the optimizer needs no communication. A parameter of two dimensions (a matrix) or three (a stack of matrices)

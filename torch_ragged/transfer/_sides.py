@@ -120,14 +120,14 @@ class Spec:
     ) -> None:
         ranks = Ranks.of(mesh)
         rank = len(shape)
-        normalised = tuple(Shard(p.dim + rank) if type(p) is Shard and p.dim < 0 else p for p in placements)
-        if len(normalised) != len(ranks.shape):
+        normalized = tuple(Shard(p.dim + rank) if type(p) is Shard and p.dim < 0 else p for p in placements)
+        if len(normalized) != len(ranks.shape):
             raise ValueError(
-                f"{len(normalised)} placements {normalised} for a mesh of shape {ranks.shape}: give one per dimension"
+                f"{len(normalized)} placements {normalized} for a mesh of shape {ranks.shape}: give one per dimension"
             )
-        for name, value in (("shape", tuple(shape)), ("dtype", dtype), ("mesh", ranks), ("placements", normalised)):
+        for name, value in (("shape", tuple(shape)), ("dtype", dtype), ("mesh", ranks), ("placements", normalized)):
             object.__setattr__(self, name, value)
-        _check(self.shape, ranks.shape, normalised)
+        _check(self.shape, ranks.shape, normalized)
 
     @staticmethod
     def of(tensor: DTensor) -> Spec:

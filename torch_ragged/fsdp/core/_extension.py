@@ -39,7 +39,7 @@ class TypeShards(Shards):
 
     def store(self, index: int, distribution: Distribution, value: torch.Tensor) -> None:
         # These are the operations that FSDP2 calls, and types may have no other ones: NF4Tensor has no other slice() than the
-        # whole tensor, and its clone() quantises anew, with other values.
+        # whole tensor, and its clone() quantizes anew, with other values.
         whole = local_of(value)
         pieces = torch.chunk(whole, self._layout.ranks)
         piece = pieces[self._rank] if self._rank < len(pieces) else None

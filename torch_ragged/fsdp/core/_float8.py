@@ -32,17 +32,17 @@ class Float8Policy(MixedPrecisionPolicy):
     """A ``MixedPrecisionPolicy`` that all-gathers matrices as float8: e4m3 codes, with one float32 scale per tile.
 
     Sharded parameters, gradients and the optimizer do not change. Forward and backward compute in ``param_dtype``, with the
-    parameter after quantising and dequantising. These values are bitwise equal on any number of ranks: they are those of
+    parameter after quantizing and dequantizing. These values are bitwise equal on any number of ranks: they are those of
     :mod:`torch_ragged._kernels.float8` on the whole parameter (with model parallelism: on this rank's piece of it).
 
-    A parameter is quantised if it has two or more dimensions and its granularity keeps every tile on one rank:
+    A parameter is quantized if it has two or more dimensions and its granularity keeps every tile on one rank:
     ``blocks(128, 128)``, ``rows(n)`` of whole tiles, ``tensor()``. If ``fully_shard`` gets neither ``orig_param_policy`` nor
     ``shard_placement_fn``, parameters with two or more dimensions get ``blocks(*tile)``, except embeddings. All other
     parameters are all-gathered in ``param_dtype``, in another group. So a module with both kinds has one more all-gather and
     one more reduce-scatter.
 
     An all-gather sends 1 byte per element and 4 bytes per tile; bfloat16 needs 2 bytes per element. An all-gather in flight
-    holds only the codes. While the codes are dequantised, the parameters in ``param_dtype`` are allocated, too.
+    holds only the codes. While the codes are dequantized, the parameters in ``param_dtype`` are allocated, too.
 
     Args:
         param_dtype, reduce_dtype, output_dtype, cast_forward_inputs: as in ``MixedPrecisionPolicy``.
@@ -87,15 +87,15 @@ def keeps_tiles(spec: TensorSpec, height: int) -> bool:
 
 
 class Float8Encoding(Encoding):
-    """The quantised parameters of a :class:`Float8Policy`.
+    """The quantized parameters of a :class:`Float8Policy`.
 
     ::
 
         shards     DBuffer Shard(0), original dtype
-           | quantise each tile into this rank's slice
+           | quantize each tile into this rank's slice
         codes      DBuffer Replicate(), bytes: | codes, scales | codes, scales | ...   one slice per rank, all of one size
            | one all-gather, in place
-           | dequantise each tile; then free the codes
+           | dequantize each tile; then free the codes
         buffer     DBuffer Replicate(), param_dtype; from here on as for plain parameters
 
     If neighbours keep a part for backward, they keep it in ``param_dtype``, and all-gather it in ``param_dtype``.

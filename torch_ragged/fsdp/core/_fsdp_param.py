@@ -47,7 +47,7 @@ class FSDPParam:
         return module._parameters.get(name)
 
     @property
-    def is_renormalised(self) -> bool:
+    def is_renormalized(self) -> bool:
         """Whether its module writes to it in every forward, as an embedding with ``max_norm`` does."""
         return any(getattr(module, "max_norm", None) is not None for module, _ in self.registered_names)
 

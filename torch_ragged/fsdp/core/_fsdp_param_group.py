@@ -55,7 +55,7 @@ class FSDPParamGroup:
            | backward
         gradients   GradientBuffers                   reduced to ``.grad`` of the sharded parameters
 
-    Parameters on the meta device have buffers there until :meth:`convert` or :meth:`load_replaced` materialises them.
+    Parameters on the meta device have buffers there until :meth:`convert` or :meth:`load_replaced` materializes them.
 
     Args:
         plan: the parameters, their layout and dtypes. ``plan.params`` is empty after ``fully_shard``.
@@ -244,7 +244,7 @@ class FSDPParamGroup:
             if self.is_meta:
                 missing = [param.fqn for param in self.params if param.registered is None or param.registered.is_meta]
                 raise RuntimeError(
-                    f"{', '.join(missing)} on the meta device: materialise all parameters before forward, with "
+                    f"{', '.join(missing)} on the meta device: materialize all parameters before forward, with "
                     "to_empty(device=...) and reset_parameters(), or with load_state_dict(..., assign=True)"
                 )
             # Before the shards are read: a later write makes the group outdated, also while the all-gather is in flight.
@@ -386,7 +386,7 @@ class FSDPParamGroup:
             if not is_intact:
                 param.view = self.encoding.compute_tensor(index)
                 unsharded.data = param.distribution.gathered(param.view)
-            is_written = param.compute_version != param.version and not param.is_renormalised
+            is_written = param.compute_version != param.version and not param.is_renormalized
             if not is_intact or is_written or param.registered is not unsharded:
                 changed.append(param.fqn)
         return changed

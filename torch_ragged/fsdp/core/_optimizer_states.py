@@ -71,7 +71,7 @@ class OptimizerStates:
     A state that is a DTensor with its parameter's shape and placements follows the parameter. An optimizer with other states
     says where they lie, by a method that this class calls on ranks of the new mesh::
 
-        optimizer.empty_state(param, group, name, shape, dtype) -> DTensor      uninitialised; group is a parameter group
+        optimizer.empty_state(param, group, name, shape, dtype) -> DTensor      uninitialized; group is a parameter group
 
     Args:
         optimizer: its parameters must all have a name.
@@ -148,7 +148,7 @@ class OptimizerStates:
     # -- on ranks of the new mesh ----------------------------------------------------------------------------------
 
     def target(self, told: Told, params: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        """Uninitialised states for the new ``params``, in the order of :meth:`source`."""
+        """Uninitialized states for the new ``params``, in the order of :meth:`source`."""
         groups = {self._names[param]: group for group in self.optimizer.param_groups for param in group["params"]}
         return {
             f"{self._label}.{name}.{key}": self._empty(params[name], groups[name], key, value)

@@ -27,7 +27,7 @@ def check_ready(groups: Sequence[FSDPParamGroup]) -> None:
     """
     for group in groups:
         if group.is_meta:
-            raise RuntimeError(f"{group.names} on the meta device: materialise parameters before choosing their memory")
+            raise RuntimeError(f"{group.names} on the meta device: materialize parameters before choosing their memory")
         if group.gradients.is_pending:
             raise RuntimeError(f"{group.names} has gradients that are not in .grad yet: choose buffers between steps")
 

@@ -63,7 +63,7 @@ def check_movable(group: FSDPParamGroup) -> None:
     if group.encoding.makes_params:
         raise ValueError(f"{group.names} is of a type with its own all-gather, which reshard_to does not support")
     if group.dp.is_member and group.is_meta:
-        raise RuntimeError(f"{group.names} on the meta device: materialise parameters before reshard_to")
+        raise RuntimeError(f"{group.names} on the meta device: materialize parameters before reshard_to")
     if group.gradients.is_pending or group.gradients.is_accumulating:
         raise RuntimeError(
             f"{group.names} has gradients that are not reduced yet, and would be lost: run a backward that reduces them, or "

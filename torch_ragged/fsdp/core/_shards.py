@@ -63,4 +63,4 @@ class Shards:
         return self.buffer.holds(local)
 
     def convert_meta(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """``function`` materialises the parameters, as in ``Module.to_empty``. :meth:`allocate` follows."""
+        """``function`` materializes the parameters, as in ``Module.to_empty``. :meth:`allocate` follows."""
