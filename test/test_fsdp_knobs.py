@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard
-from torch_ragged.fsdp import fully_shard
+from torch_ragged.fsdp import ZERO1, fully_shard
 
 
 def replicas_and_shards():
@@ -159,6 +159,20 @@ class Counting:
         return self.collective(output_tensor, input_tensor, group=group, async_op=async_op, **options)
 
 
+def check_backward_passes_that_are_not_the_last():
+    """Every backward reduces and sets ``.grad``, as FSDP2's last one does; only ZERO1 waits for the last one."""
+    mesh = init_device_mesh("cpu", (2,))
+    theirs, ours = build(torch_fully_shard, mesh), build(fully_shard, mesh)
+    for model in (theirs, ours):
+        model.set_is_last_backward(model is theirs)
+        model(batch(0)).sum().backward()
+    assert_same_gradients([theirs, ours])
+    zero1 = build(fully_shard, mesh, placements=ZERO1)
+    zero1.set_is_last_backward(False)
+    zero1(batch(0)).sum().backward()
+    assert all(param.grad is None for param in zero1.parameters())
+
+
 def check_custom_collectives():
     mesh = init_device_mesh("cpu", (2,))
     theirs, ours = build(torch_fully_shard, mesh), build(fully_shard, mesh)
@@ -277,6 +291,9 @@ class PrefetchTest(unittest.TestCase):
 class KnobTest(unittest.TestCase):
     def test_the_divide_factor_divides_gradients_as_fsdp2s(self):
         run_ranks(4, check_divide_factor)
+
+    def test_every_backward_reduces_but_for_zero1(self):
+        run_ranks(2, check_backward_passes_that_are_not_the_last)
 
     def test_custom_collectives_are_used(self):
         run_ranks(2, check_custom_collectives)
