@@ -281,6 +281,25 @@ def check_state_dicts():
     assert torch.equal(other(x), model(x)) and torch.equal(third(x), model(x))
 
 
+def check_assigned_values_of_tied_parameters():
+    """Both names keep the parameter that the optimizer holds, with the assigned values."""
+    for pair in (("weight",), ("weight", "bias")):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for name in pair:
+            setattr(model[1], name, getattr(model[0], name))
+        fully_shard(model)
+        kept = [getattr(model[0], name) for name in pair]
+        state = {name: value.clone().mul_(3) for name, value in model.state_dict().items()}
+        expected = {name: value.full_tensor() for name, value in state.items()}
+        model.load_state_dict(state, assign=True)
+        model(torch.ones(2, 4)).sum().backward()
+        for module in model:
+            assert all(getattr(module, name) is param for name, param in zip(pair, kept))
+        for name, value in model.state_dict().items():
+            assert torch.equal(value.full_tensor(), expected[name]), name
+        assert all(param.grad is not None for param in model.parameters())
+
+
 def check_forward_that_raises():
     model, other, x = build("ragged"), build("ragged"), batch(0, False)[:, :-1]
     assert torch.equal(other(x), model(x))
@@ -407,6 +426,9 @@ class FullyShardTest(unittest.TestCase):
 
     def test_state_dicts_are_sharded_and_load_anywhere(self):
         run_ranks(2, check_state_dicts)
+
+    def test_assigned_values_of_tied_parameters_reach_both_names(self):
+        run_ranks(2, check_assigned_values_of_tied_parameters)
 
     def test_a_forward_that_raises_leaves_the_model_usable(self):
         run_ranks(2, check_forward_that_raises)
