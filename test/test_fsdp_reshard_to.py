@@ -12,6 +12,7 @@ import torch.distributed as dist
 from common import error_of, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -237,6 +238,8 @@ def dormant_models():
     dist.all_gather_object(every, repr(shapes))
     assert len(set(every)) == 1
     optimizer.step()
+    offloaded, _ = build(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert all(param.to_local().is_cpu for param in offloaded.parameters())
     if is_in(mesh):
         return ["", "", "", 0]
     model.to_empty(device="cpu")
@@ -318,6 +321,31 @@ def parts_in_shard_placements():
         after = wholes(states_of(model, optimizer))
         assert all(torch.equal(value, after[name]) for name, value in before.items() if value is not None)
         train(model, optimizer, new, 1)
+
+
+class Replicated(torch.optim.Optimizer):
+    """Each parameter has a state of two numbers, which every rank holds."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        for number, param in enumerate(self.param_groups[0]["params"]):
+            numbers = torch.tensor([number, 7.0])
+            self.state[param]["numbers"] = DTensor.from_local(numbers, param.device_mesh, [Replicate()], run_check=False)
+
+
+def replicated_states_move():
+    """Replicated states of other shapes than the parameters need no method of the optimizer; new ranks get them too."""
+    three, four = DeviceMesh("cpu", [0, 1, 2]), init_device_mesh("cpu", (4,))
+    model, _ = build(three)
+    optimizer = Replicated(model.parameters())
+    optimizer.step()
+    reshard_to(model, optimizer, four)
+    for number, param in enumerate(model.parameters()):
+        numbers = optimizer.state[param]["numbers"]
+        assert numbers.device_mesh == four and numbers.placements == (Replicate(),)
+        assert numbers.to_local().tolist() == [number, 7.0], (number, numbers)
 
 
 class Blind(torch.optim.Optimizer):
@@ -459,6 +487,9 @@ class ReshardToTest(unittest.TestCase):
 
     def test_shard_placements_and_hsdp(self):
         run_ranks(4, parts_in_shard_placements)
+
+    def test_replicated_states_of_other_shapes_move(self):
+        run_ranks(4, replicated_states_move)
 
     def test_a_rank_that_left_may_end(self):
         self.assertEqual(run_ranks(4, a_smaller_group, None), [True, False, True, None])
