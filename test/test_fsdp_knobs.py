@@ -70,11 +70,18 @@ def check_replicas_reduce_once():
 
 
 def check_reset_drops_what_replicas_reduced():
-    """What was reduced within replicas is dropped with the rest."""
+    """What was reduced within replicas is dropped with the rest, and its memory is freed."""
     model = build(fully_shard, init_device_mesh("cpu", (2, 2)), blocks=1)
     model.set_requires_all_reduce(False)
+    logs = [group.memory.reduced for group in model._ragged_groups(recurse=True)]
+    for log in logs:
+        log.start()
     model(batch(0)).sum().backward()
+    model(batch(0)).sum().backward()  # It is added to the first one.
+    held = [sum(nbytes for _, nbytes in log.events) for log in logs]
+    assert held == [group.layout.shard_numel * 4 for group in model._ragged_groups(recurse=True)], held
     model.reset_iter_state()
+    assert all(sum(nbytes for _, nbytes in log.events) == 0 for log in logs)
     model.set_requires_all_reduce(True)
     model(batch(1)).sum().backward()
     kept = full_gradients(model)
