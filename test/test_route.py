@@ -5,6 +5,7 @@ import math
 import random
 import types
 import unittest
+from unittest import mock
 
 import torch
 from oracle import REDUCE, contributions, local_of, random_case, reduced
@@ -14,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged._ownership import Chunk, Whole
 from torch_ragged._redistribute import _IDENTITY, _pack, _unpacking, copy_into, part_view, plan
-from torch_ragged._transfer import Exchange, Fill, Gather, Move, Part, Reduce, _columns, merged_parts, part_of
+from torch_ragged._transfer import Exchange, Fill, Gather, Move, Part, Reduce, Route, _columns, merged_parts, part_of
 from torch_ragged._units import Units
 
 MESHES = ((1,), (2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (1, 3), (2, 2, 2))
@@ -238,6 +239,13 @@ class RouteTest(unittest.TestCase):
                 steps = plan(shape, mesh_shape, source, target, where)
                 stays = all(isinstance(step, Move) and step.stays for step in steps)
                 self.assertEqual(stays, alias, (shape, source, target, where))
+
+    def test_an_alias_beside_even_chunks_is_planned_without_a_look_at_each_rank(self):
+        ragged, chunk = RaggedShard((0,), (1,) * 128), Shard(1)
+        with mock.patch.object(Route, "_all_stay", side_effect=AssertionError("each rank")):
+            for source, target in (((Shard(0), chunk), (ragged, chunk)), ((ragged, Replicate()), (Shard(0), Replicate()))):
+                (step,) = plan((512, 64), (128, 8), source, target, (3, 2))
+                self.assertTrue(step.stays)
 
     def test_stretches_of_many_ranks_are_stored_as_runs(self):
         """A list of the splits of 100,000 ranks, or a box of each, would make a plan slow."""

@@ -185,8 +185,8 @@ class Route:
             self._exchange_dim(changed[0], target)
         else:
             self._exchange(tuple(crossed), target)
-        last, elsewhere = self.steps[-1], [i for i, size in enumerate(self.mesh_shape) if size > 1 and i not in crossed]
-        if isinstance(last, Move) and last.stays and elsewhere and not self._all_stay(range(len(target)), target):
+        last = self.steps[-1]
+        if isinstance(last, Move) and last.stays and not self._stay_elsewhere(crossed, affected, target):
             # If some ranks alone kept their elements, an in-place op on the new tensor would change the old one on these only.
             everything = _everything(math.prod(last.local_shape))
             self.steps[-1] = Move(everything, everything, last.local_shape)
@@ -287,6 +287,18 @@ class Route:
         sends = {peer: common_parts(here, after) for peer, after in near(target, self.coordinate, mesh_dims, here)}
         receives = {peer: common_parts(before, there) for peer, before in near(self.cuts, self.coordinate, mesh_dims, there)}
         self.steps.append(_exchange_of(mesh_dims, size, sends, receives, there.local_shape))
+
+    def _stay_elsewhere(self, crossed: Sequence[int], affected: Sequence[int], target: tuple[Cut, ...]) -> bool:
+        """Whether every rank keeps its elements, if the ranks that differ from this one only in ``crossed`` do."""
+        elsewhere = {i: size for i, size in enumerate(self.mesh_shape) if size > 1 and i not in crossed}
+        if not any(i in affected or isinstance(self.cuts[i], Run) for i in elsewhere):
+            # Of chunks, the first rank has the largest and the last rank the smallest. If they are alike, so are all groups.
+            others = tuple(Whole() if i in crossed else cut for i, cut in enumerate(self.cuts))
+            first = tuple(0 if i in elsewhere else here for i, here in enumerate(self.coordinate))
+            last = tuple(elsewhere.get(i, here + 1) - 1 for i, here in enumerate(self.coordinate))
+            if len({piece_shape(self.shape, self.mesh_shape, others, where) for where in (first, last)}) == 1:
+                return True
+        return self._all_stay(range(len(target)), target)
 
     def _all_stay(self, mesh_dims: Sequence[int], target: tuple[Cut, ...]) -> bool:
         """Whether no rank that differs from this one only in ``mesh_dims`` owns another element than before.
