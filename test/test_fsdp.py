@@ -451,7 +451,7 @@ class FullyShardTest(unittest.TestCase):
         words = (
             "expects a 1-D mesh, or a 2-D one (replicas, shards), got shape (1, 1, 2)",
             "weight is a DTensor placed as",
-            "(is sharded by fully_shard already)",
+            " is sharded by fully_shard already: call it once for each module",
             "nn.Module.to only accepts floating point or complex dtypes",
             "1.weight is tied to weight, which another fully_shard has sharded",
             "weight, bias on the meta device: materialize all parameters before forward",
