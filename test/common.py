@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import gc
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import debug
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 _TIMEOUT = datetime.timedelta(seconds=60)
 _LONGEST = 200.0  # seconds for a whole call; a rank that waits for another one gives up after _TIMEOUT
@@ -154,6 +156,18 @@ def run_mortal_ranks(
 def stop_ranks() -> None:
     """End the processes of the pool; the next :func:`run_ranks` starts new ones."""
     _pool.stop()
+
+
+@contextlib.contextmanager
+def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
+    """This process is one rank of a fake process group. Collectives of several ranks move no data."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        debug._clear_sharding_prop_cache()
+        gc.collect()
 
 
 def collectives_seen(mode: CommDebugMode) -> tuple[int, int]:

@@ -349,18 +349,20 @@ def adopted_gradients(policy):
 
 def gradient_buffers_at_once():
     """Over gloo a reduction in flight, which holds a second buffer, ends before other gradients have a buffer."""
-    for reductions in (1, 2):
+    for reductions in (None, 1, 2):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
         for layer in model:
             fully_shard(layer)
-        fully_shard(model).set_reduce_scatter_max_input_buffers(reductions)
+        fully_shard(model)
+        if reductions is not None:
+            model.set_reduce_scatter_max_input_buffers(reductions)
         logs = [layer._ragged_groups(False)[0].memory.gradients for layer in model]
         for log in logs:
             log.start()
         model(torch.ones(2, 64)).sum().backward()
         events = [nbytes for _, nbytes in sorted(event for log in logs for event in log.events)]
         held = [total // events[0] for total, nbytes in zip(itertools.accumulate(events), events) if nbytes > 0]
-        assert held == [1, *[reductions] * 3], held
+        assert held == [1, *[reductions or 1] * 3], held
 
 
 def gradient_beside_a_reduction():

@@ -4,34 +4,24 @@ import contextlib
 import gc
 import unittest
 import warnings
+import weakref
 
 import torch
-import torch.distributed as dist
-from common import collectives_seen, error_of
+from common import collectives_seen, error_of, fake_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torch_ragged.fsdp import ZERO2, blocks, elements, fully_shard, rows
+from torch_ragged.fsdp import ZERO2, Float8Policy, blocks, elements, fully_shard, rows
 from torch_ragged.fsdp.core._backward_pass import BackwardPass
+from torch_ragged.fsdp.core._comm_context import FSDPCommContext
 from torch_ragged.fsdp.core._distribution import Distribution
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 
 WIDTH = 6
-
-
-@contextlib.contextmanager
-def world(ranks):
-    """The last rank of a fake process group: of one rank, that is all of it; of several, no data moves."""
-    dist.init_process_group("fake", store=FakeStore(), rank=ranks - 1, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        gc.collect()
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # With it, one rank has gathered parameters beside its shards.
 
 
 class OneRankTest(unittest.TestCase):
@@ -39,7 +29,7 @@ class OneRankTest(unittest.TestCase):
 
     def setUp(self):
         stack = contextlib.ExitStack()
-        stack.enter_context(world(1))
+        stack.enter_context(fake_group(1))
         self.addCleanup(stack.close)
         self.mesh = init_device_mesh("cpu", (1,))
         torch.manual_seed(0)
@@ -71,6 +61,24 @@ class Interrupted(nn.Linear):
         return super().forward(x)
 
 
+class Watched(torch.autograd.Function):
+    """The identity; ``node`` is a weak reference to its last call in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        Watched.node = weakref.ref(ctx)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class ReturnsWeight(nn.Linear):
+    def forward(self, x):
+        return self.weight.t()
+
+
 def groups_of(model):
     return model._ragged_groups(recurse=True)
 
@@ -87,11 +95,10 @@ class ReplacedParameterTest(OneRankTest):
             self.assertIs(parameter, old[name])
             self.assertTrue(torch.equal(parameter.full_tensor(), new[name].full_tensor()), name)
 
-    def test_a_conversion_keeps_values_that_were_assigned_to_some_parameters(self):
+    def test_a_conversion_keeps_a_value_that_was_assigned_to_one_parameter_in_the_new_dtype(self):
         model = self.sharded(nn.Linear(WIDTH, WIDTH))
-        weight = nn.Parameter(model[0].weight.detach() + 1)
-        expected = weight.detach().full_tensor().double()
-        model[0].weight = weight
+        expected = model[0].weight.full_tensor().double() + 1
+        model[0].weight = nn.Parameter(model[0].weight.detach().double() + 1)
         model.double()
         self.assertTrue(torch.equal(model[0].weight.full_tensor(), expected))
         model(torch.randn(2, WIDTH, dtype=torch.float64)).sum().backward()
@@ -109,8 +116,8 @@ class InterruptedForwardTest(OneRankTest):
         self.assertFalse(any(group.is_gathered for group in groups_of(model[0])))
 
     def test_after_a_reset_no_module_counts_as_running(self):
-        model = self.sharded(Interrupted(WIDTH, WIDTH))
-        x = torch.randn(2, WIDTH)
+        model = self.sharded(Interrupted(WIDTH, WIDTH, bias=False), placements=ZERO2, mp_policy=BFLOAT16)
+        x = torch.ones(2, WIDTH)
         model(x)
         model[0].error = KeyboardInterrupt  # torch calls no hooks after it.
         with self.assertRaises(KeyboardInterrupt):
@@ -118,8 +125,39 @@ class InterruptedForwardTest(OneRankTest):
         model.reset_iter_state()
         model[0].error = None
         model[0].weight.to_local().data.fill_(1)
-        model[0].bias.to_local().data.fill_(2)
-        self.assertTrue(torch.equal(model[0](x), nn.functional.linear(x, torch.ones(WIDTH, WIDTH), torch.full((WIDTH,), 2.0))))
+        self.assertTrue(torch.equal(model[0](x), torch.full((2, WIDTH), WIDTH, dtype=torch.bfloat16)))
+
+
+class MemoryTest(OneRankTest):
+    def test_a_new_model_has_memory_for_its_shards_only(self):
+        for policy in (MixedPrecisionPolicy(), BFLOAT16, Float8Policy(tile=(1, 128))):
+            model = self.sharded(nn.Linear(WIDTH, WIDTH), mp_policy=policy)
+            for name, buffers in groups_of(model)[0].buffers().items():
+                self.assertEqual(any(buffer.is_allocated for buffer in buffers), name == "sharded", (policy, name))
+
+    def test_a_module_that_returns_its_weight_stays_unsharded(self):
+        for is_root in (True, False):
+            model = fully_shard(ReturnsWeight(WIDTH, WIDTH), mesh=self.mesh, mp_policy=BFLOAT16)
+            (weight,) = (value.full_tensor() for name, value in model.state_dict().items() if name == "weight")
+            if not is_root:
+                model = fully_shard(nn.Sequential(model), mesh=self.mesh)
+            with torch.no_grad():
+                output = model(torch.ones(1))
+            self.assertTrue(torch.equal(output.clone(), weight.bfloat16().t()))
+
+
+class CommContextTest(unittest.TestCase):
+    def test_what_was_issued_ahead_is_known_until_it_is_forgotten(self):
+        context, states = FSDPCommContext(), [nn.Module() for _ in range(3)]
+        self.assertFalse(context.forget_gathering(states[0]))
+        for state in states[:2]:
+            self.assertTrue(context.may_gather_ahead)
+            context.add_gathering(state)
+        self.assertFalse(context.may_gather_ahead)
+        self.assertFalse(context.forget_gathering(states[2]))
+        self.assertTrue(context.forget_gathering(states[0]))
+        self.assertFalse(context.forget_gathering(states[0]))
+        self.assertTrue(context.may_gather_ahead)
 
 
 class BackwardRuleTest(OneRankTest):
@@ -146,14 +184,25 @@ class BackwardRuleTest(OneRankTest):
             for group in groups_of(model):
                 self.assertFalse(any(b.flat.requires_grad for part in group.buffers().values() for b in part))
 
+    def test_the_graph_of_a_gradient_is_freed_with_the_loss(self):
+        model, x = self.sharded(nn.Linear(WIDTH, WIDTH)), torch.randn(2, WIDTH)
+        loss = Watched.apply(model(x)).square().sum()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss.backward(create_graph=True)
+        del loss
+        gc.collect()
+        self.assertIsNone(Watched.node())
+
     def test_what_stays_gathered_is_out_of_date_after_backward(self):
         """A write to ``.data`` changes no version counter."""
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # Or one rank computes with the shards themselves.
-        model = self.sharded(nn.Linear(WIDTH, WIDTH), placements=ZERO2, mp_policy=policy)
-        model(torch.randn(2, WIDTH)).sum().backward()
+        model = self.sharded(nn.Linear(WIDTH, WIDTH, bias=False), placements=ZERO2, mp_policy=BFLOAT16)
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        first, second = model(x.detach()), model(x)
+        first.sum().backward()
         model[0].weight.to_local().data.fill_(3)
-        model[0].unshard()
-        self.assertTrue(torch.equal(model[0].weight, torch.full((WIDTH, WIDTH), 3.0, dtype=torch.bfloat16)))
+        second.sum().backward()
+        self.assertTrue(torch.equal(x.grad, torch.full((2, WIDTH), 3.0 * WIDTH)))
 
     def test_two_reductions_before_a_finalization_hold_one_shard(self):
         model, single = self.sharded(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
@@ -177,7 +226,7 @@ class ManyRanksTest(unittest.TestCase):
 
     def setUp(self):
         stack = contextlib.ExitStack()
-        stack.enter_context(world(8))
+        stack.enter_context(fake_group(8, 7))
         self.addCleanup(stack.close)
         torch.manual_seed(0)
 

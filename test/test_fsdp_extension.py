@@ -1,11 +1,12 @@
 """Tensor types that say what is gathered (fsdp_pre_all_gather, fsdp_post_all_gather), against FSDP2 with the same type."""
 
 import unittest
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from common import error_of, run_ranks
+from common import error_of, fake_group, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -269,6 +270,37 @@ def check_errors():
     by_columns = error_of(fully_shard, linear(Halved), mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     model = fully_shard(linear(Halved), mesh=mesh, orig_param_policy=lambda f, p: rows(2))
     return [by_columns, error_of(fully_shard, linear(Broken), mesh=mesh), error_of(model.double)]
+
+
+class ReturnsWeight(nn.Linear):
+    def forward(self, x):
+        return self.weight
+
+
+class OneRankTest(unittest.TestCase):
+    def layer(self, cls, type_):
+        layer = cls(8, 4, bias=False)
+        layer.weight = nn.Parameter(type_(layer.weight.detach()))
+        return layer
+
+    def test_a_module_that_returns_its_weight_stays_unsharded(self):
+        for type_ in (Halved, Direct, Scaled):
+            with self.subTest(type_), fake_group(1):
+                layer = self.layer(ReturnsWeight, type_)
+                before = layer.weight.data_.clone()
+                model = fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+                with torch.no_grad():
+                    output = model(torch.ones(1)) + 0
+                torch.testing.assert_close(output, before, rtol=2**-6, atol=2**-6)
+
+    def test_gradients_of_types_with_their_own_all_gather_are_autograds(self):
+        with fake_group(1), mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", 1):
+            model = fully_shard(self.layer(nn.Linear, Direct), mesh=init_device_mesh("cpu", (1,)))
+            for _ in range(2):
+                model(torch.ones(1, 8)).sum().backward()
+            (group,) = model._ragged_groups(recurse=True)
+            self.assertFalse(group.writes_gradients)
+            self.assertTrue(torch.equal(model.weight.grad.full_tensor(), torch.full((4, 8), 2.0)))
 
 
 class ExtensionTest(unittest.TestCase):

@@ -8,13 +8,15 @@ import unittest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from common import error_of, run_ranks
+from common import error_of, fake_group, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.fsdp import fully_shard
+from torch_ragged.fsdp.core._distribution import Distribution
+from torch_ragged.fsdp.core._mesh import DataParallelMesh
 
 HAS_SPMD = bool(importlib.util.find_spec("spmd_types")) and hasattr(torch_fsdp, "DataParallelMeshDims")
 FSDP2_HAS_IT = torch.__version__ >= "2.15"
@@ -173,6 +175,29 @@ def check_errors():
 
 @unittest.skipUnless(HAS_SPMD, "spmd_types is not installed, or dp_mesh_dims is newer than this torch")
 class SpmdTypesTest(unittest.TestCase):
+    def test_a_gradient_is_reduced_over_axes_of_model_parallelism_that_are_annotated_r(self):
+        import spmd_types as spmd
+
+        with fake_group(4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            dp = DataParallelMesh.of(mesh, dims(shard="dp"))
+            for type_, reduces in ((spmd.R, True), (spmd.I, False), (spmd.S(0), False)):
+                weight = nn.Parameter(torch.ones(4, 2))
+                with spmd.set_current_mesh(mesh):
+                    spmd.assert_type(weight, {"dp": spmd.R, "tp": type_})
+                self.assertIs(Distribution("w", weight, dp).reduces_gradient, reduces, type_)
+
+    def test_axes_of_one_rank_need_no_annotation(self):
+        import spmd_types as spmd
+
+        with fake_group(4):
+            mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "ep", "tp"))
+            weight = nn.Parameter(torch.ones(4, 2))
+            with spmd.set_current_mesh(mesh):
+                spmd.assert_type(weight, {"dp": spmd.R, "tp": spmd.S(0)})
+            distribution = Distribution("w", weight, DataParallelMesh.of(mesh, dims(shard="dp")))
+            self.assertEqual((distribution.shape, distribution.local_shape), ((8, 2), (4, 2)))
+
     def test_checkpoints_have_whole_parameters_and_training_is_that_of_one_process(self):
         run_ranks(4, check_training, SIZES, False)
 

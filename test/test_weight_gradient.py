@@ -121,6 +121,41 @@ class PartTest(unittest.TestCase):
                 self.assertEqual(computed, wanted, name)
 
 
+class DiscardsGradient(torch.autograd.Function):
+    """The identity, through which no gradient passes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+class UnusedOutputTest(unittest.TestCase):
+    def test_a_product_without_a_gradient_gives_the_weight_none(self):
+        for name, (function, x_shape, w_shape, _) in PRODUCTS.items():
+            x, data, b = tensors(x_shape, w_shape, torch.float32)
+            plain, weight = nn.Parameter(data.clone()), direct(data)
+            for w in (plain, weight):
+                (DiscardsGradient.apply(function(x, w, b)).sum() + x.sum()).backward()
+            self.assertIsNone(plain.grad, name)
+            self.assertEqual((weight.gradient_target.done_calls, weight.gradient_target.moves, weight.grad), (0, 0, None), name)
+
+    def test_options_of_a_grouped_product_are_torchs(self):
+        x, data, b = tensors((M, K), (E, K, N), torch.float32)
+        offsets = torch.tensor([2, 2, M - 1, M], dtype=torch.int32)
+        for options in ({"bias": b}, {"out_dtype": torch.bfloat16}, {"bias": b, "out_dtype": torch.float32}):
+            calls = [partial(F.grouped_mm, x, w, offs=offsets, **options) for w in (nn.Parameter(data.clone()), direct(data))]
+            errors = [error_of(call) for call in calls]
+            self.assertEqual(errors[0], errors[1], options)
+            if not errors[0]:
+                outputs = [call() for call in calls]
+                self.assertTrue(torch.equal(*outputs))
+                self.assertNotIn("Product", str(outputs[1].grad_fn))
+
+
 class SavedTensorTest(unittest.TestCase):
     """What backward needs is saved as autograd saves it."""
 

@@ -419,10 +419,6 @@ def _getitem(func: Any, weight: Any, index: Any) -> torch.Tensor | None:
     return _view(func, weight, index) if is_view else None
 
 
-def _iter(func: Any, weight: Any) -> Any:
-    return iter(_view(torch.Tensor.unbind, weight))
-
-
 _T = torch.Tensor
 _VIEWS = [torch.t, _T.t, torch.transpose, _T.transpose, torch.select, _T.select, torch.unbind, _T.unbind]
 _VIEWS += [torch.narrow, _T.narrow, torch.chunk, _T.chunk, torch.split, _T.split, torch.permute, _T.permute, _T.view]
@@ -437,5 +433,4 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.einsum: _einsum,
     **dict.fromkeys(_VIEWS, _view),
     _T.__getitem__: _getitem,
-    _T.__iter__: _iter,
 }
