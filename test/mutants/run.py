@@ -1,7 +1,7 @@
 """Mutation testing: ``python test/mutants/run.py [GROUP ...] [--sample N | --all]``, see docs/mutants.md.
 
 One process imports torch, the package and the tests once, and forks for each mutant. The fork gives one function its mutated
-code and runs the tests that reach the changed line, the quickest first, until one fails. Ranks of a test are forks too.
+code and runs the tests that reach the changed line, until one fails: first those that catch most in their time. Ranks are forks too.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class Session:
         self.mutants, self.args = mutants, args
         self.results: list[dict[str, Any]] = []
         self.killers: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        self.kills: collections.Counter[str] = collections.Counter()
+        self.runs: collections.Counter[str] = collections.Counter()
         self.failed = ""
         self.skipped: set[str] = set()
 
@@ -129,10 +131,14 @@ class Session:
     # -- one mutant ------------------------------------------------------------------------------------------------
 
     def _order(self, mutant: Mutant, reached: dict[str, Any]) -> list[str]:
-        """The tests that reach the mutant: those that caught its neighbours first, then the quickest."""
+        """The tests that reach the mutant: those that caught its neighbours first, then those that catch most in their time."""
         path, kills = str(self.sources[mutant.file].path), self.killers[f"{mutant.file}:{mutant.function}"]
         names = [name for name, (_, lines) in reached.items() if any((path, line) in lines for line in mutant.lines)]
-        return sorted(names, key=lambda name: (-kills[name] if reached[name][0] < 2 else 0, reached[name][0]))
+
+        def merit(name: str) -> float:
+            return (self.kills[name] + 1) / (self.runs[name] + 10) / (reached[name][0] + 0.2)
+
+        return sorted(names, key=lambda name: (-kills[name] if reached[name][0] < 2 else 0, -merit(name)))
 
     def _test(self, write: Any, mutant: Mutant, items: list[Any], reached: dict[str, Any]) -> None:
         self.sources[mutant.file].apply(mutant)
@@ -158,8 +164,10 @@ class Session:
             outcome = "not reached"
         elif code == -signal.SIGALRM:
             outcome = "caught by timeout"
+        self.runs.update(ran)
         if outcome.startswith("caught") and ran:
             self.killers[f"{mutant.file}:{mutant.function}"][ran[-1]] += 1
+            self.kills[ran[-1]] += 1
         self.results.append(
             {
                 "file": mutant.file,
@@ -300,7 +308,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "mutants")
     parser.add_argument("--again", action="store_true", help="those that survived the last run, and keep the other results")
     parser.add_argument("--more", action="store_true", help="those that the last run did not reach, and keep its results")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of tests for one mutant; the quickest tests come first")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of tests for one mutant")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no mutant of a group after so many")
     parser.add_argument("--write", action="store_true", help="write docs/mutants.md from the results in --out, and run nothing")
     args = parser.parse_args()
