@@ -1,7 +1,8 @@
 """Mutation testing: ``python test/mutants/run.py [GROUP ...] [--sample N | --all]``, see docs/mutants.md.
 
 One process imports torch, the package and the tests once, and forks for each mutant. The fork gives one function its mutated
-code and runs the tests that reach the changed line, until one fails: first those that catch most in their time. Ranks are forks too.
+code and runs the tests that reach the changed line, those that catch most in their time first, until one fails. Ranks are forks
+too.
 """
 
 from __future__ import annotations
@@ -165,9 +166,8 @@ class Session:
         elif code == -signal.SIGALRM:
             outcome = "caught by timeout"
         self.runs.update(ran)
-        if outcome.startswith("caught") and ran:
-            self.killers[f"{mutant.file}:{mutant.function}"][ran[-1]] += 1
-            self.kills[ran[-1]] += 1
+        by = ran[-1] if outcome.startswith("caught") and ran else ""
+        self.learn(mutant.file, mutant.function, by)
         self.results.append(
             {
                 "file": mutant.file,
@@ -176,13 +176,19 @@ class Session:
                 "text": mutant.text,
                 "change": mutant.change,
                 "outcome": outcome,
-                "by": ran[-1] if outcome.startswith("caught") and ran else "",
+                "by": by,
                 "tests": len(ran),
                 "of": count,
                 "exit": code,
                 "seconds": round(seconds, 2),
             }
         )
+
+    def learn(self, file: str, function: str, by: str) -> None:
+        """The test ``by`` has caught a mutant of ``function``."""
+        if by:
+            self.killers[f"{file}:{function}"][by] += 1
+            self.kills[by] += 1
 
     def _show(self, began: float) -> None:
         last = self.results[-1]
@@ -264,6 +270,8 @@ def run_group(name: str, args: argparse.Namespace) -> bool:
     _say(f"{name}: {len(mutants)} of {len(every)} mutants")
     args.group = name
     session, began = Session(sources, mutants, args), time.monotonic()
+    for result in before:
+        session.learn(result["file"], result["function"], result["by"])
     files = [str(ROOT / test) for test in tests_of(ROOT, name)]
     options = [
         "-q",
