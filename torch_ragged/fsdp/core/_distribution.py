@@ -41,8 +41,8 @@ class Distribution:
 
     Raises:
         ValueError: the parameter is a DTensor that data parallelism has sharded already, or is a Partial or unevenly cut
-            DTensor, or is a plain tensor without annotation on a mesh with ``dp_mesh_dims``, or has no dimension ``shard_dim``;
-            or its annotation is not as in :class:`AnnotatedParam`.
+            DTensor, or a DTensor on a mesh without names; or is a plain tensor without annotation on a mesh with
+            ``dp_mesh_dims``, or has no dimension ``shard_dim``; or its annotation is not as in :class:`AnnotatedParam`.
     """
 
     def __init__(self, fqn: str, param: torch.Tensor, dp: DataParallelMesh, shard_dim: int | None = None) -> None:
@@ -76,7 +76,7 @@ class Distribution:
         model = ""
         if self.is_dtensor:
             model = f" placed by the model as {self._model_placements} on {tuple(self._model_mesh.shape)}"
-            model += f" {self._model_mesh.mesh_dim_names or ''}"
+            model += f" {self._model_mesh.mesh_dim_names}"
         return f"{tuple(self.shape)}{cut}{model or ' plain'}"
 
     # -- for the planner -------------------------------------------------------------------------------------------
@@ -222,6 +222,11 @@ class Distribution:
 
 
 def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> None:
+    if param.device_mesh.mesh_dim_names is None or dp.mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"{fqn} is a DTensor on {param.device_mesh}, and fully_shard got {dp.mesh}: make both from one mesh whose "
+            "dimensions have names, such as init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
+        )
     if dp.spmd is not None:
         if param.device_mesh != dp.spmd:
             raise ValueError(f"{fqn} is on {param.device_mesh}, expected it on the mesh passed to fully_shard, {dp.spmd}")
