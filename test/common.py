@@ -167,7 +167,6 @@ def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         debug._clear_sharding_prop_cache()
-        gc.collect()
 
 
 def collectives_seen(mode: CommDebugMode) -> tuple[int, int]:

@@ -5,20 +5,19 @@ import gc
 import unittest
 import warnings
 import weakref
+from unittest import mock
 
 import torch
-from common import collectives_seen, error_of, fake_group
+from common import error_of, fake_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_ragged.fsdp import ZERO2, Float8Policy, blocks, elements, fully_shard, rows
+from torch_ragged.fsdp import ZERO2, Float8Policy, fully_shard
 from torch_ragged.fsdp.core._backward_pass import BackwardPass
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
-from torch_ragged.fsdp.core._distribution import Distribution
-from torch_ragged.fsdp.core._mesh import DataParallelMesh
 
 WIDTH = 6
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # With it, one rank has gathered parameters beside its shards.
@@ -74,9 +73,18 @@ class Watched(torch.autograd.Function):
         return gradient
 
 
+class UnusedParameters(nn.Linear):
+    def forward(self, x):
+        return x * 2
+
+
 class ReturnsWeight(nn.Linear):
     def forward(self, x):
         return self.weight.t()
+
+
+def issued(mode, kind):
+    return sum(count for op, count in mode.get_comm_counts().items() if kind in str(op))
 
 
 def groups_of(model):
@@ -172,6 +180,64 @@ class BackwardRuleTest(OneRankTest):
         gc.collect()
         self.assertRegex(error_of(backward.start), "RuntimeError: the root of this fully_shard module was deleted")
 
+    def test_a_later_forward_is_finished_when_backward_reaches_an_earlier_one(self):
+        class Order:
+            def __init__(self, name):
+                self.restart = lambda: calls.append(f"restart {name}")
+                self.finish = lambda: calls.append(f"finish {name}")
+
+        class Root:
+            def drop_raised_backward(self):
+                pass
+
+            def root_post_backward(self):
+                backward.finish_orders()
+
+        calls, root = [], Root()
+        backward, earlier, later = BackwardPass(root), Order("earlier"), Order("later")
+        x = torch.ones(1, requires_grad=True)
+
+        def hook(gradient):
+            backward.start()
+            for order in (later, later, earlier):
+                backward.reach(order)
+                self.assertTrue(backward.is_in(order))
+            backward.start()  # It was started: nothing happens.
+
+        x.register_hook(hook)
+        x.sum().backward()
+        self.assertEqual(calls, ["restart later", "finish later", "restart earlier", "finish later", "finish earlier"])
+        self.assertFalse(backward.is_in(earlier))
+
+    def test_a_hook_on_an_unsharded_parameter_sees_its_gradient_until_it_is_removed(self):
+        for smallest in (1, 2**62):  # Written by the matmul, or copied.
+            with mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", smallest):
+                model, seen = self.sharded(nn.Linear(WIDTH, WIDTH, bias=False)), []
+            model[0].unshard()
+            handle = model[0].weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad.clone()))
+            for _ in range(2):
+                model(torch.ones(1, WIDTH)).sum().backward()
+                handle.remove()
+            self.assertEqual([gradient.tolist() for gradient in seen], [torch.ones(WIDTH, WIDTH).tolist()])
+            self.assertTrue(torch.equal(model[0].weight.grad.full_tensor(), torch.full((WIDTH, WIDTH), 2.0)))
+
+    def test_gradients_of_inputs_have_gradients(self):
+        """Two backward passes, of which the second reads parameters that the first has freed."""
+        policy = MixedPrecisionPolicy(param_dtype=torch.float64)
+        model = self.sharded(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1), mp_policy=policy)
+        single = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
+        single.load_state_dict({name: value.full_tensor().double() for name, value in model.state_dict().items()})
+        gradients = []
+        for each in (model, single):
+            x = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH).requires_grad_()
+            (of_input,) = torch.autograd.grad(each(x).sum(), x, create_graph=True)
+            of_input.square().sum().backward()
+            gradients.append([parameter.grad for parameter in each.parameters()])
+        for mine, plain in zip(*gradients):
+            self.assertEqual(mine is None, plain is None)  # The gradient of an input does not depend on the last bias.
+            if plain is not None:
+                torch.testing.assert_close(mine.full_tensor(), plain.float())
+
     def test_gradients_with_a_graph_are_stored_without_it(self):
         for layers in ([nn.Linear(WIDTH, WIDTH)], [nn.Linear(WIDTH, WIDTH, bias=False)]):
             model = self.sharded(*layers)
@@ -237,52 +303,41 @@ class ManyRanksTest(unittest.TestCase):
         gathers = []
         for step in range(6):
             with CommDebugMode() as mode:
-                model(torch.randn(2, WIDTH)).sum().backward()
+                model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
             if step % 3 == 2:
                 model.finalize_backward()
-            gathers.append(collectives_seen(mode)[0])
+            gathers.append(issued(mode, "allgather"))
         self.assertEqual(gathers, [1, 0, 0, 1, 0, 0])
 
-    def test_the_mesh_of_the_shards_has_one_dimension(self):
-        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("replicate", "shard"))
-        dp = DataParallelMesh.of(mesh)
-        self.assertEqual((dp.shard_mesh.shape, dp.shard_mesh.mesh_dim_names), ((2,), ("shard",)))
-        self.assertEqual(DataParallelMesh.of(mesh["shard"]).shard_mesh, mesh["shard"])
-        self.assertEqual(DataParallelMesh.of(init_device_mesh("cpu", (4, 2))).shard_mesh.shape, (4, 2))
+    def test_an_asynchronous_finalization_issues_the_reductions_at_once(self):
+        model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=init_device_mesh("cpu", (8,)))
+        model.set_manual_backward_finalization(True)
+        model.set_requires_gradient_sync(False)
+        counts = []
+        with CommDebugMode() as mode:
+            model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+            counts.append(issued(mode, "reduce_scatter"))
+            model.set_requires_gradient_sync(True)
+            handle = model.finalize_backward(async_op=True)
+            counts.append(issued(mode, "reduce_scatter"))
+            self.assertIsNone(model.weight.grad)
+            handle.wait()
+            counts.append(issued(mode, "reduce_scatter"))
+        self.assertEqual(counts, [0, 1, 1])
+        self.assertIsNotNone(model.weight.grad)
 
-    def test_a_later_dimension_that_the_model_cuts_stays_whole_in_its_shards(self):
-        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
-        dp = DataParallelMesh.of(mesh["dp"])
-        weight = distribute_tensor(torch.zeros(3, 8, 4), mesh["tp"], [Shard(1)])
-        distribution = Distribution("w", weight, dp)
-        self.assertEqual(distribution.local_shape, (3, 4, 4))
-        self.assertTrue(distribution.reduces_gradient)
-        # Of 16 elements, the model has one slice of the first dimension here.
-        for granularity, block, period in (
-            (elements(), 16, 0),
-            (rows(2), 16, 0),
-            (rows(3), 48, 0),
-            (rows(3, within=0), 16, 16),  # A block ends with its period.
-            (rows(2, within=0), 16, 16),
-            (blocks(3, 2), 16, 16),
-        ):
-            spec = distribution.tensor_spec(granularity)
-            self.assertEqual((spec.shape, spec.dims, spec.block, spec.period), ((3, 4, 4), (0,), block, period), granularity)
-        plain = Distribution("w", torch.zeros(3, 8, 4), dp)
-        self.assertFalse(plain.reduces_gradient)
-        self.assertEqual(plain.tensor_spec(rows(3, within=0)), rows(3, within=0).tensor_spec("w", (3, 8, 4)))
-        columns = Distribution("w", distribute_tensor(torch.zeros(6, 4, 8), mesh["tp"], [Shard(2)]), dp)
-        # Blocks of 3 rows of 4 elements, counted anew in each matrix of 4 rows.
-        spec = columns.tensor_spec(rows(3, within=0))
-        self.assertEqual((spec.dims, spec.block, spec.period), ((0, 1), 12, 16))
-        first = Distribution("w", distribute_tensor(torch.zeros(6, 4, 8), mesh["tp"], [Shard(0)]), dp)
-        self.assertEqual(first.tensor_spec(rows(3)), rows(3).tensor_spec("w", (3, 4, 8)))
-
-    def test_of_several_dimensions_that_the_model_cuts_the_first_decides(self):
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
-        weight = distribute_tensor(torch.zeros(2, 6, 4, 8), mesh["ep", "tp"], [Shard(2), Shard(1)])
-        spec = Distribution("w", weight, DataParallelMesh.of(mesh["dp"])).tensor_spec(rows(1, within=1))
-        self.assertEqual((spec.shape, spec.dims, spec.block, spec.period), ((2, 3, 2, 8), (0,), 48, 0))
+    def test_a_group_with_frozen_parameters_is_reduced_if_this_rank_has_no_gradient(self):
+        """Another rank may have one."""
+        for frozen in ((), ("weight",), ("weight", "bias")):
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), UnusedParameters(WIDTH, WIDTH))
+            for name in frozen:
+                getattr(model[1], name).requires_grad_(False)
+            mesh = init_device_mesh("cpu", (8,))
+            for module in (*model, model):
+                fully_shard(module, mesh=mesh)
+            with CommDebugMode() as mode:
+                model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+            self.assertEqual(issued(mode, "reduce_scatter"), 1 + (len(frozen) < 2), frozen)
 
 
 if __name__ == "__main__":

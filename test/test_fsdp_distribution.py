@@ -1,19 +1,20 @@
-"""Distribution: how one parameter is cut, on each rank of a fake process group."""
+"""Which mesh dimensions are data-parallel, and how one parameter is cut over them, on ranks of a fake process group."""
 
 import math
 import unittest
+from types import SimpleNamespace
 
 import torch
 from common import error_of, fake_group
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.fsdp import blocks, elements, fully_shard, plan_layout, rows
 from torch_ragged.fsdp.core._distribution import Distribution
-from torch_ragged.fsdp.core._mesh import DataParallelMesh
+from torch_ragged.fsdp.core._mesh import DataParallelMesh, groups_of
 from torch_ragged.fsdp.core._regroup import keep_as
 
 
@@ -21,15 +22,21 @@ def whole(*shape):
     return torch.arange(float(math.prod(shape))).view(shape)
 
 
+def every_rank(*sizes):
+    return [(size, rank) for size in sizes for rank in range(size)]
+
+
 class ShardDimTest(unittest.TestCase):
     """Parameters cut by ``Shard(d)``: pieces, buffers and DTensors are those of ``torch.chunk``."""
 
     def test_pieces_are_chunks(self):
-        for ranks in (1, 2, 3, 5):
-            for shape, dim in (((6, 4), 0), ((6, 4), 1), ((3, 2), 1), ((5, 3, 2), 1), ((5, 3, 2), -1), ((7,), 0)):
-                for rank in range(ranks):
-                    with self.subTest(ranks=ranks, shape=shape, dim=dim, rank=rank), fake_group(ranks, rank):
-                        self.check(DataParallelMesh.of(init_device_mesh("cpu", (ranks,))), whole(*shape), dim)
+        cases = (((6, 4), 0), ((6, 4), 1), ((3, 2), 1), ((5, 3, 2), 1), ((5, 3, 2), -1), ((7,), 0))
+        for ranks, rank in every_rank(1, 2, 3, 5):
+            with fake_group(ranks, rank):
+                dp = DataParallelMesh.of(init_device_mesh("cpu", (ranks,)))
+                for shape, dim in cases:
+                    with self.subTest(ranks=ranks, rank=rank, shape=shape, dim=dim):
+                        self.check(dp, whole(*shape), dim)
 
     def check(self, dp, param, dim):
         distribution, chunks = Distribution("w", param, dp, dim), param.chunk(dp.ranks, dim)
@@ -50,18 +57,17 @@ class ShardDimTest(unittest.TestCase):
         self.assertTrue(not mine.numel() or sharded.to_local().data_ptr() == mine.data_ptr())
 
     def test_parameters_without_elements_have_the_shapes_of_dtensors(self):
-        for ranks in (1, 2, 3):
-            for shape in ((3, 0), (0, 3), (0,)):
-                for dim in range(len(shape)):
-                    for rank in range(ranks):
-                        with self.subTest(ranks=ranks, shape=shape, dim=dim, rank=rank), fake_group(ranks, rank):
-                            dp = DataParallelMesh.of(init_device_mesh("cpu", (ranks,)))
-                            distribution = Distribution("w", whole(*shape), dp, dim)
-                            flat = distribution.flat(whole(*shape))
-                            self.assertEqual([piece.shape for piece in distribution.pieces(flat)], [shape])
-                            sharded = distribution.sharded(flat, distribution.even_layout(ranks), 0)
-                            expected = distribute_tensor(whole(*shape), dp.mesh, [Shard(dim)], src_data_rank=None)
-                            self.assertEqual(sharded.to_local().shape, expected.to_local().shape)
+        for ranks, rank in every_rank(1, 2, 3):
+            with fake_group(ranks, rank):
+                dp = DataParallelMesh.of(init_device_mesh("cpu", (ranks,)))
+                for shape, dim in (((3, 0), 0), ((3, 0), 1), ((0, 3), 0), ((0, 3), 1), ((0,), 0)):
+                    with self.subTest(ranks=ranks, rank=rank, shape=shape, dim=dim):
+                        distribution = Distribution("w", whole(*shape), dp, dim)
+                        flat = distribution.flat(whole(*shape))
+                        self.assertEqual([piece.shape for piece in distribution.pieces(flat)], [shape])
+                        sharded = distribution.sharded(flat, distribution.even_layout(ranks), 0)
+                        expected = distribute_tensor(whole(*shape), dp.mesh, [Shard(dim)], src_data_rank=None)
+                        self.assertEqual(sharded.to_local().shape, expected.to_local().shape)
 
     def test_a_dimension_that_does_not_exist_is_refused(self):
         with fake_group(2):
@@ -128,10 +134,52 @@ class RaggedTest(unittest.TestCase):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
             dp = DataParallelMesh.of(mesh["dp"])
             uneven = DTensor.from_local(whole(3, 2), mesh["tp"], [Shard(0)], shape=(5, 2), stride=(2, 1), run_check=False)
-            self.assertRegex(error_of(Distribution, "w", uneven, dp), r"ValueError: w .*is cut unevenly by .*over 2 ranks.*pad it")
-            ragged = DTensor.from_local(whole(3), mesh["tp"], [RaggedShard((0,), (3, 2))], shape=(5,), stride=(1,), run_check=False)
-            self.assertRegex(error_of(Distribution, "w", ragged, dp), "ValueError: w is a DTensor .*sharded by fully_shard already")
+            self.assertRegex(
+                error_of(Distribution, "w", uneven, dp), r"ValueError: w .*is cut unevenly by .*over 2 ranks.*pad it"
+            )
+            ragged = DTensor.from_local(
+                whole(3), mesh["tp"], [RaggedShard((0,), (3, 2))], shape=(5,), stride=(1,), run_check=False
+            )
+            self.assertRegex(
+                error_of(Distribution, "w", ragged, dp), "ValueError: w is a DTensor .*sharded by fully_shard already"
+            )
             self.assertEqual(error_of(Distribution, "w", distribute_tensor(whole(5), mesh["tp"], [Replicate()]), dp), "")
+
+    @fake_group(8)
+    def test_a_later_dimension_that_the_model_cuts_stays_whole_in_its_shards(self):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        dp = DataParallelMesh.of(mesh["dp"])
+        weight = distribute_tensor(torch.zeros(3, 8, 4), mesh["tp"], [Shard(1)])
+        distribution = Distribution("w", weight, dp)
+        self.assertEqual(distribution.local_shape, (3, 4, 4))
+        self.assertTrue(distribution.reduces_gradient)
+        # Of 16 elements, the model has one slice of the first dimension here.
+        for granularity, block, period in (
+            (elements(), 16, 0),
+            (rows(2), 16, 0),
+            (rows(3), 48, 0),
+            (rows(3, within=0), 16, 16),  # A block ends with its period.
+            (rows(2, within=0), 16, 16),
+            (blocks(3, 2), 16, 16),
+        ):
+            spec = distribution.tensor_spec(granularity)
+            self.assertEqual((spec.shape, spec.dims, spec.block, spec.period), ((3, 4, 4), (0,), block, period), granularity)
+        plain = Distribution("w", torch.zeros(3, 8, 4), dp)
+        self.assertFalse(plain.reduces_gradient)
+        self.assertEqual(plain.tensor_spec(rows(3, within=0)), rows(3, within=0).tensor_spec("w", (3, 8, 4)))
+        columns = Distribution("w", distribute_tensor(torch.zeros(6, 4, 8), mesh["tp"], [Shard(2)]), dp)
+        # Blocks of 3 rows of 4 elements, counted anew in each matrix of 4 rows.
+        spec = columns.tensor_spec(rows(3, within=0))
+        self.assertEqual((spec.dims, spec.block, spec.period), ((0, 1), 12, 16))
+        first = Distribution("w", distribute_tensor(torch.zeros(6, 4, 8), mesh["tp"], [Shard(0)]), dp)
+        self.assertEqual(first.tensor_spec(rows(3)), rows(3).tensor_spec("w", (3, 4, 8)))
+
+    @fake_group(8)
+    def test_of_several_dimensions_that_the_model_cuts_the_first_decides(self):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
+        weight = distribute_tensor(torch.zeros(2, 6, 4, 8), mesh["ep", "tp"], [Shard(2), Shard(1)])
+        spec = Distribution("w", weight, DataParallelMesh.of(mesh["dp"])).tensor_spec(rows(1, within=1))
+        self.assertEqual((spec.shape, spec.dims, spec.block, spec.period), ((2, 3, 2, 8), (0,), 48, 0))
 
     def test_a_mesh_without_names_is_refused(self):
         with fake_group(4):
@@ -152,6 +200,99 @@ class RaggedTest(unittest.TestCase):
                 texts |= {Distribution("w", *each).text for each in ((whole(4, 2), dp), (whole(4, 2), dp, 1), (weight, dp))}
         expected = {"(4, 2) plain", "(4, 2) cut along dimension 1 plain"}
         self.assertEqual(texts, expected | {"(4, 2) placed by the model as (Shard(dim=0),) on (2,) ('tp',)"})
+
+
+def dims(shard=(), replicate=()):
+    return SimpleNamespace(shard_names=shard, replicate_names=replicate)
+
+
+class MeshTest(unittest.TestCase):
+    """DataParallelMesh: which mesh dimensions are shards, replicas and model parallelism."""
+
+    def test_one_dimension_is_shards_and_two_are_replicas_and_shards(self):
+        with fake_group(8, 5):
+            dp = DataParallelMesh.of(init_device_mesh("cpu", (8,)))
+            self.assertEqual((dp.has_replicas, dp.has_shards, dp.ranks, dp.rank, dp.spmd_dims), (False, True, 8, 5, []))
+            self.assertIs(dp.shard_group, dp.mesh.get_group(0))
+            self.assertIsNone(dp.replicate_group)
+            self.assertEqual(dp.place(None), (dp.mesh, [None]))
+            mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+            dp = DataParallelMesh.of(mesh)
+            self.assertEqual((dp.has_replicas, dp.has_shards, dp.ranks, dp.rank, dp.spmd_dims), (True, True, 4, 1, []))
+            self.assertEqual((dp.shard_group, dp.replicate_group), (mesh.get_group(1), mesh.get_group(0)))
+            self.assertEqual(dp.place(None), (mesh, [Replicate(), None]))
+            self.assertEqual(dp.shard_mesh, mesh["shard"])
+            self.assertEqual(DataParallelMesh.of(mesh["shard"]).shard_mesh, mesh["shard"])
+            self.assertEqual(DataParallelMesh.of(init_device_mesh("cpu", (4, 2))).shard_mesh.shape, (4, 2))
+
+    def test_meshes_with_the_same_process_groups_have_one_key(self):
+        with fake_group(4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            keys = [DataParallelMesh.of(each).key for each in (mesh, mesh, mesh["shard"], mesh["replicate"])]
+            self.assertEqual([keys.index(key) for key in keys], [0, 0, 2, 3])
+            outside = DeviceMesh("cpu", [1, 2])
+            self.assertEqual(DataParallelMesh.of(outside).key, DataParallelMesh.of(outside).key)
+
+    def test_a_rank_outside_of_the_mesh_has_no_process_group(self):
+        with fake_group(4):
+            for dp in map(DataParallelMesh.of, (DeviceMesh("cpu", [1, 2]), DeviceMesh("cpu", [[1], [2]]))):
+                self.assertFalse(dp.is_member)
+                self.assertEqual((dp.shard_group, dp.replicate_group, dp.rank), (None, None, 0))
+                self.assertEqual(groups_of(dp.mesh), [])
+
+    def test_named_dimensions_may_be_anywhere_in_the_mesh(self):
+        with fake_group(16, 6):
+            mesh = init_device_mesh("cpu", (2, 2, 2, 2), mesh_dim_names=("a", "tp", "b", "c"))
+            weight = distribute_tensor(whole(8, 2), mesh, [Replicate(), Shard(0), Replicate(), Replicate()], src_data_rank=None)
+            shard, replicate = None, Replicate()
+            for given, data, placements, names, ranks in (
+                (dims(("b",)), [2], [replicate, Shard(0), shard, replicate], ("a", "tp", "b", "c"), 2),
+                (dims(("b",), ("a",)), [0, 2], [replicate, Shard(0), shard, replicate], ("a", "tp", "b", "c"), 2),
+                (dims(("b", "c"), ("a",)), [0, 2, 3], [replicate, Shard(0), shard], ("a", "tp", "b_c"), 4),
+                (dims((), ("b", "c")), [2, 3], [replicate, Shard(0), replicate], ("a", "tp", "b_c"), 1),
+                (dims(("c",), ("b",)), [2, 3], [replicate, Shard(0), replicate, shard], ("a", "tp", "b", "c"), 2),
+            ):
+                with self.subTest(given):
+                    dp = DataParallelMesh.of(mesh, given)
+                    self.assertEqual((dp.has_shards, dp.has_replicas), (bool(given.shard_names), bool(given.replicate_names)))
+                    self.assertEqual((dp.spmd_dims, dp.ranks), (data, ranks))
+                    found, mine = dp.place(weight)
+                    self.assertEqual((found.mesh_dim_names, mine), (names, placements))
+                    self.assertEqual(dp.shard_group is None, not given.shard_names)
+                    self.assertEqual(dp.replicate_group is None, not given.replicate_names)
+                    self.assertEqual(dp.mesh.ndim, dp.has_shards + dp.has_replicas)
+
+    def test_model_parallel_dimensions_come_after_the_data_parallel_ones(self):
+        with fake_group(8):
+            mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+            dp = DataParallelMesh.of(mesh["replicate", "shard"])
+            found, placements = dp.place(distribute_tensor(whole(4, 2), mesh["tp"], [Shard(1)], src_data_rank=None))
+            self.assertEqual((found.mesh_dim_names, placements), (mesh.mesh_dim_names, [Replicate(), None, Shard(1)]))
+
+    def test_a_mesh_of_torch_may_be_given_for_one_parameter(self):
+        with fake_group(4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            self.assertEqual(DataParallelMesh.of_info(SimpleNamespace(mesh=mesh["dp"])).mesh, mesh["dp"])
+            info = SimpleNamespace(mesh=mesh["tp"], spmd_mesh=mesh, dp_mesh_dims=dims(("dp",)))
+            dp = DataParallelMesh.of_info(info)
+            self.assertEqual((dp.mesh, dp.spmd), (mesh["dp"], mesh))
+
+    def test_meshes_that_cannot_be_data_parallel_are_refused(self):
+        with fake_group(8):
+            mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+            for given, names, text in (
+                (mesh, None, r"expects a 1-D mesh, or a 2-D one \(replicas, shards\), got shape \(2, 2, 2\)"),
+                (init_device_mesh("cpu", (2, 4)), dims(("a",)), "mesh must have mesh_dim_names when dp_mesh_dims is provided"),
+                (mesh, dims(("a",), ("x",)), r"Mesh dim name 'x' not found in mesh.mesh_dim_names \('a', 'b', 'c'\)"),
+                (mesh, dims(("x",), ("a",)), "Mesh dim name 'x' not found"),
+                (DeviceMesh("cpu", [1, 2], mesh_dim_names=("a",)), dims(("a",)), "rank 0 is not in the mesh .*dp_mesh_dims"),
+                (DeviceMesh("cpu", [1, 0]), None, "does not have its ranks in ascending order"),
+                (DeviceMesh("cpu", [[4, 5], [1, 0]]), None, "does not have its ranks in ascending order"),
+            ):
+                with self.subTest(text):
+                    self.assertRegex(error_of(DataParallelMesh.check, given, names), f"ValueError: .*{text}")
+                    self.assertRegex(error_of(DataParallelMesh.of, given, names), f"ValueError: .*{text}")
+            self.assertEqual(error_of(DataParallelMesh.check, mesh["a"]), "")
 
 
 class KeeperTest(unittest.TestCase):

@@ -8,6 +8,7 @@ from pathlib import Path
 _FSDP = [
     "test_dbuffer.py",
     "test_fsdp*.py",
+    "test_forward_order.py",
     "test_group_state.py",
     "test_memory_report.py",
     "test_neighbour_copies.py",
