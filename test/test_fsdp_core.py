@@ -9,11 +9,13 @@ from unittest import mock
 
 import torch
 from common import error_of, fake_group
+from fsdp_common import Boom
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_ragged.fsdp import ZERO2, Float8Policy, fully_shard
 from torch_ragged.fsdp.core._backward_pass import BackwardPass
@@ -154,6 +156,22 @@ class MemoryTest(OneRankTest):
             self.assertTrue(torch.equal(output.clone(), weight.bfloat16().t()))
 
 
+class HoldsTest(unittest.TestCase):
+    @fake_group(2)
+    def test_a_tensor_that_wraps_a_view_of_a_parameter_holds_it(self):
+        mesh, other = init_device_mesh("cpu", (2,)), torch.zeros(2, WIDTH)
+        for dim in (None, 1):
+            cut = None if dim is None else (lambda parameter: Shard(1))
+            model = fully_shard(nn.Linear(WIDTH, 2, bias=False), mesh=mesh, shard_placement_fn=cut)
+            model.unshard()
+            (group,) = groups_of(model)
+            self.assertTrue(group.holds(model.weight))
+            self.assertTrue(group.holds(model.weight.detach().view(-1)[1:]))
+            self.assertTrue(group.holds(TwoTensor(other, model.weight.detach())))
+            self.assertFalse(group.holds(other))
+            self.assertFalse(group.holds(TwoTensor(other, other.clone())))
+
+
 class CommContextTest(unittest.TestCase):
     def test_what_was_issued_ahead_is_known_until_it_is_forgotten(self):
         context, states = FSDPCommContext(), [nn.Module() for _ in range(3)]
@@ -166,6 +184,48 @@ class CommContextTest(unittest.TestCase):
         self.assertTrue(context.forget_gathering(states[0]))
         self.assertFalse(context.forget_gathering(states[0]))
         self.assertTrue(context.may_gather_ahead)
+
+
+class NameTest(OneRankTest):
+    def test_groups_have_the_names_of_their_modules(self):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model[1].bias.data = model[1].bias.data.double()
+        model[1].forward = lambda x: x @ model[1].weight
+        for module in (*model, model):
+            fully_shard(module, mesh=self.mesh)
+        self.assertEqual([group.fqn for group in groups_of(model)], [""] * 3)
+        self.assertEqual([group.gradients.fqn for group in groups_of(model)], [""] * 3)
+        model(torch.randn(2, WIDTH))
+        names = ["0", "1", "1[1]"]
+        self.assertEqual([group.fqn for group in groups_of(model)], names)
+        self.assertEqual([group.gradients.fqn for group in groups_of(model)], names)
+        self.assertEqual([group.named.fqn for group in groups_of(model)], names)
+
+    def test_a_state_of_several_modules_has_all_their_names(self):
+        modules = [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)]
+        fully_shard(modules, mesh=self.mesh)
+        self.assertEqual(modules[0]._ragged_states(recurse=False)[0].name, "FSDPLinear, FSDPLayerNorm")
+
+
+class PrefetchTest(OneRankTest):
+    def test_a_module_that_was_gathered_ahead_and_did_not_run_has_new_values_later(self):
+        class Skipping(nn.Sequential):
+            def forward(self, x, layers):
+                for layer in self[:layers]:
+                    x = layer(x)
+                return x
+
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]
+        model = Skipping(*layers)
+        for module in (*layers, model):
+            fully_shard(module, mesh=self.mesh, mp_policy=BFLOAT16)
+        x = torch.ones(1, WIDTH)
+        model(x, 2)
+        model(x, 1)
+        self.assertTrue(groups_of(layers[1])[0].is_gathered)
+        for layer in layers:
+            layer.weight.to_local().data.fill_(1)
+        self.assertTrue(torch.equal(model(x, 2), torch.full((1, WIDTH), WIDTH**2, dtype=torch.bfloat16)))
 
 
 class BackwardRuleTest(OneRankTest):
@@ -220,6 +280,20 @@ class BackwardRuleTest(OneRankTest):
                 handle.remove()
             self.assertEqual([gradient.tolist() for gradient in seen], [torch.ones(WIDTH, WIDTH).tolist()])
             self.assertTrue(torch.equal(model[0].weight.grad.full_tensor(), torch.full((WIDTH, WIDTH), 2.0)))
+
+    def test_a_backward_that_raises_leaves_a_note_that_gradients_accumulate(self):
+        """Other ranks, whose backward does not raise, send what they add up in ``reduce_dtype``: so does this one, later."""
+
+        class Model(nn.Linear):
+            def forward(self, x):
+                return super().forward(Boom.apply(x))
+
+        model = fully_shard(Model(WIDTH, WIDTH), mesh=self.mesh)
+        loss = model(torch.randn(2, WIDTH, requires_grad=True)).sum()
+        model.set_requires_gradient_sync(False)  # Not known in forward.
+        self.assertFalse(any(group.gradients.may_hold_sum for group in groups_of(model)))
+        self.assertIn("boom", error_of(loss.backward))
+        self.assertTrue(all(group.gradients.may_hold_sum for group in groups_of(model)))
 
     def test_gradients_of_inputs_have_gradients(self):
         """Two backward passes, of which the second reads parameters that the first has freed."""
@@ -308,6 +382,63 @@ class ManyRanksTest(unittest.TestCase):
                 model.finalize_backward()
             gathers.append(issued(mode, "allgather"))
         self.assertEqual(gathers, [1, 0, 0, 1, 0, 0])
+
+    def test_profilers_see_what_a_step_does_with_the_names_of_groups(self):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+        counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("torch_ragged::")}
+        both = dict.fromkeys(("pre_forward", "all_gather", "all_gather_wait", "pre_backward", "post_backward"), 1)
+        both |= {"all_gather": 2, "all_gather_wait": 2}
+        both |= dict.fromkeys(("reduce_scatter", "reduce_scatter_wait", "all_reduce", "all_reduce_wait"), 1)
+        expected = {f"torch_ragged::{what} (0)": count for what, count in both.items()}
+        expected["torch_ragged::unused_parameters_all_reduce (0)"] = 1
+        expected["torch_ragged::root_post_backward_callback (root)"] = 1
+        self.assertLessEqual(expected.items(), counts.items())
+
+    def test_a_reset_waits_for_the_reductions_in_flight_and_frees_their_input(self):
+        waits = []
+
+        class Work:
+            def wait(self):
+                waits.append(group.gradients._unreduced.is_allocated)
+
+        model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=init_device_mesh("cpu", (8,)))
+        (group,) = groups_of(model)
+        model.set_custom_reduce_scatter(lambda output, buffer, group, op, async_op: Work())
+        model.set_manual_backward_finalization(True)
+        model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+        self.assertEqual(waits, [])
+        model.reset_iter_state()
+        self.assertEqual(waits, [True])
+        self.assertFalse(any(buffer.is_allocated for buffer in group.buffers()["gradients"]))
+
+    def test_a_module_that_runs_twice_is_sharded_between_its_backwards(self):
+        class Twice(nn.Sequential):
+            def forward(self, x):
+                for layer in (*self, *self):
+                    x = layer(x)
+                return x
+
+        mesh = init_device_mesh("cpu", (8,))
+        for is_list, gathers in ((False, [4, 4]), (True, [2, 1])):  # In backward, a list is sharded after its last module.
+            model = Twice(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+            for modules in [list(model)] if is_list else list(model):
+                fully_shard(modules, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            all_gather, counts = mock.Mock(return_value=None), []
+            for group in groups_of(model):
+                group.process_groups.custom_all_gather = all_gather
+            for _ in range(2):
+                loss = model(torch.randn(2, WIDTH, requires_grad=True)).sum()
+                counts.append(all_gather.call_count)
+                loss.backward()
+                counts.append(all_gather.call_count - counts[-1])
+                all_gather.reset_mock()
+            self.assertEqual(counts, 2 * gathers, is_list)
 
     def test_an_asynchronous_finalization_issues_the_reductions_at_once(self):
         model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=init_device_mesh("cpu", (8,)))

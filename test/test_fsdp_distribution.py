@@ -10,12 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.fsdp import blocks, elements, fully_shard, plan_layout, rows
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
 from torch_ragged.fsdp.core._distribution import Distribution
+from torch_ragged.fsdp.core._group_state import GradientState
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, groups_of
-from torch_ragged.fsdp.core._regroup import keep_as
+from torch_ragged.fsdp.core._regroup import check_kept, check_movable, keep_as, kept_by, mesh_of_groups
 
 
 def whole(*shape):
@@ -24,6 +27,23 @@ def whole(*shape):
 
 def every_rank(*sizes):
     return [(size, rank) for size in sizes for rank in range(size)]
+
+
+class Typed(TwoTensor):
+    """A tensor type with its own all-gather."""
+
+    @staticmethod
+    def __new__(cls, a, b=None):
+        return TwoTensor.__new__(cls, a, a.clone() if b is None else b)
+
+    def __init__(self, a, b=None):
+        super().__init__(a, a.clone() if b is None else b)
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.a,), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        return None if out is not None else (outputs[0], outputs)
 
 
 class ShardDimTest(unittest.TestCase):
@@ -295,15 +315,57 @@ class MeshTest(unittest.TestCase):
             self.assertEqual(error_of(DataParallelMesh.check, mesh["a"]), "")
 
 
-class KeeperTest(unittest.TestCase):
+class RegroupTest(unittest.TestCase):
+    """What ``reshard_to`` asks of groups."""
+
+    @fake_group(8)
     def test_neighbours_keep_parts_if_they_are_neither_one_nor_all(self):
-        with fake_group(8):
-            mesh = init_device_mesh("cpu", (8,))
-            names = {None: "Keeper", 1: "Keeper", 2: "Neighbours", 4: "Neighbours", 8: "Keeper", "all": "Resident"}
-            for kept, name in names.items():
-                (group,) = fully_shard(nn.Linear(4, 4), mesh=mesh)._ragged_groups(recurse=True)
-                keep_as(group, kept)
-                self.assertEqual(type(group.keeper).__name__, name, kept)
+        mesh = init_device_mesh("cpu", (8,))
+        names = {None: "Keeper", 1: "Keeper", 2: "Neighbours", 4: "Neighbours", 8: "Keeper", "all": "Resident"}
+        for kept, name in names.items():
+            (group,) = fully_shard(nn.Linear(4, 4), mesh=mesh)._ragged_groups(recurse=True)
+            keep_as(group, kept)
+            self.assertEqual(type(group.keeper).__name__, name, kept)
+            self.assertEqual(kept_by(group), kept if name != "Keeper" else None)
+            if isinstance(kept, int) and name != "Keeper":
+                self.assertRegex(
+                    error_of(check_kept, group, DataParallelMesh.of(DeviceMesh("cpu", [0, 1, 2]))), "divide 3 shards"
+                )
+            self.assertEqual(error_of(check_kept, group, DataParallelMesh.of(DeviceMesh("cpu", [0, 1, 2, 3]))), "")
+            replicas = DataParallelMesh.of(init_device_mesh("cpu", (2, 4)))
+            self.assertEqual("ZERO1 or ZERO2" in error_of(check_kept, group, replicas), kept == "all")
+
+    @fake_group(4)
+    def test_groups_of_several_meshes_are_refused(self):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        groups = [fully_shard(nn.Linear(4, 4), mesh=mesh[name])._ragged_groups(recurse=True)[0] for name in "aab"]
+        self.assertEqual(mesh_of_groups(groups[:2]).mesh, mesh["a"])
+        self.assertRegex(error_of(mesh_of_groups, groups), "ValueError: .*reshard_to moves parameters of one mesh")
+
+    @fake_group(4)
+    def test_groups_that_would_lose_something_are_refused(self):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        self.assertEqual(error_of(check_movable, self.group(mesh["dp"])), "")
+        module = nn.Linear(4, 4)
+        module.weight = nn.Parameter(Typed(torch.zeros(4, 4)))
+        typed = fully_shard(module, mesh=mesh["dp"])._ragged_groups(recurse=True)
+        errors = [error_of(check_movable, group) for group in typed]
+        self.assertRegex("".join(errors), "^ValueError: weight is of a type with its own all-gather, which reshard_to does not")
+        with torch.device("meta"):
+            module = nn.Linear(4, 4)
+        (group,) = fully_shard(module, mesh=mesh["dp"])._ragged_groups(recurse=True)
+        self.assertRegex(error_of(check_movable, group), "RuntimeError: weight and 1 more on the meta device: materialize")
+        for pending in ("is_accumulating", "_state"):
+            group = self.group(mesh["dp"])
+            setattr(group.gradients, pending, True if pending == "is_accumulating" else GradientState.ACCUMULATING)
+            self.assertRegex(error_of(check_movable, group), "RuntimeError: .*has gradients that are not reduced yet")
+        group = self.group(mesh["dp"])
+        group.collectives = ProcessGroupCollectives(group.dp.shard_group, None)
+        self.assertRegex(error_of(check_movable, group), "ValueError: .*has collectives that belong to its mesh")
+
+    def group(self, mesh):
+        (group,) = fully_shard(nn.Linear(4, 4), mesh=mesh)._ragged_groups(recurse=True)
+        return group
 
 
 if __name__ == "__main__":

@@ -293,6 +293,18 @@ class OneRankTest(unittest.TestCase):
                     output = model(torch.ones(1)) + 0
                 torch.testing.assert_close(output, before, rtol=2**-6, atol=2**-6)
 
+    def test_the_last_ranks_may_have_no_rows(self):
+        for rank in range(4):
+            with fake_group(4, rank):
+                layer = nn.Linear(3, 2, bias=False)
+                layer.weight = nn.Parameter(Halved(torch.arange(6.0).view(2, 3)))
+                model = fully_shard(layer, mesh=init_device_mesh("cpu", (4,)))
+                local = model.weight.to_local()
+                self.assertEqual(local.data_.tolist(), [[3.0 * rank, 3.0 * rank + 1, 3.0 * rank + 2]] if rank < 2 else [])
+                self.assertEqual(local.shape, (int(rank < 2), 3))
+                (group,) = model._ragged_groups(recurse=True)
+                self.assertFalse(group.sharded.is_allocated)
+
     def test_gradients_of_types_with_their_own_all_gather_are_autograds(self):
         with fake_group(1), mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", 1):
             model = fully_shard(self.layer(nn.Linear, Direct), mesh=init_device_mesh("cpu", (1,)))

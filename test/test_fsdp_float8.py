@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from common import collectives_seen, error_of, run_ranks
+from common import collectives_seen, error_of, fake_group, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -13,9 +13,20 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged._kernels import float8
 from torch_ragged._kernels.tiles import TileRun, TileTable
-from torch_ragged.fsdp import HIERARCHICAL, ZERO2, Float8Policy, blocks, elements, fully_shard, monitor, rows, tensor
+from torch_ragged.fsdp import (
+    HIERARCHICAL,
+    ZERO2,
+    Float8Policy,
+    blocks,
+    elements,
+    fully_shard,
+    monitor,
+    plan_layout,
+    rows,
+    tensor,
+)
 from torch_ragged.fsdp._fully_shard import named_groups
-from torch_ragged.fsdp.core._float8 import Float8Encoding, keeps_tiles
+from torch_ragged.fsdp.core._float8 import Float8Encoding, _Slices, keeps_tiles
 from torch_ragged.granularity import TensorSpec
 
 BFLOAT16 = Float8Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -81,6 +92,31 @@ def test_every_code_and_its_bounds():
         float8.quantize(x, buffer, table)
         float8.dequantize(back, buffer, table)
         assert torch.equal(back.nan_to_num(7), torch.full((256,), expected).nan_to_num(7)), special
+
+
+def test_each_element_is_in_one_run_of_one_rank():
+    for shapes in (((5, 1),), ((7, 3),), ((4, 1), (3, 2, 5)), ((1, 1), (9, 1), (2, 2))):
+        for ranks in (1, 2, 3, 4):
+            specs = [TensorSpec(str(index), shape, (0,), shape[-1]) for index, shape in enumerate(shapes)]
+            layout = plan_layout(specs, ranks)
+            whole = torch.zeros(layout.numel)
+            for rank in range(ranks):
+                for run in _Slices(layout, (1, 128)).runs_of(rank, gathered=True):
+                    whole[run.values : run.values + math.prod(run.sizes)] += 1
+            for spec, offset in zip(layout.tensors, layout.offsets):
+                assert torch.equal(whole[offset : offset + spec.numel], torch.ones(spec.numel)), (shapes, ranks)
+            assert whole.sum() == sum(spec.numel for spec in layout.tensors)
+
+
+@fake_group(2)
+def test_parameters_of_other_dtypes_are_gathered_as_they_are():
+    for dtype, quantizes in ((torch.float32, True), (torch.float16, True), (torch.float64, False)):
+        model = fully_shard(
+            nn.Linear(128, 256, bias=False, dtype=dtype), mesh=init_device_mesh("cpu", (2,)), mp_policy=BFLOAT16
+        )
+        (group,) = model._ragged_groups(recurse=True)
+        assert isinstance(group.encoding, Float8Encoding) is quantizes, dtype
+        assert not any(buffer.is_allocated for buffer in group.encoding.buffers())
 
 
 def test_which_parameters_keep_their_tiles():
