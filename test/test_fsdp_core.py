@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import unittest
 import warnings
 import weakref
@@ -142,6 +143,7 @@ class MemoryTest(OneRankTest):
     def test_a_new_model_has_memory_for_its_shards_only(self):
         for policy in (MixedPrecisionPolicy(), BFLOAT16, Float8Policy(tile=(1, 128))):
             model = self.sharded(nn.Linear(WIDTH, WIDTH), mp_policy=policy)
+            self.assertEqual(groups_of(model)[0].sharded.placement, Shard(0))
             for name, buffers in groups_of(model)[0].buffers().items():
                 self.assertEqual(any(buffer.is_allocated for buffer in buffers), name == "sharded", (policy, name))
 
@@ -207,7 +209,56 @@ class NameTest(OneRankTest):
         self.assertEqual(modules[0]._ragged_states(recurse=False)[0].name, "FSDPLinear, FSDPLayerNorm")
 
 
+class Observer(nn.Linear):
+    """Notes, at each call, which of ``others`` have been all-gathered ahead."""
+
+    def forward(self, x):
+        self.seen.append([groups_of(other)[0].is_gathered for other in self.others])
+        return super().forward(x)
+
+
 class PrefetchTest(OneRankTest):
+    def observers(self, count):
+        layers = [Observer(WIDTH, WIDTH) for _ in range(count)]
+        for layer in layers:
+            fully_shard(layer, mesh=self.mesh)
+        for layer in layers:
+            object.__setattr__(layer, "others", layers), object.__setattr__(layer, "seen", [])
+        return layers
+
+    def seen(self, model, layers):
+        model(torch.ones(1, WIDTH))  # The first forward only learns the order.
+        for layer in layers:
+            layer.seen.clear()
+        model(torch.ones(1, WIDTH))
+        return [layer.seen for layer in layers]
+
+    def test_one_module_is_gathered_ahead(self):
+        layers = self.observers(3)
+        model = fully_shard(nn.Sequential(*layers), mesh=self.mesh)
+        self.assertEqual(self.seen(model, layers), [[[True, True, False]], [[False, True, True]], [[False, False, True]]])
+
+    def test_before_its_last_call_a_module_gathers_no_other_one(self):
+        class Model(nn.Sequential):
+            def forward(self, x):
+                return self[1](self[0](self[0](x)))
+
+        layers = self.observers(2)
+        model = fully_shard(Model(*layers), mesh=self.mesh)
+        self.assertEqual(self.seen(model, layers), [[[True, False], [True, True]], [[False, True]]])
+
+    def test_a_root_with_parameters_gathers_the_first_module_ahead(self):
+        class Model(nn.Sequential):
+            def forward(self, x):
+                is_gathered.append(groups_of(layers[0])[0].is_gathered)
+                return super().forward(x) * self.gain
+
+        layers, is_gathered = self.observers(1), []
+        model = Model(*layers)
+        model.gain = nn.Parameter(torch.ones(WIDTH))
+        self.seen(fully_shard(model, mesh=self.mesh), layers)
+        self.assertEqual(is_gathered, [False, True])
+
     def test_a_module_that_was_gathered_ahead_and_did_not_run_has_new_values_later(self):
         class Skipping(nn.Sequential):
             def forward(self, x, layers):
@@ -459,13 +510,14 @@ class ManyRanksTest(unittest.TestCase):
 
     def test_a_group_with_frozen_parameters_is_reduced_if_this_rank_has_no_gradient(self):
         """Another rank may have one."""
-        for frozen in ((), ("weight",), ("weight", "bias")):
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for frozen, policy in itertools.product(((), ("weight",), ("weight", "bias")), (MixedPrecisionPolicy(), mixed)):
             model = nn.Sequential(nn.Linear(WIDTH, WIDTH), UnusedParameters(WIDTH, WIDTH))
             for name in frozen:
                 getattr(model[1], name).requires_grad_(False)
             mesh = init_device_mesh("cpu", (8,))
             for module in (*model, model):
-                fully_shard(module, mesh=mesh)
+                fully_shard(module, mesh=mesh, mp_policy=policy)
             with CommDebugMode() as mode:
                 model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
             self.assertEqual(issued(mode, "reduce_scatter"), 1 + (len(frozen) < 2), frozen)

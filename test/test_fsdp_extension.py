@@ -272,6 +272,19 @@ def check_errors():
     return [by_columns, error_of(fully_shard, linear(Broken), mesh=mesh), error_of(model.double)]
 
 
+class Beside(Halved):
+    """Gathers two more tensors of each rank, which are no rows, beside its rows."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.data_, torch.ones(len(self.data_)), torch.ones(1, self.data_.size(1))), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        self.shapes.append([tuple(output.shape) for output in outputs])
+        return None if out is not None else (outputs[0], outputs)
+
+    shapes: "list[list[tuple[int, ...]]]" = []
+
+
 class ReturnsWeight(nn.Linear):
     def forward(self, x):
         return self.weight
@@ -304,6 +317,13 @@ class OneRankTest(unittest.TestCase):
                 self.assertEqual(local.shape, (int(rank < 2), 3))
                 (group,) = model._ragged_groups(recurse=True)
                 self.assertFalse(group.sharded.is_allocated)
+
+    def test_padding_is_cut_from_gathered_rows_only(self):
+        with fake_group(2):
+            layer = nn.Linear(4, 3, bias=False)
+            layer.weight = nn.Parameter(Beside(torch.zeros(3, 4)))
+            fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))(torch.ones(1, 4))
+        self.assertEqual(Beside.shapes, [[(3, 4), (4,), (2, 4)]])
 
     def test_gradients_of_types_with_their_own_all_gather_are_autograds(self):
         with fake_group(1), mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", 1):
