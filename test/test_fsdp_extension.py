@@ -318,6 +318,21 @@ class OneRankTest(unittest.TestCase):
                 (group,) = model._ragged_groups(recurse=True)
                 self.assertFalse(group.sharded.is_allocated)
 
+    def test_persistent_buffers_leave_the_memory_of_types_alone(self):
+        outputs = []
+        for is_persistent in (False, True):
+            with fake_group(1):
+                torch.manual_seed(0)
+                model = fully_shard(self.layer(nn.Linear, Direct), mesh=init_device_mesh("cpu", (1,)))
+                model.set_persistent_buffers(is_persistent)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                for _ in range(2):
+                    output = model(torch.ones(1, 8))
+                    output.sum().backward()
+                    optimizer.step()
+                outputs.append(output.detach())
+        self.assertTrue(torch.equal(*outputs))
+
     def test_padding_is_cut_from_gathered_rows_only(self):
         with fake_group(2):
             layer = nn.Linear(4, 3, bias=False)
