@@ -238,6 +238,14 @@ class PrefetchTest(OneRankTest):
         model = fully_shard(nn.Sequential(*layers), mesh=self.mesh)
         self.assertEqual(self.seen(model, layers), [[[True, True, False]], [[False, True, True]], [[False, False, True]]])
 
+    def test_modules_of_one_group_gather_the_module_after_them_ahead(self):
+        layers = [Observer(WIDTH, WIDTH) for _ in range(3)]
+        fully_shard(layers[:2], mesh=self.mesh), fully_shard(layers[2], mesh=self.mesh)
+        for layer in layers:
+            object.__setattr__(layer, "others", layers[2:]), object.__setattr__(layer, "seen", [])
+        model = fully_shard(nn.Sequential(*layers), mesh=self.mesh)
+        self.assertEqual(self.seen(model, layers), [[[True]], [[True]], [[True]]])
+
     def test_before_its_last_call_a_module_gathers_no_other_one(self):
         class Model(nn.Sequential):
             def forward(self, x):

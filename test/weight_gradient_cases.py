@@ -173,6 +173,8 @@ OTHERS = {
     "einsum that sums": (lambda x, w, b: torch.einsum("mk,kn->n", x, w), (M, K), (K, N)),
     "einsum of size 1": (lambda x, w, b: torch.einsum("mk,kn->mn", x, w), (M, 1), (1, N)),
     "grouped_mm of a transposed input": (lambda x, w, b: grouped(x.t(), w, b), (K, M + 3), (E, K, N)),
+    "mm of a sparse input": (lambda x, w, b: torch.mm(x.to_sparse(), w), (M, K), (K, N)),
+    "addmm of a sparse input": (lambda x, w, b: torch.addmm(b, x.to_sparse(), w), (M, K), (K, N)),
     "einsum of a diagonal": (lambda x, w, b: torch.einsum("mk,kk->mk", x, w), (M, K), (K, K)),
     "einsum of an outer product": (lambda x, w, b: torch.einsum("mk,ekn->emn", x, w), (M, K), (E, K, N)),
     "multi-head attention": (

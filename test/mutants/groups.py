@@ -12,6 +12,7 @@ _FSDP = [
     "test_group_state.py",
     "test_memory_report.py",
     "test_neighbour_copies.py",
+    "test_optimizer_states.py",
     "test_persistent_buffers.py",
     "test_weight_gradient*.py",
 ]

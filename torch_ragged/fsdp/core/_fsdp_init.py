@@ -192,12 +192,8 @@ def _rows_of_extension(fqn: str, param: nn.Parameter, cut: Granularity | Shard) 
 
 
 def _param_dtype(fqn: str, param: nn.Parameter, mp_policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    """The compute dtype; None: the parameter's own dtype, as for complex parameters."""
+    """The compute dtype; None: the parameter's own dtype, as for complex parameters, and for integers, which are not trained."""
     if not param.dtype.is_floating_point:
-        if param.requires_grad and not param.dtype.is_complex:
-            raise ValueError(
-                f"{fqn} is trainable and of dtype {param.dtype}: expected a floating-point or complex dtype, or freeze it"
-            )
         return None
     override = getattr(mp_policy, "param_dtype_override_fn", None)  # since torch 2.15
     chosen = override(param) if override is not None else None
