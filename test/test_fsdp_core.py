@@ -116,6 +116,39 @@ class ReplacedParameterTest(OneRankTest):
         self.assertTrue(torch.equal(model[0].weight.full_tensor(), expected))
 
 
+class ChangedParameterTest(OneRankTest):
+    def test_a_change_of_an_unsharded_parameter_raises_and_is_undone(self):
+        def write(layer):
+            with torch.no_grad():
+                layer.weight.add_(1)
+
+        def write_by_a_view(layer):
+            layer.weight.data.view(-1)[0] = 1
+
+        def move(layer):
+            layer.weight.data = layer.weight.data.clone()
+
+        def reinterpret(layer):
+            layer.weight.data = layer.weight.data.view(torch.float16)
+
+        def replace(layer):
+            layer.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+        for change, is_seen in ((write, True), (write_by_a_view, False), (move, True), (reinterpret, True), (replace, True)):
+            model = self.sharded(nn.Linear(WIDTH, WIDTH), mp_policy=BFLOAT16)
+            (sharded,) = (p for name, p in model.named_parameters() if name == "0.weight")
+            before, x = sharded.full_tensor(), torch.ones(1, WIDTH)
+            model(x)
+            expected = model(x)
+            model[0].unshard()
+            change(model[0])
+            error = error_of(model[0].reshard)
+            self.assertEqual("RuntimeError: weight changed while unsharded" in error, is_seen, change)
+            self.assertIs(model[0].weight, sharded)
+            self.assertTrue(torch.equal(sharded.full_tensor(), before))
+            self.assertTrue(torch.equal(model(x), expected))
+
+
 class InterruptedForwardTest(OneRankTest):
     def test_a_module_whose_forward_raised_is_sharded(self):
         model = self.sharded(Interrupted(WIDTH, WIDTH))

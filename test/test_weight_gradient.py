@@ -67,6 +67,16 @@ class ProductTest(unittest.TestCase):
                 with self.subTest(name, dtype=dtype):
                     self.check(name, dtype)
 
+    def test_a_target_that_refuses_leaves_the_gradient_to_autograd(self):
+        for cases in (PRODUCTS, PARTS):
+            for name, (function, x_shape, w_shape, *_) in cases.items():
+                x, data, b = tensors(x_shape, w_shape, torch.float32)
+                plain, weight = nn.Parameter(data.clone()), direct(data)
+                weight.gradient_target.refuses = True
+                wanted, got = run(function, x, plain, b), run(function, x, weight, b)
+                self.assertTrue(torch.equal(got[3], wanted[3]), name)
+                self.assertEqual((weight.gradient_target.done_calls, weight.gradient_target.moves), (0, 1), name)
+
 
 class PartTest(unittest.TestCase):
     def check(self, cases, name):

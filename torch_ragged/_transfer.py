@@ -228,6 +228,7 @@ class Route:
         self.cuts = target
 
     def _cut(self, target: tuple[Cut, ...]) -> None:
+        """Each rank selects its new elements from those that it holds. No communication."""
         here, there = self._owned(self.cuts), self._owned(target)
         pairs = common_parts(here, there)
         sends, receives = merged_parts(part for part, _ in pairs), merged_parts(part for _, part in pairs)

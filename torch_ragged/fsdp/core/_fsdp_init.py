@@ -192,7 +192,7 @@ def _rows_of_extension(fqn: str, param: nn.Parameter, cut: Granularity | Shard) 
 
 
 def _param_dtype(fqn: str, param: nn.Parameter, mp_policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    """The compute dtype; None: the parameter's own dtype, as for complex parameters, and for integers, which are not trained."""
+    """The compute dtype; None: the parameter's own dtype, as for complex parameters and for integers, which do not train."""
     if not param.dtype.is_floating_point:
         return None
     override = getattr(mp_policy, "param_dtype_override_fn", None)  # since torch 2.15
