@@ -19,6 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_ragged.fsdp import ZERO2, Float8Policy, fully_shard
+from torch_ragged.fsdp.comm._collectives import done
 from torch_ragged.fsdp.core._backward_pass import BackwardPass
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
 
@@ -147,6 +148,16 @@ class ChangedParameterTest(OneRankTest):
             self.assertIs(model[0].weight, sharded)
             self.assertTrue(torch.equal(sharded.full_tensor(), before))
             self.assertTrue(torch.equal(model(x), expected))
+
+    def test_a_conversion_to_integers_is_refused(self):
+        model = self.sharded(nn.Linear(WIDTH, WIDTH))
+        before = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        error = error_of(model._apply, lambda tensor: tensor.int())
+        self.assertRegex(
+            error, "ValueError: weight and 1 more is sharded in a buffer of torch.float32 and cannot become torch.int32"
+        )
+        for name, value in model.state_dict().items():
+            self.assertTrue(torch.equal(value.full_tensor(), before[name]))
 
 
 class InterruptedForwardTest(OneRankTest):
@@ -387,6 +398,19 @@ class BackwardRuleTest(OneRankTest):
         self.assertIn("boom", error_of(loss.backward))
         self.assertTrue(all(group.gradients.may_hold_sum for group in groups_of(model)))
 
+    def test_a_backward_that_raised_is_told_if_one_of_several_groups_had_gradients(self):
+        class Model(nn.Linear):
+            def forward(self, x):
+                return Boom.apply(x) @ self.weight
+
+        model = Model(WIDTH, WIDTH)
+        model.bias.data = model.bias.data.double()
+        fully_shard(model, mesh=self.mesh)
+        self.assertEqual(len(groups_of(model)), 2)
+        self.assertIn("boom", error_of(model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward))
+        with self.assertWarnsRegex(UserWarning, "a backward pass raised: its gradients"):
+            model(torch.randn(2, WIDTH))
+
     def test_gradients_of_inputs_have_gradients(self):
         """Two backward passes, of which the second reads parameters that the first has freed."""
         policy = MixedPrecisionPolicy(param_dtype=torch.float64)
@@ -474,6 +498,25 @@ class ManyRanksTest(unittest.TestCase):
                 model.finalize_backward()
             gathers.append(issued(mode, "allgather"))
         self.assertEqual(gathers, [1, 0, 0, 1, 0, 0])
+
+    def test_a_parameter_has_a_gradient_if_another_rank_used_it(self):
+        for others_use_it, frozen in ((False, False), (True, False), (True, True)):
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+            model.unused = nn.Parameter(torch.ones(WIDTH), requires_grad=not frozen)
+            fully_shard(model, mesh=init_device_mesh("cpu", (8,)))
+            (group,) = groups_of(model)
+            seen = []
+
+            def all_reduce_max(flags, seen=seen, others_use_it=others_use_it):
+                seen.append(flags.tolist())
+                flags[seen[-1].index(0)] = others_use_it
+                return done
+
+            with mock.patch.object(group.named, "all_reduce_max", all_reduce_max):
+                model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+            self.assertEqual(sorted(seen[0]), [0, 1, 1])
+            self.assertEqual(model.unused.grad is not None, others_use_it and not frozen)
+            self.assertIsNotNone(model[0].weight.grad)
 
     def test_profilers_see_what_a_step_does_with_the_names_of_groups(self):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
