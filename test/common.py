@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+import unittest
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -167,6 +168,13 @@ def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         debug._clear_sharding_prop_cache()
+
+
+def enter_fake_group(test: unittest.TestCase, ranks: int, rank: int = 0) -> None:
+    """:func:`fake_group` until the end of ``test``."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(fake_group(ranks, rank))
+    test.addCleanup(stack.close)
 
 
 def collectives_seen(mode: CommDebugMode) -> tuple[int, int]:

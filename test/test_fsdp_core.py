@@ -1,25 +1,21 @@
 """Rules of ``fsdp/core`` that one rank shows, in one process."""
 
-import contextlib
 import gc
-import itertools
 import unittest
 import warnings
 import weakref
 from unittest import mock
 
 import torch
-from common import error_of, fake_group
+from common import enter_fake_group, error_of, fake_group
 from fsdp_common import Boom
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_ragged.fsdp import ZERO2, Float8Policy, fully_shard
-from torch_ragged.fsdp.comm._collectives import done
 from torch_ragged.fsdp.core._backward_pass import BackwardPass
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
 
@@ -31,9 +27,7 @@ class OneRankTest(unittest.TestCase):
     """Models that train on one rank."""
 
     def setUp(self):
-        stack = contextlib.ExitStack()
-        stack.enter_context(fake_group(1))
-        self.addCleanup(stack.close)
+        enter_fake_group(self, 1)
         self.mesh = init_device_mesh("cpu", (1,))
         torch.manual_seed(0)
 
@@ -77,18 +71,9 @@ class Watched(torch.autograd.Function):
         return gradient
 
 
-class UnusedParameters(nn.Linear):
-    def forward(self, x):
-        return x * 2
-
-
 class ReturnsWeight(nn.Linear):
     def forward(self, x):
         return self.weight.t()
-
-
-def issued(mode, kind):
-    return sum(count for op, count in mode.get_comm_counts().items() if kind in str(op))
 
 
 def groups_of(model):
@@ -475,136 +460,6 @@ class BackwardRuleTest(OneRankTest):
         torch.testing.assert_close(model[0].weight.grad.full_tensor(), single.weight.grad)
         shards = [group.sharded.nbytes for group in groups_of(model)]
         self.assertEqual([sum(nbytes for _, nbytes in log.events) for log in logs], shards)
-
-
-class ManyRanksTest(unittest.TestCase):
-    """Models and meshes of several ranks, without their data."""
-
-    def setUp(self):
-        stack = contextlib.ExitStack()
-        stack.enter_context(fake_group(8, 7))
-        self.addCleanup(stack.close)
-        torch.manual_seed(0)
-
-    def test_what_stays_gathered_is_used_until_a_manual_finalization(self):
-        mesh = init_device_mesh("cpu", (8,))
-        model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh, placements=ZERO2)
-        model.set_manual_backward_finalization(True)
-        gathers = []
-        for step in range(6):
-            with CommDebugMode() as mode:
-                model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
-            if step % 3 == 2:
-                model.finalize_backward()
-            gathers.append(issued(mode, "allgather"))
-        self.assertEqual(gathers, [1, 0, 0, 1, 0, 0])
-
-    def test_a_parameter_has_a_gradient_if_another_rank_used_it(self):
-        for others_use_it, frozen in ((False, False), (True, False), (True, True)):
-            model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-            model.unused = nn.Parameter(torch.ones(WIDTH), requires_grad=not frozen)
-            fully_shard(model, mesh=init_device_mesh("cpu", (8,)))
-            (group,) = groups_of(model)
-            seen = []
-
-            def all_reduce_max(flags, seen=seen, others_use_it=others_use_it):
-                seen.append(flags.tolist())
-                flags[seen[-1].index(0)] = others_use_it
-                return done
-
-            with mock.patch.object(group.named, "all_reduce_max", all_reduce_max):
-                model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
-            self.assertEqual(sorted(seen[0]), [0, 1, 1])
-            self.assertEqual(model.unused.grad is not None, others_use_it and not frozen)
-            self.assertIsNotNone(model[0].weight.grad)
-
-    def test_profilers_see_what_a_step_does_with_the_names_of_groups(self):
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-        for module in (*model, model):
-            fully_shard(module, mesh=mesh)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
-        counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("torch_ragged::")}
-        both = dict.fromkeys(("pre_forward", "all_gather", "all_gather_wait", "pre_backward", "post_backward"), 1)
-        both |= {"all_gather": 2, "all_gather_wait": 2}
-        both |= dict.fromkeys(("reduce_scatter", "reduce_scatter_wait", "all_reduce", "all_reduce_wait"), 1)
-        expected = {f"torch_ragged::{what} (0)": count for what, count in both.items()}
-        expected["torch_ragged::unused_parameters_all_reduce (0)"] = 1
-        expected["torch_ragged::root_post_backward_callback (root)"] = 1
-        self.assertLessEqual(expected.items(), counts.items())
-
-    def test_a_reset_waits_for_the_reductions_in_flight_and_frees_their_input(self):
-        waits = []
-
-        class Work:
-            def wait(self):
-                waits.append(group.gradients._unreduced.is_allocated)
-
-        model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=init_device_mesh("cpu", (8,)))
-        (group,) = groups_of(model)
-        model.set_custom_reduce_scatter(lambda output, buffer, group, op, async_op: Work())
-        model.set_manual_backward_finalization(True)
-        model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
-        self.assertEqual(waits, [])
-        model.reset_iter_state()
-        self.assertEqual(waits, [True])
-        self.assertFalse(any(buffer.is_allocated for buffer in group.buffers()["gradients"]))
-
-    def test_a_module_that_runs_twice_is_sharded_between_its_backwards(self):
-        class Twice(nn.Sequential):
-            def forward(self, x):
-                for layer in (*self, *self):
-                    x = layer(x)
-                return x
-
-        mesh = init_device_mesh("cpu", (8,))
-        for is_list, gathers in ((False, [4, 4]), (True, [2, 1])):  # In backward, a list is sharded after its last module.
-            model = Twice(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-            for modules in [list(model)] if is_list else list(model):
-                fully_shard(modules, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            all_gather, counts = mock.Mock(return_value=None), []
-            for group in groups_of(model):
-                group.process_groups.custom_all_gather = all_gather
-            for _ in range(2):
-                loss = model(torch.randn(2, WIDTH, requires_grad=True)).sum()
-                counts.append(all_gather.call_count)
-                loss.backward()
-                counts.append(all_gather.call_count - counts[-1])
-                all_gather.reset_mock()
-            self.assertEqual(counts, 2 * gathers, is_list)
-
-    def test_an_asynchronous_finalization_issues_the_reductions_at_once(self):
-        model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=init_device_mesh("cpu", (8,)))
-        model.set_manual_backward_finalization(True)
-        model.set_requires_gradient_sync(False)
-        counts = []
-        with CommDebugMode() as mode:
-            model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
-            counts.append(issued(mode, "reduce_scatter"))
-            model.set_requires_gradient_sync(True)
-            handle = model.finalize_backward(async_op=True)
-            counts.append(issued(mode, "reduce_scatter"))
-            self.assertIsNone(model.weight.grad)
-            handle.wait()
-            counts.append(issued(mode, "reduce_scatter"))
-        self.assertEqual(counts, [0, 1, 1])
-        self.assertIsNotNone(model.weight.grad)
-
-    def test_a_group_with_frozen_parameters_is_reduced_if_this_rank_has_no_gradient(self):
-        """Another rank may have one."""
-        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for frozen, policy in itertools.product(((), ("weight",), ("weight", "bias")), (MixedPrecisionPolicy(), mixed)):
-            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), UnusedParameters(WIDTH, WIDTH))
-            for name in frozen:
-                getattr(model[1], name).requires_grad_(False)
-            mesh = init_device_mesh("cpu", (8,))
-            for module in (*model, model):
-                fully_shard(module, mesh=mesh, mp_policy=policy)
-            with CommDebugMode() as mode:
-                model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
-            self.assertEqual(issued(mode, "reduce_scatter"), 1 + (len(frozen) < 2), frozen)
 
 
 if __name__ == "__main__":

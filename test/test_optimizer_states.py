@@ -3,7 +3,7 @@
 import unittest
 
 import torch
-from common import error_of, fake_group
+from common import enter_fake_group, error_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -17,9 +17,7 @@ def distributed(mesh, placement, *shape):
 
 class OptimizerStatesTest(unittest.TestCase):
     def setUp(self):
-        group = fake_group(2)
-        group.__enter__()
-        self.addCleanup(group.__exit__, None, None, None)
+        enter_fake_group(self, 2)
         self.mesh = init_device_mesh("cpu", (2,))
         self.weight, self.bias = (nn.Parameter(distributed(self.mesh, Shard(0), *shape)) for shape in ((4, 3), (6,)))
         self.names = {self.weight: "weight", self.bias: "bias"}
