@@ -1,5 +1,6 @@
 """fully_shard's backward: groups that only some ranks use, outputs of any kind, and gradients that do not pile up."""
 
+import collections
 import copy
 import itertools
 import random
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import fully_shard
@@ -263,6 +264,27 @@ class TensorsTest(unittest.TestCase):
             self.assertEqual(([id(tensor) for tensor in found], opaque), ([id(tensor) for tensor in tensors], hides))
         doubled = map_tensors(lambda t: 2 * t, Hidden(x, {"y": y}))
         self.assertEqual((doubled.value.tolist(), doubled.rest["y"].tolist(), doubled.label), ([2.0], [2.0, 2.0], "hidden"))
+
+    def test_containers_are_new_and_of_the_same_type(self):
+        Pair = collections.namedtuple("Pair", "one two")
+        x = torch.ones(1)
+        for value in ({"a": x, "b": 1}, [x], (x, "text"), Pair(x, None), {x}, frozenset([x]), Hidden(x, {}), [[{"a": (x,)}]]):
+            mapped = map_tensors(lambda t: 2 * t, value)
+            self.assertIs(type(mapped), type(value))
+            self.assertEqual([t.item() for t in tensors_in(mapped)[0]], [2.0])
+            self.assertEqual([t.item() for t in tensors_in(value)[0]], [1.0])
+
+    def test_packed_sequences_move_without_their_batch_sizes(self):
+        packed = pack_sequence([torch.ones(2, 3), torch.ones(4, 3)], enforce_sorted=False)
+        for value in (packed, [packed], {packed}):
+            (data,), hides = tensors_in(value)
+            self.assertTrue(data is packed.data and not hides)
+        moved = map_tensors(lambda t: t.to("meta"), (packed,))[0]
+        self.assertEqual([t.device.type for t in moved], ["meta", "cpu", "meta", "meta"])
+        cast = map_tensors(lambda t: t.double(), packed)
+        self.assertEqual((cast.data.dtype, type(cast)), (torch.float64, PackedSequence))
+        for mine, before in zip(cast[1:], packed[1:]):
+            self.assertTrue(torch.equal(mine, before))
 
 
 # -- where gradients are ----------------------------------------------------------------------------------------------------

@@ -396,6 +396,19 @@ class BackwardRuleTest(OneRankTest):
         with self.assertWarnsRegex(UserWarning, "a backward pass raised: its gradients"):
             model(torch.randn(2, WIDTH))
 
+    def test_gradients_that_would_be_rounded_are_pending_too(self):
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = self.sharded(nn.Linear(WIDTH, WIDTH, bias=False), mp_policy=mixed)
+        gradients = groups_of(model)[0].gradients
+        wide = torch.full((WIDTH, WIDTH), 1 + 2**-20)
+        gradients._collect(0, wide.clone())
+        self.assertTrue(gradients.is_pending and gradients.needs_reduction)
+        gradients._collect(0, wide.clone())
+        gradients.start_reduction()
+        gradients.finish([True])
+        self.assertTrue(torch.equal(model[0].weight.grad.full_tensor(), 2 * wide))
+        self.assertFalse(gradients.is_pending)
+
     def test_gradients_of_inputs_have_gradients(self):
         """Two backward passes, of which the second reads parameters that the first has freed."""
         policy = MixedPrecisionPolicy(param_dtype=torch.float64)

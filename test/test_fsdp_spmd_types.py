@@ -17,6 +17,8 @@ from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.core._distribution import Distribution
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
+from torch_ragged.fsdp.core._spmd_types import is_annotated
+from torch_ragged.fsdp.core._tensors import map_tensors
 
 HAS_SPMD = bool(importlib.util.find_spec("spmd_types")) and hasattr(torch_fsdp, "DataParallelMeshDims")
 FSDP2_HAS_IT = torch.__version__ >= "2.15"
@@ -186,6 +188,20 @@ class SpmdTypesTest(unittest.TestCase):
                 with spmd.set_current_mesh(mesh):
                     spmd.assert_type(weight, {"dp": spmd.R, "tp": type_})
                 self.assertIs(Distribution("w", weight, dp).reduces_gradient, reduces, type_)
+
+    def test_a_tensor_of_the_same_values_takes_the_annotation(self):
+        import spmd_types as spmd
+
+        with fake_group(4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            weight = torch.ones(4, 2)
+            with spmd.set_current_mesh(mesh):
+                spmd.assert_type(weight, {"dp": spmd.R, "tp": spmd.S(0)})
+            cast = map_tensors(lambda tensor: tensor.double(), [weight])[0]
+            self.assertEqual(spmd.get_local_type(cast), spmd.get_local_type(weight))
+            self.assertEqual(spmd.get_partition_spec(cast), spmd.get_partition_spec(weight))
+            self.assertTrue(is_annotated(cast))
+            self.assertFalse(is_annotated(map_tensors(lambda tensor: tensor.double(), torch.ones(1))))
 
     def test_axes_of_one_rank_need_no_annotation(self):
         import spmd_types as spmd

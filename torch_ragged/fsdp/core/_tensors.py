@@ -24,7 +24,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     Containers in the result are new, of the same type. Other objects are not changed. A result has its tensor's annotation of
     ``spmd_types``: ``function`` must not change values, but for their dtype.
     """
-    return pytree.tree_map(lambda leaf: _map_leaf(function, leaf), value)
+    return pytree.tree_map(lambda leaf: _map_leaf(function, leaf), value, is_leaf=_is_packed)
 
 
 def tensors_in(value: Any) -> tuple[list[torch.Tensor], bool]:
@@ -36,9 +36,14 @@ def tensors_in(value: Any) -> tuple[list[torch.Tensor], bool]:
         tensors.append(tensor)
         return tensor
 
-    for leaf in pytree.tree_leaves(value):
+    for leaf in pytree.tree_leaves(value, is_leaf=_is_packed):
         _map_leaf(collect, leaf, opaque)
     return tensors, bool(opaque)
+
+
+def _is_packed(value: Any) -> bool:
+    """To pytree a packed sequence is a tuple of four tensors, but ``batch_sizes`` must stay on the CPU."""
+    return isinstance(value, PackedSequence)
 
 
 def _is_container(leaf: Any) -> bool:
@@ -56,10 +61,12 @@ def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any, opaqu
         return leaf
 
     def inside(part: Any) -> Any:
-        return pytree.tree_map(lambda inner: _map_leaf(function, inner, opaque), part)
+        return pytree.tree_map(lambda inner: _map_leaf(function, inner, opaque), part, is_leaf=_is_packed)
 
     if isinstance(leaf, PackedSequence):
-        return leaf._replace(data=function(leaf.data))
+        data = annotated_as(leaf.data, function(leaf.data))
+        orders = [None if order is None else order.to(data.device) for order in (leaf.sorted_indices, leaf.unsorted_indices)]
+        return PackedSequence(data, leaf.batch_sizes, *orders)
     if isinstance(leaf, (set, frozenset)):
         return type(leaf)(inside(part) for part in leaf)
     result = copy.copy(leaf)
