@@ -459,7 +459,12 @@ class BackwardRuleTest(OneRankTest):
         self.assertTrue(torch.equal(x.grad, torch.full((2, WIDTH), 3.0 * WIDTH)))
 
     def test_two_reductions_before_a_finalization_hold_one_shard(self):
-        model, single = self.sharded(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
+        for reduce_dtype in (torch.float32, torch.float64):  # In place, or with a cast to the dtype of .grad.
+            with self.subTest(reduce_dtype):
+                self.check_two_reductions(MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+
+    def check_two_reductions(self, policy):
+        model, single = self.sharded(nn.Linear(WIDTH, WIDTH), mp_policy=policy), nn.Linear(WIDTH, WIDTH)
         single.load_state_dict({name: value.full_tensor() for name, value in model[0].state_dict().items()})
         model.set_manual_backward_finalization(True)
         logs = [group.memory.reduced for group in groups_of(model)]

@@ -333,6 +333,18 @@ class OneRankTest(unittest.TestCase):
                 outputs.append(output.detach())
         self.assertTrue(torch.equal(*outputs))
 
+    def test_the_memory_of_gathered_tensors_is_noted(self):
+        for type_, nbytes in ((Halved, 2 * 32 + 4 + 4 * 32), (Direct, 4 * 32)):  # All-gathered, and computed with.
+            with fake_group(1):
+                model = fully_shard(self.layer(nn.Linear, type_), mesh=init_device_mesh("cpu", (1,)))
+                log = model._ragged_groups(recurse=True)[0].memory.gathered
+                log.start()
+                for _ in range(2):
+                    model.unshard()
+                    self.assertEqual(sum(each for _, each in log.events), nbytes)
+                    model.reshard()
+                    self.assertEqual(sum(each for _, each in log.events), 0)
+
     def test_padding_is_cut_from_gathered_rows_only(self):
         with fake_group(2):
             layer = nn.Linear(4, 3, bias=False)

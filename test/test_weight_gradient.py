@@ -187,6 +187,17 @@ class SavedTensorTest(unittest.TestCase):
             weight.add_(1)
         output.sum().backward()
 
+    def test_a_weight_may_change_if_only_the_input_is_needed(self):
+        for name, (function, x_shape, w_shape, _) in PRODUCTS.items():
+            x, data, b = tensors(x_shape, w_shape, torch.float32)
+            errors = []
+            for w in (nn.Parameter(data.clone()), direct(data)):
+                output = function(x.detach(), w, b)
+                with torch.no_grad():
+                    w.add_(1)
+                errors.append(error_of(output.backward, torch.ones_like(output)))
+            self.assertEqual(errors, ["", ""], name)
+
     def test_saved_tensor_hooks(self):
         def act(x, w, b):
             packed = []

@@ -106,7 +106,7 @@ def fully_shard(
             ``ZERO3`` on a 1-D mesh, HSDP on a 2-D mesh. See :class:`BufferPlacements`.
         optional: ranks may skip ``module`` in forward, such as a vision tower if their batch has text only, and run others that
             are optional in any order. They take part in its collectives, with gradients of zeros. The modules inside it are
-            optional, too. If the root has optional modules, ranks agree on the next call: one all-reduce of 8 bytes per mesh
+            optional, too. If the root has optional modules, ranks agree on the next call: one all-reduce of 16 bytes per mesh
             dimension before each call of a module that is not optional, and two for each call of one that is, which the host
             waits for. ``module`` must not be the root or a list.
 

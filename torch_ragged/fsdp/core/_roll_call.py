@@ -64,7 +64,7 @@ class RollCall:
     def meet(self, event: tuple[OptionalCall, bool] | None, stays_unsharded: bool = False) -> tuple[bool, bool]:
         """Return when ``event`` is next on all ranks that have it. ``None``: when no rank has an event of an optional module.
 
-        One all-reduce of 8 bytes per process group for each event that ranks agree on. The host waits for it.
+        One all-reduce of 16 bytes per process group for each event that ranks agree on. The host waits for it.
 
         Args:
             stays_unsharded: whether this rank must not reshard at this post-forward.
@@ -74,13 +74,14 @@ class RollCall:
         """
         own = len(self._events) if event is None else self._index[event]
         while True:
-            # The lowest number wins: the earliest event, and what at least one of the ranks that have it needs.
-            vote = torch.tensor(4 * own + 2 * (not torch.is_grad_enabled()) + (not stays_unsharded), device=self._device)
+            # The lowest number wins: the earliest event, and each thing that at least one of the ranks that have it needs.
+            votes = [2 * own + (not needed) for needed in (torch.is_grad_enabled(), stays_unsharded)]
+            vote = torch.tensor(votes, device=self._device)
             for group in self._groups:
                 with peers_named("the call of an optional module", "", functools.partial(dist.get_process_group_ranks, group)):
                     dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
-            agreed, flags = divmod(int(vote), 4)
-            needs = (flags < 2, flags % 2 == 0)
+            grad, stays = vote.tolist()
+            agreed, needs = grad // 2, (grad % 2 == 0, stays % 2 == 0)
             if agreed == own:
                 return needs
             state, is_exit = self._events[agreed]
