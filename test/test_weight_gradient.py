@@ -153,6 +153,28 @@ class UnusedOutputTest(unittest.TestCase):
             self.assertIsNone(plain.grad, name)
             self.assertEqual((weight.gradient_target.done_calls, weight.gradient_target.moves, weight.grad), (0, 0, None), name)
 
+    def test_errors_are_torchs(self):
+        _, data, b = tensors((M, K), (K, N), torch.float32)
+        plain, weight = nn.Parameter(data.clone()), direct(data)
+        scalar, wrong = torch.ones(()), torch.ones(2, 3)
+        for call in (
+            lambda w: torch.matmul(scalar, w),
+            lambda w: scalar @ w,
+            lambda w: F.linear(scalar, w),
+            lambda w: torch.mm(scalar, w),
+            lambda w: torch.addmm(b, scalar, w),
+            lambda w: torch.matmul(wrong, w),
+            lambda w: F.linear(wrong, w),
+            lambda w: torch.mm(wrong, w),
+            lambda w: torch.bmm(wrong, w),
+            lambda w: torch.addmm(b, wrong, w),
+            lambda w: torch.einsum("mk,kn->mn", wrong, w),
+            lambda w: torch.einsum("mk,kn->mx", wrong, w),
+            lambda w: torch.mm(wrong, w, 3),
+        ):
+            self.assertEqual(error_of(call, weight).replace("ComputeParameter", "Parameter"), error_of(call, plain))
+            self.assertNotEqual(error_of(call, plain), "")
+
     def test_options_of_a_grouped_product_are_torchs(self):
         x, data, b = tensors((M, K), (E, K, N), torch.float32)
         offsets = torch.tensor([2, 2, M - 1, M], dtype=torch.int32)
