@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import ZERO2, Float8Policy, fully_shard
 from torch_ragged.fsdp.core._backward_pass import BackwardPass
@@ -396,6 +397,41 @@ class BackwardRuleTest(OneRankTest):
         with self.assertWarnsRegex(UserWarning, "a backward pass raised: its gradients"):
             model(torch.randn(2, WIDTH))
 
+    def test_a_gradient_is_added_to_one_that_is_the_buffer(self):
+        model = self.sharded(nn.Linear(8, 16, bias=False))  # It fills its buffer.
+        gradients, one = groups_of(model)[0].gradients, torch.ones(16, 8)
+        for step in range(3):
+            first = one.t().contiguous().t() if step == 0 else one * 2  # Only in memory order, it can be the buffer.
+            gradients._collect(0, first)
+            self.assertEqual(gradients._unreduced.is_borrowed, step > 0)
+            gradients._collect(0, one * 3)
+            gradients.start_reduction()
+            gradients.finish([True])
+            self.assertTrue(torch.equal(model[0].weight.grad.full_tensor(), one * (4 + 5 * step)))
+
+    def test_a_module_becomes_a_root_when_its_root_is_deleted(self):
+        model = self.sharded(nn.Linear(WIDTH, WIDTH))
+        model(torch.ones(1, WIDTH))
+        layer = model[0]
+        (state,) = layer._ragged_states(recurse=False)
+        del model
+        gc.collect()
+        self.assertIs(state.context, state.context)
+        layer(torch.ones(1, WIDTH)).sum().backward()
+        self.assertTrue(state.is_root)
+        self.assertTrue(torch.equal(layer.weight.grad.full_tensor(), torch.ones(WIDTH, WIDTH)))
+
+    def test_an_optional_module_cannot_be_recomputed_with_others(self):
+        class Model(nn.Sequential):
+            def forward(self, x):
+                return checkpoint(super().forward, x, use_reentrant=False)
+
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        fully_shard(layers[0], mesh=self.mesh, optional=True), fully_shard(layers[1], mesh=self.mesh)
+        model = fully_shard(Model(*layers), mesh=self.mesh)
+        loss = model(torch.ones(1, WIDTH, requires_grad=True)).sum()
+        self.assertRegex(error_of(loss.backward), "RuntimeError: 0 is optional and is recomputed in backward")
+
     def test_gradients_that_would_be_rounded_are_pending_too(self):
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = self.sharded(nn.Linear(WIDTH, WIDTH, bias=False), mp_policy=mixed)
@@ -460,13 +496,15 @@ class BackwardRuleTest(OneRankTest):
 
     def test_two_reductions_before_a_finalization_hold_one_shard(self):
         for reduce_dtype in (torch.float32, torch.float64):  # In place, or with a cast to the dtype of .grad.
-            with self.subTest(reduce_dtype):
-                self.check_two_reductions(MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+            for at_once in (1, 2):
+                with self.subTest(reduce_dtype, at_once=at_once):
+                    self.check_two_reductions(MixedPrecisionPolicy(reduce_dtype=reduce_dtype), at_once)
 
-    def check_two_reductions(self, policy):
+    def check_two_reductions(self, policy, at_once):
         model, single = self.sharded(nn.Linear(WIDTH, WIDTH), mp_policy=policy), nn.Linear(WIDTH, WIDTH)
         single.load_state_dict({name: value.full_tensor() for name, value in model[0].state_dict().items()})
         model.set_manual_backward_finalization(True)
+        model.set_reduce_scatter_max_input_buffers(at_once)
         logs = [group.memory.reduced for group in groups_of(model)]
         for log in logs:
             log.start()

@@ -69,6 +69,21 @@ class CountTest(unittest.TestCase):
             self.assertEqual(model.unused.grad is not None, others_use_it and not frozen)
             self.assertIsNotNone(model[0].weight.grad)
 
+    def test_reductions_of_replicas_add_up(self):
+        """Rank 7 of 8 replicas, which alone has gradients."""
+        mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("replicate", "shard"))
+        model = fully_shard(nn.Linear(WIDTH, WIDTH, bias=False), mesh=mesh)
+        model.set_manual_backward_finalization(True)
+        (group,) = groups_of(model)
+        for factor in (1, 2, 4):
+            with CommDebugMode() as mode:
+                model(torch.full((1, WIDTH), float(factor), requires_grad=True)).sum().backward()
+            self.assertEqual(issued(mode, "allreduce"), factor > 1)  # Of the reduction before this one.
+            self.assertEqual(sum(buffer.is_allocated for buffer in group.buffers()["reduced"]), {1: 1, 2: 2, 4: 3}[factor])
+        model.finalize_backward()
+        self.assertTrue(torch.equal(model.weight.grad.to_local(), torch.full((WIDTH * WIDTH,), 7 / 8)))
+        self.assertEqual(group.buffers()["reduced"], [])
+
     def test_profilers_see_what_a_step_does_with_the_names_of_groups(self):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH))

@@ -175,6 +175,11 @@ OTHERS = {
     "grouped_mm of a transposed input": (lambda x, w, b: grouped(x.t(), w, b), (K, M + 3), (E, K, N)),
     "mm of a sparse input": (lambda x, w, b: torch.mm(x.to_sparse(), w), (M, K), (K, N)),
     "addmm of a sparse input": (lambda x, w, b: torch.addmm(b, x.to_sparse(), w), (M, K), (K, N)),
+    "grouped_mm of two matrices": (
+        lambda x, w, b: F.grouped_mm(x, w, offs=torch.tensor([16, 32, K], dtype=torch.int32)),
+        (M + 3, K),
+        (K, N),
+    ),
     "einsum of a diagonal": (lambda x, w, b: torch.einsum("mk,kk->mk", x, w), (M, K), (K, K)),
     "einsum of an outer product": (lambda x, w, b: torch.einsum("mk,ekn->emn", x, w), (M, K), (E, K, N)),
     "multi-head attention": (
