@@ -397,6 +397,17 @@ class BackwardRuleTest(OneRankTest):
         with self.assertWarnsRegex(UserWarning, "a backward pass raised: its gradients"):
             model(torch.randn(2, WIDTH))
 
+    def test_an_input_that_is_not_used_has_no_gradient(self):
+        class First(nn.Linear):
+            def forward(self, x, unused):
+                return super().forward(x)
+
+        model = fully_shard(First(WIDTH, WIDTH), mesh=self.mesh)
+        x, unused = torch.ones(1, WIDTH, requires_grad=True), torch.ones(1, requires_grad=True)
+        model(x, unused).sum().backward()
+        self.assertIsNone(unused.grad)
+        torch.testing.assert_close(x.grad, model.weight.full_tensor().sum(0, keepdim=True))
+
     def test_a_gradient_is_added_to_one_that_is_the_buffer(self):
         model = self.sharded(nn.Linear(8, 16, bias=False))  # It fills its buffer.
         gradients, one = groups_of(model)[0].gradients, torch.ones(16, 8)
