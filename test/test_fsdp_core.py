@@ -204,6 +204,38 @@ class HoldsTest(unittest.TestCase):
             self.assertFalse(group.holds(TwoTensor(other, other.clone())))
 
 
+class OutputDtypeTest(OneRankTest):
+    def test_every_output_has_it(self):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+        returning = fully_shard(ReturnsWeight(WIDTH, WIDTH), mesh=self.mesh, mp_policy=policy)
+        self.assertEqual(returning(torch.ones(1)).dtype, torch.float64)
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        fully_shard(layers, mesh=self.mesh, mp_policy=policy)  # The first one does not reshard.
+        root, x = fully_shard(nn.Sequential(*layers), mesh=self.mesh, mp_policy=policy), torch.ones(1, WIDTH)
+        seen = []
+        layers[1].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype), prepend=True)
+        self.assertEqual(root(x).dtype, torch.float64)
+        self.assertEqual(seen, [torch.float64])
+
+    def test_a_recomputed_output_has_it(self):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+        dtypes = []
+
+        class Model(nn.Sequential):
+            def forward(self, x):
+                return checkpoint(self.inner, x, use_reentrant=False)
+
+            def inner(self, x):
+                output = self[0](x)
+                dtypes.append(output.dtype)
+                return output.sin()
+
+        layer = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=self.mesh, mp_policy=policy)
+        model = fully_shard(Model(layer), mesh=self.mesh)
+        model(torch.ones(1, WIDTH, requires_grad=True)).sum().backward()
+        self.assertEqual(dtypes, [torch.float64] * 2)
+
+
 class CommContextTest(unittest.TestCase):
     def test_what_was_issued_ahead_is_known_until_it_is_forgotten(self):
         context, states = FSDPCommContext(), [nn.Module() for _ in range(3)]

@@ -362,6 +362,17 @@ class RegroupTest(unittest.TestCase):
         group = self.group(mesh["dp"])
         group.collectives = ProcessGroupCollectives(group.dp.shard_group, None)
         self.assertRegex(error_of(check_movable, group), "ValueError: .*has collectives that belong to its mesh")
+        for method, value, text in (
+            ("set_separate_reduce_scatter_group", True, "has a second process group"),
+            ("set_keep_unsharded_storage", True, "has persistent buffers"),
+            ("set_persistent_buffers", True, "has persistent buffers"),
+        ):
+            model = fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])
+            getattr(model, method)(value)
+            (group,) = model._ragged_groups(recurse=True)
+            self.assertRegex(error_of(check_movable, group), f"ValueError: .*{text}")
+            getattr(model, method)(not value)
+            self.assertEqual(error_of(check_movable, group), "")
 
     def group(self, mesh):
         (group,) = fully_shard(nn.Linear(4, 4), mesh=mesh)._ragged_groups(recurse=True)
