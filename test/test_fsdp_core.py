@@ -4,6 +4,7 @@ import gc
 import unittest
 import warnings
 import weakref
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -428,6 +429,28 @@ class BackwardRuleTest(OneRankTest):
         self.assertIn("boom", error_of(model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward))
         with self.assertWarnsRegex(UserWarning, "a backward pass raised: its gradients"):
             model(torch.randn(2, WIDTH))
+
+    def test_a_weight_that_is_used_outside_of_its_module_has_a_gradient(self):
+        for smallest in (1, 2**62):  # Written by the matmul, or copied.
+            with mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", smallest):
+                model = fully_shard(nn.Linear(WIDTH, WIDTH, bias=False), mesh=self.mesh)
+            model(torch.ones(1, WIDTH))
+            model.unshard()
+            nn.functional.linear(torch.ones(1, WIDTH), model.weight).sum().backward()
+            self.assertTrue(torch.equal(model.weight.grad.full_tensor(), torch.ones(WIDTH, WIDTH)))
+
+    def test_a_module_stays_unsharded_if_only_an_opaque_output_may_reach_backward(self):
+        class Hides(nn.Sequential):
+            def forward(self, x):
+                return torch.ones(1, requires_grad=True), SimpleNamespace(hidden=super().forward(x))
+
+        inner = fully_shard(Hides(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)), mesh=self.mesh, mp_policy=BFLOAT16)
+        model = fully_shard(nn.Sequential(inner), mesh=self.mesh)
+        _, opaque = model(torch.ones(1, WIDTH))
+        self.assertTrue(groups_of(inner)[0].is_unsharded)
+        opaque.hidden.sum().backward()
+        bias = inner[0].bias.grad.full_tensor()
+        self.assertTrue(torch.equal(bias, inner[1].weight.full_tensor()[0].bfloat16().float()))
 
     def test_an_input_that_is_not_used_has_no_gradient(self):
         class First(nn.Linear):

@@ -9,6 +9,7 @@ from common import enter_fake_group
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged.fsdp import ZERO2, fully_shard
@@ -80,9 +81,39 @@ class CountTest(unittest.TestCase):
                 model(torch.full((1, WIDTH), float(factor), requires_grad=True)).sum().backward()
             self.assertEqual(issued(mode, "allreduce"), factor > 1)  # Of the reduction before this one.
             self.assertEqual(sum(buffer.is_allocated for buffer in group.buffers()["reduced"]), {1: 1, 2: 2, 4: 3}[factor])
+            self.assertEqual({buffer.placement for buffer in group.buffers()["reduced"]}, {Shard(0)})
         model.finalize_backward()
         self.assertTrue(torch.equal(model.weight.grad.to_local(), torch.full((WIDTH * WIDTH,), 7 / 8)))
         self.assertEqual(group.buffers()["reduced"], [])
+
+    def gathers(self, model, change=lambda: None):
+        change()
+        with CommDebugMode() as mode:
+            model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+        return issued(mode, "allgather")
+
+    def test_what_stays_unsharded_is_gathered_again_after_a_change(self):
+        model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=init_device_mesh("cpu", (8,)), reshard_after_forward=False)
+        model.set_reshard_after_backward(False)
+        parameter, optimizer = model.weight, torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def write():
+            with torch.no_grad():
+                parameter.mul_(2)
+
+        counts = [self.gathers(model), self.gathers(model), self.gathers(model, optimizer.step), self.gathers(model)]
+        self.assertEqual([*counts, self.gathers(model, write), self.gathers(model)], [1, 0, 1, 0, 1, 0])
+
+    def test_frozen_modules_do_not_end_an_accumulation(self):
+        mesh = init_device_mesh("cpu", (8,))
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh, placements=ZERO2)
+        counts = []
+        for step in range(6):
+            model.set_requires_gradient_sync(step % 3 == 2)
+            counts.append(self.gathers(model))
+        self.assertEqual(counts, [2, 0, 0, 2, 0, 0])
 
     def test_profilers_see_what_a_step_does_with_the_names_of_groups(self):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))

@@ -341,6 +341,15 @@ class RegroupTest(unittest.TestCase):
         groups = [fully_shard(nn.Linear(4, 4), mesh=mesh[name])._ragged_groups(recurse=True)[0] for name in "aab"]
         self.assertEqual(mesh_of_groups(groups[:2]).mesh, mesh["a"])
         self.assertRegex(error_of(mesh_of_groups, groups), "ValueError: .*reshard_to moves parameters of one mesh")
+        whole_mesh = SimpleNamespace(dp=DataParallelMesh.of(mesh, dims(("a",))), names="weight", params=[])
+        error = "ValueError: weight was sharded with dp_mesh_dims, which reshard_to does not support"
+        self.assertEqual(error_of(mesh_of_groups, [whole_mesh]), error)
+        module = nn.Linear(4, 4, bias=False)
+        module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh["b"], [Shard(0)], src_data_rank=None))
+        parallel = fully_shard(module, mesh=mesh["a"])._ragged_groups(recurse=True)
+        self.assertRegex(
+            error_of(mesh_of_groups, parallel), "ValueError: weight was a DTensor .*data parallelism only"
+        )
 
     @fake_group(4)
     def test_groups_that_would_lose_something_are_refused(self):

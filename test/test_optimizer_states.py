@@ -64,6 +64,12 @@ class OptimizerStatesTest(unittest.TestCase):
             self.state(thing=value)
             self.assertRegex(error_of(self.states.told), f"ValueError: the state thing of weight in SGD .*{text}")
 
+    def test_a_state_that_is_cut_over_one_of_two_dimensions_is_not_replicated(self):
+        mesh = init_device_mesh("cpu", (1, 2))
+        for placements, is_refused in (((Replicate(), Shard(0)), True), ((Replicate(), Replicate()), False)):
+            self.state(thing=distribute_tensor(torch.zeros(4), mesh, placements, src_data_rank=None))
+            self.assertEqual("needs a method empty_state" in error_of(self.states.told), is_refused)
+
     def test_an_optimizer_with_empty_state_may_have_other_states(self):
         calls = []
 
