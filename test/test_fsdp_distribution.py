@@ -347,9 +347,7 @@ class RegroupTest(unittest.TestCase):
         module = nn.Linear(4, 4, bias=False)
         module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh["b"], [Shard(0)], src_data_rank=None))
         parallel = fully_shard(module, mesh=mesh["a"])._ragged_groups(recurse=True)
-        self.assertRegex(
-            error_of(mesh_of_groups, parallel), "ValueError: weight was a DTensor .*data parallelism only"
-        )
+        self.assertRegex(error_of(mesh_of_groups, parallel), "ValueError: weight was a DTensor .*data parallelism only")
 
     @fake_group(4)
     def test_groups_that_would_lose_something_are_refused(self):
