@@ -1,15 +1,10 @@
 """Rules of ``fsdp/core`` that one rank shows, in one process."""
 
-import gc
 import unittest
-import warnings
-import weakref
-from types import SimpleNamespace
-from unittest import mock
 
 import torch
-from common import enter_fake_group, error_of, fake_group
-from fsdp_common import Boom
+from common import error_of, fake_group
+from fsdp_one_rank import BFLOAT16, WIDTH, OneRankTest, groups_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -18,26 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import ZERO2, Float8Policy, fully_shard
-from torch_ragged.fsdp.core._backward_pass import BackwardPass
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
-
-WIDTH = 6
-BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # With it, one rank has gathered parameters beside its shards.
-
-
-class OneRankTest(unittest.TestCase):
-    """Models that train on one rank."""
-
-    def setUp(self):
-        enter_fake_group(self, 1)
-        self.mesh = init_device_mesh("cpu", (1,))
-        torch.manual_seed(0)
-
-    def sharded(self, *modules, **knobs):
-        model = nn.Sequential(*modules)
-        for module in model:
-            fully_shard(module, mesh=self.mesh, **knobs)
-        return fully_shard(model, mesh=self.mesh, **knobs)
 
 
 class Branches(nn.Module):
@@ -60,26 +36,9 @@ class Interrupted(nn.Linear):
         return super().forward(x)
 
 
-class Watched(torch.autograd.Function):
-    """The identity; ``node`` is a weak reference to its last call in backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        Watched.node = weakref.ref(ctx)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
 class ReturnsWeight(nn.Linear):
     def forward(self, x):
         return self.weight.t()
-
-
-def groups_of(model):
-    return model._ragged_groups(recurse=True)
 
 
 class ReplacedParameterTest(OneRankTest):
@@ -93,6 +52,24 @@ class ReplacedParameterTest(OneRankTest):
         for name, parameter in model.named_parameters():
             self.assertIs(parameter, old[name])
             self.assertTrue(torch.equal(parameter.full_tensor(), new[name].full_tensor()), name)
+
+    def test_parameters_assigned_to_a_model_on_meta_are_those_that_train(self):
+        source = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=self.mesh)
+        with torch.device("meta"):
+            model = nn.Linear(WIDTH, WIDTH)
+        fully_shard(model, mesh=self.mesh)
+        values = source.state_dict()
+        model.load_state_dict({name: value.clone() for name, value in values.items()}, assign=True)
+        parameters = list(model.parameters())
+        optimizer, x = torch.optim.SGD(parameters, lr=0.5), torch.ones(1, WIDTH)
+        output = model(x)
+        self.assertTrue(torch.equal(output, source(x)))
+        output.sum().backward()
+        before = values["bias"].full_tensor()
+        optimizer.step()
+        for parameter, other in zip(model.parameters(), parameters):
+            self.assertIs(parameter, other)
+        self.assertTrue(torch.equal(model.bias.full_tensor(), before - 0.5))
 
     def test_a_conversion_keeps_a_value_that_was_assigned_to_one_parameter_in_the_new_dtype(self):
         model = self.sharded(nn.Linear(WIDTH, WIDTH))
@@ -348,240 +325,6 @@ class PrefetchTest(OneRankTest):
         for layer in layers:
             layer.weight.to_local().data.fill_(1)
         self.assertTrue(torch.equal(model(x, 2), torch.full((1, WIDTH), WIDTH**2, dtype=torch.bfloat16)))
-
-
-class BackwardRuleTest(OneRankTest):
-    def test_a_backward_of_a_module_whose_root_was_deleted_raises(self):
-        class Root:
-            def drop_raised_backward(self):
-                pass
-
-        root = Root()
-        backward = BackwardPass(root)
-        del root
-        gc.collect()
-        self.assertRegex(error_of(backward.start), "RuntimeError: the root of this fully_shard module was deleted")
-
-    def test_a_later_forward_is_finished_when_backward_reaches_an_earlier_one(self):
-        class Order:
-            def __init__(self, name):
-                self.restart = lambda: calls.append(f"restart {name}")
-                self.finish = lambda: calls.append(f"finish {name}")
-
-        class Root:
-            def drop_raised_backward(self):
-                pass
-
-            def root_post_backward(self):
-                backward.finish_orders()
-
-        calls, root = [], Root()
-        backward, earlier, later = BackwardPass(root), Order("earlier"), Order("later")
-        x = torch.ones(1, requires_grad=True)
-
-        def hook(gradient):
-            backward.start()
-            for order in (later, later, earlier):
-                backward.reach(order)
-                self.assertTrue(backward.is_in(order))
-            backward.start()  # It was started: nothing happens.
-
-        x.register_hook(hook)
-        x.sum().backward()
-        self.assertEqual(calls, ["restart later", "finish later", "restart earlier", "finish later", "finish earlier"])
-        self.assertFalse(backward.is_in(earlier))
-
-    def test_a_hook_on_an_unsharded_parameter_sees_its_gradient_until_it_is_removed(self):
-        for smallest in (1, 2**62):  # Written by the matmul, or copied.
-            with mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", smallest):
-                model, seen = self.sharded(nn.Linear(WIDTH, WIDTH, bias=False)), []
-            model[0].unshard()
-            handle = model[0].weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad.clone()))
-            for _ in range(2):
-                model(torch.ones(1, WIDTH)).sum().backward()
-                handle.remove()
-            self.assertEqual([gradient.tolist() for gradient in seen], [torch.ones(WIDTH, WIDTH).tolist()])
-            self.assertTrue(torch.equal(model[0].weight.grad.full_tensor(), torch.full((WIDTH, WIDTH), 2.0)))
-
-    def test_a_backward_that_raises_leaves_a_note_that_gradients_accumulate(self):
-        """Other ranks, whose backward does not raise, send what they add up in ``reduce_dtype``: so does this one, later."""
-
-        class Model(nn.Linear):
-            def forward(self, x):
-                return super().forward(Boom.apply(x))
-
-        model = fully_shard(Model(WIDTH, WIDTH), mesh=self.mesh)
-        loss = model(torch.randn(2, WIDTH, requires_grad=True)).sum()
-        model.set_requires_gradient_sync(False)  # Not known in forward.
-        self.assertFalse(any(group.gradients.may_hold_sum for group in groups_of(model)))
-        self.assertIn("boom", error_of(loss.backward))
-        self.assertTrue(all(group.gradients.may_hold_sum for group in groups_of(model)))
-
-    def test_a_backward_that_raised_is_told_if_one_of_several_groups_had_gradients(self):
-        class Model(nn.Linear):
-            def forward(self, x):
-                return Boom.apply(x) @ self.weight
-
-        model = Model(WIDTH, WIDTH)
-        model.bias.data = model.bias.data.double()
-        fully_shard(model, mesh=self.mesh)
-        self.assertEqual(len(groups_of(model)), 2)
-        self.assertIn("boom", error_of(model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward))
-        with self.assertWarnsRegex(UserWarning, "a backward pass raised: its gradients"):
-            model(torch.randn(2, WIDTH))
-
-    def test_a_weight_that_is_used_outside_of_its_module_has_a_gradient(self):
-        for smallest in (1, 2**62):  # Written by the matmul, or copied.
-            with mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", smallest):
-                model = fully_shard(nn.Linear(WIDTH, WIDTH, bias=False), mesh=self.mesh)
-            model(torch.ones(1, WIDTH))
-            model.unshard()
-            nn.functional.linear(torch.ones(1, WIDTH), model.weight).sum().backward()
-            self.assertTrue(torch.equal(model.weight.grad.full_tensor(), torch.ones(WIDTH, WIDTH)))
-
-    def test_a_module_stays_unsharded_if_only_an_opaque_output_may_reach_backward(self):
-        class Hides(nn.Sequential):
-            def forward(self, x):
-                return torch.ones(1, requires_grad=True), SimpleNamespace(hidden=super().forward(x))
-
-        inner = fully_shard(Hides(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)), mesh=self.mesh, mp_policy=BFLOAT16)
-        model = fully_shard(nn.Sequential(inner), mesh=self.mesh)
-        _, opaque = model(torch.ones(1, WIDTH))
-        self.assertTrue(groups_of(inner)[0].is_unsharded)
-        opaque.hidden.sum().backward()
-        bias = inner[0].bias.grad.full_tensor()
-        self.assertTrue(torch.equal(bias, inner[1].weight.full_tensor()[0].bfloat16().float()))
-
-    def test_an_input_that_is_not_used_has_no_gradient(self):
-        class First(nn.Linear):
-            def forward(self, x, unused):
-                return super().forward(x)
-
-        model = fully_shard(First(WIDTH, WIDTH), mesh=self.mesh)
-        x, unused = torch.ones(1, WIDTH, requires_grad=True), torch.ones(1, requires_grad=True)
-        model(x, unused).sum().backward()
-        self.assertIsNone(unused.grad)
-        torch.testing.assert_close(x.grad, model.weight.full_tensor().sum(0, keepdim=True))
-
-    def test_a_gradient_is_added_to_one_that_is_the_buffer(self):
-        model = self.sharded(nn.Linear(8, 16, bias=False))  # It fills its buffer.
-        gradients, one = groups_of(model)[0].gradients, torch.ones(16, 8)
-        for step in range(3):
-            first = one.t().contiguous().t() if step == 0 else one * 2  # Only in memory order, it can be the buffer.
-            gradients._collect(0, first)
-            self.assertEqual(gradients._unreduced.is_borrowed, step > 0)
-            gradients._collect(0, one * 3)
-            gradients.start_reduction()
-            gradients.finish([True])
-            self.assertTrue(torch.equal(model[0].weight.grad.full_tensor(), one * (4 + 5 * step)))
-
-    def test_a_module_becomes_a_root_when_its_root_is_deleted(self):
-        model = self.sharded(nn.Linear(WIDTH, WIDTH))
-        model(torch.ones(1, WIDTH))
-        layer = model[0]
-        (state,) = layer._ragged_states(recurse=False)
-        del model
-        gc.collect()
-        self.assertIs(state.context, state.context)
-        layer(torch.ones(1, WIDTH)).sum().backward()
-        self.assertTrue(state.is_root)
-        self.assertTrue(torch.equal(layer.weight.grad.full_tensor(), torch.ones(WIDTH, WIDTH)))
-
-    def test_an_optional_module_cannot_be_recomputed_with_others(self):
-        class Model(nn.Sequential):
-            def forward(self, x):
-                return checkpoint(super().forward, x, use_reentrant=False)
-
-        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-        fully_shard(layers[0], mesh=self.mesh, optional=True), fully_shard(layers[1], mesh=self.mesh)
-        model = fully_shard(Model(*layers), mesh=self.mesh)
-        loss = model(torch.ones(1, WIDTH, requires_grad=True)).sum()
-        self.assertRegex(error_of(loss.backward), "RuntimeError: 0 is optional and is recomputed in backward")
-
-    def test_gradients_that_would_be_rounded_are_pending_too(self):
-        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        model = self.sharded(nn.Linear(WIDTH, WIDTH, bias=False), mp_policy=mixed)
-        gradients = groups_of(model)[0].gradients
-        wide = torch.full((WIDTH, WIDTH), 1 + 2**-20)
-        gradients._collect(0, wide.clone())
-        self.assertTrue(gradients.is_pending and gradients.needs_reduction)
-        gradients._collect(0, wide.clone())
-        gradients.start_reduction()
-        gradients.finish([True])
-        self.assertTrue(torch.equal(model[0].weight.grad.full_tensor(), 2 * wide))
-        self.assertFalse(gradients.is_pending)
-
-    def test_gradients_of_inputs_have_gradients(self):
-        """Two backward passes, of which the second reads parameters that the first has freed."""
-        policy = MixedPrecisionPolicy(param_dtype=torch.float64)
-        model = self.sharded(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1), mp_policy=policy)
-        single = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
-        single.load_state_dict({name: value.full_tensor().double() for name, value in model.state_dict().items()})
-        gradients = []
-        for each in (model, single):
-            x = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH).requires_grad_()
-            (of_input,) = torch.autograd.grad(each(x).sum(), x, create_graph=True)
-            of_input.square().sum().backward()
-            gradients.append([parameter.grad for parameter in each.parameters()])
-        for mine, plain in zip(*gradients):
-            self.assertEqual(mine is None, plain is None)  # The gradient of an input does not depend on the last bias.
-            if plain is not None:
-                torch.testing.assert_close(mine.full_tensor(), plain.float())
-
-    def test_gradients_with_a_graph_are_stored_without_it(self):
-        for layers in ([nn.Linear(WIDTH, WIDTH)], [nn.Linear(WIDTH, WIDTH, bias=False)]):
-            model = self.sharded(*layers)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns of reference cycles.
-                model(torch.randn(2, WIDTH)).square().sum().backward(create_graph=True)
-            for parameter in model.parameters():
-                self.assertFalse(parameter.grad.requires_grad)
-                self.assertFalse(parameter.grad.to_local().requires_grad)
-            for group in groups_of(model):
-                self.assertFalse(any(b.flat.requires_grad for part in group.buffers().values() for b in part))
-
-    def test_the_graph_of_a_gradient_is_freed_with_the_loss(self):
-        model, x = self.sharded(nn.Linear(WIDTH, WIDTH)), torch.randn(2, WIDTH)
-        loss = Watched.apply(model(x)).square().sum()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            loss.backward(create_graph=True)
-        del loss
-        gc.collect()
-        self.assertIsNone(Watched.node())
-
-    def test_what_stays_gathered_is_out_of_date_after_backward(self):
-        """A write to ``.data`` changes no version counter."""
-        model = self.sharded(nn.Linear(WIDTH, WIDTH, bias=False), placements=ZERO2, mp_policy=BFLOAT16)
-        x = torch.ones(2, WIDTH, requires_grad=True)
-        first, second = model(x.detach()), model(x)
-        first.sum().backward()
-        model[0].weight.to_local().data.fill_(3)
-        second.sum().backward()
-        self.assertTrue(torch.equal(x.grad, torch.full((2, WIDTH), 3.0 * WIDTH)))
-
-    def test_two_reductions_before_a_finalization_hold_one_shard(self):
-        for reduce_dtype in (torch.float32, torch.float64):  # In place, or with a cast to the dtype of .grad.
-            for at_once in (1, 2):
-                with self.subTest(reduce_dtype, at_once=at_once):
-                    self.check_two_reductions(MixedPrecisionPolicy(reduce_dtype=reduce_dtype), at_once)
-
-    def check_two_reductions(self, policy, at_once):
-        model, single = self.sharded(nn.Linear(WIDTH, WIDTH), mp_policy=policy), nn.Linear(WIDTH, WIDTH)
-        single.load_state_dict({name: value.full_tensor() for name, value in model[0].state_dict().items()})
-        model.set_manual_backward_finalization(True)
-        model.set_reduce_scatter_max_input_buffers(at_once)
-        logs = [group.memory.reduced for group in groups_of(model)]
-        for log in logs:
-            log.start()
-        for step in range(2):
-            x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step))
-            model(x).square().sum().backward()
-            single(x).square().sum().backward()
-        model.finalize_backward()
-        torch.testing.assert_close(model[0].weight.grad.full_tensor(), single.weight.grad)
-        shards = [group.sharded.nbytes for group in groups_of(model)]
-        self.assertEqual([sum(nbytes for _, nbytes in log.events) for log in logs], shards)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from unittest import mock
 
 import torch
 from common import enter_fake_group
+from fsdp_one_rank import WIDTH, groups_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -15,8 +16,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch_ragged.fsdp import ZERO2, fully_shard
 from torch_ragged.fsdp.comm._collectives import done
 
-WIDTH = 6
-
 
 class UnusedParameters(nn.Linear):
     def forward(self, x):
@@ -25,10 +24,6 @@ class UnusedParameters(nn.Linear):
 
 def issued(mode, kind):
     return sum(count for op, count in mode.get_comm_counts().items() if kind in str(op))
-
-
-def groups_of(model):
-    return model._ragged_groups(recurse=True)
 
 
 class CountTest(unittest.TestCase):

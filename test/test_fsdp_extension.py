@@ -47,7 +47,8 @@ class Halved(torch.Tensor):
         return Halved(inner["data_"])
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        assert mesh.ndim == 1 and isinstance(module, nn.Linear) and len(outer_size) == 2 == len(outer_stride)
+        assert mesh.ndim == 1 and isinstance(module, nn.Linear)
+        assert outer_size == module.weight.shape and outer_stride == (outer_size[1], 1)
         return (self.data_.bfloat16(), torch.tensor([float(mesh.get_local_rank())])), "metadata"
 
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
