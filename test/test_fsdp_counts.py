@@ -5,6 +5,7 @@ import unittest
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from common import enter_fake_group
 from fsdp_one_rank import WIDTH, groups_of
 from torch import nn
@@ -156,7 +157,7 @@ class CountTest(unittest.TestCase):
             for modules in [list(model)] if is_list else list(model):
                 fully_shard(modules, mesh=mesh)
             fully_shard(model, mesh=mesh)
-            all_gather, counts = mock.Mock(return_value=None), []
+            all_gather, counts = mock.create_autospec(dist.all_gather_into_tensor, return_value=None), []
             for group in groups_of(model):
                 group.process_groups.custom_all_gather = all_gather
             for _ in range(2):

@@ -112,6 +112,25 @@ class GradientTest(OneRankTest):
         with self.assertWarnsRegex(UserWarning, "a backward pass raised: its gradients"):
             model(torch.randn(2, WIDTH))
 
+    def test_a_parameter_frozen_after_forward_has_no_gradient(self):
+        model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=self.mesh, reshard_after_forward=False)
+        sharded, loss = model.weight, model(torch.ones(1, WIDTH)).sum()
+        sharded.requires_grad_(False)
+        loss.backward()
+        self.assertIsNone(sharded.grad)
+        self.assertIsNotNone(model.bias.grad)
+
+    def test_nothing_is_told_of_a_backward_that_raised_before_any_gradient(self):
+        class Model(nn.Linear):
+            def forward(self, x):
+                return Boom.apply(super().forward(x))
+
+        model, x = fully_shard(Model(WIDTH, WIDTH), mesh=self.mesh), torch.ones(1, WIDTH)
+        self.assertIn("boom", error_of(model(x).sum().backward))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(x)
+
     def test_gradients_of_inputs_may_be_missing_or_constant(self):
         class First(nn.Linear):
             def forward(self, x, unused):

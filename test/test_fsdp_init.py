@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.core._fsdp_init import find_params
 from torch_ragged.fsdp.core._fsdp_state import state_of
-from torch_ragged.fsdp.core._roll_call import RollCall, roll_call_of
+from torch_ragged.fsdp.core._roll_call import OptionalCall, RollCall, roll_call_of
 
 
 class Tied(nn.Module):
@@ -99,8 +99,7 @@ class RollCallTest(unittest.TestCase):
 
     @fake_group(2)
     def test_ranks_agree_on_the_earliest_event_and_on_what_any_of_them_needs(self):
-        events = [(mock.Mock(), False), (mock.Mock(), True), (mock.Mock(), False)]
-        roll_call = RollCall(events, [dist.group.WORLD], torch.device("cpu"))
+        events, roll_call = self.of_three_events()
         for event in (*events, None):
             own = 3 if event is None else events.index(event)
             for grad in (False, True):
@@ -114,15 +113,18 @@ class RollCallTest(unittest.TestCase):
 
     @fake_group(2)
     def test_a_rank_takes_part_in_the_events_of_others(self):
-        events = [(mock.Mock(), False), (mock.Mock(), True), (mock.Mock(), False)]
-        roll_call = RollCall(events, [dist.group.WORLD], torch.device("cpu"))
+        events, roll_call = self.of_three_events()
         votes = [[1, 1], [3, 2], [2, 2], [2, 3], [100, 100]]
         with mock.patch.object(dist, "all_reduce", self.another(*votes)):
             self.assertEqual(roll_call.meet(events[2], True), (True, True))
-        self.assertEqual(events[0][0].mock_calls, [mock.call.enter_call(False)])
+        self.assertEqual(events[0][0].method_calls, [mock.call.enter_call(False)])
         leaves = [mock.call.leave_call(False, True), mock.call.leave_call(True, True), mock.call.leave_call(True, False)]
-        self.assertEqual(events[1][0].mock_calls, leaves)
-        self.assertEqual(events[2][0].mock_calls, [])
+        self.assertEqual(events[1][0].method_calls, leaves)
+        self.assertEqual(events[2][0].method_calls, [])
+
+    def of_three_events(self):
+        events = [(mock.create_autospec(OptionalCall, instance=True), is_exit) for is_exit in (False, True, False)]
+        return events, RollCall(events, [dist.group.WORLD], torch.device("cpu"))
 
     def another(self, *votes):
         remaining = list(votes)
