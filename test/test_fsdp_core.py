@@ -113,6 +113,39 @@ class ChangedParameterTest(OneRankTest):
             self.assertTrue(torch.equal(sharded.full_tensor(), before))
             self.assertTrue(torch.equal(model(x), expected))
 
+    def test_a_tied_embedding_that_renormalizes_may_write_to_its_weight(self):
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.head = nn.Linear(WIDTH, 3, bias=False)
+                self.embedding = nn.Embedding(3, WIDTH, max_norm=0.1)
+                self.embedding.weight = self.head.weight
+
+            def forward(self, tokens):
+                return self.head(self.embedding(tokens))
+
+        single = Model()
+        model = Model()
+        model.load_state_dict(single.state_dict())
+        fully_shard(model, mesh=self.mesh)
+        tokens = torch.tensor([0, 2])
+        for _ in range(2):
+            self.assertTrue(torch.equal(model(tokens), single(tokens)))
+            model.reshard()
+
+    def test_storage_that_is_kept_is_kept_in_a_new_dtype(self):
+        model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=self.mesh, mp_policy=BFLOAT16)
+        model.set_keep_unsharded_storage(True)
+        model.double()
+        (group,) = groups_of(model)
+        addresses = []
+        for _ in range(2):
+            model(torch.ones(1, WIDTH)).sum().backward()
+            self.assertFalse(group.is_unsharded)
+            self.assertTrue(group.unsharded.is_allocated)
+            addresses.append(group.unsharded.flat.data_ptr())
+        self.assertEqual(addresses[0], addresses[1])
+
     def test_a_conversion_to_integers_is_refused(self):
         model = self.sharded(nn.Linear(WIDTH, WIDTH))
         before = {name: value.full_tensor() for name, value in model.state_dict().items()}

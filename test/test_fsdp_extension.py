@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_ragged.fsdp import fully_shard, memory_report, monitor, rows
 
@@ -333,6 +334,16 @@ class OneRankTest(unittest.TestCase):
                     optimizer.step()
                 outputs.append(output.detach())
         self.assertTrue(torch.equal(*outputs))
+
+    @fake_group(1)
+    def test_a_tensor_that_wraps_a_view_of_a_parameter_holds_it(self):
+        model = fully_shard(self.layer(nn.Linear, Halved), mesh=init_device_mesh("cpu", (1,)))
+        (group,) = model._ragged_groups(recurse=True)
+        self.assertFalse(group.holds(torch.zeros(4, 8)))
+        model.unshard()
+        self.assertTrue(group.holds(model.weight))
+        self.assertTrue(group.holds(TwoTensor(torch.zeros(4, 8), model.weight.detach())))
+        self.assertFalse(group.holds(TwoTensor(torch.zeros(4, 8), torch.zeros(4, 8))))
 
     def test_the_memory_of_gathered_tensors_is_noted(self):
         for type_, nbytes in ((Halved, 2 * 32 + 4 + 4 * 32), (Direct, 4 * 32)):  # All-gathered, and computed with.
