@@ -311,6 +311,17 @@ class PrefetchTest(OneRankTest):
         model = fully_shard(nn.Sequential(*layers), mesh=self.mesh)
         self.assertEqual(self.seen(model, layers), [[[True, True, False]], [[False, True, True]], [[False, False, True]]])
 
+    def test_no_more_modules_are_gathered_ahead_than_allowed(self):
+        layers = self.observers(4)
+        model = fully_shard(nn.Sequential(*layers), mesh=self.mesh)
+        layers[0].set_modules_to_forward_prefetch(layers[1:])
+        for layer in layers[1:]:
+            layer.set_modules_to_forward_prefetch([])
+        first, second, third, last = self.seen(model, layers)
+        self.assertEqual(first, [[True, True, True, False]])
+        self.assertEqual((second, third), ([[False, True, True, False]], [[False, False, True, False]]))
+        self.assertEqual(last, [[False, False, False, True]])
+
     def test_modules_of_one_group_gather_the_module_after_them_ahead(self):
         layers = [Observer(WIDTH, WIDTH) for _ in range(3)]
         fully_shard(layers[:2], mesh=self.mesh), fully_shard(layers[2], mesh=self.mesh)

@@ -157,6 +157,12 @@ class RaggedTest(unittest.TestCase):
             self.assertRegex(
                 error_of(Distribution, "w", uneven, dp), r"ValueError: w .*is cut unevenly by .*over 2 ranks.*pad it"
             )
+            both = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
+            twice = DTensor.from_local(
+                whole(2, 2), both["ep", "tp"], [Shard(0)] * 2, shape=(6, 2), stride=(2, 1), run_check=False
+            )
+            error = error_of(Distribution, "w", twice, DataParallelMesh.of(both["dp"]))
+            self.assertRegex(error, "ValueError: w .*is cut unevenly")  # Into 3 and 3, and these into 2 and 1.
             ragged = DTensor.from_local(
                 whole(3), mesh["tp"], [RaggedShard((0,), (3, 2))], shape=(5,), stride=(1,), run_check=False
             )

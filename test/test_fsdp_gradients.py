@@ -113,12 +113,22 @@ class GradientTest(OneRankTest):
             model(torch.randn(2, WIDTH))
 
     def test_a_parameter_frozen_after_forward_has_no_gradient(self):
-        model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=self.mesh, reshard_after_forward=False)
-        sharded, loss = model.weight, model(torch.ones(1, WIDTH)).sum()
-        sharded.requires_grad_(False)
-        loss.backward()
-        self.assertIsNone(sharded.grad)
-        self.assertIsNotNone(model.bias.grad)
+        for smallest in (1, 2**62):  # Written by the matmul, or copied.
+            with mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", smallest):
+                model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=self.mesh, reshard_after_forward=False)
+            self.assertEqual(groups_of(model)[0].writes_gradients, smallest == 1)
+            sharded, loss = model.weight, model(torch.ones(1, WIDTH)).sum()
+            sharded.requires_grad_(False)
+            loss.backward()
+            self.assertIsNone(sharded.grad)
+            self.assertIsNotNone(model.bias.grad)
+
+    def test_after_backward_nothing_is_in_flight(self):
+        model = self.sharded(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model.set_reduce_scatter_max_input_buffers(3)
+        (state,) = model._ragged_states(recurse=False)
+        model(torch.ones(1, WIDTH)).sum().backward()
+        self.assertEqual((state.comm.reducing, state.comm.may_gather_ahead), ([], True))
 
     def test_nothing_is_told_of_a_backward_that_raised_before_any_gradient(self):
         class Model(nn.Linear):
