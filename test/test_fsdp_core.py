@@ -146,6 +146,14 @@ class ChangedParameterTest(OneRankTest):
             addresses.append(group.unsharded.flat.data_ptr())
         self.assertEqual(addresses[0], addresses[1])
 
+    def test_buffers_may_be_chosen_while_a_module_is_unsharded(self):
+        model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=self.mesh, mp_policy=BFLOAT16)
+        expected = model(torch.ones(1, WIDTH))
+        model.unshard()
+        model.set_persistent_buffers(True)
+        self.assertIsInstance(model.weight, DTensor)
+        self.assertTrue(torch.equal(model(torch.ones(1, WIDTH)), expected))
+
     def test_a_conversion_to_integers_is_refused(self):
         model = self.sharded(nn.Linear(WIDTH, WIDTH))
         before = {name: value.full_tensor() for name, value in model.state_dict().items()}
@@ -259,6 +267,30 @@ class CommContextTest(unittest.TestCase):
         self.assertTrue(context.forget_gathering(states[0]))
         self.assertFalse(context.forget_gathering(states[0]))
         self.assertTrue(context.may_gather_ahead)
+
+    def test_reductions_are_finished_in_the_order_of_issue(self):
+        class Gradients:
+            def __init__(self, name):
+                self.wait_for_second_buffer = lambda: calls.append(f"wait {name}")
+                self.finish_reduction = lambda: calls.append(f"finish {name}")
+
+        calls, context = [], FSDPCommContext()
+        a, b, c, d = map(Gradients, "abcd")
+        for entry in ([a, b], [c], [d]):
+            context.add_reduction(entry)
+        context.wait_for_room(4)
+        context.finish_reductions(4)
+        self.assertEqual(calls, [])
+        context.wait_for_room(3)
+        self.assertEqual(calls, ["wait a", "wait b"])
+        context.forget([c])
+        self.assertEqual(context.reducing, [[a, b], [d]])
+        calls.clear()
+        context.finish_reductions(2)
+        self.assertEqual((calls, context.reducing), (["finish a", "finish b"], [[d]]))
+        context.forget([a])
+        context.wait_for_room(1)
+        self.assertEqual((calls[2:], context.reducing), (["wait d"], [[d]]))
 
 
 class NameTest(OneRankTest):

@@ -81,6 +81,19 @@ class CountTest(unittest.TestCase):
         model.finalize_backward()
         self.assertTrue(torch.equal(model.weight.grad.to_local(), torch.full((WIDTH * WIDTH,), 7 / 8)))
         self.assertEqual(group.buffers()["reduced"], [])
+        for _ in range(2):
+            model(torch.ones(1, WIDTH)).sum().backward()
+        model.reset_iter_state()  # While an all-reduce is in flight.
+        self.assertEqual(group.buffers()["reduced"], [])
+
+    def test_pieces_of_a_later_dimension_are_freed_unless_they_are_kept(self):
+        mesh = init_device_mesh("cpu", (8,))
+        for kept, placements in ((False, None), (True, ZERO2), (True, None)):
+            layer = nn.Linear(8, 8, bias=False)
+            model = fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: Shard(1), placements=placements)
+            model.set_keep_unsharded_storage(kept and placements is None)
+            model.unshard()
+            self.assertEqual(groups_of(model)[0].unsharded.is_allocated, kept)
 
     def gathers(self, model, change=lambda: None):
         change()

@@ -18,7 +18,7 @@ from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
 from torch_ragged.fsdp.core._distribution import Distribution
 from torch_ragged.fsdp.core._group_state import GradientState
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, groups_of
-from torch_ragged.fsdp.core._regroup import check_kept, check_movable, keep_as, kept_by, mesh_of_groups
+from torch_ragged.fsdp.core._regroup import check_kept, check_movable, copy_settings, keep_as, kept_by, mesh_of_groups
 
 
 def whole(*shape):
@@ -62,6 +62,8 @@ class ShardDimTest(unittest.TestCase):
         distribution, chunks = Distribution("w", param, dp, dim), param.chunk(dp.ranks, dim)
         layout = distribution.even_layout(dp.ranks)
         self.assertEqual((layout.ranks, layout.order, layout.shard_numel), (dp.ranks, "even", chunks[0].numel()))
+        self.assertEqual(layout.tensors[0].dims, (0,))
+        self.assertEqual(layout.tensors[0].shape, tuple(param.shape) if dim == 0 else (param.numel(),))
         flat = distribution.flat(param)
         self.assertTrue(torch.equal(flat, torch.cat([chunk.reshape(-1) for chunk in chunks])))
         pieces = distribution.pieces(flat)
@@ -340,6 +342,25 @@ class RegroupTest(unittest.TestCase):
             self.assertEqual(error_of(check_kept, group, DataParallelMesh.of(DeviceMesh("cpu", [0, 1, 2, 3]))), "")
             replicas = DataParallelMesh.of(init_device_mesh("cpu", (2, 4)))
             self.assertEqual("ZERO1 or ZERO2" in error_of(check_kept, group, replicas), kept == "all")
+
+    @fake_group(4)
+    def test_what_the_user_has_set_is_copied(self):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        old, new = (fully_shard(nn.Linear(4, 4), mesh=mesh) for _ in range(2))
+        gather, reduce_scatter, hook = (lambda *args, **kwargs: None for _ in range(3))
+        old.set_custom_all_gather(gather), old.set_custom_reduce_scatter(reduce_scatter)
+        old.set_all_reduce_hook(hook), old.set_requires_all_reduce(False), old.set_gradient_divide_factor(3.0)
+        old.set_reduce_scatter_max_input_buffers(5)
+        (before,), (after,) = (model._ragged_groups(recurse=True) for model in (old, new))
+        before.fqn = "layer"
+        copy_settings(before, after)
+        self.assertEqual((after.fqn, after.gradients.fqn), ("layer", "layer"))
+        self.assertEqual(
+            (after.process_groups.custom_all_gather, after.process_groups.custom_reduce_scatter), (gather, reduce_scatter)
+        )
+        for name in ("reduction", "requires_all_reduce", "reduce_hook", "max_reductions"):
+            self.assertEqual(getattr(after.gradients, name), getattr(before.gradients, name), name)
+        self.assertEqual((after.gradients.max_reductions, after.gradients.requires_all_reduce), (5, False))
 
     @fake_group(4)
     def test_groups_of_several_meshes_are_refused(self):

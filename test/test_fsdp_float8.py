@@ -26,7 +26,7 @@ from torch_ragged.fsdp import (
     tensor,
 )
 from torch_ragged.fsdp._fully_shard import named_groups
-from torch_ragged.fsdp.core._float8 import Float8Encoding, _Slices, keeps_tiles
+from torch_ragged.fsdp.core._float8 import _SLICE_ALIGNMENT, Float8Encoding, _Slices, keeps_tiles
 from torch_ragged.granularity import TensorSpec
 
 BFLOAT16 = Float8Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -99,13 +99,27 @@ def test_each_element_is_in_one_run_of_one_rank():
         for ranks in (1, 2, 3, 4):
             specs = [TensorSpec(str(index), shape, (0,), shape[-1]) for index, shape in enumerate(shapes)]
             layout = plan_layout(specs, ranks)
-            whole = torch.zeros(layout.numel)
+            whole, slices, scales = torch.zeros(layout.numel), _Slices(layout, (1, 128)), []
             for rank in range(ranks):
-                for run in _Slices(layout, (1, 128)).runs_of(rank, gathered=True):
+                scales.append(sum(math.prod(run.sizes[:2]) for run in slices.runs_of(rank, gathered=True)))
+                for run in slices.runs_of(rank, gathered=True):
                     whole[run.values : run.values + math.prod(run.sizes)] += 1
             for spec, offset in zip(layout.tensors, layout.offsets):
                 assert torch.equal(whole[offset : offset + spec.numel], torch.ones(spec.numel)), (shapes, ranks)
             assert whole.sum() == sum(spec.numel for spec in layout.tensors)
+            assert 0 <= slices.layout.shard_numel - (layout.shard_numel + 4 * max(scales)) < _SLICE_ALIGNMENT
+
+
+def test_an_embedding_is_not_quantized_even_if_it_is_tied():
+    embedding, head, norm = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False), nn.LayerNorm(2)
+    policy = Float8Policy()
+    for places, expected in (
+        ([(embedding, "weight"), (head, "weight")], elements()),
+        ([(head, "weight"), (embedding, "weight")], elements()),
+        ([(head, "weight")], blocks(128, 128)),
+    ):
+        assert policy.default_granularity(head.weight, places) == expected
+    assert policy.default_granularity(norm.weight, [(norm, "weight")]) == elements()
 
 
 @fake_group(2)
