@@ -130,6 +130,15 @@ class GradientTest(OneRankTest):
         model(torch.ones(1, WIDTH)).sum().backward()
         self.assertEqual((state.comm.reducing, state.comm.may_gather_ahead), ([], True))
 
+    def test_a_reset_drops_gradients_of_modules_that_ran_without_their_root(self):
+        model = self.sharded(nn.Linear(WIDTH, WIDTH))
+        model.set_requires_gradient_sync(False)
+        model[0](torch.ones(1, WIDTH)).sum().backward()
+        (group,) = groups_of(model)
+        self.assertTrue(group.gradients.is_pending)
+        model.reset_iter_state()
+        self.assertFalse(group.gradients.is_pending)
+
     def test_nothing_is_told_of_a_backward_that_raised_before_any_gradient(self):
         class Model(nn.Linear):
             def forward(self, x):
