@@ -111,6 +111,23 @@ class ForwardOrderTest(unittest.TestCase):
         order.finish()
         self.assertEqual(events, [])
 
+    def test_an_event_may_reach_further_ones(self):
+        class Reentrant(Member):
+            def pre_backward(self, order, position):
+                super().pre_backward(order, position)
+                order.finish()
+
+        events = []
+        order = ForwardOrder()
+        for name in "abc":
+            position = order.enter(Reentrant(name, events))
+            order.watch_entry(position)
+            order.watch_exit(position)
+        order.restart()
+        order.finish()
+        once = [("pre", 0), ("pre", 1), ("pre", 2), ("post", "a", True), ("post", "b", True), ("post", "c", True)]
+        self.assertEqual(sorted(events), sorted(once))
+
     def test_events_that_backward_has_passed_do_not_run_again(self):
         events = []
         order, member, other = ForwardOrder(), Member("a", events), Member("b", events)

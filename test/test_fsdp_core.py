@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from torch_ragged.fsdp import ZERO2, Float8Policy, fully_shard
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
@@ -70,6 +70,19 @@ class ReplacedParameterTest(OneRankTest):
         for parameter, other in zip(model.parameters(), parameters):
             self.assertIs(parameter, other)
         self.assertTrue(torch.equal(model.bias.full_tensor(), before - 0.5))
+
+    def test_a_model_of_which_a_parameter_is_on_meta_does_not_run(self):
+        source = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=self.mesh).state_dict()
+        with torch.device("meta"):
+            model = nn.Linear(WIDTH, WIDTH)
+        fully_shard(model, mesh=self.mesh)
+        model.weight, meta = nn.Parameter(source["weight"].clone()), model.bias
+        for bias in (meta, nn.Parameter(meta.detach().clone())):
+            model.bias = bias
+            self.assertRegex(error_of(model, torch.ones(1, WIDTH)), "RuntimeError: bias on the meta device: materialize all")
+        model.bias = nn.Parameter(source["bias"].clone())
+        expected = nn.functional.linear(torch.ones(1, WIDTH), source["weight"].full_tensor(), source["bias"].full_tensor())
+        self.assertTrue(torch.equal(model(torch.ones(1, WIDTH)), expected))
 
     def test_a_conversion_keeps_a_value_that_was_assigned_to_one_parameter_in_the_new_dtype(self):
         model = self.sharded(nn.Linear(WIDTH, WIDTH))
@@ -145,6 +158,27 @@ class ChangedParameterTest(OneRankTest):
             self.assertTrue(group.unsharded.is_allocated)
             addresses.append(group.unsharded.flat.data_ptr())
         self.assertEqual(addresses[0], addresses[1])
+
+    def test_a_module_around_others_has_a_slot_of_its_own(self):
+        class Around(nn.Sequential):
+            def __init__(self, *layers):
+                super().__init__(*layers)
+                self.gain = nn.Parameter(torch.ones(WIDTH))
+
+            def forward(self, x):
+                return super().forward(x) * self.gain
+
+        inner = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        middle = Around(*inner[:3])
+        for module in (*inner, middle):
+            fully_shard(module, mesh=self.mesh)
+        model = fully_shard(nn.Sequential(middle, inner[3]), mesh=self.mesh)
+        x = torch.ones(1, WIDTH)
+        expected = model(x)
+        model.set_persistent_buffers(True, places=2)
+        for _ in range(2):
+            self.assertTrue(torch.equal(model(x), expected))
+            model(x).sum().backward()
 
     def test_buffers_may_be_chosen_while_a_module_is_unsharded(self):
         model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=self.mesh, mp_policy=BFLOAT16)
@@ -237,8 +271,14 @@ class OutputDtypeTest(OneRankTest):
         self.assertEqual(seen, [torch.float64])
 
     def test_a_recomputed_output_has_it(self):
+        # Backward recomputes the layer before it reaches it, or when it reaches it.
+        for is_before in (True, False):
+            with self.subTest(is_before=is_before), set_checkpoint_early_stop(False):
+                self.assertEqual(self.recomputed(is_before), [torch.float64] * 2)
+
+    def recomputed(self, is_before):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
-        dtypes = []
+        layer, dtypes = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=self.mesh, mp_policy=policy), []
 
         class Model(nn.Sequential):
             def forward(self, x):
@@ -247,12 +287,11 @@ class OutputDtypeTest(OneRankTest):
             def inner(self, x):
                 output = self[0](x)
                 dtypes.append(output.dtype)
-                return output.sin()
+                return output.sin() if is_before else output
 
-        layer = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=self.mesh, mp_policy=policy)
         model = fully_shard(Model(layer), mesh=self.mesh)
         model(torch.ones(1, WIDTH, requires_grad=True)).sum().backward()
-        self.assertEqual(dtypes, [torch.float64] * 2)
+        return dtypes
 
 
 class CommContextTest(unittest.TestCase):
@@ -353,6 +392,15 @@ class PrefetchTest(OneRankTest):
         self.assertEqual(first, [[True, True, True, False]])
         self.assertEqual((second, third), ([[False, True, True, False]], [[False, False, True, False]]))
         self.assertEqual(last, [[False, False, False, True]])
+
+    def test_a_module_that_runs_is_no_longer_gathered_ahead(self):
+        layers = self.observers(4)
+        model = fully_shard(nn.Sequential(*layers), mesh=self.mesh)
+        (state,) = model._ragged_states(recurse=False)
+        state.comm.max_gathers = 1
+        ahead = [seen[0].count(True) for seen in self.seen(model, layers)]
+        self.assertEqual(ahead, [2, 2, 2, 1])
+        self.assertIs(state._comm_ctx, state.comm)  # Pipeline schedules read it under this name.
 
     def test_modules_of_one_group_gather_the_module_after_them_ahead(self):
         layers = [Observer(WIDTH, WIDTH) for _ in range(3)]

@@ -124,6 +124,23 @@ class CountTest(unittest.TestCase):
             counts.append(self.gathers(model))
         self.assertEqual(counts, [2, 0, 0, 2, 0, 0])
 
+    def test_modules_that_backward_does_not_reach_are_reduced_in_each_pass(self):
+        """Another rank may reach them."""
+
+        class Model(nn.Sequential):
+            def forward(self, x):
+                self[0](x)
+                return self[1](x)
+
+        for is_manual in (False, True):
+            model, mesh = Model(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), init_device_mesh("cpu", (8,))
+            for module in (*model, model):
+                fully_shard(module, mesh=mesh)
+            model.set_manual_backward_finalization(is_manual)
+            with CommDebugMode() as mode:
+                model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+            self.assertEqual(issued(mode, "reduce_scatter"), 2)
+
     def test_profilers_see_what_a_step_does_with_the_names_of_groups(self):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH))

@@ -165,6 +165,9 @@ class RaggedTest(unittest.TestCase):
             )
             error = error_of(Distribution, "w", twice, DataParallelMesh.of(both["dp"]))
             self.assertRegex(error, "ValueError: w .*is cut unevenly")  # Into 3 and 3, and these into 2 and 1.
+            strided = [_StridedShard(1, split_factor=2)]  # Two stretches of three columns: 2 and 1.
+            columns = DTensor.from_local(whole(2, 4), mesh["tp"], strided, shape=(2, 6), stride=(6, 1), run_check=False)
+            self.assertRegex(error_of(Distribution, "w", columns, dp), "ValueError: w .*is cut unevenly")
             ragged = DTensor.from_local(
                 whole(3), mesh["tp"], [RaggedShard((0,), (3, 2))], shape=(5,), stride=(1,), run_check=False
             )

@@ -129,6 +129,31 @@ class GradientTest(OneRankTest):
         (state,) = model._ragged_states(recurse=False)
         model(torch.ones(1, WIDTH)).sum().backward()
         self.assertEqual((state.comm.reducing, state.comm.may_gather_ahead), ([], True))
+        self.assertFalse(any(group.gradients.may_hold_sum or group.gradients.is_pending for group in groups_of(model)))
+
+    def test_a_backward_after_one_that_raised_has_its_own_gradients_only(self):
+        class Model(nn.Linear):
+            def forward(self, x, raises):
+                return nn.functional.linear(Boom.apply(x) if raises else x, self.weight, self.bias)
+
+        model, x = fully_shard(Model(WIDTH, WIDTH), mesh=self.mesh), torch.ones(1, WIDTH, requires_grad=True)
+        losses = [model(x, raises).sum() for raises in (True, False)]
+        self.assertIn("boom", error_of(losses[0].backward))
+        with self.assertWarnsRegex(UserWarning, "a backward pass raised"):
+            losses[1].backward()
+        self.assertTrue(torch.equal(model.weight.grad.full_tensor(), torch.ones(WIDTH, WIDTH)))
+
+    def test_a_parameter_that_a_later_step_does_not_use_has_no_gradient(self):
+        class Model(nn.Linear):
+            def forward(self, x, has_bias):
+                return nn.functional.linear(x, self.weight, self.bias if has_bias else None)
+
+        model, used = fully_shard(Model(WIDTH, WIDTH), mesh=self.mesh), []
+        for has_bias in (True, False, True):
+            model(torch.ones(1, WIDTH), has_bias).sum().backward()
+            used.append((model.weight.grad is not None, model.bias.grad is not None))
+            model.zero_grad()
+        self.assertEqual(used, [(True, True), (True, False), (True, True)])
 
     def test_a_reset_drops_gradients_of_modules_that_ran_without_their_root(self):
         model = self.sharded(nn.Linear(WIDTH, WIDTH))

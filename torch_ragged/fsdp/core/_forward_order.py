@@ -108,9 +108,9 @@ class ForwardOrder:
 
     def _advance_to(self, event: int) -> None:
         # From the latest event to earlier ones: the order in which other ranks, which have these gradients, run their hooks.
-        for index in range(self._at - 1, event, -1):
-            self._at = index  # Before the calls below, which may call this method.
-            position, is_exit = self._events[index]
+        while self._at > event + 1:
+            self._at -= 1  # Before the calls below, which may call this method.
+            position, is_exit = self._events[self._at]
             state = self.states[position]
             if is_exit and state.reduces_unused:
                 self._skipped.add(position)
