@@ -59,7 +59,8 @@ class ReplacedParameterTest(OneRankTest):
             model = nn.Linear(WIDTH, WIDTH)
         fully_shard(model, mesh=self.mesh)
         values = source.state_dict()
-        model.load_state_dict({name: value.clone() for name, value in values.items()}, assign=True)
+        for name, value in values.items():
+            setattr(model, name, nn.Parameter(value.clone()))
         parameters = list(model.parameters())
         optimizer, x = torch.optim.SGD(parameters, lr=0.5), torch.ones(1, WIDTH)
         output = model(x)

@@ -79,7 +79,7 @@ class ShardDimTest(unittest.TestCase):
         self.assertTrue(not mine.numel() or sharded.to_local().data_ptr() == mine.data_ptr())
 
     def test_parameters_without_elements_have_the_shapes_of_dtensors(self):
-        for ranks, rank in every_rank(1, 2, 3):
+        for ranks, rank in every_rank(1, 2, 3, 5):
             with fake_group(ranks, rank):
                 dp = DataParallelMesh.of(init_device_mesh("cpu", (ranks,)))
                 for shape, dim in (((3, 0), 0), ((3, 0), 1), ((0, 3), 0), ((0, 3), 1), ((0,), 0)):
@@ -175,6 +175,13 @@ class RaggedTest(unittest.TestCase):
                 error_of(Distribution, "w", ragged, dp), "ValueError: w is a DTensor .*sharded by fully_shard already"
             )
             self.assertEqual(error_of(Distribution, "w", distribute_tensor(whole(5), mesh["tp"], [Replicate()]), dp), "")
+            data = DataParallelMesh.of(mesh, dims(("dp",)))
+            other = distribute_tensor(whole(5), both, [Replicate()] * 3, src_data_rank=None)
+            self.assertRegex(error_of(Distribution, "w", other, data), "ValueError: w is on .*, expected it on the mesh passed to")
+            whole_mesh = distribute_tensor(whole(4), mesh, [Shard(0), Replicate()], src_data_rank=None)
+            error = error_of(Distribution, "w", whole_mesh, data)
+            self.assertRegex(error, r"ValueError: Expected Replicate\(\) on data-parallel mesh dimension 0 but w is placed as")
+            self.assertRegex(error_of(Distribution, "w", whole(4), data), "ValueError: .*all parameters must be DTensors on the full")
 
     @fake_group(8)
     def test_a_later_dimension_that_the_model_cuts_stays_whole_in_its_shards(self):

@@ -222,11 +222,6 @@ class Distribution:
 
 
 def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> None:
-    if param.device_mesh.mesh_dim_names is None or dp.mesh.mesh_dim_names is None:
-        raise ValueError(
-            f"{fqn} is a DTensor on {param.device_mesh}, and fully_shard got {dp.mesh}: make both from one mesh whose "
-            "dimensions have names, such as init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
-        )
     if dp.spmd is not None:
         if param.device_mesh != dp.spmd:
             raise ValueError(f"{fqn} is on {param.device_mesh}, expected it on the mesh passed to fully_shard, {dp.spmd}")
@@ -252,6 +247,11 @@ def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> N
                 f"{fqn} is a DTensor placed as {param.placements} ({hint}): fully_shard takes plain parameters, and DTensors "
                 "with Shard and Replicate of tensor or expert parallelism, or _StridedShard of a later dimension than the first"
             )
+    if param.device_mesh.mesh_dim_names is None or dp.mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"{fqn} is a DTensor on {param.device_mesh}, and fully_shard got {dp.mesh}: make both from one mesh whose "
+            "dimensions have names, such as init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
+        )
 
 
 def has_extension(param: torch.Tensor) -> bool:
