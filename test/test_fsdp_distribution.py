@@ -177,11 +177,13 @@ class RaggedTest(unittest.TestCase):
             self.assertEqual(error_of(Distribution, "w", distribute_tensor(whole(5), mesh["tp"], [Replicate()]), dp), "")
             data = DataParallelMesh.of(mesh, dims(("dp",)))
             other = distribute_tensor(whole(5), both, [Replicate()] * 3, src_data_rank=None)
-            self.assertRegex(error_of(Distribution, "w", other, data), "ValueError: w is on .*, expected it on the mesh passed to")
+            self.assertRegex(error_of(Distribution, "w", other, data), "ValueError: w is on .*, expected it on the mesh")
             whole_mesh = distribute_tensor(whole(4), mesh, [Shard(0), Replicate()], src_data_rank=None)
             error = error_of(Distribution, "w", whole_mesh, data)
             self.assertRegex(error, r"ValueError: Expected Replicate\(\) on data-parallel mesh dimension 0 but w is placed as")
-            self.assertRegex(error_of(Distribution, "w", whole(4), data), "ValueError: .*all parameters must be DTensors on the full")
+            self.assertRegex(
+                error_of(Distribution, "w", whole(4), data), "ValueError: .*all parameters must be DTensors on the full"
+            )
 
     @fake_group(8)
     def test_a_later_dimension_that_the_model_cuts_stays_whole_in_its_shards(self):
