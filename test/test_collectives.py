@@ -537,7 +537,7 @@ class SetCollectivesTest(unittest.TestCase):
         lines = {name: "; ".join(found) for name, _, found in on_first}
         self.assertRegex(lines["nccl"], "has the backend gloo")
         self.assertRegex(lines["symm"], "no symm for process group .*: rank 0: it is for GPUs, parameters are on cpu$")
-        self.assertRegex(lines["multimem"], "no multimem .*; .*no symm ")
+        self.assertRegex(lines["multimem"], "no multimem for process group .*: rank 0: it is for GPUs, parameters are on cpu$")
         self.assertEqual((lines["copy_engine"], lines["auto"]), ("", ""))
 
     def test_ranks_on_other_hosts_fall_back(self):

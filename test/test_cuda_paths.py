@@ -20,6 +20,7 @@ from torch_ragged.fsdp.comm._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp.comm._peer_memory import SymmetricPeerMemory
 
 minute = datetime.timedelta(minutes=1)
+LOGS = unittest.TestCase()
 
 
 class Stream:
@@ -170,17 +171,25 @@ def chosen(symmetric: bool) -> None:
         mock.patch.object(torch, "empty", lambda numel, dtype, device: torch.zeros(numel, dtype=dtype)),
     ):
         for name, kind in (("copy_engine", CopyEngineCollectives), ("multimem", _multicast.MulticastCollectives)):
-            found = _choice.choose(name, world, traffic)
+            with LOGS.assertLogs("torch_ragged.fsdp", "WARNING") as logs:
+                found = _choice.choose(name, world, traffic)
+            assert f"set_collectives('{name}'): experimental" in logs.output[0] and len(logs.output) == 1, logs.output
             assert found.name == name
             assert isinstance(found.collectives(process_groups), kind)
             assert (found.allocate is not None) == (name == "multimem")
-        for name in ("symm", "auto"):
-            found = _choice.choose(name, world, traffic)
-            assert found.name == ("symm" if symmetric else "nccl")
-            assert found.collectives(process_groups) is process_groups
-            if symmetric:
-                assert found.allocate(8, torch.bfloat16).numel() == 8
+        with LOGS.assertLogs("torch_ragged.fsdp", "WARNING") as logs:
+            found = _choice.choose("symm", world, traffic)
+        assert len(logs.output) == 1, logs.output
+        assert ("experimental" if symmetric else "no memory allocator") in logs.output[0], logs.output
+        assert found.name == ("symm" if symmetric else "nccl")
+        assert found.collectives(process_groups) is process_groups
+        if symmetric:
+            assert found.allocate(8, torch.bfloat16).numel() == 8
         process_groups.memory_pool.assert_called_with(device, is_symmetric=True)
+        process_groups.memory_pool.reset_mock()
+        with LOGS.assertNoLogs("torch_ragged.fsdp"):  # Experimental ones are used by name only.
+            assert _choice.choose("auto", world, traffic).name == "nccl"
+        process_groups.memory_pool.assert_not_called()
 
 
 def facts() -> None:

@@ -354,15 +354,20 @@ class FSDPModule(TorchFSDPModule):
 
         ===============  =======================================================================================================
         ``nccl``         the mesh's process group, in place; gloo where that is its backend. The default
-        ``symm``         the same on memory of NCCL's allocator, registered as symmetric windows; sets persistent buffers
-        ``copy_engine``  copies between the ranks' memory: on GPUs by copy engines, in symmetric memory; on the CPUs of one host
-                         in shared memory
-        ``multimem``     NVSwitch multicast, bfloat16 gradients added in float32; sets persistent buffers
-        ``auto``         ``symm`` on GPUs, ``copy_engine`` on the CPU, where it is available
+        ``symm``         the same on memory of NCCL's allocator, registered as symmetric windows; sets persistent buffers.
+                         Experimental
+        ``copy_engine``  copies between the ranks' memory: on GPUs by copy engines, in symmetric memory (experimental); on the
+                         CPUs of one host in shared memory
+        ``multimem``     NVSwitch multicast, bfloat16 gradients added in float32; sets persistent buffers.
+                         Experimental
+        ``auto``         ``nccl`` on GPUs, ``copy_engine`` on the CPU, where it is available
         ===============  =======================================================================================================
 
+        Experimental implementations have not run on several GPUs yet. They are used if they are chosen by name only, and a log
+        line says that they are experimental.
+
         All ranks call it, between steps, and before :func:`monitor`. If an implementation is unavailable, one log line of
-        ``torch_ragged.fsdp`` says why and the next best is used: for ``multimem`` ``symm``, then ``nccl``.
+        ``torch_ragged.fsdp`` says why, and ``nccl`` is used.
 
         Collectives: an all-reduce of 24 bytes per process group to agree on the name, all-gathers of objects to agree on what
         is available, and the collectives that set up shared memory.

@@ -27,11 +27,9 @@ _logger = logging.getLogger("torch_ragged.fsdp")
 
 IMPLEMENTATIONS = ("nccl", "symm", "copy_engine", "multimem", "auto")
 
-_TRIED = {"nccl": (), "symm": ("symm",), "copy_engine": ("copy_engine",), "multimem": ("multimem", "symm")}
-"""By name: the implementations to try, in this order. If none of them is available, the process group is used."""
-
-_AUTO = {"cuda": ("symm",), "cpu": ("copy_engine",)}
-"""By type of device: the implementations that ``auto`` tries."""
+_AUTO = {"cpu": "copy_engine"}
+"""By type of device: the implementation that ``auto`` tries. On GPUs ``auto`` is the process group, as long as the other
+implementations are experimental there."""
 
 _LARGEST_SLOT = {"cuda": 64 << 20, "cpu": 16 << 20}
 """Bytes of the largest slot, by type of device. A larger transfer is cut into pieces. A rank has two slots for all-gathers and
@@ -84,26 +82,31 @@ def check_name(name: Any) -> None:
 def choose(name: str, group: dist.ProcessGroup, traffic: Traffic) -> Implementation:
     """The implementation for all parameter groups with shards over ``group``. All ranks call this and get the same answer.
 
-    If ``name`` is unavailable, one log line on the group's first rank says why, and the next best implementation is used.
+    If ``name`` is unavailable, one log line on the group's first rank says why, and the process group is used. On GPUs one log
+    line says that an implementation is experimental.
     """
-    device = traffic.device
-    candidates = _AUTO.get(device.type, ()) if name == "auto" else _TRIED[name]
-    problems = problems_of(group, device) if candidates else {}
-    log = _logger.info if name == "auto" else _logger.warning
-    # Ranks make the same candidates in the same order, because making one is collective: the name was agreed on, and the
-    # problems below are equal on all ranks.
-    for candidate in candidates:
-        made, problem = None, problems.get(candidate) or _problem_of(traffic)
-        if not problem:
-            made, problem = _made_everywhere(candidate, group, traffic)
-        if made is not None:
-            return made
-        if group.rank() == 0:
-            log("set_collectives(%r): no %s for process group %s: %s", name, candidate, group.group_name, problem)
-    if name == "nccl" and (backend := dist.get_backend(group)) != dist.Backend.NCCL and group.rank() == 0:
-        text = "set_collectives('nccl'): process group %s has the backend %s, whose collectives are used"
-        log(text, group.group_name, backend)
-    return Implementation("nccl", _process_groups)
+    device, is_first = traffic.device, group.rank() == 0
+    wanted = _AUTO.get(device.type, "nccl") if name == "auto" else name
+    if wanted == "nccl":
+        backend = dist.get_backend(group)
+        if name == "nccl" and backend != dist.Backend.NCCL and is_first:
+            text = "set_collectives('nccl'): process group %s has the backend %s, whose collectives are used"
+            _logger.warning(text, group.group_name, backend)
+        return Implementation("nccl", _process_groups)
+    # Making an implementation is collective. All ranks make it or none does: the name was agreed on, and problems are equal on
+    # all ranks.
+    made, problem = None, problems_of(group, device).get(wanted) or _problem_of(traffic)
+    if not problem:
+        made, problem = _made_everywhere(wanted, group, traffic)
+    if made is None:
+        log = _logger.info if name == "auto" else _logger.warning
+        if is_first:
+            log("set_collectives(%r): no %s for process group %s: %s", name, wanted, group.group_name, problem)
+        return Implementation("nccl", _process_groups)
+    if device.type == "cuda" and is_first:
+        text = "set_collectives(%r): experimental: it has not run on several GPUs yet (process group %s)"
+        _logger.warning(text, name, group.group_name)
+    return made
 
 
 def _process_groups(process_groups: ProcessGroupCollectives) -> Collectives:

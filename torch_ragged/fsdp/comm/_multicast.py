@@ -1,6 +1,6 @@
 """All-gather and reduce-scatter by NVSwitch multicast (NVLS): one store writes to all ranks, one load returns their sum.
 
-Importing this file must not need Triton: the kernel is compiled at its first use.
+Experimental: it has not run on several GPUs yet. Importing this file must not need Triton: the kernel is compiled at its first use.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SymmetricSlabs:
 
 
 class MulticastCollectives:
-    """Collectives on gathered buffers and gradient buffers in :class:`SymmetricSlabs`.
+    """Collectives on gathered buffers and gradient buffers in :class:`SymmetricSlabs`. Experimental.
 
     An all-gather stores each shard once, to the multicast address of the gathered buffers
     (``torch.ops.symm_mem.multimem_all_gather_out``). A reduce-scatter loads the sum of all ranks' gradients of this rank's
