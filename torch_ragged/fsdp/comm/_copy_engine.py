@@ -35,8 +35,9 @@ class CopyEngineCollectives:
         reduce-scatter   each rank writes each part to the slot of its owner  | signal |  each rank adds up its own slot
 
     On the CPU, parts are added in the order of ranks, and bfloat16 and float16 are added in float32 and rounded once. On a GPU,
-    ``torch.sum`` adds them; this is experimental, because it has not run on several GPUs yet. A transfer that is larger than a slot is cut into pieces. Buffers may be in any memory, because all
-    data passes through the slots. This costs one more copy of a rank's own shard.
+    ``torch.sum`` adds them. A transfer that is larger than a slot is cut into pieces. Buffers may be in any memory, because all
+    data passes through the slots. This costs one more copy of a rank's own shard. On GPUs this class is experimental: it has
+    not run on several GPUs yet.
 
     Args:
         process_groups: collectives of the same ranks. They serve other groups, replicas, and custom collectives.
