@@ -81,11 +81,15 @@ class _Pool:
         for _, pipe in self.workers[:size]:
             pipe.send((function, arguments, size, store.port))
         answers, deadline = [], time.monotonic() + timeout
-        for rank, (_, pipe) in enumerate(self.workers[:size]):
+        for rank, (process, pipe) in enumerate(self.workers[:size]):
             if not pipe.poll(max(deadline - time.monotonic(), 0)):
                 answers.append((False, f"rank {rank} of {size} hangs"))
                 continue
-            answers.append(pipe.recv())
+            try:
+                answers.append(pipe.recv())
+            except EOFError:  # The process has died. The next test gets new ones.
+                process.join()
+                answers.append((False, f"rank {rank} of {size} has died with exit code {process.exitcode}"))
         failures = [text for fine, text in answers if not fine]
         if failures:
             self.stop()
@@ -180,7 +184,11 @@ def enter_fake_group(test: unittest.TestCase, ranks: int, rank: int = 0) -> None
 def collectives_seen(mode: CommDebugMode) -> tuple[int, int]:
     """All-gathers and reduce-scatters that ``mode`` saw; with gloo these are all-to-alls, and sums on each rank."""
     counts = {str(op): count for op, count in mode.get_comm_counts().items()}
-    return tuple(sum(n for op, n in counts.items() if kind in op) for kind in ("allgather", "alltoall"))  # type: ignore
+    gathers, reductions = (
+        sum(n for op, n in counts.items() if any(kind in op for kind in kinds))
+        for kinds in (("allgather",), ("alltoall", "reduce_scatter"))
+    )
+    return gathers, reductions
 
 
 def error_of(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
