@@ -23,6 +23,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -84,9 +85,18 @@ def machine(device: str) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(0)
         found |= {"gpu": properties.name, "memory GiB": properties.total_memory / 2**30, "cuda": torch.version.cuda}
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["driver"] = _driver()
     else:
         found["gpu"] = platform.processor() or "cpu"
     return {**found, "command": shlex.join(sys.orig_argv)}
+
+
+def _driver() -> str:
+    """The version of the GPU's driver; empty without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
 
 
 def default_path(found: dict[str, Any]) -> Path:

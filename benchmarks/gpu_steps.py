@@ -3,8 +3,8 @@
 Collectives return at once, so that what is timed is compute, the copies around collectives and the host. A stack of a few
 layers of Llama-3-70B or GPT-OSS-120B (benchmarks/models.py: every weight in one matmul; 256 tokens go through all experts, as
 8,192 tokens through 4 of 128), float32 masters, bfloat16 compute and gradients reduced in --reduce-dtype, AdamW. The packages
-take turns, --turns times; a step's time is the median. Copies are kernels of ops that move data without changing its type, in
-one traced step; those of activations are in both packages' numbers.
+take turns, --turns times; a step's time is the median. Its host time ends when the last kernel is launched. Copies are kernels
+of ops that move data without changing its type, in one traced step; those of activations are in both packages' numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import time
 from typing import Any
 
 import torch
@@ -43,11 +44,14 @@ class Training:
             self.model.set_persistent_buffers()  # type: ignore[operator]
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self._tokens = torch.arange(options.tokens, device=options.device)
+        self.host_ms: list[float] = []
 
     def step(self) -> None:
+        begin = time.perf_counter()
         self.model(self._tokens).sum().backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self.host_ms.append(1e3 * (time.perf_counter() - begin))
 
 
 def measure(name: str, package: str, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -62,7 +66,9 @@ def measure(name: str, package: str, ranks: int, options: argparse.Namespace) ->
         if is_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+        training.host_ms.clear()
         row: dict[str, Any] = {"ms": Timer(options.device).median(training.step, 1 if options.smoke else 6, warmup=0)}
+        row["host ms"] = statistics.median(training.host_ms)
         steps = max(1, log.calls["reduce_scatter"] // (len(training.model.blocks) + 2))
         row |= {
             "gathered GiB": log.nbytes["all_gather"] / steps / GIB,
@@ -101,7 +107,8 @@ def combined(rows: list[dict[str, Any]]) -> dict[str, Any]:
     if failed:
         return failed[0]
     last = dict(rows[-1])
-    last["ms"] = statistics.median(row["ms"] for row in rows)
+    for key in ("ms", "host ms"):
+        last[key] = statistics.median(row[key] for row in rows)
     for key in ("allocated GiB", "reserved GiB", "retries"):
         if key in last:
             last[key] = max(row[key] for row in rows)
@@ -116,9 +123,9 @@ def compare(name: str, ranks: int, options: argparse.Namespace) -> list[dict[str
             turns[package].append(turn(name, package, ranks, options))
     rows = [{"model": name, "ranks": ranks, "package": package, **combined(mine)} for package, mine in turns.items()]
     ours, theirs = rows
-    for key in ("ms", "allocated GiB", "reserved GiB", "gathered GiB"):
+    for key in ("ms", "host ms", "allocated GiB", "reserved GiB", "gathered GiB"):
         if key in ours and key in theirs:
-            ours[f"{key.split()[0]} / FSDP2"] = ours[key] / theirs[key]
+            ours[f"{key.removesuffix(' GiB')} / FSDP2"] = ours[key] / theirs[key]
     return rows
 
 
