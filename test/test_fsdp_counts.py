@@ -1,6 +1,7 @@
 """The collectives that one rank of a fake process group issues, and what it waits for. No data moves."""
 
 import itertools
+import threading
 import unittest
 from unittest import mock
 
@@ -65,6 +66,70 @@ class CountTest(unittest.TestCase):
             self.assertEqual(sorted(seen[0]), [0, 1, 1])
             self.assertEqual(model.unused.grad is not None, others_use_it and not frozen)
             self.assertIsNotNone(model[0].weight.grad)
+
+    def test_a_gradient_of_half_precision_that_a_hook_has_kept_is_not_divided(self):
+        half = MixedPrecisionPolicy(param_dtype=torch.float16)
+        model = nn.Linear(16, 32, bias=False)  # Its gradient fills the buffer, whose reduction divides it before the sum.
+        fully_shard(model, mesh=init_device_mesh("cpu", (8,)), mp_policy=half)
+        model.unshard()
+        kept = []
+        model.weight.register_post_accumulate_grad_hook(lambda param: kept.append(param.grad))
+        model(torch.full((1, 16), 2.0)).sum().backward()
+        self.assertTrue(torch.equal(kept[0], torch.full((32, 16), 2.0, dtype=torch.float16)))
+
+    def test_a_branch_whose_forward_runs_in_a_thread_is_gathered_and_reduced_once_in_backward(self):
+        class Branches(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.main, self.aside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+            def forward(self, x):
+                main, found = self.main(x * 2), []  # Backward reaches it first: autograd numbers the nodes of each thread anew.
+                for _ in range(2):  # Of the second thread, which has the number of the first one.
+                    thread = threading.Thread(target=lambda: found.append(self.aside(x)))
+                    thread.start()
+                    thread.join()
+                return main + found[0] + found[1]
+
+        model, mesh = Branches(), init_device_mesh("cpu", (8,))
+        for module in (model.main, model.aside, model):
+            fully_shard(module, mesh=mesh)
+        for _ in range(2):
+            loss = model(torch.randn(2, WIDTH, requires_grad=True)).sum()
+            with CommDebugMode() as mode:
+                loss.backward()
+            self.assertEqual(issued(mode, "reduce_scatter"), 2)
+            self.assertLessEqual(issued(mode, "allgather"), 3)  # The branch has two calls, in two threads.
+
+    def test_a_rank_whose_own_use_of_a_parameter_has_a_gradient_issues_no_collective_alone(self):
+        model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=init_device_mesh("cpu", (8,)))
+        model.unshard()
+        with CommDebugMode() as mode:
+            model.weight.sum().backward()  # Other ranks do not.
+        self.assertEqual(mode.get_total_counts(), 0)
+        with CommDebugMode() as mode:
+            model(torch.ones(1, WIDTH)).sum().backward()
+        self.assertEqual(issued(mode, "reduce_scatter"), 1)
+
+    def test_a_module_that_was_unsharded_by_hand_is_reduced_on_ranks_without_a_gradient_too(self):
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+            def forward(self, x, uses_head):
+                self.head.unshard()
+                x = self.body(x)
+                return nn.functional.linear(x, self.head.weight) if uses_head else x
+
+        model, mesh, counts = Model(), init_device_mesh("cpu", (8,)), []
+        for part in (model.body, model.head, model):
+            fully_shard(part, mesh=mesh)
+        for uses_head in (True, False):
+            with CommDebugMode() as mode:
+                model(torch.randn(1, WIDTH), uses_head).sum().backward()
+            counts.append(issued(mode, "reduce_scatter"))
+        self.assertEqual(counts, [2, 2])
 
     def test_reductions_of_replicas_add_up(self):
         """Rank 7 of 8 replicas, which alone has gradients."""

@@ -185,14 +185,60 @@ class GradientTest(OneRankTest):
         gradients = torch.autograd.grad(model(x, unused).sum(), (x, unused), create_graph=True, allow_unused=True)
         self.assertEqual((gradients[0].requires_grad, gradients[1]), (False, None))
 
-    def test_a_weight_that_is_used_outside_of_its_module_has_a_gradient(self):
+    def test_the_gradient_of_a_weight_that_is_used_outside_of_forward_waits_for_the_next_pass(self):
+        """As in FSDP2: other ranks may not use it, and a reduction would wait for them."""
         for smallest in (1, 2**62):  # Written by the matmul, or copied.
             with mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", smallest):
                 model = fully_shard(nn.Linear(WIDTH, WIDTH, bias=False), mesh=self.mesh)
             model(torch.ones(1, WIDTH))
             model.unshard()
             nn.functional.linear(torch.ones(1, WIDTH), model.weight).sum().backward()
-            self.assertTrue(torch.equal(model.weight.grad.full_tensor(), torch.ones(WIDTH, WIDTH)))
+            model.reshard()
+            self.assertIsNone(model.weight.grad)
+            model(torch.ones(1, WIDTH)).sum().backward()
+            self.assertTrue(torch.equal(model.weight.grad.full_tensor(), torch.full((WIDTH, WIDTH), 2.0)))
+
+    def test_a_module_that_was_unsharded_by_hand_and_used_in_the_forward_of_another_one_is_reduced(self):
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body, self.head = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+            def forward(self, x):
+                self.head.unshard()
+                return nn.functional.linear(self.body(x), self.head.weight)
+
+        model = Model()
+        for part in (model.body, model.head, model):
+            fully_shard(part, mesh=self.mesh)
+        x = torch.ones(1, WIDTH)
+        model(x).sum().backward()
+        expected = (x @ model.body.weight.full_tensor().T).expand(WIDTH, WIDTH)
+        torch.testing.assert_close(model.head.weight.grad.full_tensor(), expected)
+
+    def test_a_gradient_that_a_hook_has_kept_does_not_change(self):
+        """It fills the buffer, so the buffer may be the gradient itself."""
+        for passes in (1, 2):
+            with mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", 2**62):
+                model = fully_shard(nn.Linear(8, 16, bias=False), mesh=self.mesh)
+            model.set_gradient_divide_factor(4)
+            model.unshard()
+            kept = []
+            model.weight.register_post_accumulate_grad_hook(lambda param, kept=kept: kept.append(param.grad))
+            for index in range(passes):
+                model.set_requires_gradient_sync(index == passes - 1)
+                model(torch.full((1, 8), 2.0)).sum().backward()
+            for gradient in kept:
+                self.assertTrue(torch.equal(gradient, torch.full((16, 8), 2.0)))
+            self.assertTrue(torch.equal(model.weight.grad.full_tensor(), torch.full((16, 8), 0.5 * passes)))
+
+    def test_the_first_of_two_wide_gradients_does_not_change(self):
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        gradients = groups_of(self.sharded(nn.Linear(WIDTH, WIDTH, bias=False), mp_policy=mixed))[0].gradients
+        first = torch.ones(WIDTH, WIDTH)
+        gradients._collect(0, first)
+        gradients._collect(0, torch.ones(WIDTH, WIDTH))
+        self.assertTrue(torch.equal(first, torch.ones(WIDTH, WIDTH)))
 
     def test_a_module_stays_unsharded_if_only_an_opaque_output_may_reach_backward(self):
         class Hides(nn.Sequential):
@@ -262,7 +308,7 @@ class GradientTest(OneRankTest):
         self.assertTrue(gradients.drop())
         self.assertFalse(gradients.is_pending or gradients.drop())
         gradients._collect(0, wide.clone())
-        self.assertTrue(gradients.is_pending and gradients.needs_reduction)
+        self.assertTrue(gradients.is_pending)
         gradients._collect(0, wide.clone())
         gradients.start_reduction()
         gradients.finish([True])

@@ -106,6 +106,38 @@ def check_training(options, replicas=False, micro_batches=1):
             torch.testing.assert_close(model(*inputs), single(*inputs))
 
 
+class Notes(nn.Linear):
+    """Returns nothing."""
+
+    def forward(self, x):
+        self.noted = super().forward(x).sum()
+
+
+class Retrying(nn.Module):
+    """Runs an optional module in an ``except`` block, as programs do after they have run out of memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.notes, self.head = Notes(SIZE, SIZE), nn.Linear(SIZE, 1)
+
+    def forward(self, x, runs):
+        try:
+            raise RuntimeError("out of memory")
+        except RuntimeError:
+            if runs:
+                self.notes(x)
+        return self.head(x)
+
+
+def check_a_call_in_an_except_block():
+    model = Retrying()
+    fully_shard(model.notes, optional=True)
+    fully_shard(model)
+    with torch.no_grad():
+        model(torch.ones(1, SIZE), dist.get_rank() == 0)
+    return fully_shard.state(model.notes).groups[0].is_unsharded
+
+
 def check_frozen_tower():
     """A tower without gradients, in no_grad on the ranks that run it."""
     model = Model()
@@ -286,6 +318,9 @@ def check_refusals():
 
 
 class OptionalTest(unittest.TestCase):
+    def test_a_module_that_returns_nothing_in_an_except_block_has_not_raised(self):
+        self.assertEqual(run_ranks(2, check_a_call_in_an_except_block), [False, False])
+
     def test_gradients_are_those_of_one_process(self):
         bf16 = MixedPrecisionPolicy(reduce_dtype=torch.float64)
         for options in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}, {"mp_policy": bf16}):
