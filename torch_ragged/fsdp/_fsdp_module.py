@@ -82,7 +82,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Free this module's unsharded parameters, but not those of FSDP modules inside it."""
-        _group_call(self, FSDPParamGroup.reshard)  # type: ignore[arg-type]
+        self._ragged_states(recurse=False)[0].reshard()
 
     def reset_iter_state(self) -> None:
         """Recover after a forward or backward that raised: drop its gradients, and reshard all parameters.
@@ -546,22 +546,24 @@ def check_reshard_after_forward(value: Any, ranks: int) -> None:
 
 
 def _reshard_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
-    _group_call(module, FSDPParamGroup.reshard)
+    _reshard_state(module)
 
 
 def _reshard_before_load(module: Any, *args: Any) -> None:
-    _group_call(module, FSDPParamGroup.reshard)
+    _reshard_state(module)
 
 
 def _adopt_after_load(module: Any, incompatible_keys: Any) -> None:
     """After ``load_state_dict(assign=True)``: copy the values into the parameters, which stay the same objects."""
-    _group_call(module, FSDPParamGroup.load_replaced)
-
-
-def _group_call(module: nn.Module, method: Callable[[FSDPParamGroup], None]) -> None:
     state = state_of(module)
     for group in state.groups if state else ():
-        method(group)
+        group.load_replaced()
+
+
+def _reshard_state(module: nn.Module) -> None:
+    """Not its groups alone: the state knows which all-gathers were issued ahead of use."""
+    if (state := state_of(module)) is not None:
+        state.reshard()
 
 
 def _no_deepcopy(self: Any, memo: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 
@@ -20,14 +21,14 @@ class Slab:
 
     def __init__(self, flat: torch.Tensor, of: str) -> None:
         self.flat, self._of = flat, of
-        self._holder: weakref.ref[object] | None = None  # The slot is freed when its holder is garbage-collected.
+        self._holder: weakref.ref[object] | None = None
 
     def is_held_by(self, holder: object) -> bool:
         return self._holder is not None and self._holder() is holder
 
     def is_free_for(self, holder: object) -> bool:
-        """Whether ``holder`` can claim it."""
-        return self._holder is None or self._holder() in (None, holder)
+        """Whether ``holder`` can claim it, whatever the garbage collector has done. Equal on all ranks."""
+        return self._holder is None or self.is_held_by(holder)
 
     def claim(self, holder: object) -> None:
         """Make ``holder`` the holder, until it calls :meth:`free`. The contents are undefined.
@@ -35,8 +36,11 @@ class Slab:
         Raises:
             RuntimeError: another holder uses it.
         """
+        # A holder that was deleted with its model frees its slot. Ranks collect garbage at moments of their own, so each looks now.
+        if not self.is_free_for(holder) and self._holder is not None and self._holder() is not None:
+            gc.collect()
         # Do not wait: this rank itself frees the slot, later in its program.
-        if not self.is_free_for(holder):
+        if not self.is_free_for(holder) and self._holder is not None and self._holder() is not None:
             raise RuntimeError(
                 f"{self._of} is in use by another group. Groups take turns in a module's persistent buffers: "
                 "raise set_persistent_buffers(places=) if more groups are unsharded, or have unreduced gradients, at once; "
