@@ -17,11 +17,13 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from torch_ragged._peers import Peers, announce, name_of, peers_named
+from torch_ragged._peers import Peers, name_of, peers_named, wait_for
 from torch_ragged._register._torch import default_store
+from torch_ragged._standstill import announce
 from torch_ragged._store import SharedStore
+from torch_ragged._whereabouts import issue
 
-__all__ = ["agree", "agree_on_group", "agreement", "problems_of_ranks"]
+__all__ = ["agree", "agree_on_group", "agreement", "problems_of_ranks", "reduce_min"]
 
 _SLICE = 2.0  # Seconds.
 """After so long a wait, a rank looks whether the processes of the other ranks live."""
@@ -90,8 +92,7 @@ def agree(
     state = torch.tensor([0 if problem else 1, digest, -digest], dtype=torch.int64, device=device)
     # In place: the all-reduce over a mesh dimension starts from the minima over the dimensions before it.
     for group in groups:
-        with peers_named(call, "", functools.partial(dist.get_process_group_ranks, group)):
-            dist.all_reduce(state, op=dist.ReduceOp.MIN, group=group)
+        reduce_min(state, group, call)
     is_fine, lowest, negative = state.tolist()
     # These numbers are equal on all ranks: either all ranks return here, or all take part in the all-gathers below.
     if is_fine and lowest == -negative:
@@ -109,6 +110,21 @@ def agree(
     if failed:
         raise RuntimeError(f"{call} failed on " + "; ".join(f"rank {rank}: {text}" for rank, text in failed.items()))
     raise ValueError(f"{call} was called differently on different ranks: {_difference(answers, claim)}: {advice}")
+
+
+def reduce_min(numbers: torch.Tensor, group: dist.ProcessGroup, call: str) -> None:
+    """The minimum of ``numbers`` over ``group``, in place. The host waits for it.
+
+    Raises:
+        PeerError: a rank died, or did not take part; the error names ``call``.
+    """
+    # One name on all ranks: ranks that wait here in calls with different names come to an agreement, too.
+    ticket = issue(group, "agreement")
+    with peers_named(call, "", functools.partial(dist.get_process_group_ranks, group), [ticket]):
+        # Over gloo, a rank that waits looks at times whether others have failed.
+        work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group, async_op=dist.get_backend(group) == "gloo")
+        if work is not None:
+            wait_for(work)
 
 
 def _difference(answers: dict[int, tuple[str, str]], claim: str) -> str:

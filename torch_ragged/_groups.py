@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import hashlib
 import weakref
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["device_of_messages", "group_name", "group_of"]
+__all__ = ["device_of_messages", "end_messages", "group_name", "group_of"]
 
 group_name: contextvars.ContextVar[str | None] = contextvars.ContextVar("group_name", default=None)
 """The name of the process group that :func:`group_of` creates. A hook on torch passes it on, because torch would derive a name
 from the number of existing groups, and members may have different numbers of groups."""
+
+_UNUSED_TAG = 1 << 20
 
 # Weak keys: when the default group is destroyed, all its groups are dropped too.
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
@@ -46,6 +50,24 @@ def device_of_messages(group: dist.ProcessGroup) -> torch.device:
     if device is None or dist.get_backend(group) == dist.Backend.GLOO:
         return torch.device("cpu")
     return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def end_messages(group: dist.ProcessGroup, device: torch.device) -> None:
+    """End all that is in flight on ``group`` here, with an error: nothing will match it. The group is not usable any more.
+
+    Otherwise its buffers stay in use, and ``destroy_process_group`` waits for it until the group's timeout.
+    """
+    if device.type != "cpu":
+        group.abort()
+        return
+    peers = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+    if not peers:
+        return
+    # gloo has no abort(), but a receive that waits in vain closes all connections of the group.
+    with contextlib.suppress(RuntimeError):
+        work = dist.irecv(torch.empty(1), peers[0], group=group, tag=_UNUSED_TAG)
+        assert work is not None
+        work.wait(timedelta(milliseconds=1))
 
 
 def _make_group(world: dist.ProcessGroup, ranks: Sequence[int], key: str) -> dist.ProcessGroup:

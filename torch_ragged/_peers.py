@@ -5,8 +5,10 @@ It issues no collective. While all ranks are well it writes one line to the stor
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import socket
@@ -15,14 +17,37 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import ClassVar
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
 from torch_ragged._process import Process, myself, state_of
 from torch_ragged._store import SharedStore
+from torch_ragged._whereabouts import Call, Ticket, Whereabouts, calls_of, tracker
 
-__all__ = ["CollectiveFailed", "PeerError", "Peers", "announce", "fates_of", "is_of_backend", "name_of", "peers_named"]
+__all__ = [
+    "CollectiveFailed",
+    "Fate",
+    "PeerError",
+    "Peers",
+    "STANDSTILL",
+    "fates_of",
+    "is_of_backend",
+    "listen",
+    "name_of",
+    "peers_named",
+    "wait_for",
+]
+
+STANDSTILL = "standstill"
+"""The name of the part of the store in which a rank reports that ranks wait for each other; its key is ``text``."""
+
+_SLICE = timedelta(seconds=2)
+"""After so long a wait for a collective, a rank looks whether other ranks have reported a failure."""
+
+_SLICES_BEFORE_PROBE = 5
+"""After so many slices, a rank also looks whether the next rank's process lives."""
 
 _PATIENCE = 10.0  # Seconds.
 """How long a rank waits for the reports of ranks whose processes live."""
@@ -138,11 +163,14 @@ class Peers:
 
     def _find_blame(self, own: str) -> tuple[tuple[int, ...], str]:
         """The ranks that have failed, and a text that names them."""
+        standstill = SharedStore(STANDSTILL)
+        if standstill.has("text"):
+            return (), standstill.get("text")
         # Other ranks may wait for this rank in collectives of other meshes.
         for peers in {id(each): each for each in (self, *self._known.values()) if each._store.is_current}.values():
             peers._store.set(f"rank {dist.get_rank()}", own)
             peers._store.set("failed", "")
-        fates: dict[int, _Fate] = {}
+        fates: dict[int, Fate] = {}
         for seconds in (1.0, _PATIENCE):
             self._store.wait([f"rank {rank}" for rank in self._ranks], seconds)
             present = [rank for rank in self._ranks if self._store.has(f"rank {rank}")]
@@ -170,28 +198,28 @@ class peers_named:
     Args:
         collective: for the error.
         parameters: what the collective carries, for the error; may be empty.
-        ranks: returns the global ranks that take part; called after an error only.
+        ranks: returns the global ranks that take part; called if the block takes long, and after an error.
+        tickets: the collectives that the block waits for, if they were issued with one.
     """
 
-    def __init__(self, collective: str, parameters: str, ranks: Callable[[], Sequence[int]]) -> None:
-        self._collective, self._parameters, self._ranks = collective, parameters, ranks
+    def __init__(
+        self, collective: str, parameters: str, ranks: Callable[[], Sequence[int]], tickets: Sequence[Ticket] = ()
+    ) -> None:
+        self._collective, self._parameters, self._ranks, self._tickets = collective, parameters, ranks, tickets
 
-    _contexts = threading.local()
-
-    @classmethod
-    def current_ranks(cls) -> set[int]:
+    @staticmethod
+    def current_ranks() -> set[int]:
         """The ranks of the innermost context of this thread."""
-        contexts = getattr(cls._contexts, "stack", None)
-        return set(contexts[-1]._ranks()) if contexts else set()
+        calls = calls_of(threading.get_ident())
+        return set(calls[-1].ranks()) if calls else set()
 
-    def __enter__(self) -> None:
-        contexts = self._contexts
-        if not hasattr(contexts, "stack"):
-            contexts.stack = []
-        contexts.stack.append(self)
+    def __enter__(self) -> Sequence[Ticket]:
+        what = f"{self._collective} of {self._parameters}" if self._parameters else self._collective
+        calls_of(threading.get_ident()).append(Call(what, self._ranks, self._tickets))
+        return self._tickets
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._contexts.stack.pop()
+        calls_of(threading.get_ident()).pop()
         if isinstance(error, RuntimeError) and not isinstance(error, PeerError) and is_of_backend(error):
             raise Peers.of(self._ranks()).error(self._collective, error, self._parameters) from error
 
@@ -203,16 +231,43 @@ def is_of_backend(error: RuntimeError) -> bool:
     return is_of_gloo or isinstance(error, (CollectiveFailed, dist.DistError))
 
 
+def wait_for(work: Any, look: Callable[[], None] = lambda: None) -> None:
+    """``work.wait()`` for a collective of gloo, with a look from time to time whether other ranks have failed.
+
+    Args:
+        work: the collective in flight.
+        look: is called after each slice of the wait, and may raise.
+
+    Raises:
+        RuntimeError: the collective has failed, here or on another rank.
+    """
+    for slices in itertools.count(1):
+        try:
+            work.wait(_SLICE)
+            return
+        except RuntimeError:
+            if work.is_completed():  # The collective has failed; or it has ended just after the timeout.
+                work.wait()
+                return
+            look()
+            Peers.check_all(probes=slices >= _SLICES_BEFORE_PROBE)
+
+
 # -- processes -----------------------------------------------------------------------------------------------------------
 
 
 class _Listener:
-    """A socket that listens as long as this process lives. The kernel answers for it, also while Python computes."""
+    """A socket that listens as long as this process lives, and a thread that tells each caller where this process is.
+
+    The kernel accepts the connection, also while Python computes.
+    """
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._announced: SharedStore | None = None
+        self._process = os.getpid()
+        atexit.register(self._stop)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._close)  # A data loader's worker must not answer for this process.
 
@@ -221,46 +276,70 @@ class _Listener:
             self._socket.close()
             self._socket = None
 
+    def _stop(self) -> None:
+        """The program has ended: this process takes part in no collective any more, even if it does not end yet."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # This also ends the thread.
+            self._close()
+        elif dist.is_initialized() and os.getpid() == self._process:  # Ranks that wait in their first call may ask for it.
+            with contextlib.suppress(RuntimeError):
+                SharedStore("processes").set(f"ended {dist.get_rank()}", "")
+
     def announce(self) -> None:
         with self._lock:
             if self._announced is not None and self._announced.is_current:
                 return
             if self._socket is None:
                 self._socket = socket.create_server(("", 0), backlog=1024)
+                threading.Thread(target=_answer, args=(self._socket,), name="whereabouts", daemon=True).start()
             store = SharedStore("processes")
             place = {**asdict(myself()), "address": _own_address(), "port": self._socket.getsockname()[1]}
             store.set(f"rank {dist.get_rank()}", json.dumps(place))
             self._announced = store
 
 
+def _answer(server: socket.socket) -> None:
+    while True:
+        try:
+            caller, _ = server.accept()
+        except OSError:  # The process ends.
+            return
+        with contextlib.suppress(OSError, RuntimeError), caller:
+            caller.settimeout(_PROBE)
+            caller.sendall(json.dumps(tracker.look().as_dict()).encode())
+
+
 _listener = _Listener()
 
 
-def announce() -> None:
+def listen() -> None:
     """Tell the other ranks where this process can be found, once per default process group: one write to the store."""
     _listener.announce()
 
 
-class _Fate:
-    """What is known of another rank's process."""
+class Fate:
+    """What is known of another rank's process: whether it is alive, and where it is, if it has answered."""
 
-    def __init__(self, is_alive: bool, text: str) -> None:
-        self.is_alive, self.text = is_alive, text
+    def __init__(self, is_alive: bool, text: str, where: Whereabouts | None = None) -> None:
+        self.is_alive, self.text, self.where = is_alive, text, where
 
 
-def fates_of(ranks: Sequence[int]) -> dict[int, _Fate]:
+def fates_of(ranks: Sequence[int]) -> dict[int, Fate]:
     """What happened to the processes of these global ranks, by a connection to each. It takes up to 3 s."""
     store = SharedStore("processes")
     places = {rank: store.get(f"rank {rank}") for rank in ranks if store.has(f"rank {rank}")}
+    ended = [rank for rank in ranks if rank not in places and store.has(f"ended {rank}")]
     with ThreadPoolExecutor(32) as threads:  # A host that is lost answers none of its ranks' probes.
-        return dict(zip(ranks, threads.map(lambda rank: _fate(places.get(rank), _PROBE), ranks)))
+        fates = dict(zip(ranks, threads.map(lambda rank: _fate(places.get(rank), _PROBE), ranks)))
+    return {**fates, **{rank: Fate(False, "died: its program has ended") for rank in ended}}
 
 
 class _Probe:
     """Asks in the background whether the process of ``rank`` lives."""
 
     def __init__(self, rank: int) -> None:
-        self._rank, self._fate, self._begin = rank, _Fate(True, ""), time.monotonic()
+        self._rank, self._fate, self._begin = rank, Fate(True, ""), time.monotonic()
         threading.Thread(target=self._run, name="probe", daemon=True).start()
 
     @property
@@ -279,27 +358,38 @@ class _Probe:
                 self._fate = _fate(store.get(f"rank {self._rank}"), _LONG_PROBE)
 
 
-def _fate(place: str | None, patience: float) -> _Fate:
+def _fate(place: str | None, patience: float) -> Fate:
     """What happened to the process that has announced ``place``."""
     if place is None:
-        return _Fate(True, "has not answered")
+        return Fate(True, "has not answered")
     found = json.loads(place)
     process, address = Process(found["host"], found["pid"], found["started"]), found["address"]
     host = process.host.partition("/")[0]
     state = state_of(process)
     if state == "stopped":
-        return _Fate(True, f"is stopped: {process}")
+        return Fate(True, f"is stopped: {process}")
     if state == "gone":
-        return _Fate(False, f"died: {process} has ended")
+        return Fate(False, f"died: {process} has ended")
     if address.startswith("127.") and host != socket.gethostname():
         address = host
     try:
-        socket.create_connection((address, found["port"]), timeout=patience).close()
+        with socket.create_connection((address, found["port"]), timeout=patience) as connection:
+            where = _where_is(connection)
     except ConnectionRefusedError:
-        return _Fate(False, f"died: {process} has ended")
+        return Fate(False, f"died: {process} has ended")
     except OSError as error:
-        return _Fate(False, f"is not reachable: host {host} ({address}) does not answer ({error})")
-    return _Fate(True, f"lives and has not answered: {process} hangs, or does something else")
+        return Fate(False, f"is not reachable: host {host} ({address}) does not answer ({error})")
+    if where is None:
+        return Fate(True, f"lives and has not answered: {process} hangs, or does something else")
+    return Fate(True, f"lives and has not answered: {process} is {where.text}", where)
+
+
+def _where_is(connection: socket.socket) -> Whereabouts | None:
+    """What the process at the other end says; None if it says nothing in time, as one that was stopped."""
+    with contextlib.suppress(OSError, ValueError):
+        connection.settimeout(_PROBE)
+        return Whereabouts.of(json.loads(b"".join(iter(lambda: connection.recv(2**16), b""))))
+    return None
 
 
 def _own_address() -> str:

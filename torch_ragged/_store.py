@@ -47,7 +47,11 @@ class SharedStore:
 
     def first(self, key: str, text: str) -> str:
         """Write ``text`` if no rank has written this key, and return what the first rank has written."""
-        return _within(_LIMIT, lambda: self._store.compare_set(key, "", text)).decode()
+        return self.swap(key, "", text)
+
+    def swap(self, key: str, old: str, new: str) -> str:
+        """Write ``new`` if the key has the text ``old`` (empty: if no rank has written it), and return what it has then."""
+        return _within(_LIMIT, lambda: self._store.compare_set(key, old, new)).decode()
 
     def get(self, key: str) -> str:
         """What was written. Call it if :meth:`has` is true."""
@@ -60,6 +64,10 @@ class SharedStore:
     def add(self, key: str, amount: int) -> int:
         """Add to a number, which begins at 0, and return it."""
         return _within(_LIMIT, lambda: self._store.add(key, amount))
+
+    def append(self, key: str, text: str) -> None:
+        """Add ``text`` to the end of what was written; other ranks may append at once."""
+        _within(_LIMIT, lambda: self._store.append(key, text))
 
     def delete(self, key: str) -> None:
         """Forget a key."""

@@ -41,6 +41,7 @@ __all__ = [
     "is_autocast",
     "local_tensor",
     "preserved_versions",
+    "process_groups",
     "profiler_range",
     "register_composable",
     "storage_ids",
@@ -204,6 +205,11 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
 def default_store() -> dist.Store:
     """The store that all ranks of the default process group share. (2.11 to 2.15)"""
     return dist.distributed_c10d._get_default_store()
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """All process groups that this process has made and not destroyed. (2.11 to 2.15)"""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -11,7 +10,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torch_ragged._peers import announce, fates_of
+from torch_ragged._groups import end_messages
+from torch_ragged._peers import fates_of
+from torch_ragged._standstill import announce
 from torch_ragged._store import SharedStore
 from torch_ragged.transfer._errors import TransferError
 
@@ -19,8 +20,6 @@ __all__ = ["Lost", "Watch", "end_messages"]
 
 _SLICE = 1.0  # Seconds.
 """After so long a wait, a rank looks whether another rank has failed."""
-
-_UNUSED_TAG = 1 << 20
 
 _PATIENCE = 10.0  # Seconds.
 """How long a rank whose collective failed waits for the reports of the others. A rank without a report is taken for dead."""
@@ -67,24 +66,6 @@ class _Waiter:
         except RuntimeError as error:
             self._error = error
         self._ended.set()
-
-
-def end_messages(group: dist.ProcessGroup, device: torch.device) -> None:
-    """End all that is in flight on ``group`` here, with an error: nothing will match it. The group is not usable any more.
-
-    Otherwise its buffers stay in use, and ``destroy_process_group`` waits for it until the group's timeout.
-    """
-    if device.type != "cpu":
-        group.abort()
-        return
-    peers = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
-    if not peers:
-        return
-    # gloo has no abort(), but a receive that waits in vain closes all connections of the group.
-    with contextlib.suppress(RuntimeError):
-        work = dist.irecv(torch.empty(1), peers[0], group=group, tag=_UNUSED_TAG)
-        assert work is not None
-        work.wait(timedelta(milliseconds=1))
 
 
 class Watch:

@@ -8,7 +8,9 @@ only calls that are not those of the last forward.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
+import json
 import time
 import weakref
 from collections import defaultdict
@@ -16,24 +18,28 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 
-from torch_ragged._peers import Peers, announce, name_of, peers_named
+from torch_ragged._peers import Peers, fates_of, name_of, peers_named
+from torch_ragged._peers import wait_for as _wait_for
+from torch_ragged._standstill import announce
 from torch_ragged._store import SharedStore
+from torch_ragged._whereabouts import tracker
 
-__all__ = ["CallLog", "wait_for"]
+__all__ = ["CallLog", "Predictor", "wait_for"]
 
 _SLICE = timedelta(seconds=2)
 """After so long a wait, a rank looks whether other ranks have made other calls."""
-
-_SLICES_BEFORE_PROBE = 5
-"""After so many slices, a rank also looks whether the next rank's process lives."""
 
 _PATIENCE = 10.0  # Seconds.
 """How long a rank that has seen a difference waits for the reports of the others, so that its error names all ranks."""
 
 _CONTEXT = 6
-"""So many roots predict the next one: schedules of pipelines run several roots in a period."""
+"""So many forwards predict the next one: schedules of pipelines run several roots in a period."""
+
+_MOST_PATHS, _MOST_CONTEXTS = 16, 1024
+"""So many different forwards are remembered, and what has followed so many sequences of forwards."""
 
 _END = "the end of the forward"
 _logs: weakref.WeakSet[CallLog] = weakref.WeakSet()
@@ -45,25 +51,27 @@ class CallLog:
 
     ::
 
-        last forward    root  a  b  c  end
+        expected        root  a  b  c  end
         rank 0          root  a  b              b is expected: rank 0 issues its all-gather, and waits
-        rank 1          root  a  c              c is not: rank 1 reports it in the store, and waits for all ranks to report it
-                                                after some seconds, both ranks read in the store that they differ, and raise
+        rank 1          root  a  c              c is not: rank 1 counts itself in the store, and waits until all ranks have
+                                                after some seconds, both ranks see in the store that they differ, and raise
 
-    If all ranks report the same call, they go on, and expect the calls that followed it in the last forward.
+    If all ranks count themselves for the same call, they go on. A forward is expected to be the one that has followed the last
+    ones before; after a call that was not expected, it is expected to go on as the last forward that began in the same way.
 
     Ranks compare the roots that they run, too (:class:`_RootLog`), before a root's first all-gather. A forward that gathers
-    nothing, and makes the calls of the last one, is not compared: ranks may accumulate different numbers of passes.
+    nothing, and makes the expected calls, is not compared: ranks may accumulate different numbers of passes.
 
     Args:
         ranks: the global ranks that must make the same calls.
-        timeout: how long a rank waits for the reports of the others.
+        timeout: how long a rank waits for the others.
         root: the root's name, different from those of other roots.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta, root: str) -> None:
         self._root, self._roots = root, _RootLog.of(ranks, timeout)
         self._must_enter = False  # Whether a forward runs that the log of roots does not know.
+        tracker.watch_this_thread()
         # The same number on all of these ranks, since they call their roots in the same order.
         self._set_up(ranks, timeout, next(_counts[dist.get_rank(), tuple(ranks)]))
 
@@ -76,13 +84,16 @@ class CallLog:
         self._forward = 0
         self._calls: list[str] = []
         self._last: list[str] = []
-        self._next = 0  # The position of the expected call in the last forward.
-        self._reported: tuple[int, int] | None = None
-        self._used: list[str] = []  # Keys of the last report, which no rank reads any more.
+        self._paths = Predictor()
+        self._expected: tuple[str, ...] = ()
+        self._next = 0  # The position of the expected call in ``_expected``.
+        self._counted: tuple[int, int] | None = None
+        self._used: list[str] = []  # The keys of the last agreement, which no rank reads any more.
 
     def start(self) -> None:
         """A forward of the root begins."""
         self._start()
+        self._expected = self._paths.expected()
         self._must_enter = True
 
     def _start(self) -> None:
@@ -99,33 +110,51 @@ class CallLog:
         """This forward is about to issue a collective. Raises as :meth:`add` does, if ranks run different roots."""
         if self._must_enter:
             self._must_enter = False
-            self._roots.enter(self._root)
+            # One rank may run an evaluation that the others do not run.
+            self._roots.enter(self._root if torch.is_grad_enabled() else f"{self._root} without gradients")
 
     def add(self, call: str) -> None:
-        """A module is called. Without communication if the last forward had this call here.
+        """A module is called. Without communication if the call is expected.
 
         Raises:
             PeerError: another rank died, or made no call within the timeout.
             RuntimeError: another rank makes another call.
         """
-        is_expected = self._next < len(self._last) and self._last[self._next] == call
-        if not is_expected:
-            self.before_collective()
-        self._calls.append(call)
-        if is_expected:
-            self._next += 1
+        if self._is_expected(call):
+            self._calls.append(call)
             return
+        self.before_collective()
+        self._calls.append(call)
         self._agree(len(self._calls) - 1)
-        with contextlib.suppress(ValueError):
-            self._next = self._last.index(call, self._next) + 1
+        self._expect_after(call)
 
     def finish(self) -> None:
-        """The forward of the root ends. Raises as :meth:`add` does."""
-        self.add(_END)
+        """The forward of the root ends. No rank waits: the next call that differs is seen by both ranks."""
+        is_expected = self._is_expected(_END)
+        self._calls.append(_END)
+        if not is_expected:
+            # This may be the last act of the program, and the rank with the store may have ended.
+            with contextlib.suppress(dist.DistError):
+                self._count(self._forward, len(self._calls) - 1, _END)
+        self._paths.add(tuple(self._calls))
         self._must_enter = False
 
+    def _is_expected(self, call: str) -> bool:
+        is_expected = self._next < len(self._expected) and self._expected[self._next] == call
+        self._next += is_expected
+        return is_expected
+
+    def _expect_after(self, call: str) -> None:
+        """After a call that was not expected, and that all ranks have made."""
+        similar = self._paths.beginning_with(self._calls)
+        if similar is not None:
+            self._expected, self._next = similar, len(self._calls)
+            return
+        with contextlib.suppress(ValueError):  # Some modules are left out, or run again.
+            self._next = self._expected.index(call, self._next) + 1
+
     def check(self) -> None:
-        """This rank has waited for long: if another rank has reported a call that this rank did not make, raise.
+        """This rank has waited for long: if another rank waits for a call that this rank did not make, raise.
 
         Raises:
             RuntimeError: ranks differ.
@@ -136,54 +165,93 @@ class CallLog:
         calls = {self._forward: self._calls, self._forward - 1: self._last}.get(forward, [])
         if position >= len(calls):  # This rank has not come to this call yet.
             return
-        self._report(forward, position, calls[position])
-        if len(set(self._answers(forward, position).values())) < 2:
+        self._count(forward, position, calls[position])
+        self._compare(forward, position, calls[position])
+
+    def _compare(self, forward: int, position: int, call: str) -> None:
+        """Raise if another rank makes another call at ``position``."""
+        first, differs, calls, count = (self._key(forward, position, part) for part in ("first", "differs", "calls", "count"))
+        if self._store.first(first, call) != call:
+            self._store.set(differs, "")
+        if not self._store.has(differs):
             return
-        # The other ranks look into the store, too.
-        self._store.wait([self._key(forward, position, f"rank {rank}") for rank in self._ranks], _PATIENCE)
+        # Each rank names itself, and waits for the others, so that the error of all ranks names all of them.
+        self._store.append(calls, f"{json.dumps([self._rank, call])}\n")
+        if self._store.add(count, 1) == len(self._ranks):
+            self._store.set(self._key(forward, position, "named"), "")
+        self._store.wait([self._key(forward, position, "named")], _PATIENCE)
         _logs.discard(self)  # Later waits, of other models, must not raise this again.
-        raise RuntimeError(_difference(self._answers(forward, position)))
+        raise RuntimeError(_difference(dict(map(json.loads, self._store.get(calls).splitlines()))))
 
     def _agree(self, position: int) -> None:
-        """Return when all ranks have reported the call at ``position``."""
+        """Return when all ranks make the call at ``position``: one counter in the store, and the wait for it."""
         call, peers = self._calls[position], Peers.of(self._ranks)
         with peers_named(f"the forward of {call}", "", lambda: self._ranks):
-            # Before the report, so that a rank that waits elsewhere finds it.
-            self._store.set("report", f"{self._forward} {position}")
-            self._report(self._forward, position, call)
+            everyone = self._count(self._forward, position, call)
             deadline = time.monotonic() + self._timeout.total_seconds()
-            while not self._store.wait([self._key(self._forward, position, "all")], _SLICE.total_seconds()):
-                self.check()
-                Peers.check_all()
-                missing = [rank for rank in self._ranks if rank not in self._answers(self._forward, position)]
-                peers.check_alive(missing)
+            while not self._store.wait([everyone], _SLICE.total_seconds()):
+                # Ranks that wait elsewhere look for this.
+                self._store.set("report", f"{self._forward} {position}")
+                self._compare(self._forward, position, call)
+                Peers.check_all(probes=True)
                 if time.monotonic() > deadline:
                     waited = f"rank {self._rank} waited {self._timeout.total_seconds():g} s for the other ranks to call it"
-                    raise peers.error(f"the forward of {call}", f"{waited}, and ranks {missing} called no module")
+                    where = "; ".join(f"rank {rank} {fate.text}" for rank, fate in fates_of(self._ranks).items())
+                    raise peers.error(f"the forward of {call}", f"{waited}: {where}")
 
-    def _report(self, forward: int, position: int, call: str) -> None:
-        if self._reported == (forward, position):
-            return
-        self._reported = (forward, position)
-        used, parts = self._used, (f"rank {self._rank}", f"call {call}", "all")
-        self._used = [self._key(forward, position, part) for part in parts]
-        own, count, everyone = self._used
-        self._store.set(own, call)
-        if self._store.add(count, 1) == len(self._ranks):
-            self._store.set(everyone, "")
-            # All ranks have reported this call, so none reads the last one's keys.
-            for key in used[1:]:
+    def _count(self, forward: int, position: int, call: str) -> str:
+        """Count this rank for a call, once. Returns the key that is set when all ranks have been counted for it."""
+        # By the name of the call: ranks with different calls have different counters, and none of these gets full.
+        name = hashlib.sha1(call.encode(), usedforsecurity=False).hexdigest()[:16]
+        counter, everyone = self._key(forward, position, name), self._key(forward, position, f"{name} everyone")
+        if self._counted == (forward, position):
+            return everyone
+        self._counted, used, self._used = (forward, position), self._used, [counter, everyone]
+        if self._store.add(counter, 1) == len(self._ranks):
+            # All ranks have been counted for this call, so none reads the keys of the last one. Before the others go on: the
+            # rank with the store may end its program then.
+            for key in used:
                 self._store.delete(key)
-        if used:
-            self._store.delete(used[0])
-
-    def _answers(self, forward: int, position: int) -> dict[int, str]:
-        """The calls that ranks have reported."""
-        keys = {rank: self._key(forward, position, f"rank {rank}") for rank in self._ranks}
-        return {rank: self._store.get(key) for rank, key in keys.items() if self._store.has(key)}
+            self._store.set(everyone, "")
+        return everyone
 
     def _key(self, forward: int, position: int, part: str) -> str:
         return f"{forward}/{position}/{part}"
+
+
+class Predictor:
+    """The next forward, by the last ones. Equal on all ranks whose forwards were equal.
+
+    ::
+
+        encode, decode, encode, decode    then encode is expected
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[int, ...] = ()
+        self._followed: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self._paths: dict[tuple[str, ...], None] = {}  # The last ones that differ, the latest last.
+
+    def expected(self) -> tuple[str, ...]:
+        """The calls of the next forward; empty if nothing is known."""
+        latest = next(reversed(self._paths), ())
+        return self._followed.get(self._before, latest)
+
+    def beginning_with(self, calls: Sequence[str]) -> tuple[str, ...] | None:
+        """The latest path that begins with ``calls``."""
+        start = tuple(calls)
+        return next((path for path in reversed(self._paths) if path[: len(start)] == start and len(path) > len(start)), None)
+
+    def add(self, path: tuple[str, ...]) -> None:
+        """A forward has ended, with these calls."""
+        self._paths.pop(path, None)
+        self._paths[path] = None
+        if len(self._paths) > _MOST_PATHS:
+            del self._paths[next(iter(self._paths))]
+        if len(self._followed) > _MOST_CONTEXTS:  # Forwards follow each other without a pattern.
+            self._followed.clear()
+        self._followed[self._before] = path
+        self._before = (*self._before, hash(path))[-_CONTEXT:]
 
 
 class _RootLog(CallLog):
@@ -204,17 +272,15 @@ class _RootLog(CallLog):
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
         self._set_up(ranks, timeout, "roots")
-        self._before: tuple[str, ...] = ()
-        self._followed: dict[tuple[str, ...], str] = {}
 
     def enter(self, root: str) -> None:
         """A root's forward is about to communicate. Raises as :meth:`add` does."""
         self._start()
         self._calls.append(root)
-        if self._followed.get(self._before) != root:
+        path = (root,)
+        if self._paths.expected() != path:
             self._agree(0)
-        self._followed[self._before] = root
-        self._before = (*self._before, root)[-_CONTEXT:]
+        self._paths.add(path)
 
 
 def _difference(answers: dict[int, str]) -> str:
@@ -237,14 +303,9 @@ def wait_for(work: Any) -> None:
     Raises:
         RuntimeError: they have; or the collective has failed, here or on another rank.
     """
-    for slices in itertools.count(1):
-        try:
-            work.wait(_SLICE)
-            return
-        except RuntimeError:
-            if work.is_completed():  # The collective has failed; or it has ended just after the timeout.
-                work.wait()
-                return
-            for log in [log for log in _logs if log.is_current]:
-                log.check()
-            Peers.check_all(probes=slices >= _SLICES_BEFORE_PROBE)
+    _wait_for(work, _check_all)
+
+
+def _check_all() -> None:
+    for log in [log for log in _logs if log.is_current]:
+        log.check()

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged._agreement import agree
 from torch_ragged._peers import peers_named
+from torch_ragged._whereabouts import Ticket, issue
 from torch_ragged.fsdp.comm._collectives import Collectives, ReduceScatterTraits, Reduction, Work
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
@@ -101,36 +102,38 @@ class NamedCollectives:
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         if self.before_all_gather is not None and (group or self._shards) is not None:
             self.before_all_gather()
-        with self._compared("all-gather", [group or self._shards], shard, output):
-            return self._named("all-gather", self.inner.all_gather(output, shard, group))
+        with self._compared("all-gather", [group or self._shards], shard, output) as tickets:
+            return _NamedWork(self, "all-gather", tickets, self.inner.all_gather(output, shard, group))
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
-        with self._compared("reduce-scatter", [self._shards], buffer, output):
-            return self._named("reduce-scatter", self.inner.reduce_scatter(output, buffer, reduction))
+        with self._compared("reduce-scatter", [self._shards], buffer, output) as tickets:
+            return _NamedWork(self, "reduce-scatter", tickets, self.inner.reduce_scatter(output, buffer, reduction))
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
-        with self._compared("all-reduce", [self._replicas], tensor):
-            return self._named("all-reduce", self.inner.all_reduce(tensor, reduction))
+        with self._compared("all-reduce", [self._replicas], tensor) as tickets:
+            return _NamedWork(self, "all-reduce", tickets, self.inner.all_reduce(tensor, reduction))
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        with self._compared("all-reduce of used parameters", [self._shards, self._replicas], tensor):
-            return self._named("all-reduce of used parameters", self.inner.all_reduce_max(tensor))
+        what = "all-reduce of used parameters"
+        with self._compared(what, [self._shards, self._replicas], tensor) as tickets:
+            return _NamedWork(self, what, tickets, self.inner.all_reduce_max(tensor))
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         return self.inner.reduce_scatter_traits(device)
 
-    def _named(self, collective: str, work: Work) -> Work:
-        return _NamedWork(self, collective, work)
-
     def _compared(self, collective: str, groups: Sequence[dist.ProcessGroup | None], *tensors: torch.Tensor) -> peers_named:
-        """Compare the collective that is issued next, in debug mode. The context names the ranks if it fails.
+        """Note the collective that is issued next and, in debug mode, compare it. The context names the ranks if it fails.
 
         Raises:
             ValueError: ranks issue different collectives.
         """
+        # None on the meta device: a memory report runs there, on one rank alone.
+        several = [group for group in groups if group is not None and group.size() > 1 and not tensors[0].is_meta]
         if self._is_debug:
-            self._compare(collective, [group for group in groups if group is not None and group.size() > 1], tensors)
-        return peers_named(collective, self.parameters, self.ranks)
+            self._compare(collective, several, tensors)
+        parameters = self.parameters
+        what = f"{collective} of {parameters}"
+        return peers_named(collective, parameters, self.ranks, [issue(group, what) for group in several])
 
     @functools.cached_property
     def _layout_text(self) -> str:
@@ -139,8 +142,6 @@ class NamedCollectives:
         return hashlib.sha1(repr(parts).encode(), usedforsecurity=False).hexdigest()[:12]
 
     def _compare(self, collective: str, groups: Sequence[dist.ProcessGroup], tensors: Sequence[torch.Tensor]) -> None:
-        if tensors[0].is_meta:  # A memory report: no rank communicates.
-            return
         shapes = " and ".join(f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in tensors)
         for group in groups:
             number = _counts[group] = _counts.get(group, 0) + 1
@@ -151,9 +152,9 @@ class NamedCollectives:
 class _NamedWork:
     """A collective in flight whose error names it."""
 
-    def __init__(self, names: NamedCollectives, collective: str, work: Work) -> None:
-        self._names, self._collective, self._work = names, collective, work
+    def __init__(self, names: NamedCollectives, collective: str, tickets: Sequence[Ticket], work: Work) -> None:
+        self._names, self._collective, self._tickets, self._work = names, collective, tickets, work
 
     def wait(self) -> None:
-        with peers_named(self._collective, self._names.parameters, self._names.ranks):
+        with peers_named(self._collective, self._names.parameters, self._names.ranks, self._tickets):
             self._work.wait()

@@ -86,6 +86,12 @@ class BackwardPass:
         self._running = weakref.ref(running)
         Variable._execution_engine.queue_callback(running)
 
+    def drop_raised(self) -> None:
+        """If the last pass raised, drop its gradients."""
+        root = self._root()
+        if root is not None and self.has_raised:
+            root.drop_raised_backward()
+
     @property
     def _orders(self) -> list[ForwardOrder]:
         """The orders that the pass has reached."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from typing import Protocol
 
 import torch
@@ -22,22 +24,47 @@ class Member(Protocol):
         """Reshard, and reduce after the last call."""
 
 
+NONE_HANDLED = (id(None), id(None))
+
+
+def handled_exception() -> tuple[int, int]:
+    """The exception that is handled now, and its traceback, which changes if it is raised again."""
+    # Their ids: a traceback holds the frames of the program, and a call lives until its backward.
+    _, error, traceback = sys.exc_info()
+    return id(error), id(traceback)
+
+
 class Call:
     """One forward call of a module: its position in the order, and whether backward has reached it.
 
     Calls outside of the root's forward, such as recomputations, have no ``order``.
+
+    Attributes:
+        handled: the exception that was being handled when the call began, as in an ``except`` block.
     """
 
     def __init__(self, order: ForwardOrder | None, state: Member) -> None:
         self.order = order
         self.position = -1 if order is None else order.enter(state)
         self.begun_in = -1  # The last backward pass that reached it.
+        self.handled = handled_exception()
         self.probe: torch.Tensor | None = None  # See PipelineState.
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether the call that ends now has raised an exception."""
+        return handled_exception() not in (NONE_HANDLED, self.handled)
 
     @property
     def is_first(self) -> bool:
         """Whether backward reaches no further call of the same module after this one."""
         return self.order is None or self.order.is_first(self.position)
+
+
+class _Events(list[tuple[int, bool]]):
+    """The events of the calls of one thread: (position, whether it is the exit); backward has reached those from ``at`` on."""
+
+    at = 0
 
 
 class ForwardOrder:
@@ -52,16 +79,20 @@ class ForwardOrder:
     that it has not reached have no gradient on this rank. Other ranks may have gradients for them, and unshard and reduce. This
     rank then does the same, with gradients of zeros. So the order of collectives is equal on all ranks.
 
+    Autograd numbers the nodes of each thread from 0. So if forward runs a branch in another thread, the reverse order holds
+    among the calls of one thread only, and each thread has its own events.
+
     Attributes:
         states: the state of each call, by position.
     """
 
     def __init__(self) -> None:
         self.states: list[Member] = []
+        self._thread_of: list[threading.Thread] = []  # By position. Not by number: numbers are used again.
         self._first: dict[Member, int] = {}
-        self._events: list[tuple[int, bool]] = []  # (position, whether it is the exit)
-        self._entries: dict[int, int] = {}
-        self._exits: dict[int, int] = {}
+        self._threads: dict[threading.Thread, _Events] = {}  # By thread, in the order of their first event.
+        self._entries: dict[int, tuple[_Events, int]] = {}
+        self._exits: dict[int, tuple[_Events, int]] = {}
         self.restart()
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -69,19 +100,28 @@ class ForwardOrder:
     def enter(self, state: Member) -> int:
         """A call begins; returns its position."""
         self.states.append(state)
+        self._thread_of.append(threading.current_thread())
         return len(self.states) - 1
+
+    def share_thread(self, position: int, other: int) -> bool:
+        """Whether two calls ran in one thread, so that backward reaches them one after the other."""
+        return self._thread_of[position] is self._thread_of[other]
 
     def watch_entry(self, position: int) -> None:
         """Autograd will call post-backward for this call."""
-        self._entries[position] = len(self._events)
-        self._events.append((position, False))
+        self._entries[position] = self._add(position, is_exit=False)
 
     def watch_exit(self, position: int) -> None:
         """Autograd will call pre-backward for this call."""
-        self._exits[position] = len(self._events)
-        self._events.append((position, True))
+        self._exits[position] = self._add(position, is_exit=True)
         first = self._first.setdefault(self.states[position], position)
         self._first[self.states[position]] = min(first, position)
+
+    def _add(self, position: int, is_exit: bool) -> tuple[_Events, int]:
+        """Add an event of this thread; returns the thread's events and the index of this one."""
+        events = self._threads.setdefault(self._thread_of[position], _Events())
+        events.append((position, is_exit))
+        return events, len(events) - 1
 
     def is_first(self, position: int) -> bool:
         """Whether no call of the same module before this one has a backward."""
@@ -91,26 +131,28 @@ class ForwardOrder:
 
     def restart(self) -> None:
         """A backward pass begins."""
-        self._at = len(self._events)
+        for events in self._threads.values():
+            events.at = len(events)
         self._skipped: set[int] = set()
 
     def begin(self, position: int) -> None:
         """Backward begins with a call."""
-        self._advance_to(self._exits[position])
+        self._advance_to(*self._exits[position])
 
     def end(self, position: int) -> None:
         """Backward has finished a call."""
-        self._advance_to(self._entries[position])
+        self._advance_to(*self._entries[position])
 
     def finish(self) -> None:
         """Backward reaches no further call."""
-        self._advance_to(-1)
+        for events in self._threads.values():
+            self._advance_to(events, -1)
 
-    def _advance_to(self, event: int) -> None:
+    def _advance_to(self, events: _Events, event: int) -> None:
         # From the latest event to earlier ones: the order in which other ranks, which have these gradients, run their hooks.
-        while self._at > event + 1:
-            self._at -= 1  # Before the calls below, which may call this method.
-            position, is_exit = self._events[self._at]
+        while events.at > event + 1:
+            events.at -= 1  # Before the calls below, which may call this method.
+            position, is_exit = events[events.at]
             state = self.states[position]
             if is_exit and state.reduces_unused:
                 self._skipped.add(position)
@@ -118,4 +160,4 @@ class ForwardOrder:
             # For calls that this rank has reached, autograd calls it; but not if an optional module's inputs have no gradient.
             elif position in self._skipped or (state.is_optional and not is_exit):
                 state.post_backward(is_last=self.is_first(position))
-        self._at = min(self._at, event)
+        events.at = min(events.at, event)

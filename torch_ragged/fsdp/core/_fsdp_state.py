@@ -14,7 +14,6 @@ It moves no data: its groups do.
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -196,6 +195,7 @@ class FSDPState(PipelineState):
         for group in self.groups:
             group.load_replaced()
             group.expire_resident()
+            group.gradients.is_unhooked = False
 
     def unshard(self) -> None:
         """All-gather the parameters, unless they are unsharded, and register them in the modules."""
@@ -320,7 +320,7 @@ class FSDPState(PipelineState):
 
         If the limit of all-gathers ahead of use is reached, an all-gather is issued when its module runs.
         """
-        states = self._next(order.states if order else [], position, step) if chosen is None else chosen
+        states = self._next(order, position, step) if chosen is None else chosen
         started = []
         # These conditions are equal on all ranks: the order, the all-gathers in flight, and the holders of slots.
         for state in states:
@@ -333,19 +333,21 @@ class FSDPState(PipelineState):
                 started.append(state)
         return started
 
-    def _next(self, order: list[Any], position: int, step: int) -> list[FSDPState]:
+    def _next(self, order: ForwardOrder | None, position: int, step: int) -> list[FSDPState]:
         """The next module with parameters in ``order``, if this forward has followed it up to here."""
+        states: list[Any] = order.states if order else []
         neighbour = position + step
-        in_order = position >= 0 and 0 <= neighbour < len(order) and order[position] is self
-        # In forward, an optional module may run on no rank.
+        in_order = position >= 0 and 0 <= neighbour < len(states) and states[position] is self
+        # In forward, an optional module may run on no rank. Backward follows the order within each thread only.
         while in_order and (
-            not order[neighbour].groups
-            or (order[neighbour] is self and len(self.modules) > 1)
-            or (order[neighbour].is_optional and step > 0)
+            not states[neighbour].groups
+            or (states[neighbour] is self and len(self.modules) > 1)
+            or (states[neighbour].is_optional and step > 0)
+            or (step < 0 and not order.share_thread(position, neighbour))  # type: ignore[union-attr]
         ):
             neighbour += step
-            in_order = 0 <= neighbour < len(order)
-        return [order[neighbour]] if in_order else []
+            in_order = 0 <= neighbour < len(states)
+        return [states[neighbour]] if in_order else []
 
     @dynamo_disabled
     @untyped
@@ -363,9 +365,11 @@ class FSDPState(PipelineState):
         must_stay = torch.is_grad_enabled() and opaque and not any(_has_history(tensor) for tensor in tensors)
         # The same if the output is a parameter or a view of one.
         must_stay |= any(group.holds(tensor) for group in self.groups for tensor in tensors)
-        needs_backward, has_raised = torch.is_grad_enabled(), output is None and sys.exc_info()[0] is not None
-        if not has_raised:  # Otherwise, other ranks do not wait for this one.
+        needs_backward = torch.is_grad_enabled()
+        if output is not None or not self.calls or not self.calls[-1].has_raised:  # Otherwise, other ranks do not wait for it.
             needs_backward, must_stay = self._meet(is_exit=True, stays_unsharded=must_stay)
+        for group in self.groups:
+            group.gradients.is_unhooked |= must_stay
         call = self.calls.pop() if self.calls else Call(None, self)
         if self.is_optional:
             self._watch_optional_exit(call, needs_backward)
@@ -444,8 +448,16 @@ class FSDPState(PipelineState):
     def _expect_gradients(self) -> None:
         """This rank or another one may get gradients: all ranks will reduce."""
         for group in self.groups:
-            group.gradients.needs_reduction |= group.is_trainable
+            group.gradients.expect(group.is_trainable)
         self._note_accumulation()
+
+    def expect_unsharded(self) -> None:
+        """At the end of a pass: groups that are still unsharded may have gradients on any rank, from outside of their forward."""
+        # Equal on all ranks, as unshard() is. A rank without gradients contributes zeros.
+        if self.reduces_unused:
+            for group in self.groups:
+                if group.is_unsharded and not group.gradients.was_reached:
+                    group.gradients.expect(group.is_trainable)
 
     def _note_accumulation(self) -> None:
         if self._accumulates:

@@ -37,6 +37,7 @@ class State(Protocol):
     def refresh(self) -> None: ...
     def reshard(self) -> None: ...
     def post_backward(self, is_last: bool) -> None: ...
+    def expect_unsharded(self) -> None: ...
     def reduce_gradients(self) -> None: ...
     def end_backward(self) -> None: ...
     def drop_backward(self) -> bool: ...
@@ -114,7 +115,7 @@ class FSDPStateContext:
         for state in self.states:
             state.post_backward(is_last=True)
         # Even if gradients were reduced: the next pass uses the same parameters, so resident ones stay.
-        self._mark_accumulating(True)
+        self._end_pass(is_accumulating=True)
         self.backward.pause()
 
     def start_reductions(self) -> None:
@@ -123,6 +124,7 @@ class FSDPStateContext:
         # In the order of modules, not of gradients: autograd's order may differ between ranks.
         for state in reversed(self.states):
             state.post_backward(is_last=True)
+            state.expect_unsharded()
             state.reduce_gradients()
 
     def end_backward(self) -> None:
@@ -143,15 +145,15 @@ class FSDPStateContext:
                 used = used_anywhere(members)
                 for group in members:
                     group.finish_gradients([next(used) for _ in group.params])
-            self._mark_accumulating(not reduced and any(group.is_trainable for group in self.groups))
+            self._end_pass(not reduced and any(group.is_trainable for group in self.groups))
             for state in self.states:
                 state.end_backward()
             # Last: if anything above raises, the pass counts as one that raised, and its gradients are dropped.
             self.backward.finish()
 
-    def _mark_accumulating(self, is_accumulating: bool) -> None:
+    def _end_pass(self, is_accumulating: bool) -> None:
         for group in self.groups:
-            group.gradients.is_accumulating = is_accumulating
+            group.gradients.end_pass(is_accumulating)
 
     def drop_raised_backward(self) -> None:
         """If the last backward raised, drop its gradients: the next pass must not add to them."""

@@ -60,6 +60,9 @@ class GradientBuffers:
         is_accumulating: whether the last backward left its gradients unreduced, for a later one.
         needs_reduction: whether backward has reached the group since the last reduction, on any rank. Equal on all ranks after
             pre-backward, which sets it and runs on all ranks.
+        was_reached: whether pre-backward of the current pass has reached the group, on any rank.
+        is_unhooked: whether backward may reach the group without a pre-backward, because forward returned a parameter, or
+            tensors inside an object that is no container. Equal on all ranks.
         pool: the memory pool of unreduced gradients; None: the allocator.
     """
 
@@ -72,7 +75,7 @@ class GradientBuffers:
         self.reduction = Reduction()
         self.requires_all_reduce = True
         self.may_hold_sum = False
-        self.is_accumulating = False
+        self.is_accumulating = self.was_reached = self.is_unhooked = False
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.comm = FSDPCommContext()
         self.backward: BackwardPass
@@ -198,20 +201,44 @@ class GradientBuffers:
         self._note_gradient()
 
     def _note_gradient(self) -> None:
-        """There is a gradient to reduce."""
-        self.needs_reduction = True
+        """There is a gradient to reduce: in this pass, or in a later one that other ranks reach, too."""
+        self.needs_reduction |= self._is_expected
         if self._state is not GradientState.ACCUMULATING:
             self._move_to(GradientState.ACCUMULATING)
 
+    @property
+    def _is_expected(self) -> bool:
+        """Whether all ranks expect gradients in this pass. If not, a parameter was unsharded by hand and used outside of forward,
+        maybe on this rank alone: its gradient waits for the next pass that reaches the group, as in FSDP2.
+        """
+        return self.was_reached or self.is_unhooked
+
+    def expect(self, is_trainable: bool) -> None:
+        """Backward has reached the group, on this rank or on another one."""
+        self.was_reached = True
+        self.needs_reduction |= is_trainable
+
+    def end_pass(self, is_accumulating: bool) -> None:
+        """A backward pass has ended."""
+        self.was_reached, self.is_accumulating = False, is_accumulating
+
     def _start_backward(self) -> None:
-        """Before a gradient is written: starting a pass drops the gradients of one that raised."""
-        self.backward.start()  # No hook may have run: a parameter may be used outside of its module.
+        """Before a gradient is written: the gradients of a pass that raised are dropped."""
+        if self._is_expected:
+            self.backward.start()
+        else:
+            self.backward.drop_raised()
 
     def views(self) -> list[torch.Tensor]:
-        """The view of each parameter in the unreduced buffer, which is allocated if necessary."""
+        """The view of each parameter in the unreduced buffer, to write to. The buffer is allocated if necessary."""
         # A reduce-scatter in flight still reads the buffer. Ranks may wait at different times: waiting issues no collective.
         self.wait_for_reduction()
-        self._unreduced = self._allocated(self._unreduced, self.dtype)
+        borrowed = self._unreduced if self._is_borrowing else None
+        self._unreduced = self._allocated(None if borrowed else self._unreduced, self.dtype)
+        if borrowed is not None:  # Its owner, such as a user's hook, may read it later.
+            self._unreduced.flat.copy_(borrowed.flat)
+            borrowed.free()
+            self._views = []
         if not self._views:
             self._views = [self._unreduced.tensor(index) for index in range(len(self._params))]
         return self._views
@@ -219,19 +246,25 @@ class GradientBuffers:
     def _borrows(self, gradient: torch.Tensor) -> bool:
         """If autograd's gradient fills the buffer, as a large embedding's may, use it as the buffer; return whether it does.
 
-        After the reduction the reference is dropped. The memory is not freed by force: it may have other users.
+        The gradient is only read: a hook of the user may have kept it. After the reduction the reference is dropped.
         """
         is_all = len(self._params) == 1 and gradient.numel() == self._layout.numel and gradient.dtype == self.dtype
         if not is_all or type(gradient) is not torch.Tensor or gradient.layout != torch.strided or self.pool is not None:
+            return False
+        if self.reduce_dtype == torch.float16:  # Its reduction divides the buffer in place, against overflow.
             return False
         self.wait_for_reduction()
         is_storage = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
         if not is_storage or (self._unreduced is not None and self._unreduced.is_allocated):
             return False
         self._unreduced = self._partial(self.dtype, borrowed=gradient)
-        self._views = []
-        self.views()
+        self._views = [self._unreduced.tensor(0)]
         return True
+
+    @property
+    def _is_borrowing(self) -> bool:
+        """Whether the unreduced buffer is a gradient of autograd, which must not be written to."""
+        return self._unreduced is not None and self._unreduced.is_borrowed
 
     def _free(self) -> None:
         """Free all memory for unreduced gradients."""
@@ -241,8 +274,9 @@ class GradientBuffers:
 
     def _free_unreduced(self) -> None:
         if self._unreduced is not None:
+            is_borrowing = self._is_borrowing
             self._unreduced.free()
-            if self._unreduced.is_borrowed:
+            if is_borrowing:
                 self._unreduced, self._views = None, []
 
     def _allocated(self, buffer: DBuffer | None, dtype: torch.dtype) -> DBuffer:
@@ -270,7 +304,8 @@ class GradientBuffers:
         """
         self.views()
         kept = self._wide.get(index)
-        self._wide[index] = gradient.to(self.reduce_dtype) if kept is None else kept.add_(gradient)
+        # Not in place: a hook of the user may have kept the first gradient.
+        self._wide[index] = gradient.to(self.reduce_dtype) if kept is None else kept + gradient.to(self.reduce_dtype)
         self._params[index].was_used = True
         if not self.wide_gradients.are_few and self.wide_gradients.are_many(self._wide.values()):
             self.widen()
@@ -313,7 +348,7 @@ class GradientBuffers:
         # Collect. All ranks reduce, so a rank without gradients allocates a buffer of zeros.
         holds_sum = self._widened is not None and self._widened.is_allocated
         assert not (reduces_narrow and holds_sum), "gradients of earlier passes have accumulated"
-        if not holds_sum:
+        if not holds_sum and not self._is_borrowing:
             self.views()
         # Cast, unless the collectives add in reduce_dtype themselves.
         if reduces_narrow or self.dtype == self.reduce_dtype:
@@ -460,7 +495,7 @@ class GradientBuffers:
         self._state = GradientState.EMPTY
         self._reduce_scatter = self._output = self._all_reduce = self._reduced = self._kept = None
         self._wide.clear()
-        self.needs_reduction = self.is_accumulating = False
+        self.needs_reduction = self.is_accumulating = self.was_reached = False
         for param in self._params:
             param.has_gradient = param.was_used = False
             param.unsharded.grad = None  # A program may have assigned it.

@@ -5,7 +5,6 @@ It holds no parameters: states unshard and reshard.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_ragged._peers import peers_named
+from torch_ragged._agreement import reduce_min
 from torch_ragged._register._torch import timeout_of
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
@@ -78,8 +77,7 @@ class RollCall:
             votes = [2 * own + (not needed) for needed in (torch.is_grad_enabled(), stays_unsharded)]
             vote = torch.tensor(votes, device=self._device)
             for group in self._groups:
-                with peers_named("the call of an optional module", "", functools.partial(dist.get_process_group_ranks, group)):
-                    dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
+                reduce_min(vote, group, "the call of an optional module")
             grad, stays = vote.tolist()
             agreed, needs = grad // 2, (grad % 2 == 0, stays % 2 == 0)
             if agreed == own:

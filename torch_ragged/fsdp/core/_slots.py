@@ -30,17 +30,20 @@ class Slab:
         """Whether ``holder`` can claim it, whatever the garbage collector has done. Equal on all ranks."""
         return self._holder is None or self.is_held_by(holder)
 
+    def _is_held_by_other(self, holder: object) -> bool:
+        return self._holder is not None and self._holder() not in (None, holder)
+
     def claim(self, holder: object) -> None:
         """Make ``holder`` the holder, until it calls :meth:`free`. The contents are undefined.
 
         Raises:
             RuntimeError: another holder uses it.
         """
-        # A holder that was deleted with its model frees its slot. Ranks collect garbage at moments of their own, so each looks now.
-        if not self.is_free_for(holder) and self._holder is not None and self._holder() is not None:
+        # A deleted holder frees its slot. Ranks collect garbage at different moments, so each does it now.
+        if self._is_held_by_other(holder):
             gc.collect()
         # Do not wait: this rank itself frees the slot, later in its program.
-        if not self.is_free_for(holder) and self._holder is not None and self._holder() is not None:
+        if self._is_held_by_other(holder):
             raise RuntimeError(
                 f"{self._of} is in use by another group. Groups take turns in a module's persistent buffers: "
                 "raise set_persistent_buffers(places=) if more groups are unsharded, or have unreduced gradients, at once; "
