@@ -127,12 +127,13 @@ def _mortal(
 
 
 def run_mortal_ranks(
-    size: int, victims: set[int], function: Callable[..., Any], *arguments: Any, seconds: float = 60
+    size: int, victims: set[int], function: Callable[..., Any], *arguments: Any, seconds: float = 60, dead: Any = None
 ) -> dict[int, Any]:
     """Run ``function`` on ranks with processes of their own, of which ``victims`` die or stop. What each other rank returned.
 
     Args:
         seconds: the timeout of the group's collectives.
+        dead: if given, another rank may die too, and this is its answer.
 
     Raises:
         AssertionError: another rank raised, died or hung.
@@ -145,11 +146,15 @@ def run_mortal_ranks(
         with_rank = (rank, size, store.port, seconds, theirs, function, *arguments)
         processes.append(context.Process(target=_mortal, args=with_rank, daemon=True))
         processes[-1].start()
+        theirs.close()  # Or the end of the process would not be seen.
     deadline, answers = time.monotonic() + _LONGEST, {}
     try:
         for rank in sorted(set(range(size)) - victims):
             assert pipes[rank].poll(max(deadline - time.monotonic(), 0)), f"rank {rank} of {size} hangs"
-            fine, answers[rank] = pipes[rank].recv()
+            try:
+                fine, answers[rank] = pipes[rank].recv()
+            except EOFError:
+                fine, answers[rank] = dead is not None, dead
             assert fine, f"rank {rank} of {size}:\n{answers[rank]}"
     finally:
         for process in processes:

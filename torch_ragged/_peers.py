@@ -97,6 +97,12 @@ class Peers:
     """
 
     _known: ClassVar[dict[tuple[int, ...], Peers]] = {}
+    _standstill: ClassVar[tuple[SharedStore, str] | None] = None
+
+    @classmethod
+    def stand_still(cls, store: SharedStore, text: str) -> None:
+        """Ranks wait for each other: each wait and each error of this process says so from now on, as ``text``."""
+        cls._standstill = store, text
 
     @classmethod
     def of(cls, ranks: Sequence[int]) -> Peers:
@@ -115,6 +121,8 @@ class Peers:
         Raises:
             CollectiveFailed: a rank has reported a failure, or is not reachable.
         """
+        if cls._standstill is not None and cls._standstill[0].is_current:
+            raise CollectiveFailed(cls._standstill[1])
         current = peers_named.current_ranks()
         for peers in list(cls._known.values()):
             # After a failure, the ranks that are left may go on with each other.
@@ -163,6 +171,7 @@ class Peers:
 
     def _find_blame(self, own: str) -> tuple[tuple[int, ...], str]:
         """The ranks that have failed, and a text that names them."""
+        # This rank's connections may close before it has seen the report itself.
         standstill = SharedStore(STANDSTILL)
         if standstill.has("text"):
             return (), standstill.get("text")

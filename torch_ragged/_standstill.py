@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._groups import end_messages
-from torch_ragged._peers import STANDSTILL, Fate, fates_of, listen
+from torch_ragged._peers import STANDSTILL, Fate, Peers, fates_of, listen
 from torch_ragged._register._torch import process_groups
 from torch_ragged._store import SharedStore
 from torch_ragged._whereabouts import Whereabouts, tracker
@@ -136,8 +136,9 @@ class _Watch:
             return
         if not store.has("text") and not self._find(store):
             return
-        self._told = store
-        _logger.error("rank %d: %s", dist.get_rank(), store.get("text"))
+        self._told, text = store, store.get("text")
+        Peers.stand_still(store, text)
+        _logger.error("rank %d: %s", dist.get_rank(), text)
         # Calls that wait in the backend, also torch's own, raise now: their connections close.
         for group in process_groups():
             if dist.get_backend(group) == "gloo":

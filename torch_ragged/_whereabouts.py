@@ -35,8 +35,10 @@ _MOST_BYTES = 2**16
 _REMEMBERED = 64
 """So many collectives of a process group are remembered by name."""
 
-_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-_WRAPPERS = ("wrapper", "decorate_context", "_fn", "inner", "__call__")
+_INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(os.__file__).parent), "<string>")
+"""Files of torch, of this package and of Python, and hooks on torch."""
+
+_WRAPPERS = ("wrapper", "decorate_context", "inner", "named")
 _COMMUNICATING = tuple(f"{os.sep}torch{os.sep}{name}" for name in ("_ops.py", "distributed/distributed_c10d.py"))
 
 
@@ -186,9 +188,11 @@ def _token_of(frame: FrameType | None) -> tuple[tuple[int, int], ...]:
 
 
 def _where(frame: FrameType | None) -> str:
-    """The innermost function that is neither torch's nor ours."""
-    while frame is not None and frame.f_code.co_filename.startswith(_ROOTS) and frame.f_back is not None:
+    """The innermost function that is the program's own; torch and other packages may lie below Python's own folder."""
+    innermost = frame
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back
+    frame = frame or innermost
     assert frame is not None
     return f"in {frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
@@ -204,10 +208,10 @@ def _call_of_torch(frame: FrameType) -> Call | None:
         return None
     name, outer = frame.f_code.co_name, frame
     group: dist.ProcessGroup | None = None
-    while outer.f_code.co_filename.startswith(_ROOTS):
+    while outer.f_code.co_filename.startswith(_INSIDE):
         if outer.f_code.co_filename.endswith(_COMMUNICATING[1]):
             group = group or outer.f_locals.get("group") or dist.group.WORLD
-        if outer.f_code.co_name not in _WRAPPERS:
+        if outer.f_code.co_name not in _WRAPPERS and not outer.f_code.co_name.startswith("_"):
             name = outer.f_code.co_name
         if outer.f_back is None:
             break

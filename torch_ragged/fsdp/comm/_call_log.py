@@ -181,7 +181,7 @@ class CallLog:
             self._store.set(self._key(forward, position, "named"), "")
         self._store.wait([self._key(forward, position, "named")], _PATIENCE)
         _logs.discard(self)  # Later waits, of other models, must not raise this again.
-        raise RuntimeError(_difference(dict(map(json.loads, self._store.get(calls).splitlines()))))
+        raise RuntimeError(_difference(dict(sorted(map(json.loads, self._store.get(calls).splitlines())))))
 
     def _agree(self, position: int) -> None:
         """Return when all ranks make the call at ``position``: one counter in the store, and the wait for it."""
