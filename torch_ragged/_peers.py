@@ -316,7 +316,7 @@ def _answer(server: socket.socket) -> None:
             return
         with contextlib.suppress(OSError, RuntimeError), caller:
             caller.settimeout(_PROBE)
-            caller.sendall(json.dumps(tracker.look().as_dict()).encode())
+            caller.sendall(tracker.look().to_json().encode())
 
 
 _listener = _Listener()
@@ -397,7 +397,7 @@ def _where_is(connection: socket.socket) -> Whereabouts | None:
     """What the process at the other end says; None if it says nothing in time, as one that was stopped."""
     with contextlib.suppress(OSError, ValueError):
         connection.settimeout(_PROBE)
-        return Whereabouts.of(json.loads(b"".join(iter(lambda: connection.recv(2**16), b""))))
+        return Whereabouts.from_json(b"".join(iter(lambda: connection.recv(2**16), b"")))
     return None
 
 

@@ -6,6 +6,7 @@ It must not change what the training thread does: it only looks at its stack.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import threading
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -110,14 +111,16 @@ class Whereabouts:
     tickets: list[tuple[str, int]] = field(default_factory=list)
     issued: dict[str, dict[int, str]] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def to_json(self) -> str:
+        """As a text, for the rank that asks."""
+        return json.dumps(asdict(self))
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> Whereabouts:
-        """From :meth:`as_dict`, after JSON, whose keys are texts."""
+    def from_json(cls, text: str | bytes) -> Whereabouts:
+        """What another rank has sent."""
+        values = json.loads(text)
         issued = {group: {int(number): what for number, what in each.items()} for group, each in values["issued"].items()}
-        return cls(**{**values, "issued": issued, "tickets": [tuple(each) for each in values["tickets"]]})
+        return cls(**{**values, "issued": issued, "tickets": [(group, number) for group, number in values["tickets"]]})
 
 
 class Tracker:

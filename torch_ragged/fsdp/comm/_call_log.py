@@ -234,8 +234,11 @@ class Predictor:
 
     def expected(self) -> tuple[str, ...]:
         """The calls of the next forward; empty if nothing is known."""
-        latest = next(reversed(self._paths), ())
-        return self._followed.get(self._before, latest)
+        # After the longest sequence of forwards that is known.
+        for context in _ends_of(self._before):
+            if context in self._followed:
+                return self._followed[context]
+        return ()
 
     def beginning_with(self, calls: Sequence[str]) -> tuple[str, ...] | None:
         """The latest path that begins with ``calls``."""
@@ -250,8 +253,14 @@ class Predictor:
             del self._paths[next(iter(self._paths))]
         if len(self._followed) > _MOST_CONTEXTS:  # Forwards follow each other without a pattern.
             self._followed.clear()
-        self._followed[self._before] = path
+        for context in _ends_of(self._before):
+            self._followed[context] = path
         self._before = (*self._before, hash(path))[-_CONTEXT:]
+
+
+def _ends_of(sequence: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The sequence, and its shorter ends."""
+    return [sequence[start:] for start in range(len(sequence) + 1)]
 
 
 class _RootLog(CallLog):

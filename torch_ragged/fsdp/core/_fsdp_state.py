@@ -452,7 +452,7 @@ class FSDPState(PipelineState):
         self._note_accumulation()
 
     def expect_unsharded(self) -> None:
-        """At the end of a pass: groups that are still unsharded may have gradients on any rank, from outside of their forward."""
+        """At the end of a pass: groups that are still unsharded may have gradients on any rank, without a forward."""
         # Equal on all ranks, as unshard() is. A rank without gradients contributes zeros.
         if self.reduces_unused:
             for group in self.groups:
