@@ -209,8 +209,8 @@ class GradientBuffers:
     @property
     def _is_expected(self) -> bool:
         """Whether all ranks expect gradients in this pass."""
-        # If not, a parameter was unsharded by hand and used outside of forward, maybe on this rank alone. Its gradient waits for
-        # the next pass that reaches the group, as in FSDP2.
+        # If not, a parameter was unsharded by hand and used outside of forward, maybe on this rank alone: its gradient waits
+        # for the next pass that reaches the group, as in FSDP2.
         return self.was_reached or self.is_unhooked
 
     def expect(self, is_trainable: bool) -> None:
