@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from torch_ragged._register._torch import as_plain_tensors, profiler_range
+from torch_ragged._register._torch import as_plain_tensors, fsdp2_keeps_wide_gradients, profiler_range
 from torch_ragged.fsdp.comm._collectives import Collectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.comm._named import NamedCollectives
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
@@ -35,7 +35,7 @@ __all__ = ["FSDPParamGroup"]
 
 # Since torch 2.15, FSDP2 does not round gradients to param_dtype. Autograd leaves them in the dtype of their computation, and
 # without a reduce_dtype they are reduced in the parameters' own dtype. Results are those of the installed FSDP2.
-_KEEPS_WIDE_GRADIENTS = torch.__version__ >= "2.15"
+_KEEPS_WIDE_GRADIENTS = fsdp2_keeps_wide_gradients()
 
 SMALLEST_WRITTEN_IN_PLACE = 2**16
 """If a weight has fewer elements, detecting its matmuls in Python costs more time than one copy of its gradient."""
