@@ -121,7 +121,7 @@ class FSDPParamGroup:
         """Make new unsharded parameters as views of the encoding's memory, and free that memory."""
         for index, param in enumerate(self.params):
             param.view = self.encoding.compute_tensor(index)
-            if self.encoding.makes_params:  # A placeholder: the tensor type makes the parameter in the first all-gather.
+            if self.encoding.makes_params:  # A placeholder: the tensor type makes the parameter after the first all-gather.
                 param.unsharded = nn.Parameter(param.view, requires_grad=param.requires_grad)
             else:
                 self._init_unsharded_param(index, param, param.distribution.gathered(param.view))
@@ -258,8 +258,9 @@ class FSDPParamGroup:
                 self._wait_for_all_gather()
                 made = self.encoding.decode(self.shards, self.keeper.keeps_buffer)
                 if made is not None:
-                    with torch.inference_mode(False):  # Later forwards train it.
-                        self._init_unsharded_param(0, self.params[0], self.params[0].distribution.gathered(made))
+                    with torch.inference_mode(False):  # Later forwards train them.
+                        for index, (param, value) in enumerate(zip(self.params, made)):
+                            self._init_unsharded_param(index, param, param.distribution.gathered(value))
             self.keeper.drop()  # The all-gather has read it.
             self._move_to(ShardedState.UNSHARDED)
             # Registered last: if anything above raises, the modules still have the sharded parameters.
