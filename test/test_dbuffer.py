@@ -1,6 +1,7 @@
 """DBuffer, its memory and what keeps a part of it, in one process: views, padding, slots, neighbours, resident parameters."""
 
 import itertools
+import math
 import unittest
 from types import SimpleNamespace
 
@@ -11,11 +12,12 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch_ragged.fsdp import BufferLayout, TensorSpec
 from torch_ragged.fsdp.comm._collectives import done
 from torch_ragged.fsdp.comm._hierarchical import Levels
-from torch_ragged.fsdp.core._dbuffer import DBuffer
+from torch_ragged.fsdp.core._dbuffer import DBuffer, in_buffer_form
 from torch_ragged.fsdp.core._memory_log import MemoryLog, allocate_storage, free_storage, high_water
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._resident import Resident
 from torch_ragged.fsdp.core._slots import Slot
+from torch_ragged.fsdp.layout._rows_layout import RowsLayout, rows_layout
 
 CPU = torch.device("cpu")
 TENSORS = tuple(TensorSpec(name, shape, (), 1) for name, shape in (("a", (2, 3)), ("b", (7,)), ("c", (3, 5)), ("d", ())))
@@ -329,6 +331,60 @@ class MemoryLogTest(unittest.TestCase):
         allocate_storage(tensor, log)
         self.assertEqual(tensor.untyped_storage().nbytes(), 24)
         self.assertEqual([nbytes for _, nbytes in log.events], [-24, 24])
+
+
+class RowsTest(unittest.TestCase):
+    """Tensors that are cut by Shard(0) and share a buffer."""
+
+    SHAPES = ((5, 3), (2, 1, 4), (7,), (1, 2), (4, 2))
+
+    def specs(self, shapes):
+        return [TensorSpec(f"t{i}", shape, (0,), max(1, math.prod(shape[1:]))) for i, shape in enumerate(shapes)]
+
+    def test_every_shard_has_the_rows_of_each_tensor(self):
+        values = [torch.randn(shape) for shape in self.SHAPES]
+        for ranks in range(1, 9):
+            layout = rows_layout(self.specs(self.SHAPES), ranks)
+            whole = DBuffer(layout, Partial(), 0, torch.float32, CPU)
+            whole.flat.fill_(torch.nan)
+            for index, value in enumerate(values):
+                whole.tensor(index).copy_(in_buffer_form(value, layout, index))
+            self.assertTrue(whole.flat.isfinite().all())  # Padding, too.
+            self.assertEqual(layout.padding_numel, layout.numel - sum(value.numel() for value in values))
+            for rank, part in enumerate(whole.flat.chunk(ranks)):
+                shard = DBuffer(layout, Shard(0), rank, torch.float32, CPU)
+                shard.flat.copy_(part)
+                for index, value in enumerate(values):
+                    chunks = value.chunk(ranks)
+                    rows = chunks[rank] if rank < len(chunks) else value[:0]
+                    self.assertTrue(torch.equal(shard.tensor(index).view(rows.shape), rows))
+                    placement = layout.placement(index)
+                    self.assertEqual(placement.local_units[rank] * value.shape[0], len(rows) * sum(placement.local_units))
+
+    def test_one_tensor_that_divides_is_contiguous_and_not_copied(self):
+        layout, value = rows_layout(self.specs([(6, 5)]), 3), torch.randn(6, 5)
+        self.assertTrue(DBuffer(layout, Partial(), 0, torch.float32, CPU).tensor(0).is_contiguous())
+        self.assertEqual(in_buffer_form(value, layout, 0).data_ptr(), value.data_ptr())
+        self.assertIs(in_buffer_form(value, LAYOUT, 0), value)
+
+    def test_empty_tensors_take_no_memory(self):
+        layout = rows_layout(self.specs([(0, 3), (4, 0), (4, 2)]), 2)
+        self.assertEqual((layout.shard_numel, layout.gaps()), (4, ()))
+        self.assertEqual([layout.local_range(index, 1) for index in range(3)], [(0, 0), (0, 0), (4, 8)])
+        whole = DBuffer(layout, Partial(), 0, torch.float32, CPU)
+        for index, shape in enumerate([(0, 3), (4, 0), (4, 2)]):
+            whole.tensor(index).copy_(in_buffer_form(torch.zeros(shape), layout, index))
+        nothing = rows_layout(self.specs([(0, 3)]), 2)
+        self.assertEqual((nothing.shard_numel, nothing.gaps()), (1, ((0, 2),)))
+        self.assertEqual(sum(nothing.placement(0).local_units), 1)
+
+    def test_shards_without_room_or_order_are_refused(self):
+        specs = tuple(self.specs([(4, 2), (2, 3)]))
+        good = rows_layout(specs, 2)
+        self.assertEqual((good.offsets, good.shard_numel, good.forced_by), ((0, 4), 7, "Shard(0) of t0 and 1 more"))
+        for offsets, shard in (((0, 3), 7), ((0, 4), 8), ((0,), 4), ((0, 4, 7), 7)):
+            error = error_of(RowsLayout, specs, offsets, shard, 2, 1, 7, "", "")
+            self.assertIn(f"at offsets (0, 4) of 7 elements, got {offsets} of {shard}", error)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard
+from torch_ragged._register._torch import fsdp2_keeps_wide_gradients
 from torch_ragged.fsdp import advise, blocks, buffer_layouts, fully_shard, rows, tensor
 from torch_ragged.fsdp._fully_shard import named_groups
 
@@ -59,7 +60,7 @@ def check_parity_with_fsdp2():
     for reduce_dtype in (torch.float32, None):
         mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         theirs, ours = build("fsdp2", mp_policy=mp_policy), build("ragged", mp_policy=mp_policy)
-        is_exact = reduce_dtype == torch.float32 or torch.__version__ >= "2.15"  # None is the parameters' dtype since.
+        is_exact = reduce_dtype == torch.float32 or fsdp2_keeps_wide_gradients()  # None is the parameters' dtype then.
         if is_exact:
             compare_first_gradients(ours, theirs)
         want, got = train(theirs, STEPS), train(ours, STEPS)

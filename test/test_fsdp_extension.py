@@ -6,11 +6,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from common import error_of, fake_group, run_ranks
+from common import collectives_seen, error_of, fake_group, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_ragged.fsdp import fully_shard, memory_report, monitor, rows
@@ -287,14 +288,75 @@ class Beside(Halved):
     shapes: "list[list[tuple[int, ...]]]" = []
 
 
+def build_of_types(shard, types, sizes, mesh):
+    """One module with several types, each in a Linear without bias, and a plain parameter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:])), nn.LayerNorm(sizes[-1]))
+    for linear, type_ in zip(model, types):
+        linear.weight = nn.Parameter(type_(linear.weight.detach().clone()))
+    return shard(model, mesh=mesh)
+
+
+def check_types_in_one_group():
+    """Types that send different numbers of tensors, of different dtypes."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh, sizes = init_device_mesh("cpu", (ranks,)), [ranks * each for each in (3, 1, 4, 2, 5)]
+    models = [
+        build_of_types(shard, (Halved, Direct, Halved, Direct), sizes, mesh) for shard in (torch_fully_shard, fully_shard)
+    ]
+    seen = [[], []]
+    for number in range(3):
+        losses = []
+        for model, calls in zip(models, seen):
+            for run in (
+                lambda: losses.append(model(batch(number, rank, sizes[0])).pow(3).mean()),
+                lambda: losses[-1].backward(),
+            ):
+                with CommDebugMode() as mode:
+                    run()
+                calls.append(collectives_seen(mode))
+        assert torch.equal(*losses), losses
+        for theirs, ours in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor(), rtol=1e-6, atol=1e-7)
+            for each in (theirs, ours):
+                with torch.no_grad():
+                    each.to_local().add_(each.grad.to_local(), alpha=-0.1)
+                each.grad = None
+    # One group of types and one of plain parameters. Each is all-gathered once per pass, and FSDP2's only group, too. The root
+    # stays unsharded after forward.
+    assert seen == [[(1, 0), (0, 1)] * 3, [(2, 0), (0, 2)] * 3], seen
+
+
+def check_types_against_one_rank(types, sizes):
+    """Each type is padded on its own, and so is its gradient. A type may communicate itself."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = build_of_types(fully_shard, types, sizes, init_device_mesh("cpu", (ranks,)))
+    single = build_of_types(lambda model, mesh: model, types, sizes, None)
+    for linear in single[:-1]:
+        value, scale = linear.weight.data_, linear.weight.data_.abs().max() / 127
+        is_scaled = type(linear.weight) is Scaled
+        linear.weight = nn.Parameter((value / scale).round() * scale if is_scaled else value.bfloat16().float())
+    inputs = [batch(0, each, sizes[0]) for each in range(ranks)]
+    for factor in (1.0, -2.0):  # The second pass fills the same tensors again. Gradients add up in .grad.
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.to_local().mul_(factor)
+            for weight in single.parameters():
+                weight.mul_(factor)
+        model(inputs[rank]).pow(3).mean().backward()
+        single(torch.cat(inputs)).pow(3).mean().backward()
+    for mine, wanted in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad, rtol=1e-5, atol=1e-5)
+
+
 class ReturnsWeight(nn.Linear):
     def forward(self, x):
         return self.weight
 
 
 class OneRankTest(unittest.TestCase):
-    def layer(self, cls, type_):
-        layer = cls(8, 4, bias=False)
+    def layer(self, cls, type_, rows=4):
+        layer = cls(8, rows, bias=False)
         layer.weight = nn.Parameter(type_(layer.weight.detach()))
         return layer
 
@@ -357,6 +419,62 @@ class OneRankTest(unittest.TestCase):
                     model.reshard()
                     self.assertEqual(sum(each for _, each in log.events), 0)
 
+    def test_what_is_sent_is_packed_until_it_has_arrived(self):
+        for rank in range(2):
+            with fake_group(2, rank):
+                layers = nn.Sequential(self.layer(nn.Linear, Beside), self.layer(nn.Linear, Beside))
+                model = fully_shard(layers, mesh=init_device_mesh("cpu", (2,)))
+                (group,) = model._ragged_groups(recurse=True)
+                log = group.memory.gathered
+                sent = 2 * 4 * (2 * 8 + 2 + 8)  # Of each rank, for each layer: its rows, a number for each, and a row.
+                for is_first in (True, False):
+                    log.start()
+                    model.unshard(async_op=True)
+                    self.assertEqual(sum(each for _, each in log.events), 2 * sent)
+                    self.assertEqual(group.kept_nbytes, 2 * sent)
+                    model.unshard()
+                    self.assertEqual(sum(each for _, each in log.events), 2 * sent)
+                    self.assertEqual(group.kept_nbytes, 2 * sent)
+                    self.assertEqual(max(each for _, each in log.events), 2 * sent)
+                    mine = [weight.detach()[2 * rank : 2 * rank + 2] for weight in model.parameters()]
+                    sharded = [param.sharded.to_local().data_ for param in group.params]
+                    self.assertTrue(all(map(torch.equal, mine, sharded)), is_first)
+                    model.reshard()
+                    self.assertEqual(sum(each for _, each in log.events), 0)
+
+    def test_a_memory_report_predicts_the_gradients_of_types(self):
+        for counts in ((4, 4), (3, 5, 1)):  # Rows, also uneven ones.
+            with fake_group(2):
+                layers = nn.Sequential(*(self.layer(nn.Linear, Direct, rows) for rows in counts))
+                model = fully_shard(layers, mesh=init_device_mesh("cpu", (2,)))
+                padded = sum(2 * -(-rows // 2) for rows in counts)
+                self.assertEqual(memory_report(model).peak.gradients, 4 * 8 * padded)
+
+    def test_types_on_the_meta_device_are_materialized_together(self):
+        with fake_group(1):
+            layers = nn.Sequential(self.layer(nn.Linear, Direct, 8), self.layer(nn.Linear, Direct))
+            for layer in layers:
+                layer.weight = nn.Parameter(Direct(layer.weight.data_.to("meta")))
+            model = fully_shard(layers, mesh=init_device_mesh("cpu", (1,))).to_empty(device="cpu")
+            with torch.no_grad():
+                for factor, weight in enumerate(model.parameters(), 2):
+                    weight.to_local().data_.fill_(factor)
+            output = model(torch.ones(1, 8))
+            self.assertEqual(output.tolist(), [[8.0 * 16 * 3] * 4])
+            output.sum().backward()
+            self.assertEqual([weight.grad.shape for weight in model.parameters()], [(8, 8), (4, 8)])
+
+    def test_an_error_of_one_type_leaves_all_sharded(self):
+        with fake_group(1):
+            layers = nn.Sequential(self.layer(nn.Linear, Direct), self.layer(nn.Linear, Direct))
+            model = fully_shard(layers, mesh=init_device_mesh("cpu", (1,)))
+            made = mock.Mock(wraps=Direct.fsdp_post_all_gather, side_effect=[mock.DEFAULT, ZeroDivisionError])
+            with mock.patch.object(Direct, "fsdp_post_all_gather", lambda self, *args, **out: made(self, *args, **out)):
+                self.assertRaises(ZeroDivisionError, model.unshard)
+            self.assertEqual(memory_report(model).total.gathered, 0)
+            model.unshard()
+            self.assertEqual([type(weight.detach()) for weight in model.parameters()], [torch.Tensor] * 2)
+
     def test_padding_is_cut_from_gathered_rows_only(self):
         with fake_group(2):
             layer = nn.Linear(4, 3, bias=False)
@@ -377,6 +495,14 @@ class OneRankTest(unittest.TestCase):
 class ExtensionTest(unittest.TestCase):
     def test_extensions_are_gathered_as_fsdp2s(self):
         run_ranks(4, check_like_fsdp2)
+
+    def test_types_of_one_module_are_gathered_by_one_collective(self):
+        run_ranks(2, check_types_in_one_group)
+
+    def test_types_of_one_module_have_the_gradients_of_one_rank(self):
+        run_ranks(2, check_types_against_one_rank, (Halved, Direct, Scaled, Direct), (6, 2, 8, 4, 10))
+        for ranks in (2, 3):  # Uneven rows, and ranks without rows.
+            run_ranks(ranks, check_types_against_one_rank, (Halved, Direct, Halved, Direct), (7, 2, 5, 1, 4))
 
     def test_rows_of_extensions_need_not_divide_by_the_ranks(self):
         for ranks in (2, 3):

@@ -11,6 +11,7 @@ import torch.distributed.fsdp as torch_fsdp
 from common import error_of, fake_group, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_ragged import RaggedShard, StridedRaggedShard
@@ -21,7 +22,7 @@ from torch_ragged.fsdp.core._spmd_types import is_annotated
 from torch_ragged.fsdp.core._tensors import map_tensors
 
 HAS_SPMD = bool(importlib.util.find_spec("spmd_types")) and hasattr(torch_fsdp, "DataParallelMeshDims")
-FSDP2_HAS_IT = torch.__version__ >= "2.15"
+FSDP2_HAS_IT = hasattr(FSDPParam, "_resolve_spmd_types_for_storage")
 SIZES = {"gain": (6,), "up": (512, 6), "down": (6, 512), "bias": (6,)}  # ``up`` is cut to 256 x 6, below the in-place limit.
 WIDE = {"gain": (64,), "up": (4096, 64), "down": (64, 4096), "bias": (64,)}  # 2 ** 17 local elements: written in place.
 

@@ -214,6 +214,16 @@ class ImportsTest(unittest.TestCase):
         self.assertEqual(set(listed) - set(found), set())
         self.assertEqual({private: names for private, names in needless.items() if names}, {})
 
+    def test_no_module_compares_a_version_of_torch(self):
+        """A build before a release is older than it by number, with the release's features: modules ask for these."""
+        found = {
+            short(name)
+            for name in SOURCES
+            for node in ast.walk(TREES[name])
+            if isinstance(node, ast.Compare) and "__version__" in ast.unparse(node)
+        }
+        self.assertEqual(found, set())
+
     def test_only_the_register_assigns_to_what_torch_defines(self):
         found = {(short(name), text) for name in SOURCES if part(name) != "_register" for text in assigned_to_torch(name)}
         self.assertEqual(found, ASSIGNED)

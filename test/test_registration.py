@@ -7,12 +7,14 @@ import subprocess
 import sys
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 import torch_ragged
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged._ops import RaggedRows
+from torch_ragged._register._torch import fsdp2_keeps_wide_gradients, nodes_outlive_outputs
 from torch_ragged._register._upstream import is_upstream
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,6 +78,21 @@ for path, value, old in before.values():
 print(json.dumps(changed))
 """
 
+# Imports the package in a fork for each version, and prints what it has decided about this torch.
+ANSWERS = """
+import json, os, sys
+import torch, torch.distributed.fsdp, torch.distributed.pipelining
+for version in json.loads(sys.argv[1]):
+    if os.fork():
+        os.wait()
+        continue
+    torch.__version__ = type(torch.__version__)(version)
+    from torch_ragged.fsdp.core import _fsdp_param_group as group
+    print(json.dumps([group._KEEPS_WIDE_GRADIENTS, group.allows_split_backward()]), flush=True)
+    os._exit(0)
+"""
+VERSIONS = ("2.11.0", "2.13.0+cpu", "2.15.0", "2.15.0a0+git1234", "2.15.0.dev20261001", "2.15.0rc1", "2.16.0a0")
+
 # What Python and torch keep of modules and functions that are imported or looked up, whichever they are.
 BOOKKEEPING = ("_overload_registry", "_overloadpacket", "_builtin_table", "torch.ops._dir", "__warningregistry__")
 
@@ -129,6 +146,29 @@ class RegistrationTest(unittest.TestCase):
             "ops.ragged_shard.reduce",
         ):
             self.assertIn(name, changed)  # What the test looks with sees them.
+
+    def test_what_torch_calls_itself_changes_no_answer_about_it(self):
+        command = [sys.executable, "-c", ANSWERS, json.dumps([torch.__version__, *VERSIONS])]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+        answers = done.stdout.splitlines()
+        self.assertEqual(len(answers), 1 + len(VERSIONS), done.stderr)
+        self.assertEqual(set(answers), {answers[0]})
+
+    def test_fsdp2_is_asked_which_gradients_it_keeps(self):
+        class Rounds:
+            def to_accumulated_grad_if_needed(self): ...
+
+        for param, keeps in ((Rounds, False), (object, True)):
+            with mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam", param):
+                self.assertEqual(fsdp2_keeps_wide_gradients(), keeps)
+
+    def test_the_node_of_an_autograd_function_is_asked_whether_it_lives(self):
+        nodes_outlive_outputs.cache_clear()
+        with torch.no_grad(), torch.device("meta"):  # As a model may be sharded.
+            answer = nodes_outlive_outputs()
+        nodes_outlive_outputs.cache_clear()
+        self.assertEqual(answer, nodes_outlive_outputs())
 
     def test_torch_loads_each_placement_with_weights_only(self):
         placements = [RaggedShard((0,), (1, 2)), StridedRaggedShard((0,), (1, 2), 2), RaggedRows((1,), (1, 2))]

@@ -11,6 +11,7 @@ A torch with the patches has the placements. There no hook is installed, and thi
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import torch
@@ -38,7 +39,7 @@ def register() -> None:
     """
     if _installed or is_upstream():
         return
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])  # Also of 2.15.0a0, 2.16.dev1.
     if version < _OLDEST:
         raise ImportError(f"torch_ragged needs torch >= 2.11, found {torch.__version__}: install a newer torch")
     try:

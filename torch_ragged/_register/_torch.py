@@ -34,12 +34,14 @@ __all__ = [
     "dynamo_disabled",
     "dynamo_disabled_in_backward",
     "flatten",
+    "fsdp2_keeps_wide_gradients",
     "functorch_is_active",
     "gradient_use",
     "grouped_mm",
     "has_multicast",
     "is_autocast",
     "local_tensor",
+    "nodes_outlive_outputs",
     "preserved_versions",
     "process_groups",
     "profiler_range",
@@ -85,6 +87,41 @@ def gradient_use(accumulator: torch.autograd.graph.Node) -> GradientUse:
         return GradientUse.ACCUMULATED if torch._C._will_engine_execute_node(accumulator) else GradientUse.NONE
     except RuntimeError:  # The engine refuses to answer for a node whose gradient it returns.
         return GradientUse.RETURNED
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+@functools.cache
+def nodes_outlive_outputs() -> bool:
+    """Whether the Python object of a custom autograd function's node keeps the node, if nothing else does.
+
+    (2.11: False. 2.13 and 2.15: True.)
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        node = _Identity.apply(torch.empty(0, device="cpu", requires_grad=True)).grad_fn
+    try:
+        return len(node.next_functions) == 1
+    except RuntimeError:  # The node is freed.
+        return False
+
+
+def fsdp2_keeps_wide_gradients() -> bool:
+    """Whether torch's FSDP2 leaves gradients in the dtype of their computation, and reduces them in the parameters' own dtype.
+
+    An FSDP2 that does not lets autograd round gradients to ``param_dtype``. A method of its parameters then casts them to
+    ``reduce_dtype``, and this method tells. (2.11 and 2.13: False. 2.15: True.)
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # Here, because torch.distributed.tensor is below.
+
+    return not hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 
 
 grouped_mm = torch._grouped_mm

@@ -71,7 +71,8 @@ def fully_shard(
     - Per backward pass: one all-reduce of a byte per parameter, by which ranks agree on unused parameters.
 
     A reduction has one dtype and one mesh. So if the parameters of a call differ in mesh, dtype or compute dtype, each kind has
-    its own buffers and collectives. Each parameter placed as ``Shard`` has its own, too.
+    its own buffers and collectives. Each parameter placed as ``Shard`` has its own, too, and so have all parameters together
+    whose tensor types have their own all-gather.
 
     Args:
         module: the module to shard, in place; or a list of modules whose parameters make one group. The group is all-gathered

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_ragged._redistribute import mesh_group
+from torch_ragged.optim._aligned import aligned
 from torch_ragged.optim._base import STEP_NBYTES, local, mesh_of, scalar, zeros_placed
 from torch_ragged.optim._gather import Batch, Spot, mesh_ranks
 from torch_ragged.optim._matrix import MatrixOptimizer
@@ -206,7 +207,8 @@ class Shampoo(MatrixOptimizer):
         groups = {param: group for group in self.param_groups for param in group["params"]}
         for matrix, spot in zip(matrices, batch.spots):
             param = params[spot.stack]
-            matrix.copy_(_direction(matrix, self._at_root(param, spot), groups[param], int(self.state[param]["step"].item())))
+            state, step = self._at_root(param, spot), int(self.state[param]["step"].item())
+            matrix.copy_(_direction(aligned(matrix), state, groups[param], step))
         return matrices
 
     def _at_root(self, param: torch.Tensor, spot: Spot) -> dict[str, torch.Tensor]:
@@ -227,7 +229,10 @@ class Shampoo(MatrixOptimizer):
 
 
 def _direction(gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any], step: int) -> torch.Tensor:
-    """Update the states of one matrix. Returns the direction of its update, without the learning rate. All are float32."""
+    """Update the states of one matrix. Returns the direction of its update, without the learning rate. All are float32.
+
+    Products and norms get aligned memory: ``gradient`` must be aligned, and new tensors are. The states need not be.
+    """
     (beta1, beta2), beta = group["betas"], group["shampoo_beta"]
     m, v = state["exp_avg"], state["exp_avg_sq"]
     m.mul_(beta1).add_(gradient * (1 - beta1))
@@ -247,5 +252,5 @@ def _direction(gradient: torch.Tensor, state: dict[str, torch.Tensor], group: di
                 root.copy_(inverse_root(factor / (1 - beta**step), 2 * len(sides), group["eps"]))
             except torch.linalg.LinAlgError:
                 pass  # Keep the previous root: an error on this rank only would make the other ranks hang in the scatter.
-        direction = root @ direction if name == "left" else direction @ root
+        direction = aligned(root) @ direction if name == "left" else direction @ aligned(root)
     return direction * (adam.norm() / direction.norm().clamp(min=_TINY))

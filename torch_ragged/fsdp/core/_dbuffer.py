@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Union
 
@@ -15,8 +16,9 @@ from torch_ragged.fsdp.comm._collectives import Collectives, Reduction, Work
 from torch_ragged.fsdp.core._memory_log import MemoryLog
 from torch_ragged.fsdp.core._slots import Slot
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+from torch_ragged.fsdp.layout._rows_layout import RowsLayout
 
-__all__ = ["DBuffer", "MemoryPool"]
+__all__ = ["DBuffer", "MemoryPool", "in_buffer_form"]
 
 MemoryPool = Union[torch.cuda.MemPool, Slot]
 """A source of memory other than the default allocator: a pool, or a slot at a fixed address."""
@@ -35,6 +37,8 @@ class DBuffer:
 
     Views stay at fixed offsets in the storage, which is allocated and freed as a whole. So a view is valid whenever the
     storage is allocated. Views have their own version counters: autograd does not see that the buffer is filled again.
+
+    In a :class:`RowsLayout`, a whole tensor has the sizes (ranks, rows of a shard, ...), and its rows may be padded.
 
     Args:
         layout: the offset of each tensor.
@@ -137,10 +141,13 @@ class DBuffer:
         flat = self.flat.data  # Autograd must not see that the buffer is filled again: it may have saved the view.
         if self.is_sharded:
             start, stop = self.layout.local_range(index, self.rank)
-            begin = max(self.layout.offsets[index] - self.rank * self.layout.shard_numel, 0)
+            begin = self.layout.local_offset(index, self.rank)
             return flat[begin : begin + stop - start] if stop > start else flat[:0]
         tensor = self.layout.tensors[index]
         offset = self.layout.offsets[index]
+        if isinstance(self.layout, RowsLayout):
+            sizes = self.layout.sizes(index)
+            return flat.view(self.layout.ranks, -1)[:, offset : offset + math.prod(sizes[1:])].view(sizes)
         return flat[offset : offset + tensor.numel].view(tensor.shape)
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -183,3 +190,14 @@ class DBuffer:
     def reduce_scatter_to(self, sharded: DBuffer, collectives: Collectives, reduction: Reduction) -> Work:
         """Partial() -> Shard(0): one reduce-scatter from this buffer."""
         return collectives.reduce_scatter(sharded.flat, self.flat, reduction)
+
+
+def in_buffer_form(tensor: torch.Tensor, layout: BufferLayout, index: int) -> torch.Tensor:
+    """``tensor`` with the sizes of ``DBuffer.tensor(index)``. A view, or a copy if rows have to be padded with zeros."""
+    if not isinstance(layout, RowsLayout):
+        return tensor
+    sizes = layout.sizes(index)
+    missing = sizes[0] * sizes[1] - tensor.shape[0]
+    if missing:
+        tensor = torch.nn.functional.pad(tensor, (*(0, 0) * (tensor.ndim - 1), 0, missing))
+    return tensor.reshape(sizes)

@@ -92,13 +92,17 @@ class Distribution:
         period = spec.period if spec.period % unit == 0 else 0
         return TensorSpec(self.fqn, self.local_shape, spec.dims[:cut], block, period)
 
+    def rows_spec(self) -> TensorSpec:
+        """The planner's description of a parameter that is cut by ``Shard(shard_dim)``."""
+        shape = self.local_shape if self.shard_dim == 0 else (math.prod(self.local_shape),)
+        return TensorSpec(self.fqn, shape, (0,), max(1, self._row_numel))
+
     def even_layout(self, ranks: int) -> BufferLayout:
         """The layout of a buffer of this parameter alone, cut by ``Shard(shard_dim)``: the pieces in the order of ranks."""
         assert self.shard_dim is not None
         row = self._row_numel
         shard = max(1, self._rows * row)
-        shape = self.local_shape if self.shard_dim == 0 else (math.prod(self.local_shape),)
-        spec = TensorSpec(self.fqn, shape, (0,), max(1, row))
+        spec = self.rows_spec()
         why = f"Shard({self.shard_dim}) of {self.fqn}"
         return BufferLayout((spec,), (0,), shard, ranks, 1, lower_bound=shard, forced_by=why, order="even")
 

@@ -5,6 +5,8 @@ It does not decide when to all-gather, decode or free: the group does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed.tensor import Replicate
 
@@ -35,7 +37,7 @@ class Encoding:
     Attributes:
         buffer: the gathered parameters, after ``decode``.
         computes_in_buffer: whether unsharded parameters are views of ``buffer``. Then their gradients have its layout.
-        makes_params: whether :meth:`decode` makes the unsharded parameter, of the user's tensor type.
+        makes_params: whether :meth:`decode` makes the unsharded parameters, of the user's tensor types.
         keeps_storage: whether :meth:`free` keeps the memory of unsharded parameters, so that their addresses stay.
     """
 
@@ -84,14 +86,14 @@ class Encoding:
         """Allocate the buffers, and issue the all-gather."""
         return self.buffer.all_gather_from(shards.buffer, collectives)
 
-    def decode(self, shards: Shards, keeps_buffer: bool) -> torch.Tensor | None:
+    def decode(self, shards: Shards, keeps_buffer: bool) -> Sequence[torch.Tensor] | None:
         """After the all-gather: decode the gathered bytes. Plain parameters need no decoding.
 
         Args:
             keeps_buffer: whether ``buffer`` stays allocated.
 
         Returns:
-            if ``makes_params`` and this is the first call, the tensor to compute with; otherwise None.
+            if ``makes_params`` and this is the first call, the tensors to compute with; otherwise None.
         """
         return None
 

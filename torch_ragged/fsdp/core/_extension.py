@@ -1,13 +1,18 @@
-"""TypeEncoding and TypeShards: tensor types with their own all-gather (FSDP2's tensor extensions, such as float8)."""
+"""TypeEncoding and TypeShards: tensor types with their own all-gather (FSDP2's tensor extensions, such as float8).
+
+They do not look into a type: its two methods say what is sent, and what the model computes with.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -20,18 +25,20 @@ from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core._group_plan import GroupPlan
 from torch_ragged.fsdp.core._memory_log import MemoryLog, allocate_storage, free_storage
 from torch_ragged.fsdp.core._shards import Shards
-from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+from torch_ragged.fsdp.layout._rows_layout import RowsLayout
 
-__all__ = ["TypeEncoding", "TypeShards"]
+__all__ = ["TypeEncoding", "TypeShards", "TypeStandIn"]
 
 
 class TypeShards(Shards):
-    """This rank's rows of one tensor of such a type, as FSDP2's ``Shard(0)`` cuts them. The type owns their memory.
+    """This rank's rows of tensors of such types, as FSDP2's ``Shard(0)`` cuts them. The types own their memory.
 
     The buffer of the base class is never allocated. It only tells the dtype and device of ``.grad``.
     """
 
-    _local: torch.Tensor
+    def __init__(self, layout: RowsLayout, rank: int) -> None:
+        super().__init__(layout, rank)
+        self._locals: dict[int, torch.Tensor] = {}
 
     def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> None:
         super().allocate(dtype, device, is_pinned)
@@ -43,71 +50,111 @@ class TypeShards(Shards):
         whole = local_of(value)
         pieces = torch.chunk(whole, self._layout.ranks)
         piece = pieces[self._rank] if self._rank < len(pieces) else None
-        self._local = whole.new_zeros((0, *whole.shape[1:]) if piece is None else piece.size())
+        local = whole.new_zeros((0, *whole.shape[1:]) if piece is None else piece.size())
         if piece is not None:
-            self._local.copy_(piece)
+            local.copy_(piece)
+        self._locals[index] = local
 
     def load(self, index: int, local: torch.Tensor) -> None:
-        self._local = local
+        self._locals[index] = local
 
     def dtensor(self, index: int, distribution: Distribution) -> DTensor:
-        return distribution.shaped(self._local)
+        return distribution.shaped(self._locals[index])
 
     def holds(self, local: torch.Tensor) -> bool:
         return True
 
     def convert_meta(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._local = function(self._local)
+        self._locals = {index: function(local) for index, local in self._locals.items()}
+
+    def local(self, index: int) -> torch.Tensor:
+        """The current rows of a parameter. Operations on it may replace the tensors inside its type."""
+        return local_of(self.params[index].sharded)
+
+
+@dataclass
+class _Typed:
+    """One parameter of a :class:`TypeEncoding`.
+
+    Attributes:
+        module: the first module that it is registered in; the type's method gets it.
+        shape: the shape of the whole parameter, on this rank of model parallelism.
+        rows: the rows of the first shard, which is the largest.
+        takes_mesh_only: whether ``fsdp_pre_all_gather`` has one argument.
+        metadata: what the last ``fsdp_pre_all_gather`` returned for ``fsdp_post_all_gather``.
+        outputs: the all-gathered tensors, in the order of ``fsdp_pre_all_gather``.
+        has_rows: of each output, whether it has the parameter's rows.
+        made: the tensor to compute with; None before the first ``fsdp_post_all_gather``.
+        inner: the tensors whose storage is freed after use, and allocated again.
+    """
+
+    module: nn.Module
+    shape: torch.Size
+    rows: int
+    takes_mesh_only: bool | None = None
+    metadata: Any = None
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    has_rows: list[bool] = field(default_factory=list)
+    made: torch.Tensor | None = None
+    inner: Sequence[torch.Tensor] = ()
 
     @property
-    def local(self) -> torch.Tensor:
-        """The current rows. Operations on the parameter may replace the tensors inside its type."""
-        return local_of(self.params[0].sharded)
-
-
-def first_rows(layout: BufferLayout) -> int:
-    """The number of rows of the first shard, which is the largest."""
-    return -(-layout.tensors[0].shape[0] // layout.ranks)
+    def gathered(self) -> tuple[torch.Tensor, ...]:
+        """The outputs without the padding of their rows."""
+        return tuple(output[: self.shape[0]] if cut else output for output, cut in zip(self.outputs, self.has_rows))
 
 
 class TypeEncoding(Encoding):
-    """One parameter whose tensor type has its own all-gather.
+    """Parameters whose tensor types have their own all-gather.
 
     ::
 
-        shards      rows of the tensor, of its type
+        shards      rows of each tensor, of its type
            | fsdp_pre_all_gather returns any number of tensors; each has the shard's rows, or one size on all ranks
-        outputs     one all-gather for each of these tensors
+           | copied as bytes, one after the other, into this rank's slice
+        packed      one slice of bytes per rank
+           | one all-gather, in place
+           | one copy into the outputs; then the packed bytes are freed
+        outputs     each tensor of all ranks, contiguous
            | fsdp_post_all_gather returns the tensor to compute with; its storage is freed after use, and allocated again
 
+    If there is only one tensor to send, or only one rank, nothing is packed: the all-gather writes to the output.
+
     Gradients are as in other groups: one buffer, one reduce-scatter. If the number of ranks does not divide the rows, shards
-    are padded here, and the type does not see the padding.
+    are padded here, and the types do not see the padding.
     """
 
     computes_in_buffer = False
     makes_params = True
+    _layout: RowsLayout
 
     def __init__(self, plan: GroupPlan) -> None:
         super().__init__(plan.layout, plan.dp.rank)
-        (found,) = plan.params
-        self._mesh, self._mp_policy, self._module = plan.dp.shard_mesh, plan.mp_policy, found.registered_names[0][0]
-        self._shape = torch.Size(found.distribution.local_shape)
+        self._mesh, self._mp_policy = plan.dp.shard_mesh, plan.mp_policy
+        shapes = [torch.Size(found.distribution.local_shape) for found in plan.params]
+        modules = [found.registered_names[0][0] for found in plan.params]
+        self._of_params = list(zip(modules, shapes))
 
     def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
         """Prepare for the first ``fsdp_post_all_gather``, which allocates the tensors. ``pool`` is not used."""
         self._dtype, self._device, self._log = dtype, device, log
-        self._outputs: list[torch.Tensor] = []
-        self._has_rows: list[bool] = []  # Of each output: whether it has the parameter's rows.
-        self._inner: list[torch.Tensor] = []
-        self._made: torch.Tensor | None = None
-        self._metadata: Any = None
+        self._params = [_Typed(*of, self._layout.rows(index)) for index, of in enumerate(self._of_params)]
+        self._outputs: list[torch.Tensor] = []  # Of all parameters.
+        self._packed: torch.Tensor | None = None
+        self._sizes: list[int] = []  # The bytes of each tensor in a slice of the packed bytes.
+        self._unpacked: list[torch.Tensor] = []  # The outputs as bytes, one row per rank.
 
     def buffers(self) -> list[DBuffer]:
         return []
 
     @property
     def nbytes_beside(self) -> int:
-        return _nbytes((*self._outputs, *self._inner))
+        return _nbytes(self._tensors())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """All tensors whose storage is freed after use."""
+        inner = [tensor for param in self._params for tensor in param.inner]
+        return [*self._outputs, *inner, *(() if self._packed is None else (self._packed,))]
 
     @property
     def numel_by_dtype(self) -> dict[torch.dtype, int]:
@@ -117,68 +164,112 @@ class TypeEncoding(Encoding):
         """An empty tensor: the type makes the tensor to compute with in the first :meth:`decode`."""
         return torch.empty(0)
 
+    @torch.no_grad()
     def all_gather(self, shards: Shards, collectives: Collectives) -> Work:
         assert isinstance(shards, TypeShards)
-        shard = self._padded(shards.local)
-        inputs, self._metadata = self._pre_all_gather(shard)
-        inputs = tuple(tensor.to(self._device).contiguous() for tensor in inputs)
+        of_params = [self._inputs(param, shards.local(index)) for index, param in enumerate(self._params)]
+        inputs = [tensor for tensors in of_params for tensor in tensors]
         if not self._outputs:
-            ranks = self._layout.ranks
             with torch.inference_mode(False):  # Later forwards in other modes write to them, too.
-                self._outputs = [tensor.new_empty(ranks * tensor.size(0), *tensor.shape[1:]) for tensor in inputs]
-            self._log.note(self.nbytes_beside)
-            self._has_rows = [tensor.ndim == shard.ndim and tensor.size(0) == shard.size(0) for tensor in inputs]
-        for output in self._outputs:
-            allocate_storage(output, self._log)
-        # Views with their own version counters: the type may compute with an output itself, and autograd may have saved it.
-        pairs = [(output.data.view(-1), tensor.view(-1)) for output, tensor in zip(self._outputs, inputs)]
-        return wait_all([collectives.all_gather(output, tensor) for output, tensor in pairs])
+                self._make_outputs(of_params)
+        if self._packed is None:
+            for output in self._outputs:
+                allocate_storage(output, self._log)
+            # Views with their own version counters: the type may compute with an output itself, and autograd may have saved it.
+            pairs = [(output.data.view(-1), tensor.view(-1)) for output, tensor in zip(self._outputs, inputs)]
+            return wait_all([collectives.all_gather(output, tensor) for output, tensor in pairs])
+        allocate_storage(self._packed, self._log)
+        mine = self._packed.view(self._layout.ranks, -1)[self._rank]
+        torch._foreach_copy_(mine.split(self._sizes), [tensor.view(-1).view(torch.uint8) for tensor in inputs])
+        return collectives.all_gather(self._packed, mine)
 
-    def _padded(self, shard: torch.Tensor) -> torch.Tensor:
-        """This rank's rows, padded with zeros to the rows of the first rank: all ranks send the same size."""
-        rows = first_rows(self._layout)
-        if shard.size(0) == rows:
-            return shard
-        padded = shard.new_zeros(rows, *shard.shape[1:])
-        padded.narrow(0, 0, shard.size(0)).copy_(shard)
-        return padded
+    def _inputs(self, param: _Typed, shard: Any) -> list[torch.Tensor]:
+        """The tensors to send for a parameter: contiguous, on the device of the computation."""
+        # Padded with zeros to the rows of the first rank: all ranks send the same size.
+        if shard.size(0) != param.rows:
+            padded = shard.new_zeros(param.rows, *shard.shape[1:])
+            padded.narrow(0, 0, shard.size(0)).copy_(shard)
+            shard = padded
+        if param.takes_mesh_only is None:
+            param.takes_mesh_only = len(inspect.signature(shard.fsdp_pre_all_gather).parameters) == 1
+        if param.takes_mesh_only:
+            tensors, param.metadata = shard.fsdp_pre_all_gather(self._mesh)
+        else:
+            strides = tuple(math.prod(param.shape[dim + 1 :]) for dim in range(len(param.shape)))
+            policy: MixedPrecisionPolicy = self._mp_policy
+            tensors, param.metadata = shard.fsdp_pre_all_gather(self._mesh, param.shape, strides, param.module, policy)
+        if not param.has_rows:
+            param.has_rows = [each.ndim == shard.ndim and each.size(0) == shard.size(0) for each in tensors]
+        return [each.to(self._device).contiguous() for each in tensors]
 
-    def _pre_all_gather(self, shard: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        if len(inspect.signature(shard.fsdp_pre_all_gather).parameters) == 1:
-            return shard.fsdp_pre_all_gather(self._mesh)
-        strides = tuple(math.prod(self._shape[dim + 1 :]) for dim in range(len(self._shape)))
-        policy: MixedPrecisionPolicy = self._mp_policy
-        return shard.fsdp_pre_all_gather(self._mesh, self._shape, strides, self._module, policy)
+    def _make_outputs(self, of_params: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Allocate what the all-gather fills, once the first inputs tell the sizes."""
+        ranks = self._layout.ranks
+        for param, inputs in zip(self._params, of_params):
+            param.outputs = [each.new_empty(ranks * each.shape[:1].numel(), *each.shape[1:]) for each in inputs]
+            self._outputs += param.outputs
+        self._log.note(_nbytes(self._outputs))
+        if len(self._outputs) == 1 or ranks == 1:
+            return
+        for output in self._outputs:  # The all-gather fills the packed bytes.
+            free_storage(output, self._log)
+        self._sizes = [each.nbytes for inputs in of_params for each in inputs]
+        in_bytes = [output.data.view(-1).view(torch.uint8) for output in self._outputs]
+        self._unpacked = [each.view(ranks, size) for each, size in zip(in_bytes, self._sizes)]
+        self._packed = torch.empty(ranks * sum(self._sizes), dtype=torch.uint8, device=self._device)
+        self._log.note(self._packed.nbytes)
 
-    def decode(self, shards: Shards, keeps_buffer: bool) -> torch.Tensor | None:
+    def decode(self, shards: Shards, keeps_buffer: bool) -> Sequence[torch.Tensor] | None:
         assert isinstance(shards, TypeShards)
-        shard: Any = shards.local
-        rows = self._layout.tensors[0].shape[0]
-        outputs = tuple(output[:rows] if cut else output for output, cut in zip(self._outputs, self._has_rows))
-        if self._made is None:
+        if self._packed is not None:
+            self._unpack(self._packed)
+        if any(param.made is None for param in self._params):
+            before = self.nbytes_beside
             with torch.inference_mode(False):
-                self._made, self._inner = shard.fsdp_post_all_gather(outputs, self._metadata, self._dtype)
-            self._log.note(self.nbytes_beside - _nbytes(self._outputs))
-            return self._made
-        for tensor in self._inner:
-            allocate_storage(tensor, self._log)
-        # The parameter itself, as in FSDP2: a type may write to its attributes, such as a float8 scale. The version counters do
-        # not change, because autograd may have saved the parameter.
-        out = shards.params[0].unsharded
-        with torch.no_grad(), preserved_versions((out, local_of(out)) if isinstance(out, DTensor) else out):
-            shard.fsdp_post_all_gather(outputs, self._metadata, self._dtype, out=out)
+                for index, param in enumerate(self._params):
+                    shard: Any = shards.local(index)
+                    param.made, param.inner = shard.fsdp_post_all_gather(param.gathered, param.metadata, self._dtype)
+            self._log.note(self.nbytes_beside - before)
+            return [param.made for param in self._params if param.made is not None]
+        for index, param in enumerate(self._params):
+            shard = shards.local(index)
+            for tensor in param.inner:
+                allocate_storage(tensor, self._log)
+            # The parameter itself, as in FSDP2: a type may write to its attributes, such as a float8 scale. The version
+            # counters do not change, because autograd may have saved the parameter.
+            out = shards.params[index].unsharded
+            with torch.no_grad(), preserved_versions((out, local_of(out)) if isinstance(out, DTensor) else out):
+                shard.fsdp_post_all_gather(param.gathered, param.metadata, self._dtype, out=out)
         return None
 
+    @torch.no_grad()
+    def _unpack(self, packed: torch.Tensor) -> None:
+        """Copy the all-gathered bytes into the outputs, and free them."""
+        for output in self._outputs:
+            allocate_storage(output, self._log)
+        torch.split_with_sizes_copy(packed.view(self._layout.ranks, -1), self._sizes, dim=1, out=self._unpacked)
+        free_storage(packed, self._log)
+
     def free(self, keeps_buffer: bool) -> None:
-        for tensor in (*self._outputs, *self._inner):
+        for tensor in self._tensors():
             free_storage(tensor, self._log)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        mine = [] if self._made is None else storage_ids(self._made)
-        return any(each in mine for each in storage_ids(tensor))
+        own = storage_ids(tensor)
+        return any(each in own for param in self._params if param.made is not None for each in storage_ids(param.made))
 
     def is_intact(self, param: FSDPParam, local: torch.Tensor) -> bool:
         return True
+
+
+class TypeStandIn(Encoding):
+    """Takes the part of a :class:`TypeEncoding` in a memory report: plain tensors on the meta device."""
+
+    computes_in_buffer = False
+    _layout: RowsLayout
+
+    def compute_tensor(self, index: int) -> torch.Tensor:
+        return self.buffer.flat.new_empty(self._layout.tensors[index].shape)
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -17,7 +17,7 @@ from torch_ragged.fsdp.core._contiguous import ContiguousEncoding
 from torch_ragged.fsdp.core._distribution import Distribution, has_extension
 from torch_ragged.fsdp.core._dormant_group import DormantGroup
 from torch_ragged.fsdp.core._encoding import Encoding
-from torch_ragged.fsdp.core._extension import TypeEncoding, TypeShards
+from torch_ragged.fsdp.core._extension import TypeEncoding, TypeShards, TypeStandIn
 from torch_ragged.fsdp.core._float8 import Float8Encoding, Float8Policy
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._group_plan import FoundParam, GroupPlan
@@ -26,6 +26,7 @@ from torch_ragged.fsdp.core._shards import Shards
 from torch_ragged.fsdp.layout._advice import PADDING_LIMIT
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._planner import plan_layout
+from torch_ragged.fsdp.layout._rows_layout import RowsLayout, rows_layout
 from torch_ragged.granularity import Granularity, OrigParamPolicy, elements
 
 __all__ = ["RegisteredNames", "ShardPlacementFn", "find_params", "layout_of", "make_group", "plan_groups"]
@@ -70,7 +71,9 @@ def plan_groups(
     policy: OrigParamPolicy | None,
     shard_placement_fn: ShardPlacementFn | None,
 ) -> list[GroupPlan]:
-    """One plan for each mesh, dtype and compute dtype; and one for each parameter placed as ``Shard``.
+    """One plan for each mesh, dtype and compute dtype.
+
+    Parameters whose tensor type has its own all-gather have plans of their own, and so has each parameter placed as ``Shard``.
 
     Raises:
         ValueError, TypeError: as in :func:`fully_shard`.
@@ -81,13 +84,15 @@ def plan_groups(
         cut, mesh = _cut_of(fqn, param, dp, policy, shard_placement_fn)
         if isinstance(mp_policy, Float8Policy) and policy is shard_placement_fn is None:
             cut = mp_policy.default_granularity(param, registered)
-        if has_extension(param):
+        is_typed = has_extension(param)
+        if is_typed:
             cut = _rows_of_extension(fqn, param, cut)
         dtype = _param_dtype(fqn, param, mp_policy)
         shard_dim = cut.dim if isinstance(cut, Shard) else None
         one = FoundParam(fqn, registered, param, Distribution(fqn, param, mesh, shard_dim))
         tile = _tile_of(one, cut, dtype or param.dtype, mp_policy)
-        key = (mesh.key, param.dtype, dtype, param.is_meta, fqn if shard_dim is not None else None, tile)
+        apart = is_typed or (fqn if shard_dim is not None else None)
+        key = (mesh.key, param.dtype, dtype, param.is_meta, apart, tile)
         meshes[key] = mesh
         buckets.setdefault(key, []).append((one, elements() if isinstance(cut, Shard) else cut))
     plans = []
@@ -97,7 +102,10 @@ def plan_groups(
         sizes = [dtype.itemsize for dtype in (key[1], key[2], reduce_dtype) if dtype is not None]
         alignment = max(1, _SHARD_ALIGNMENT_BYTES // (min(sizes) if tile is None else 1))
         specs = [param.distribution.tensor_spec(granularity) for param, granularity in members]
-        layout = layout_of(params[0].distribution, specs, dp.ranks, alignment)
+        if has_extension(params[0].value):
+            layout: BufferLayout = rows_layout([param.distribution.rows_spec() for param in params], dp.ranks)
+        else:
+            layout = layout_of(params[0].distribution, specs, dp.ranks, alignment)
         plans.append(GroupPlan(params, dp, layout, key[2], reduce_dtype, offload, mp_policy, tile))
     return plans
 
@@ -108,11 +116,13 @@ def make_group(plan: GroupPlan) -> FSDPParamGroup:
     with torch.inference_mode(False):  # Later steps train these parameters.
         if not plan.dp.is_member and not plan.runs_on_meta:
             return DormantGroup(plan)
-        if has_extension(first.value):
+        if isinstance(layout, RowsLayout) and not plan.runs_on_meta:
             return FSDPParamGroup(plan, TypeShards(layout, rank), TypeEncoding(plan))
         shards = Shards(layout, rank)
-        if first.distribution.shard_dim:
-            encoding: Encoding = ContiguousEncoding(layout, rank, first.distribution)
+        if isinstance(layout, RowsLayout):
+            encoding: Encoding = TypeStandIn(layout, rank)
+        elif first.distribution.shard_dim:
+            encoding = ContiguousEncoding(layout, rank, first.distribution)
         elif plan.tile is not None:
             encoding = Float8Encoding(layout, rank, plan.tile)
         elif layout.ranks == 1:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from torch_ragged._register._torch import as_plain_tensors, profiler_range
+from torch_ragged._register._torch import as_plain_tensors, fsdp2_keeps_wide_gradients, profiler_range
 from torch_ragged.fsdp.comm._collectives import Collectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.comm._named import NamedCollectives
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
@@ -35,7 +35,7 @@ __all__ = ["FSDPParamGroup"]
 
 # Since torch 2.15, FSDP2 does not round gradients to param_dtype. Autograd leaves them in the dtype of their computation, and
 # without a reduce_dtype they are reduced in the parameters' own dtype. Results are those of the installed FSDP2.
-_KEEPS_WIDE_GRADIENTS = torch.__version__ >= "2.15"
+_KEEPS_WIDE_GRADIENTS = fsdp2_keeps_wide_gradients()
 
 SMALLEST_WRITTEN_IN_PLACE = 2**16
 """If a weight has fewer elements, detecting its matmuls in Python costs more time than one copy of its gradient."""
@@ -121,7 +121,7 @@ class FSDPParamGroup:
         """Make new unsharded parameters as views of the encoding's memory, and free that memory."""
         for index, param in enumerate(self.params):
             param.view = self.encoding.compute_tensor(index)
-            if self.encoding.makes_params:  # A placeholder: the tensor type makes the parameter in the first all-gather.
+            if self.encoding.makes_params:  # A placeholder: the tensor type makes the parameter after the first all-gather.
                 param.unsharded = nn.Parameter(param.view, requires_grad=param.requires_grad)
             else:
                 self._init_unsharded_param(index, param, param.distribution.gathered(param.view))
@@ -258,8 +258,9 @@ class FSDPParamGroup:
                 self._wait_for_all_gather()
                 made = self.encoding.decode(self.shards, self.keeper.keeps_buffer)
                 if made is not None:
-                    with torch.inference_mode(False):  # Later forwards train it.
-                        self._init_unsharded_param(0, self.params[0], self.params[0].distribution.gathered(made))
+                    with torch.inference_mode(False):  # Later forwards train them.
+                        for index, (param, value) in enumerate(zip(self.params, made)):
+                            self._init_unsharded_param(index, param, param.distribution.gathered(value))
             self.keeper.drop()  # The all-gather has read it.
             self._move_to(ShardedState.UNSHARDED)
             # Registered last: if anything above raises, the modules still have the sharded parameters.

@@ -19,7 +19,7 @@ from torch_ragged.fsdp.comm._collectives import Collectives, Reduction, Work, wa
 from torch_ragged.fsdp.comm._wide_gradients import WideGradients
 from torch_ragged.fsdp.core._backward_pass import BackwardPass
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
-from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
+from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool, in_buffer_form
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core._group_state import GradientState, moved
 from torch_ragged.fsdp.core._memory_log import GroupMemory
@@ -154,7 +154,7 @@ class GradientBuffers:
         has_graph = gradient.requires_grad
         if has_graph:  # create_graph=True: as with FSDP2, ``.grad`` itself has no graph.
             gradient = gradient.detach()
-        gradient = param.distribution.gradient(gradient)
+        gradient = in_buffer_form(param.distribution.gradient(gradient), self._layout, index)
         if not has_graph and self._borrows(gradient):
             self.done(index)
             return

@@ -37,6 +37,7 @@ from torch_ragged._register._torch import (
     gradient_use,
     grouped_mm,
     is_autocast,
+    nodes_outlive_outputs,
     unsafe_view,
 )
 
@@ -46,10 +47,10 @@ __all__ = ["ComputeParameter", "GradientTarget", "allows_split_backward"]
 def allows_split_backward() -> bool:
     """Whether a pipeline schedule may split a backward through these matmuls, as zero-bubble schedules do.
 
-    Between the two passes, schedules before torch 2.13 keep only the Python objects of nodes. The node of a matmul here is a
-    Python function, and is freed then. So programs that have imported pipelines get plain parameters.
+    Between the two passes, schedules keep only the Python objects of nodes. Before torch 2.13, the node of a matmul here is
+    freed then, because it is that of a Python function. So programs that have imported pipelines get plain parameters.
     """
-    return torch.__version__ >= "2.13" or "torch.distributed.pipelining" not in sys.modules
+    return nodes_outlive_outputs() or "torch.distributed.pipelining" not in sys.modules
 
 
 class GradientTarget(Protocol):

@@ -120,6 +120,10 @@ class BufferLayout:
         start = rank * self.shard_numel - offset
         return min(max(start, 0), numel), min(max(start + self.shard_numel, 0), numel)
 
+    def local_offset(self, index: int, rank: int) -> int:
+        """Where the part of tensor ``index`` that ``rank`` holds starts in its shard."""
+        return max(self.offsets[index] - rank * self.shard_numel, 0)
+
     def placement(self, index: int) -> RaggedShard:
         """The RaggedShard of tensor ``index``: the number of slices along the sharded dimensions that each rank holds."""
         tensor = self.tensors[index]
