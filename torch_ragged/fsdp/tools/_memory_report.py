@@ -85,15 +85,23 @@ def memory_report(model: nn.Module, optimizer: OptimizerLike | Iterable[Optimize
 
     It does not communicate. The prediction runs one step of the groups' own code on the meta device, with stand-ins for
     computation and collectives. Modules run in the order of the last forward, or in the order of ``named_modules`` before the
-    first forward. The prediction is exact if all of these conditions hold:
+    first forward. A step is one forward and one backward. If gradient sync is off when the report is made, a step is a gradient
+    accumulation: several forwards, each followed by its backward, of which the last one reduces. So to predict a step that
+    accumulates without sync, call ``set_requires_gradient_sync(False)`` before. The same holds for
+    ``set_is_last_backward(False)`` with ``ZERO1``, and for ``set_requires_all_reduce(False)``.
 
-    - ``.grad`` is None when the step begins (``zero_grad()``), and one backward follows one forward;
-    - a module that contains sharded modules uses its own parameters after them, as a model uses its head;
+    The prediction is exact if all of these conditions hold:
+
+    - ``.grad`` is None when the step begins (``zero_grad()``), and one backward follows each forward;
+    - the inputs of all groups except the root's need gradients;
     - all gradients have the parameters' dtype;
-    - the inputs of all groups except the root's need gradients, and activation checkpointing runs no call again;
+    - a module that contains sharded modules uses its own parameters after them, as a model uses its head;
+    - activation checkpointing runs no call again, and gradient sync is on or off for all modules;
     - all parameters get gradients, or the optimizer has its states.
 
-    Otherwise it is an upper bound. It is too high by less than the gradient buffers of modules that contain sharded modules.
+    If one of the first three does not hold, a step may hold more: the bytes of the old ``.grad``; gradients of all groups whose
+    inputs need none, which are reduced at the end of backward; and wide gradients. If one of the others does not hold, a step
+    may hold less.
 
     Over gloo, a reduce-scatter holds a second buffer, at most as large as its input. The report counts it as ``gradients``. It
     does not count the buffers between the two reductions of ``HIERARCHICAL``, buffers of tensor types with their own

@@ -38,7 +38,10 @@ _COPIED_FROM_GRADIENTS = ("max_reductions", "requires_all_reduce")
 
 
 def highest_moment(states: dict[str, FSDPState], order: Sequence[FSDPState]) -> tuple[str, dict[str, int]]:
-    """Replay one forward and one backward of ``states``, and find the moment at which their buffers hold most bytes.
+    """Replay a training step of ``states``, and find the moment at which their buffers hold most bytes.
+
+    The step is one forward and one backward. If backward leaves gradients unreduced now, the step accumulates: it has several
+    such passes, and a last one that reduces.
 
     Args:
         states: the states of a model by name.
@@ -69,7 +72,7 @@ class _Replay:
         self.labels: list[str] = []
         for state, name in self._names.items():
             self._modules[state] = [_StandIn(self, name) for _ in state.modules]
-        made = {state: self._stand_in(state) for state in self._names}
+        self._made = made = {state: self._stand_in(state) for state in self._names}
         for state, twin in made.items():
             for knob in ("forward_prefetch", "backward_prefetch"):
                 chosen = getattr(state, knob)
@@ -133,7 +136,7 @@ class _Replay:
         self.labels.append(label)
 
     def play(self, order: Sequence[FSDPState]) -> tuple[str, dict[str, int]]:
-        """Run forward through the calls of ``order``, then backward. Returns the result of :func:`highest_moment`."""
+        """Run the step. Forward runs through the calls of ``order``. Returns the result of :func:`highest_moment`."""
         calls: list[_Call] = []  # The outermost calls.
         around: list[_Call] = []  # The open calls, outermost first: the next call may be inside each of them.
         for state in order:
@@ -143,15 +146,35 @@ class _Replay:
                 around.pop()
             (around[-1].inner if around else calls).append(call)
             around.append(call)
+        if self._accumulates():
+            self._pass(calls)
+            self._pass(calls)  # It holds the gradients of the first one. Further ones hold no more.
+            self._reduce_from_now_on()
+        self._pass(calls)
+        moment, held = high_water(self._logs, {"gathered": 0, "gradients": 0, "grad": 0})
+        begun = [label for (when, _), label in zip(self._clock.events, self.labels) if when <= moment]
+        return (begun[-1] if begun else "before forward"), held
+
+    def _accumulates(self) -> bool:
+        """Whether a backward leaves gradients for a later one, on this rank or, with HSDP, in each replica."""
+        unsynced = any(not state.requires_gradient_sync for state in self._made.values())
+        waiting = any(state.reduces_last_only and not state.is_last_backward for state in self._made.values())
+        return unsynced or waiting or any(g.gradients.keeps_shards for state in self._made.values() for g in state.groups)
+
+    def _reduce_from_now_on(self) -> None:
+        for state in self._made.values():
+            state.requires_gradient_sync = state.is_last_backward = True
+            for group in state.groups:
+                group.gradients.requires_all_reduce = True
+
+    def _pass(self, calls: Sequence[_Call]) -> None:
+        """One forward and one backward."""
         with torch.inference_mode(False), torch.enable_grad():
             x = torch.empty(1, device="meta")
             for call in calls:
                 x = call.run(x)
             if x.requires_grad:
                 x.sum().backward()
-        moment, held = high_water(self._logs, {"gathered": 0, "gradients": 0, "grad": 0})
-        begun = [label for (when, _), label in zip(self._clock.events, self.labels) if when <= moment]
-        return (begun[-1] if begun else "before forward"), held
 
 
 class _Call:
