@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch_ragged._agreement import agreement
 from torch_ragged._register._torch import register_composable
 from torch_ragged.fsdp.comm._choice import Traffic, check_name, choose
+from torch_ragged.fsdp.core._errors import checks_bools
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, state_of
 from torch_ragged.fsdp.core._keeper import Keeper
@@ -25,6 +26,7 @@ from torch_ragged.fsdp.core._mesh import device_of
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._persistent_buffers import SLOTS, allocator, check_ready, make_persistent, make_transient
 from torch_ragged.fsdp.core._reduction_handle import GradientReductionHandle
+from torch_ragged.fsdp.core._untrained import warn_of_unsharded
 
 __all__ = ["FSDPModule", "check_reshard_after_forward", "make_fsdp_module", "share_comm_ctx"]
 
@@ -44,6 +46,7 @@ def make_fsdp_module(module: nn.Module, state: FSDPState) -> None:
     module.__class__ = _classes[cls]
 
 
+@checks_bools
 class FSDPModule(TorchFSDPModule):
     """The class of a module after ``fully_shard``: FSDP2's methods, on this package's buffers.
 
@@ -547,6 +550,9 @@ def check_reshard_after_forward(value: Any, ranks: int) -> None:
 
 def _reshard_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
     _group_call(module, FSDPParamGroup.reshard)
+    state = state_of(module)
+    if state is not None and state.is_root:
+        warn_of_unsharded(state.modules, state.context.groups)
 
 
 def _reshard_before_load(module: Any, *args: Any) -> None:
