@@ -1,7 +1,7 @@
 """Warnings of parameters that a step would not train, or would train differently on each rank, where FSDP2 is silent.
 
 Nothing here changes a module, a parameter or an optimizer, or communicates. It looks at the first forward of a root, at the
-first step of an optimizer, and when a root's state dict is made.
+first steps of an optimizer, and when a root's state dict is made.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ sharded_originals = WeakTensorKeyDictionary()
 _owners = WeakTensorKeyDictionary()  # The modules of these parameters, weakly, and the names there.
 _ignored = WeakTensorKeyDictionary()  # Those that the user reduces, and those that a warning has named.
 _roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-"""The number of parameter groups that each optimizer had when it was looked at."""
+_LOOKS = 2  # The first step may be the one without gradients by which a checkpoint makes the optimizer's states.
+_seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""How many parameter groups each optimizer had when it was looked at, and how many looks are left."""
 
 _hooks: list[Any] = []
 _ADVICE = (
@@ -81,20 +82,24 @@ def warn_of_unsharded(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGrou
 
 
 def watch_optimizers() -> None:
-    """From now on, look at each optimizer of this process before its first step."""
+    """From now on, look at each optimizer of this process before its first steps."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # Every step of every optimizer calls this: it must cost nothing after the first one. torch.compile traces it.
-    if torch.compiler.is_compiling() or _seen.get(optimizer) == len(optimizer.param_groups):
+    # Every step of every optimizer calls this: it must cost nothing after the first two. torch.compile traces it.
+    if torch.compiler.is_compiling():
         return
-    _seen[optimizer] = len(optimizer.param_groups)
+    (count, looks), groups = _seen.get(optimizer, (0, 0)), len(optimizer.param_groups)
+    if count == groups and not looks:
+        return
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for text in (_of_replaced(params), _of_detached(params), _of_alone(optimizer, params), _of_unreduced(params)):
-        if text:
-            warnings.warn(f"{type(optimizer).__name__} {text}", stacklevel=3)
+    found = (_of_replaced(params), _of_detached(params), _of_alone(optimizer, params), _of_unreduced(params))
+    texts = [text for text in found if text]
+    _seen[optimizer] = groups, 0 if texts else (looks if count == groups else _LOOKS) - 1
+    for text in texts:
+        warnings.warn(f"{type(optimizer).__name__} {text}", stacklevel=3)
 
 
 def _of_replaced(params: Sequence[torch.Tensor]) -> str:
