@@ -52,7 +52,8 @@ class FSDPModule(TorchFSDPModule):
 
     It is a subclass of torch's ``FSDPModule``, so that other libraries recognize it. If a method of FSDP2 is not supported, it
     raises ``NotImplementedError``. A setting with ``recurse=True``, which is the default, also holds for the modules inside
-    that ``fully_shard`` was called on; with ``recurse=False`` it holds for this module only.
+    that ``fully_shard`` was called on; with ``recurse=False`` it holds for this module only. A setting that is a bool raises
+    ``ValueError`` if it gets anything but a bool or a number.
     """
 
     # The index of the original class in the MRO. torch's __new__ makes an object of that class for slices of containers.
@@ -188,9 +189,10 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are resharded after backward.
 
-        If not, the next forward uses them as they are, without a collective. If an operation changes a DTensor parameter, as
-        an optimizer step does, the next forward all-gathers again. Writes to ``.data`` or to a local tensor are not noticed:
-        call :meth:`reshard` after them. As in FSDP2, set it to True before the last backward of an optimizer step.
+        If not, the next forward uses them as they are, without a collective. If an operation changes a DTensor parameter, as an
+        optimizer without ``foreach`` and ``fused`` does, the next forward all-gathers again. Other steps, and writes to
+        ``.data`` or to a local tensor, are not noticed: call :meth:`reshard` after them. As in FSDP2, set it to True before the
+        last backward of an optimizer step.
         """
         for state in self._ragged_states(recurse):
             state.reshard_after_backward = reshard_after_backward

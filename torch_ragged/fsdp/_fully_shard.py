@@ -93,7 +93,8 @@ def fully_shard(
             :class:`Float8Policy`, matrices are all-gathered as 8-bit codes.
         offload_policy: with ``CPUOffloadPolicy()``, sharded parameters and their gradients are on the CPU. So the optimizer
             runs there.
-        ignored_params: parameters that are not sharded, and whose gradients are not reduced.
+        ignored_params: parameters that are not sharded, and whose gradients are not reduced. A parameter that is added later,
+            and is trained without ``fully_shard``, causes a warning, unless it was ever in ``ignored_params``.
         dp_mesh_dims: torch's ``DataParallelMeshDims``. ``mesh`` is then the whole mesh, and ``dp_mesh_dims`` names its
             data-parallel dimensions; several names are flattened into one dimension. All parameters must be DTensors on
             ``mesh``, with ``Replicate()`` on these dimensions; or plain tensors with annotations of the package ``spmd_types``.
@@ -112,14 +113,15 @@ def fully_shard(
         ``module``.
 
     Raises:
-        ValueError: ``mesh`` is not as above; this rank is not in it, and ``dp_mesh_dims``, ``HIERARCHICAL`` or a tensor type
-            with its own all-gather is used; ``module`` is sharded already; a parameter is
+        ValueError: ``mesh`` is not as above; a list has a module twice; this rank is not in the mesh, and ``dp_mesh_dims``,
+            ``HIERARCHICAL`` or a tensor type with its own all-gather is used; ``module`` is sharded already; a parameter is
             sharded already, is a DTensor on another device than the mesh's, is tied to a sharded parameter, is cut unevenly by
             model parallelism, or is a trainable integer; ``reshard_after_forward`` does not divide the number of shards;
             ``mp_policy`` is a ``Float8Policy`` and ``placements`` keep parameters gathered; or ranks disagree.
         TypeError: ``module`` is not an ``nn.Module``, ``mesh`` is not a ``DeviceMesh``, ``reshard_after_forward`` is not a
-            bool, int or None, ``placements`` are no ``BufferPlacements``, ``orig_param_policy`` is no function, or it returns
-            something other than a granularity.
+            bool, int or None, ``placements`` are no ``BufferPlacements``, ``mp_policy`` or ``offload_policy`` is not an object
+            of its class, ``ignored_params`` has something other than parameters, ``orig_param_policy`` is no function, or it
+            returns something other than a granularity.
         PeerError: another rank died, or did not make this call within the timeout.
         RuntimeError: another rank raised.
     """
