@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, rows, share_comm_ctx
-from torch_ragged.fsdp._fully_shard import _sharded_originals
+from torch_ragged.fsdp.core._untrained import sharded_originals
 
 WIDTH, WORDS = 8, 11
 
@@ -280,10 +280,10 @@ def check_originals_are_let_go():
     value = nn.Parameter(torch.ones(4))
     fully_shard(Alone(value))
     assert "let_go is tied to let_go" in error_of(fully_shard, Alone(value))
-    assert "let_go" in _sharded_originals.values()
+    assert "let_go" in sharded_originals.values()
     del value
     gc.collect()
-    assert "let_go" not in _sharded_originals.values()
+    assert "let_go" not in sharded_originals.values()
 
 
 def check_containers():

@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
@@ -23,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from torch_ragged.checkpoint._data import ObjectPlanner
 from torch_ragged.checkpoint._errors import CheckpointError, agree, gather, raise_on_all
-from torch_ragged.checkpoint._folder import folder_of, resolve
+from torch_ragged.checkpoint._folder import folder_of, refuse_other_folders, resolve
 from torch_ragged.checkpoint._manifest import Manifest
 from torch_ragged.checkpoint._matching import CheckingPlanner
 from torch_ragged.checkpoint._reader import CheckpointReader
@@ -37,6 +39,8 @@ __all__ = ["async_save", "load", "save"]
 # The rank that was given a bad argument raises one of these types. The other ranks raise a CheckpointError.
 _REFUSED = (TypeError, ValueError)
 
+_last_saves: dict[Path, tuple[int, int]] = {}  # By the folder of checkpoints: TrainState.step and the steps at the last save.
+_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # Since the first save.
 _being_written: set[Path] = set()  # Folders that background saves of this process write to.
 
 
@@ -52,8 +56,9 @@ def save(
     Each rank writes its shards to one file in a folder ``*.incomplete``. Of replicas, one writes. The writer computes checksums
     while it writes, syncs the files to disk, and verifies that every file has its size and that the files hold every element of
     every tensor. The last action renames the folder. Until this rename, readers see the previous checkpoint, or none. A
-    checkpoint of the same step is replaced. Unfinished folders of writers that died are removed. While it saves, rank 0 holds a
-    lease of ``path``, a file ``writer-*.lease``: if another job holds one, no rank writes anything.
+    checkpoint of the same step is replaced; if this process has trained since it saved that step, a warning says so. Unfinished
+    folders of writers that died are removed. While it saves, rank 0 holds a lease of ``path``, a file ``writer-*.lease``: if
+    another job holds one, no rank writes anything.
 
     Ranks exchange DCP's plan, digests and checksums, as objects. No tensor is sent between ranks, and no shard is copied. Some
     values are written by one rank for all: ``step``, ``consumed_tokens``, ``data_position``, ``scheduler``, and ``extra``
@@ -61,7 +66,7 @@ def save(
     process group, this process saves a checkpoint of one rank.
 
     Args:
-        path: the folder of the run's checkpoints. It is created if it does not exist.
+        path: the folder of the run's checkpoints, the same on all ranks. It is created if it does not exist.
         state: what to save. Nothing in it is changed. Values that differ between ranks belong in its ``per_rank``.
         read_back: read every file again and compare checksums before the rename. This finds bytes that the operating system or
             the storage changed. :func:`load` always compares checksums.
@@ -72,10 +77,10 @@ def save(
 
     Raises:
         TypeError, ValueError: a field of ``state`` cannot be saved.
-        CheckpointError: the checkpoint could not be written, or ranks differ in a value that one rank writes for all. Every
-            rank raises it; the text names the rank and the file, or the value. Or another job saves to ``path``: the text names
-            its host and process. Or a rank died: the text names it, and the process group cannot be used again. If a cleanup
-            fails after the rename, ``save`` succeeds and logs a warning.
+        CheckpointError: the checkpoint could not be written, or ranks differ in ``path`` or in a value that one rank writes for
+            all. Every rank raises it; the text names the rank and the file, or the value. Or another job saves to ``path``: the
+            text names its host and process. Or a rank died: the text names it, and the process group cannot be used again. If a
+            cleanup fails after the rename, ``save`` succeeds and logs a warning.
     """
     tensors, writer = _prepare(Path(path), state, process_group)
     folder, what = writer.folder, f"saving {writer.folder}"
@@ -243,6 +248,7 @@ def load(
         raise
     # Tensors are filled: if a load_state_dict raises now, nothing can be undone, but all ranks raise.
     agree(request.apply, what, process_group)
+    _last_saves.clear()  # Other weights are no progress now.
     return reader.manifest
 
 
@@ -287,11 +293,14 @@ def _prepare(path: Path, state: TrainState, group: dist.ProcessGroup | None) -> 
     Collective: every check is agreed on, so either all ranks go on to DCP or none does.
     """
     what, rank = f"saving to {path}", _rank_of(group)
-    agree(state.check, what, group, own=_REFUSED)
+    refuse_other_folders(gather(lambda: _check_save(path, state), what, group, own=_REFUSED), what)
+    steps = sum(map(_steps_of, state.optimizers))  # Before the states are taken: DCP may make them by a step.
     contents = agree(lambda: Contents(state, rank), what, group)
     refuse_different(contents.shared, what, group)
     folder = folder_of(path, state.step)
     agree(lambda: _refuse_busy(folder), f"saving {folder}", group)
+    if rank == 0:
+        _warn_of_same_step(folder, state, steps)
     manifest = Manifest(
         step=state.step,
         consumed_tokens=state.consumed_tokens,
@@ -299,6 +308,39 @@ def _prepare(path: Path, state: TrainState, group: dist.ProcessGroup | None) -> 
         objects=contents.names,
     )
     return contents.state_dict, CheckpointWriter(folder, manifest, rng_checksums(contents.rng), tied=contents.tied)
+
+
+def _check_save(path: Path, state: TrainState) -> tuple[str, str]:
+    """Check ``state``. Returns this rank's names of the folder ``path``: one as it was given, one without symbolic links."""
+    state.check()
+    return str(path.absolute()), str(path.resolve())
+
+
+def _steps_of(optimizer: torch.optim.Optimizer) -> int:
+    """The steps that ``optimizer`` has made since this function was first called with it."""
+    if optimizer not in _steps:
+        with suppress(AttributeError):  # A wrapper that is no optimizer inside, such as accelerate's.
+            optimizer.register_step_post_hook(_count_step)
+        _steps[optimizer] = 0
+    return _steps[optimizer]
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _steps[optimizer] += 1
+
+
+def _warn_of_same_step(folder: Path, state: TrainState, steps: int) -> None:
+    """Warn if this process has trained since it saved ``folder``, and replaces it now."""
+    parent = _key(folder).parent
+    step, before = _last_saves.get(parent, (None, steps))
+    _last_saves[parent] = state.step, sum(map(_steps_of, state.optimizers))
+    if step == state.step and before != steps and folder.is_dir():
+        warnings.warn(
+            f"{folder} is replaced by newer weights: TrainState.step is {state.step}, as in the last save. To keep the "
+            "checkpoints of all steps, set state.step to the number of optimizer steps before each save",
+            stacklevel=4,
+        )
 
 
 def _refuse_busy(folder: Path) -> None:

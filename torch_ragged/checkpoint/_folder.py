@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,7 +26,18 @@ from torch_ragged.checkpoint._errors import CheckpointError, agree
 from torch_ragged.checkpoint._files import check_size
 from torch_ragged.checkpoint._manifest import MANIFEST, read_manifest
 
-__all__ = ["complete_in", "folder_of", "incomplete_of", "keep", "latest", "publish", "remove", "remove_leftovers", "resolve"]
+__all__ = [
+    "complete_in",
+    "folder_of",
+    "incomplete_of",
+    "keep",
+    "latest",
+    "publish",
+    "refuse_other_folders",
+    "remove",
+    "remove_leftovers",
+    "resolve",
+]
 
 _logger = logging.getLogger("torch_ragged.checkpoint")
 _NAME = re.compile(r"step-(\d{8,})((\.[0-9a-f]{16})?\.replaced)?")
@@ -137,6 +148,26 @@ def resolve(path: Path) -> Path:
     if (path / ".metadata").exists():
         read_manifest(path)  # Raises: DCP wrote this checkpoint without a manifest, and the error names dcp.load.
     raise CheckpointError(f"{path} holds no complete checkpoint: expected folders step-<number> that checkpoint.save wrote")
+
+
+def refuse_other_folders(names: Sequence[tuple[str, str]], what: str) -> None:
+    """Raise if ranks pass different folders.
+
+    Args:
+        names: each rank's name of the folder as it was given, and without symbolic links. Hosts may mount it differently.
+        what: the action that fails, for the text of the error.
+
+    Raises:
+        CheckpointError: both names differ between ranks.
+    """
+    if len({given for given, _ in names}) == 1 or len({real for _, real in names}) == 1:
+        return
+    first = names[0][0]
+    rank, other = next((rank, given) for rank, (given, _) in enumerate(names) if given != first)
+    raise CheckpointError(
+        f"{what}: rank 0 has the folder {first}, rank {rank} has {other}. Ranks write one checkpoint together: pass the same "
+        "folder on all ranks"
+    )
 
 
 def publish(incomplete: Path, folder: Path, token: str, check: Callable[[], None], older: Collection[Path] = ()) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch_ragged._agreement import agreement
 from torch_ragged._register._torch import register_composable
 from torch_ragged.fsdp.comm._choice import Traffic, check_name, choose
+from torch_ragged.fsdp.core._errors import checks_bools
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, state_of
 from torch_ragged.fsdp.core._keeper import Keeper
@@ -25,6 +26,7 @@ from torch_ragged.fsdp.core._mesh import device_of
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._persistent_buffers import SLOTS, allocator, check_ready, make_persistent, make_transient
 from torch_ragged.fsdp.core._reduction_handle import GradientReductionHandle
+from torch_ragged.fsdp.core._untrained import warn_of_unsharded
 
 __all__ = ["FSDPModule", "check_reshard_after_forward", "make_fsdp_module", "share_comm_ctx"]
 
@@ -44,12 +46,14 @@ def make_fsdp_module(module: nn.Module, state: FSDPState) -> None:
     module.__class__ = _classes[cls]
 
 
+@checks_bools
 class FSDPModule(TorchFSDPModule):
     """The class of a module after ``fully_shard``: FSDP2's methods, on this package's buffers.
 
     It is a subclass of torch's ``FSDPModule``, so that other libraries recognize it. If a method of FSDP2 is not supported, it
     raises ``NotImplementedError``. A setting with ``recurse=True``, which is the default, also holds for the modules inside
-    that ``fully_shard`` was called on; with ``recurse=False`` it holds for this module only.
+    that ``fully_shard`` was called on; with ``recurse=False`` it holds for this module only. A setting that is a bool raises
+    ``ValueError`` if it gets anything but a bool or a number.
     """
 
     # The index of the original class in the MRO. torch's __new__ makes an object of that class for slices of containers.
@@ -185,9 +189,10 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are resharded after backward.
 
-        If not, the next forward uses them as they are, without a collective. If an operation changes a DTensor parameter, as
-        an optimizer step does, the next forward all-gathers again. Writes to ``.data`` or to a local tensor are not noticed:
-        call :meth:`reshard` after them. As in FSDP2, set it to True before the last backward of an optimizer step.
+        If not, the next forward uses them as they are, without a collective. If an operation changes a DTensor parameter, as an
+        optimizer without ``foreach`` and ``fused`` does, the next forward all-gathers again. Other steps, and writes to
+        ``.data`` or to a local tensor, are not noticed: call :meth:`reshard` after them. As in FSDP2, set it to True before the
+        last backward of an optimizer step.
         """
         for state in self._ragged_states(recurse):
             state.reshard_after_backward = reshard_after_backward
@@ -547,6 +552,9 @@ def check_reshard_after_forward(value: Any, ranks: int) -> None:
 
 def _reshard_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
     _reshard_state(module)
+    state = state_of(module)
+    if state is not None and state.is_root:
+        warn_of_unsharded(state.modules, state.context.groups)
 
 
 def _reshard_before_load(module: Any, *args: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
 import torch
@@ -11,14 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged._agreement import agree, agreement
 from torch_ragged._register._torch import flatten
 from torch_ragged.fsdp._fsdp_module import FSDPModule, check_reshard_after_forward, make_fsdp_module
 from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
 from torch_ragged.fsdp.core._distribution import has_extension
-from torch_ragged.fsdp.core._errors import InvalidArgument
+from torch_ragged.fsdp.core._errors import InvalidArgument, check_bool
 from torch_ragged.fsdp.core._float8 import Float8Policy
 from torch_ragged.fsdp.core._fsdp_api import BufferPlacements
 from torch_ragged.fsdp.core._fsdp_init import RegisteredNames, ShardPlacementFn, find_params, make_group, plan_groups
@@ -28,12 +27,11 @@ from torch_ragged.fsdp.core._group_plan import GroupPlan
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, agree_on_groups, device_of, groups_of
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._resident import Resident
+from torch_ragged.fsdp.core._untrained import note_ignored, note_replaced, sharded_originals, watch_optimizers
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.granularity import OrigParamPolicy
 
 __all__ = ["buffer_layouts", "fully_shard", "module_states", "named_groups"]
-
-_sharded_originals = WeakTensorKeyDictionary()
 
 
 @overload
@@ -96,7 +94,8 @@ def fully_shard(
             :class:`Float8Policy`, matrices are all-gathered as 8-bit codes.
         offload_policy: with ``CPUOffloadPolicy()``, sharded parameters and their gradients are on the CPU. So the optimizer
             runs there.
-        ignored_params: parameters that are not sharded, and whose gradients are not reduced.
+        ignored_params: parameters that are not sharded, and whose gradients are not reduced. A parameter that is added later,
+            and is trained without ``fully_shard``, causes a warning, unless it was ever in ``ignored_params``.
         dp_mesh_dims: torch's ``DataParallelMeshDims``. ``mesh`` is then the whole mesh, and ``dp_mesh_dims`` names its
             data-parallel dimensions; several names are flattened into one dimension. All parameters must be DTensors on
             ``mesh``, with ``Replicate()`` on these dimensions; or plain tensors with annotations of the package ``spmd_types``.
@@ -115,14 +114,15 @@ def fully_shard(
         ``module``.
 
     Raises:
-        ValueError: ``mesh`` is not as above; this rank is not in it, and ``dp_mesh_dims``, ``HIERARCHICAL`` or a tensor type
-            with its own all-gather is used; ``module`` is sharded already; a parameter is
+        ValueError: ``mesh`` is not as above; a list has a module twice; this rank is not in the mesh, and ``dp_mesh_dims``,
+            ``HIERARCHICAL`` or a tensor type with its own all-gather is used; ``module`` is sharded already; a parameter is
             sharded already, is a DTensor on another device than the mesh's, is tied to a sharded parameter, is cut unevenly by
             model parallelism, or is a trainable integer; ``reshard_after_forward`` does not divide the number of shards;
             ``mp_policy`` is a ``Float8Policy`` and ``placements`` keep parameters gathered; or ranks disagree.
         TypeError: ``module`` is not an ``nn.Module``, ``mesh`` is not a ``DeviceMesh``, ``reshard_after_forward`` is not a
-            bool, int or None, ``placements`` are no ``BufferPlacements``, ``orig_param_policy`` is no function, or it returns
-            something other than a granularity.
+            bool, int or None, ``placements`` are no ``BufferPlacements``, ``mp_policy`` or ``offload_policy`` is not an object
+            of its class, ``ignored_params`` has something other than parameters, ``orig_param_policy`` is no function, or it
+            returns something other than a granularity.
         PeerError: another rank died, or did not make this call within the timeout.
         RuntimeError: another rank raised.
     """
@@ -131,7 +131,11 @@ def fully_shard(
     ranks, device = groups_of(mesh), device_of(mesh)
     agree_on_groups(mesh)
     with agreement(ranks, device, "fully_shard") as claim:
-        modules = _root_modules(module)
+        modules, ignored = _root_modules(module), _parameters(ignored_params)
+        _check_policy("mp_policy", mp_policy, MixedPrecisionPolicy, "MixedPrecisionPolicy(param_dtype=torch.bfloat16)")
+        if offload_policy is not None:  # As FSDP2 takes it, by accident.
+            _check_policy("offload_policy", offload_policy, OffloadPolicy, "CPUOffloadPolicy()")
+        check_bool("fully_shard", "optional", optional)
         if optional and len(modules) > 1:
             raise ValueError(f"optional=True expects one module, got {len(modules)}: call fully_shard for each of them")
         ranks += _model_groups(modules, mesh)
@@ -142,7 +146,7 @@ def fully_shard(
         claim += [f"dp_mesh_dims {dp_mesh_dims}, placements {placements}"] * makes_groups
     with agreement(ranks, device, "fully_shard") as claim:
         dp, levels = _with_levels(DataParallelMesh.of(mesh, dp_mesh_dims), placements)
-        found = _check_modules(modules, mesh, reshard_after_forward, dp, ignored_params or set())
+        found = _check_modules(modules, mesh, reshard_after_forward, dp, ignored)
         plans = plan_groups(found, dp, mp_policy, offload_policy, orig_param_policy, shard_placement_fn)
         casts: list[Any] = [mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype]
         casts += [mp_policy.tile] if isinstance(mp_policy, Float8Policy) else []
@@ -150,9 +154,9 @@ def fully_shard(
         casts += ["optional"] if optional else []
         claim += _claim(plans, reshard_after_forward, tuple(casts), offload_policy, placements)
     _move(modules, found if dp.is_member else {}, device)
-    for plan in plans:
-        for param in plan.params:
-            _sharded_originals[param.value] = param.fqn
+    note_ignored(ignored)
+    watch_optimizers()
+    note_replaced(param for plan in plans for param in plan.params)
     groups = [make_group(plan) for plan in plans]
     for group in groups:
         group.register_sharded()
@@ -225,8 +229,29 @@ def _root_modules(module: Any) -> tuple[nn.Module, ...]:
         raise TypeError(
             f"fully_shard expects an nn.Module or a list of them, got {module if modules else type(module).__name__}"
         )
+    twice = next((each for index, each in enumerate(modules) if each in modules[:index]), None)
+    if twice is not None:
+        raise InvalidArgument(f"fully_shard got a {type(twice).__name__} twice in one list: name each module once")
     inside = {child for each in modules for child in each.modules() if child is not each}
-    return tuple(dict.fromkeys(each for each in modules if each not in inside))
+    return tuple(each for each in modules if each not in inside)
+
+
+def _parameters(ignored: Any) -> set[nn.Parameter]:
+    """``ignored_params`` as a set."""
+    found = list(ignored) if isinstance(ignored, Iterable) and not isinstance(ignored, (str, torch.Tensor)) else [ignored]
+    wrong = [each for each in found if not isinstance(each, torch.Tensor)]
+    if ignored is not None and wrong:
+        raise TypeError(
+            f"ignored_params expects a set of parameters, got {wrong[0]!r} in it: pass the parameters themselves, as "
+            "{model.head.weight} or set(model.head.parameters()), not names or modules"
+        )
+    return set(found) if ignored is not None else set()
+
+
+def _check_policy(name: str, given: Any, kind: type, example: str) -> None:
+    """Raise if ``given`` is not an object of ``kind``, such as its class. FSDP2 would ignore it, or fail in forward."""
+    if not isinstance(given, kind):
+        raise TypeError(f"{name} expects an object of {kind.__name__}, got {given!r}: pass {name}={example}")
 
 
 def _check_modules(
@@ -252,9 +277,9 @@ def _check_modules(
             )
         if param.device.type not in (mesh.device_type, "meta") and (isinstance(param, DTensor) or has_extension(param)):
             raise ValueError(f"{fqn} is on {param.device}, the mesh on {mesh.device_type}: move the module first")
-        if param in _sharded_originals:
+        if param in sharded_originals:
             raise ValueError(
-                f"{fqn} is tied to {_sharded_originals[param]}, which another fully_shard has sharded: keep tied parameters in "
+                f"{fqn} is tied to {sharded_originals[param]}, which another fully_shard has sharded: keep tied parameters in "
                 "one group, by calling fully_shard on a module that holds both only"
             )
     return found

@@ -31,7 +31,7 @@ from torch_ragged.fsdp.core._shards import Shards
 from torch_ragged.fsdp.core._spmd_types import attributes_of, untyped
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter, allows_split_backward
 
-__all__ = ["FSDPParamGroup"]
+__all__ = ["FSDPParamGroup", "all_groups"]
 
 # Since torch 2.15, FSDP2 does not round gradients to param_dtype. Autograd leaves them in the dtype of their computation, and
 # without a reduce_dtype they are reduced in the parameters' own dtype. Results are those of the installed FSDP2.
@@ -41,7 +41,7 @@ SMALLEST_WRITTEN_IN_PLACE = 2**16
 """If a weight has fewer elements, detecting its matmuls in Python costs more time than one copy of its gradient."""
 
 
-_groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
+all_groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
 
 
 class FSDPParamGroup:
@@ -94,7 +94,7 @@ class FSDPParamGroup:
         self.named = NamedCollectives(self.process_groups, plan.dp.mesh, *groups, self.names, self.layout)
         self.gradients.collectives = self.named
         self._init_unsharded_params()
-        _groups.add(self)
+        all_groups.add(self)
 
     # -- construction ----------------------------------------------------------------------------------------------
 
@@ -463,7 +463,7 @@ class FSDPParamGroup:
 
     def _is_another(self, param: FSDPParam, current: torch.Tensor) -> bool:
         """Whether ``current`` is another sharded parameter, which is registered under its own name, too."""
-        others = (other for group in _groups for other in group.params if other is not param and other.sharded is current)
+        others = (other for group in all_groups for other in group.params if other is not param and other.sharded is current)
         return any(other.registered is other.sharded or other.registered is other.unsharded for other in others)
 
     def _load(self, index: int, value: torch.Tensor, requires_grad: bool) -> None:

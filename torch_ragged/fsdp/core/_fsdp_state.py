@@ -32,6 +32,7 @@ from torch_ragged.fsdp.core._pipeline_state import PipelineState
 from torch_ragged.fsdp.core._roll_call import call_log_of, roll_call_of
 from torch_ragged.fsdp.core._spmd_types import untyped
 from torch_ragged.fsdp.core._tensors import map_tensors, tensors_in
+from torch_ragged.fsdp.core._untrained import note_root, warn_of_unsharded
 
 __all__ = ["STATE", "FSDPState", "state_of"]
 
@@ -178,6 +179,9 @@ class FSDPState(PipelineState):
         for name, module in (pair for root in self.modules for pair in root.named_modules()):
             if own := state_of(module):
                 own._set_name(name or "root")
+        note_root(self.modules)
+        if torch.is_grad_enabled():
+            warn_of_unsharded(self.modules, context.groups)
 
     def _set_name(self, fqn: str) -> None:
         """Set the name, unless another module of this state has set it."""

@@ -1,0 +1,189 @@
+"""Warnings of parameters that a step would not train, or would train differently on each rank, where FSDP2 is silent.
+
+Nothing here changes a module, a parameter or an optimizer, or communicates. It looks at the first forward of a root, at the
+first steps of an optimizer, and when a root's state dict is made.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from torch_ragged._register._torch import backward_id
+from torch_ragged.fsdp.core._distribution import local_of
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
+from torch_ragged.fsdp.core._group_plan import FoundParam
+
+__all__ = ["note_ignored", "note_replaced", "note_root", "sharded_originals", "warn_of_unsharded", "watch_optimizers"]
+
+sharded_originals = WeakTensorKeyDictionary()
+"""The parameters that ``fully_shard`` has replaced, with their names."""
+
+_owners = WeakTensorKeyDictionary()  # The modules of these parameters, weakly, and the names there.
+_ignored = WeakTensorKeyDictionary()  # Those that the user reduces, and those that a warning has named.
+_roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_LOOKS = 2  # The first step may be the one without gradients by which a checkpoint makes the optimizer's states.
+_seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""How many parameter groups each optimizer had when it was looked at, and how many looks are left."""
+
+_hooks: list[Any] = []
+_ADVICE = (
+    "Their gradients are not reduced, so that ranks diverge. Call fully_shard on a module that has them, after all modules are "
+    "in place. If you reduce these gradients yourself, name the parameters in ignored_params of fully_shard"
+)
+
+
+def note_replaced(params: Iterable[FoundParam]) -> None:
+    """``fully_shard`` replaces these parameters. An optimizer that holds them trains nothing."""
+    for param in params:
+        module, name = param.registered_names[0]
+        sharded_originals[param.value], _owners[param.value] = param.fqn, (weakref.ref(module), name)
+
+
+def note_ignored(params: Iterable[torch.Tensor]) -> None:
+    """The user wants these parameters to stay as they are."""
+    for param in params:
+        _ignored[param] = None
+
+
+def note_root(roots: Sequence[nn.Module]) -> None:
+    """Warnings name parameters as these modules do."""
+    _roots.update(roots)
+
+
+def warn_of_unsharded(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGroup]) -> None:
+    """Warn if a trainable parameter under ``roots`` is in none of ``groups``."""
+    if not _has_ranks():
+        return
+    managed = {(module, name) for group in groups for param in group.params for module, name in param.registered_names}
+    found: dict[nn.Parameter, str] = {}
+    for root in roots:
+        for prefix, module in root.named_modules():
+            for name, param in module._parameters.items():
+                if param is not None and (module, name) not in managed and _is_alone(param):
+                    found.setdefault(param, f"{prefix}.{name}" if prefix else name)
+    if found:
+        note_ignored(found)
+        warnings.warn(
+            f"{_listed(list(found.values()))} under {type(roots[0]).__name__}: fully_shard has not sharded these parameters, "
+            f"which were added or replaced after it. {_ADVICE}",
+            stacklevel=2,
+        )
+
+
+def watch_optimizers() -> None:
+    """From now on, look at each optimizer of this process before its first steps."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # Every step of every optimizer calls this: it must cost nothing after the first two. torch.compile traces it.
+    if torch.compiler.is_compiling():
+        return
+    (count, looks), groups = _seen.get(optimizer, (0, 0)), len(optimizer.param_groups)
+    if count == groups and not looks:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found = (_of_replaced(params), _of_detached(params), _of_alone(optimizer, params), _of_unreduced(params))
+    texts = [text for text in found if text]
+    _seen[optimizer] = groups, 0 if texts else (looks if count == groups else _LOOKS) - 1
+    for text in texts:
+        warnings.warn(f"{type(optimizer).__name__} {text}", stacklevel=3)
+
+
+def _of_replaced(params: Sequence[torch.Tensor]) -> str:
+    names = _names((_owners[param][0](), _owners[param][1]) for param in params if param in _owners)
+    if not names:
+        return ""
+    return (
+        f"has parameters that fully_shard has replaced since: {_listed(names)}. Its step does not train the model: make the "
+        "optimizer and its groups (such as those of matrix_groups) of model.parameters() after fully_shard"
+    )
+
+
+def _of_detached(params: Sequence[torch.Tensor]) -> str:
+    """Tensors that share their memory with sharded parameters, but get no gradients: those of a state dict."""
+    others = [param for param in params if isinstance(param, DTensor) and not isinstance(param, nn.Parameter)]
+    memories = [_memory_of(param) for param in others if not param.requires_grad and param.grad is None]
+    if not any(memories):
+        return ""
+    owners = {_memory_of(param.sharded): param.registered_names[0] for group in all_groups for param in group.params}
+    names = _names(owners[memory] for memory in memories if memory is not None and memory in owners)
+    if not names:
+        return ""
+    return (
+        f"has tensors that share memory with parameters, and are not the parameters: {_listed(names)}. They get no gradients, "
+        "so that its step does not train the model: give it model.parameters(), not the values of a state_dict"
+    )
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Where a DTensor's local tensor begins, and its shape. None if it has no storage."""
+    local = local_of(tensor)
+    if type(local) is not torch.Tensor or not local.untyped_storage().nbytes():
+        return None
+    # A parameter without elements on this rank is a view of its group's shards, too.
+    return local.untyped_storage().data_ptr(), local.storage_offset(), tensor.shape
+
+
+def _of_alone(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> str:
+    """Parameters with gradients in no group, if the optimizer has sharded ones, too: otherwise it may train another model."""
+    alone = [param for param in params if _is_alone(param) and param.grad is not None and param not in _owners]
+    if not alone or not _has_ranks():
+        return ""
+    sharded = {id(param.sharded) for group in all_groups for param in group.params}
+    if not any(id(param) in sharded for param in params):
+        return ""
+    names: dict[Any, str] = {param: name for root in _roots for name, param in root.named_parameters()}
+    for group in optimizer.param_groups:
+        names.update(zip(group["params"], group.get("param_names", ())))
+    note_ignored(alone)
+    texts = [names.get(param, f"a parameter of shape {tuple(param.shape)}") for param in alone]
+    return f"trains parameters that fully_shard has not sharded, beside sharded ones: {_listed(texts)}. {_ADVICE}"
+
+
+def _is_alone(param: torch.Tensor) -> bool:
+    return param.requires_grad and not isinstance(param, DTensor) and param not in _ignored
+
+
+def _has_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _of_unreduced(params: Sequence[torch.Tensor]) -> str:
+    if backward_id() != -1:  # Optimizers that step in backward do so while other groups reduce.
+        return ""
+    pending = (group for group in all_groups if group.gradients.is_pending)
+    owners = {id(param.sharded): param.registered_names[0] for group in pending for param in group.params}
+    names = _names(owners[id(param)] for param in params if id(param) in owners)
+    if not names:
+        return ""
+    return (
+        f"makes a step while gradients of its parameters are not reduced: {_listed(names)}. They are not in .grad, so that "
+        "this step does not use them. Call set_requires_gradient_sync(True) before the last backward of a step (if you use "
+        "them, also set_requires_all_reduce(True), set_is_last_backward(True) or finalize_backward())"
+    )
+
+
+def _names(owners: Iterable[tuple[nn.Module | None, str]]) -> list[str]:
+    """The names under a root of what modules have under ``name``."""
+    if not (pairs := list(owners)):
+        return []
+    prefixes: dict[Any, str] = {module: prefix for root in _roots for prefix, module in root.named_modules()}
+    return [f"{prefixes[module]}.{name}" if prefixes.get(module) else name for module, name in pairs]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first three names, and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
