@@ -25,6 +25,7 @@ from torch_ragged.fsdp.core._fsdp_init import RegisteredNames, ShardPlacementFn,
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
 from torch_ragged.fsdp.core._group_plan import GroupPlan
+from torch_ragged.fsdp.core._load_state_dict import take_parts
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, agree_on_groups, device_of, groups_of
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._resident import Resident
@@ -165,6 +166,8 @@ def fully_shard(
     state.reduces_last_only = placements is not None and placements.stay_unreduced
     for each in modules:
         make_fsdp_module(each, state)
+    for owner in dict.fromkeys(owner for _, registered in found.values() for owner, _ in registered):
+        owner.register_load_state_dict_pre_hook(take_parts)
     return module
 
 
