@@ -1,10 +1,11 @@
 """load_state_dict of plain full tensors: each rank takes its part, or all ranks raise and nothing changes."""
 
+import sys
 import unittest
 
 import torch
 import torch.distributed as dist
-from common import error_of, run_ranks
+from common import error_of, fake_group, run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -292,6 +293,32 @@ def check_types_with_their_own_all_gather():
                     if not assign:
                         assert not local.a.any() and torch.equal(model[0].bias.full_tensor(), bias)
     return errors
+
+
+def calls_of_assignment(layers):
+    """The Python calls of ``load_state_dict(assign=True)`` into as many groups."""
+    model = nn.Sequential(*(fully_shard(nn.Linear(2, 2, bias=False)) for _ in range(layers)))
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)  # Caches are full.
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        model.load_state_dict(values, assign=True)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+class AssignmentTest(unittest.TestCase):
+    def test_work_per_parameter_does_not_grow_with_the_number_of_parameters(self):
+        with fake_group(2):
+            one, four = calls_of_assignment(32), calls_of_assignment(128)
+        self.assertLess(four, 4 * one + 200)
 
 
 class PlainStateDictTest(unittest.TestCase):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +11,9 @@ from torch import nn
 from torch_ragged.fsdp.core._distribution import Distribution
 
 __all__ = ["FSDPParam"]
+
+_owners: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
+"""By ``id`` of a sharded parameter: torch swaps the contents of tensors only if they have no weak references."""
 
 
 @dataclass
@@ -39,6 +43,21 @@ class FSDPParam:
     has_gradient: bool = False
     was_used: bool = False
     may_be_wide: bool = False
+
+    def __post_init__(self) -> None:
+        self.set_sharded(self.sharded)
+
+    def set_sharded(self, value: nn.Parameter) -> None:
+        """Let another object be the sharded parameter."""
+        self.sharded = value
+        _owners[id(value)] = self
+
+    def is_another(self, current: torch.Tensor) -> bool:
+        """Whether ``current`` is the sharded form of another parameter, which is registered under its own name, too."""
+        other = _owners.get(id(current))
+        if other is None or other is self or other.sharded is not current:  # An id may be used again.
+            return False
+        return other.registered is other.sharded or other.registered is other.unsharded
 
     @property
     def registered(self) -> torch.Tensor | None:
