@@ -21,13 +21,13 @@ from torch_ragged.optim._base import (
     RaggedOptimizer,
     agree_on_gradients,
     check_placement,
+    groups_on_host,
     local,
     local_shape_placed,
     mesh_of,
     names_peers,
     placed_of,
     run_closure,
-    scalar,
     zeros_placed,
 )
 from torch_ragged.optim._blocks import BlockPolicy, Region, aligned_placements, flat_indices, grid_placements, regions_of
@@ -208,7 +208,7 @@ class Adam8bit(RaggedOptimizer):
                 redistributed, every rank raises it.
         """
         loss = run_closure(closure)
-        entries = [(param, group) for group in self.param_groups for param in group["params"]]
+        entries = [(param, group) for group in groups_on_host(self) for param in group["params"]]
         entries_here = [(i, p, g) for i, (p, g) in enumerate(entries) if (mesh := mesh_of(p)) is None or mesh.get_coordinate()]
         layouts = [self._layout(param) for _, param, _ in entries_here]
         # Equal on all ranks of a mesh, because layouts follow from global shapes and placements.
@@ -274,7 +274,7 @@ class Adam8bit(RaggedOptimizer):
         updates.add(layout.regions, numbers, param, gradient, moments)
 
     def _numbers(self, group: dict[str, Any], step: int, index: int) -> AdamStep:
-        lr, (beta1, beta2), decay = scalar(group["lr"]), group["betas"], group["weight_decay"]
+        lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
         return AdamStep(
             shrink=1 - lr * decay if self._decoupled else 1.0,
             decay=0.0 if self._decoupled else decay,

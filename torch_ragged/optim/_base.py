@@ -29,6 +29,7 @@ __all__ = [
     "agree_on_gradients",
     "by_mesh",
     "check_placement",
+    "groups_on_host",
     "local",
     "local_shape_placed",
     "mesh_of",
@@ -81,6 +82,15 @@ def local_shape_placed(shape: tuple[int, ...], mesh: DeviceMesh, placements: Seq
 def scalar(value: float | torch.Tensor) -> float:
     """A hyperparameter as a float. It may be given as a tensor of one element."""
     return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def groups_on_host(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Copies of the parameter groups with ``lr`` as a float: a step waits for a device once per group, not per parameter.
+
+    ``lr_dtype`` is the dtype of an ``lr`` that was given as a tensor, which rounds what is computed with it; otherwise None.
+    """
+    groups = optimizer.param_groups
+    return [{**group, "lr": scalar(group["lr"]), "lr_dtype": getattr(group["lr"], "dtype", None)} for group in groups]
 
 
 def by_mesh(params: Sequence[torch.Tensor]) -> Iterator[tuple[DeviceMesh | None, list[int]]]:
@@ -212,7 +222,10 @@ def adamw_step(
     *,
     eps: float,
 ) -> None:
-    """One step of ``torch.optim.AdamW`` on the local tensors of a group. The states have the placements of their parameters."""
+    """One step of ``torch.optim.AdamW`` on the local tensors of a group of :func:`groups_on_host`.
+
+    The states have the placements of their parameters.
+    """
     active = [(param, gradient) for param, gradient in zip(params, gradients) if gradient is not None]
     states = [optimizer.state[param] for param, _ in active]
     for (param, _), state in zip(active, states):
@@ -231,7 +244,7 @@ def adamw_step(
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
-        lr=scalar(group["lr"]),
+        lr=group["lr"],
         weight_decay=group["weight_decay"],
         eps=eps,
         maximize=False,

@@ -18,6 +18,7 @@ from torch_ragged.optim._base import (
     agree_on_gradients,
     by_mesh,
     check_placement,
+    groups_on_host,
     names_peers,
     placed_of,
     run_closure,
@@ -160,7 +161,8 @@ class MatrixOptimizer(RaggedOptimizer):
                 other ranks. Every rank raises it, and nothing is changed.
         """
         loss = run_closure(closure)
-        entries = [(param, group) for group in self.param_groups for param in group["params"]]
+        groups = groups_on_host(self)
+        entries = [(param, group) for group in groups for param in group["params"]]
         params = [param for param, _ in entries]
         gradients = agree_on_gradients(params, None if self.check_gradients else ())
         matrices = [i for i, (_, group) in enumerate(entries) if group["algorithm"] == self.algorithm]
@@ -170,7 +172,7 @@ class MatrixOptimizer(RaggedOptimizer):
             if present:
                 self._matrix_step(indices, present, entries, gradients, mesh)
         start = 0
-        for group in self.param_groups:
+        for group in groups:
             stop = start + len(group["params"])
             if group["algorithm"] == "adamw":
                 adamw_step(self, group, params[start:stop], gradients[start:stop], eps=group["adamw_eps"])
