@@ -71,7 +71,7 @@ def save(
         the folder of the checkpoint.
 
     Raises:
-        TypeError, ValueError: a field of ``state`` cannot be saved.
+        TypeError, ValueError: ``state`` is no TrainState, or a field of it cannot be saved.
         CheckpointError: the checkpoint could not be written, or ranks differ in a value that one rank writes for all. Every
             rank raises it; the text names the rank and the file, or the value. Or another job saves to ``path``: the text names
             its host and process. Or a rank died: the text names it, and the process group cannot be used again. If a cleanup
@@ -122,7 +122,8 @@ def async_save(
         a future of the checkpoint's folder. If the save fails, ``result()`` raises a CheckpointError.
 
     Raises:
-        TypeError, ValueError: a field of ``state`` cannot be saved, ``kind`` is unknown, or ``process_group`` is missing.
+        TypeError, ValueError: ``state`` is no TrainState, a field of it cannot be saved, ``kind`` is unknown, or
+            ``process_group`` is missing.
         CheckpointError: the save could not be started, or ranks differ in a value that one rank writes for all. Every rank
             raises it.
     """
@@ -218,7 +219,7 @@ def load(
         the manifest of the checkpoint that was loaded.
 
     Raises:
-        TypeError, ValueError: a field of ``state`` or ``redistribute`` has a wrong type or value.
+        TypeError, ValueError: ``state`` is no TrainState, or a field of it or ``redistribute`` has a wrong type or value.
         CheckpointError: no complete checkpoint was found; the checkpoint is damaged, of a newer format or of another model; or
             ``per_rank`` was saved by another number of ranks and ``redistribute`` does not name it; or it has objects that are
             more than data, and ``trust`` is False. Every rank raises it; the text names the file, the parameter or the object.
@@ -267,8 +268,17 @@ def _fill(request: Request, reader: CheckpointReader, planner: CheckingPlanner, 
         planner.shares.exchange()
 
 
-def _check_load(state: TrainState, redistribute: Redistribute) -> None:
+def _check_state(state: TrainState) -> None:
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"expected a TrainState, got {type(state).__name__}: pass checkpoint.TrainState(model, optimizer). Other values go "
+            "into its extra, a dict"
+        )
     state.check()
+
+
+def _check_load(state: TrainState, redistribute: Redistribute) -> None:
+    _check_state(state)
     for name, function in redistribute.items():
         if name not in state.per_rank or not (function is None or callable(function)):
             raise ValueError(
@@ -287,7 +297,7 @@ def _prepare(path: Path, state: TrainState, group: dist.ProcessGroup | None) -> 
     Collective: every check is agreed on, so either all ranks go on to DCP or none does.
     """
     what, rank = f"saving to {path}", _rank_of(group)
-    agree(state.check, what, group, own=_REFUSED)
+    agree(lambda: _check_state(state), what, group, own=_REFUSED)
     contents = agree(lambda: Contents(state, rank), what, group)
     refuse_different(contents.shared, what, group)
     folder = folder_of(path, state.step)
