@@ -303,6 +303,13 @@ class Adam8bit(RaggedOptimizer):
                 scales = torch.zeros(grid, dtype=torch.float32, device=param.device)
             state[f"{name}_codes"], state[f"{name}_scales"] = codes, scales
 
+    def _state_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        shape = tuple(param.shape)
+        if not self.policy.is_blocked(shape):
+            return super()._state_shapes(param, group)
+        shapes = {"codes": shape, "scales": self.policy.grid(shape)}
+        return {f"{name}_{part}": shapes[part] for name, _ in _MOMENTS for part in shapes}
+
     def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
         """As in the base class: codes of a byte and scales of 4 bytes, or float32, for each of two moments."""
         layout = self._layout(param)

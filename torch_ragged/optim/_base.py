@@ -294,8 +294,35 @@ class RaggedOptimizer(torch.optim.Optimizer):
         """The bytes of this rank's state of ``param`` after the first step, for ``memory_report``. No communication."""
         return 2 * local(param).nbytes + STEP_NBYTES  # Those of AdamW.
 
+    def _state_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        """The global shapes of the states of ``param`` that :meth:`step` reads, by name, without the step counter."""
+        return {name: tuple(param.shape) for name in ("exp_avg", "exp_avg_sq")}  # Those of AdamW.
+
+    def _check_states(self, state_dict: dict[str, Any]) -> None:
+        """Raise if ``state_dict`` has the states of another optimizer. More states than this one reads are legal."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        saved = [(index, group) for group in state_dict["param_groups"] for index in group["params"]]
+        for param, (index, group) in zip(params, saved):
+            states = state_dict["state"].get(index)
+            if not states:
+                continue
+            found = {name: tuple(value.shape) for name, value in states.items() if isinstance(value, torch.Tensor)}
+            for name, shape in self._state_shapes(param, {**self.defaults, **group}).items():
+                if found.get(name) != shape:
+                    given = f"of shape {found[name]}" if name in found else f"missing: there are {', '.join(states)}"
+                    raise ValueError(
+                        f"{type(self).__name__}.load_state_dict expects {name} of shape {shape} for parameter {index} of shape "
+                        f"{tuple(param.shape)}, which is {given}. Load the state dict of an optimizer of this class with these "
+                        "options, or train without loading one"
+                    )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as ``torch.optim.Optimizer.load_state_dict`` does, but keep the dtypes of the saved states."""
+        """Load as ``torch.optim.Optimizer.load_state_dict`` does, but keep the dtypes of the saved states.
+
+        Raises:
+            ValueError: ``state_dict`` is of another optimizer, or of other options. Nothing is changed.
+        """
+        self._check_states(state_dict)
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]

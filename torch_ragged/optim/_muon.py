@@ -133,6 +133,11 @@ class Muon(MatrixOptimizer):
         buffer.lerp_(gradient, 1 - momentum)
         return gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
 
+    def _state_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        if group["algorithm"] != self.algorithm:
+            return super()._state_shapes(param, group)
+        return {"momentum_buffer": tuple(param.shape)}
+
     def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
         """As in the base class: a matrix has its momentum."""
         return local(param).nbytes if group["algorithm"] == self.algorithm else super().first_state_nbytes(param, group)

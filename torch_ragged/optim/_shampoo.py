@@ -146,6 +146,8 @@ class Shampoo(MatrixOptimizer):
         return gradient
 
     def _state_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        if group["algorithm"] != self.algorithm:
+            return super()._state_shapes(param, group)
         *lead, rows, columns = param.shape
         shapes = {"exp_avg": tuple(param.shape), "exp_avg_sq": tuple(param.shape)}
         for name, side in (("left", rows), ("right", columns)):
