@@ -10,7 +10,7 @@ from torch import nn
 
 from torch_ragged.fsdp.core._distribution import Distribution
 
-__all__ = ["FSDPParam"]
+__all__ = ["FSDPParam", "owner_of"]
 
 _owners: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
 """By ``id`` of a sharded parameter: torch swaps the contents of tensors only if they have no weak references."""
@@ -54,8 +54,8 @@ class FSDPParam:
 
     def is_another(self, current: torch.Tensor) -> bool:
         """Whether ``current`` is the sharded form of another parameter, which is registered under its own name, too."""
-        other = _owners.get(id(current))
-        if other is None or other is self or other.sharded is not current:  # An id may be used again.
+        other = owner_of(current)
+        if other is None or other is self:
             return False
         return other.registered is other.sharded or other.registered is other.unsharded
 
@@ -94,3 +94,9 @@ class FSDPParam:
         self.requires_grad = not before
         sharded.requires_grad_(self.requires_grad)
         unsharded.requires_grad_(self.requires_grad)
+
+
+def owner_of(parameter: torch.Tensor) -> FSDPParam | None:
+    """The parameter whose sharded form is ``parameter``; None if ``fully_shard`` has not made it."""
+    owner = _owners.get(id(parameter))
+    return owner if owner is not None and owner.sharded is parameter else None  # An id may be used again.
