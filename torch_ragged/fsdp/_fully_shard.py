@@ -82,11 +82,12 @@ def fully_shard(
             for the first module of the list that runs, and resharded after the last one.
         mesh: a 1-D mesh of shards; or a 2-D mesh (HSDP) of replicas (first dimension) and shards (second dimension), for
             parameters placed as ``(Replicate(), RaggedShard)``. None: all ranks, on the accelerator, or on the CPU if there is
-            no accelerator; if there is no process group, ``init_process_group()`` is called, as in FSDP2. A rank outside of the mesh may call ``fully_shard``, too, without a collective: its module is then
-            dormant (parameters without local elements, no forward) until :func:`reshard_to`. Plain parameters and buffers move
-            to the mesh's device. Inputs of the root move to an accelerator. If parameters are DTensors on other dimensions of
-            the same mesh (tensor or expert parallelism), they keep these placements, behind the new ones:
-            ``(StridedRaggedShard, Shard(0))``, ``(RaggedShard, Shard(1))``.
+            no accelerator; without a process group, ``init_process_group()`` is called first, as by FSDP2. A rank outside of
+            the mesh may call ``fully_shard``, too, without a collective: its module is then dormant (parameters without local
+            elements, no forward) until :func:`reshard_to`. Plain parameters and buffers move to the mesh's device. Inputs of
+            the root move to an accelerator. If parameters are DTensors on other dimensions of the same mesh (tensor or expert
+            parallelism), they keep these placements, behind the new ones: ``(StridedRaggedShard, Shard(0))``,
+            ``(RaggedShard, Shard(1))``.
         reshard_after_forward: whether to free the unsharded parameters after forward. None: False for the root, True for other
             modules. An integer k: free them, but each of k neighbouring ranks keeps one k-th of the gathered buffer, and
             backward all-gathers among these k ranks only. The sharded parameters are registered meanwhile. For tensor types
