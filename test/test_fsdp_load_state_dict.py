@@ -9,14 +9,14 @@ from common import error_of, fake_group, run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
 
-from torch_ragged.fsdp import fully_shard, rows
+from torch_ragged.fsdp import fully_shard, reshard_to, rows
 
 WIDTH = 6
 
@@ -100,6 +100,19 @@ def check_tensor_parallel():
     shard(model, mesh["dp"], orig_param_policy=lambda fqn, param: rows(1))
     assert len(model[0].up.weight.placements) == len(model[0].down.weight.placements) == 2
     assert_loads(model, values_of(plain()), mesh_dims=3)  # "dp" of plain parameters, and both of the others.
+
+
+def check_ranks_outside_of_the_mesh():
+    """They hold no elements and load nothing, and hold their part after reshard_to."""
+    model, values = plain(0), values_of(plain())
+    shard(model, DeviceMesh("cpu", [0, 1]))
+    for assign in (False, True):
+        model.load_state_dict(values, assign=assign)
+    error = error_of(model.load_state_dict, {**values, "2.bias": torch.ones(9)})
+    reshard_to(model, None, init_device_mesh("cpu", (3,)))
+    assert_equal(full(model), values)
+    assert_loads(model, values_of(plain(), 5.0))
+    return error
 
 
 def check_an_optimizer_trains_what_was_loaded():
@@ -327,6 +340,10 @@ class PlainStateDictTest(unittest.TestCase):
 
     def test_each_rank_takes_its_part_of_parameters_under_tensor_parallelism(self):
         run_ranks(4, check_tensor_parallel)
+
+    def test_ranks_outside_of_the_mesh_load_nothing_and_load_their_part_in_a_later_mesh(self):
+        for error in run_ranks(3, check_ranks_outside_of_the_mesh):
+            self.assertIn("size mismatch for 2.bias", error)
 
     def test_an_optimizer_trains_what_was_loaded(self):
         run_ranks(2, check_an_optimizer_trains_what_was_loaded)
