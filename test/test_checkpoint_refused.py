@@ -1,7 +1,9 @@
 """A load that any rank refuses, for any reason, leaves parameters and optimizers of all ranks as they were."""
 
+import os
 import tempfile
 import unittest
+from functools import partial
 from unittest import mock
 
 import torch
@@ -133,6 +135,29 @@ def check_errors_of_the_caller(path):
     assert "another generator (rank 1)" in text, text
 
 
+def check_arguments(path):
+    """What is no TrainState, and a checkpoint that lacks what the TrainState has."""
+    state = make_state(0)
+    for call in (checkpoint.save, checkpoint.load, partial(checkpoint.async_save, process_group=dist.group.WORLD)):
+        text = error_of(call, path, {"model": state.model} if dist.get_rank() == 1 else state)
+        start = "TypeError: " if dist.get_rank() == 1 else "CheckpointError: "
+        assert text.startswith(start) and "expected a TrainState, got dict: pass checkpoint.TrainState(" in text, text
+        assert os.listdir(path) == []
+    checkpoint.save(path, checkpoint.TrainState(state.model, step=3))
+    other = make_state(1)
+    before = [param.full_tensor() for param in other.model.parameters()]
+    other = checkpoint.TrainState(other.model, other.optimizer)
+    text = error_of(checkpoint.load, path, other)
+    assert "the checkpoint holds no optimizer, and TrainState has one" in text and "(rank 0, 1)" in text, text
+    assert all(torch.equal(param.full_tensor(), old) for param, old in zip(other.model.parameters(), before, strict=True))
+    checkpoint.load(path, checkpoint.TrainState(other.model))  # What the error says.
+    assert all(map(torch.equal, map(full, other.model.parameters()), map(full, state.model.parameters())))
+
+
+def full(param):
+    return param.full_tensor()
+
+
 class RefusedTest(unittest.TestCase):
     def run_check(self, check):
         with tempfile.TemporaryDirectory() as path:
@@ -151,6 +176,9 @@ class RefusedTest(unittest.TestCase):
 
     def test_states_that_cannot_be_made_leave_the_optimizer_as_it_was(self):
         self.run_check(check_states_that_cannot_be_made)
+
+    def test_what_is_no_train_state_and_an_optimizer_that_was_not_saved_are_named(self):
+        self.run_check(check_arguments)
 
     def test_what_cannot_be_unpickled_is_found_before_anything_is_filled(self):
         self.run_check(check_pickles)

@@ -95,7 +95,7 @@ def check_timeline():
     model = build("ragged", raf=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with monitor(model, optimizer) as watch:
-        assert watch.timeline is None
+        assert "call watch.step() after a training step" in error_of(lambda: watch.timeline)
         step_of(model, 0, optimizer)
         row = watch.step()
         timeline = watch.timeline

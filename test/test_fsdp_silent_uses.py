@@ -231,13 +231,13 @@ def check_wrong_arguments(bad_rank):
         ({"ignored_params": 3}, "TypeError: ignored_params expects a set of parameters, got 3 in it"),
         (
             {"offload_policy": True},
-            "TypeError: offload_policy expects an object of OffloadPolicy, got True: pass offload_policy=CPU",
+            "TypeError: offload_policy=True is no policy: pass offload_policy=CPU",
         ),
-        ({"offload_policy": CPUOffloadPolicy}, "TypeError: offload_policy expects an object of OffloadPolicy, got <class "),
-        ({"mp_policy": MixedPrecisionPolicy}, "TypeError: mp_policy expects an object of MixedPrecisionPolicy, got <class "),
+        ({"offload_policy": CPUOffloadPolicy}, "TypeError: offload_policy=<class "),
+        ({"mp_policy": MixedPrecisionPolicy}, "TypeError: mp_policy=<class "),
         (
             {"mp_policy": torch.bfloat16},
-            "TypeError: mp_policy expects an object of MixedPrecisionPolicy, got torch.bfloat16: pass mp_",
+            "TypeError: mp_policy=torch.bfloat16 is no policy: pass mp_",
         ),
         ({"optional": "yes"}, "ValueError: fully_shard: optional must be a bool, got 'yes'"),
     ]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_ragged import RaggedShard
 from torch_ragged.optim import AdamW8bit, Muon, Shampoo
@@ -68,6 +69,31 @@ def check_nested_meshes(name, mesh_of_sparse):
     return texts_of_step(optimizer, params)
 
 
+class ItemMode(TorchDispatchMode):
+    """Counts the numbers that are read from tensors, for which a GPU is waited for, except those of ``ignored`` tensors."""
+
+    def __init__(self, ignored):
+        super().__init__()
+        self.ignored, self.count = {tensor.data_ptr() for tensor in ignored}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].data_ptr() not in self.ignored:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def items_of_step(cls, count):
+    """The numbers that a step of ``count`` parameters reads, with a tensor as lr."""
+    params = [parameter(index) for index in range(count)]
+    optimizer = cls(params, lr=torch.tensor(0.01 / count))
+    for _ in range(2):
+        set_gradients(params, 0)
+        steps = [state["step"] for state in optimizer.state.values() if "step" in state]
+        with ItemMode(steps) as mode:
+            optimizer.step()
+    return mode.count
+
+
 class GradientsTest(unittest.TestCase):
     def test_a_sparse_gradient_of_a_plain_parameter_is_an_error_on_every_rank(self):
         for name in OPTIMIZERS:
@@ -93,6 +119,14 @@ class GradientsTest(unittest.TestCase):
                     self.assertIn("sparse", answers[3])
                     if mesh_of_sparse == "part":
                         self.assertTrue(all("no rank steps" in answers[rank] for rank in (0, 2)), answers)
+
+
+class LearningRateTest(unittest.TestCase):
+    def test_a_tensor_as_lr_is_read_once_per_group(self):
+        for name, cls in OPTIMIZERS.items():
+            with self.subTest(name):
+                self.assertEqual(items_of_step(cls, 1), items_of_step(cls, 6))
+                self.assertLessEqual(items_of_step(cls, 3), 3)
 
 
 if __name__ == "__main__":

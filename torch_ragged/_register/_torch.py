@@ -40,6 +40,7 @@ __all__ = [
     "grouped_mm",
     "has_multicast",
     "is_autocast",
+    "is_wrapper",
     "local_tensor",
     "nodes_outlive_outputs",
     "preserved_versions",
@@ -57,6 +58,9 @@ as_plain_tensors = torch._C.DisableTorchFunctionSubclass
 
 is_autocast = torch._C._is_any_autocast_enabled
 """Whether any device's autocast is on. (2.11 to 2.15)"""
+
+is_wrapper = is_traceable_wrapper_subclass
+"""Whether a tensor is of a type that holds other tensors, as quantized weights and DTensors are. (2.11 to 2.15)"""
 
 functorch_is_active = torch._C._are_functorch_transforms_active
 """Whether a functorch transform is active. (2.11 to 2.15)"""

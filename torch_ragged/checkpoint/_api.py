@@ -76,7 +76,7 @@ def save(
         the folder of the checkpoint.
 
     Raises:
-        TypeError, ValueError: a field of ``state`` cannot be saved.
+        TypeError, ValueError: ``state`` is no TrainState, or a field of it cannot be saved.
         CheckpointError: the checkpoint could not be written, or ranks differ in ``path`` or in a value that one rank writes for
             all. Every rank raises it; the text names the rank and the file, or the value. Or another job saves to ``path``: the
             text names its host and process. Or a rank died: the text names it, and the process group cannot be used again. If a
@@ -127,7 +127,8 @@ def async_save(
         a future of the checkpoint's folder. If the save fails, ``result()`` raises a CheckpointError.
 
     Raises:
-        TypeError, ValueError: a field of ``state`` cannot be saved, ``kind`` is unknown, or ``process_group`` is missing.
+        TypeError, ValueError: ``state`` is no TrainState, a field of it cannot be saved, ``kind`` is unknown, or
+            ``process_group`` is missing.
         CheckpointError: the save could not be started, or ranks differ in a value that one rank writes for all. Every rank
             raises it.
     """
@@ -223,7 +224,7 @@ def load(
         the manifest of the checkpoint that was loaded.
 
     Raises:
-        TypeError, ValueError: a field of ``state`` or ``redistribute`` has a wrong type or value.
+        TypeError, ValueError: ``state`` is no TrainState, or a field of it or ``redistribute`` has a wrong type or value.
         CheckpointError: no complete checkpoint was found; the checkpoint is damaged, of a newer format or of another model; or
             ``per_rank`` was saved by another number of ranks and ``redistribute`` does not name it; or it has objects that are
             more than data, and ``trust`` is False. Every rank raises it; the text names the file, the parameter or the object.
@@ -273,8 +274,17 @@ def _fill(request: Request, reader: CheckpointReader, planner: CheckingPlanner, 
         planner.shares.exchange()
 
 
-def _check_load(state: TrainState, redistribute: Redistribute) -> None:
+def _check_state(state: TrainState) -> None:
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"expected a TrainState, got {type(state).__name__}: pass checkpoint.TrainState(model, optimizer). Other values go "
+            "into its extra, a dict"
+        )
     state.check()
+
+
+def _check_load(state: TrainState, redistribute: Redistribute) -> None:
+    _check_state(state)
     for name, function in redistribute.items():
         if name not in state.per_rank or not (function is None or callable(function)):
             raise ValueError(
@@ -312,7 +322,7 @@ def _prepare(path: Path, state: TrainState, group: dist.ProcessGroup | None) -> 
 
 def _check_save(path: Path, state: TrainState) -> tuple[str, str]:
     """Check ``state``. Returns this rank's names of the folder ``path``: one as it was given, one without symbolic links."""
-    state.check()
+    _check_state(state)
     return str(path.absolute()), str(path.resolve())
 
 

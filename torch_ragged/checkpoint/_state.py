@@ -276,6 +276,11 @@ class Request:
             CheckpointError: the checkpoint lacks a value of ``state``, or ``per_rank`` was saved by another number of ranks.
         """
         state, held = self.state, self.manifest.objects
+        if state.optimizers and not any(name.startswith("optimizer.") for name in metadata.state_dict_metadata):
+            raise CheckpointError(
+                "the checkpoint holds no optimizer, and TrainState has one: to load the rest, pass a TrainState without "
+                "optimizer. The optimizer then keeps its states"
+            )
         missing = sorted(set(_object_names(state)) - set(held))
         if missing:
             raise CheckpointError(

@@ -22,6 +22,7 @@ from torch_ragged.fsdp.core._errors import checks_bools
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, state_of
 from torch_ragged.fsdp.core._keeper import Keeper
+from torch_ragged.fsdp.core._load_state_dict import before_load
 from torch_ragged.fsdp.core._mesh import device_of
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._persistent_buffers import SLOTS, allocator, check_ready, make_persistent, make_transient
@@ -38,7 +39,7 @@ def make_fsdp_module(module: nn.Module, state: FSDPState) -> None:
     module.__dict__[STATE] = state
     register_composable(torch_fully_shard, module, state)
     module.register_state_dict_pre_hook(_reshard_before_state_dict)
-    module.register_load_state_dict_pre_hook(_reshard_before_load)
+    module.register_load_state_dict_pre_hook(before_load)
     module.register_load_state_dict_post_hook(_adopt_after_load)
     cls = type(module)
     if cls not in _classes:
@@ -555,10 +556,6 @@ def _reshard_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> Non
     state = state_of(module)
     if state is not None and state.is_root:
         warn_of_unsharded(state.modules, state.context.groups)
-
-
-def _reshard_before_load(module: Any, *args: Any) -> None:
-    _reshard_state(module)
 
 
 def _adopt_after_load(module: Any, incompatible_keys: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -16,14 +17,17 @@ from torch_ragged._agreement import agree, agreement
 from torch_ragged._register._torch import flatten
 from torch_ragged.fsdp._fsdp_module import FSDPModule, check_reshard_after_forward, make_fsdp_module
 from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
+from torch_ragged.fsdp.core._arguments import check_function, check_mp_policy, check_offload_policy
 from torch_ragged.fsdp.core._distribution import has_extension
 from torch_ragged.fsdp.core._errors import InvalidArgument, check_bool
 from torch_ragged.fsdp.core._float8 import Float8Policy
 from torch_ragged.fsdp.core._fsdp_api import BufferPlacements
 from torch_ragged.fsdp.core._fsdp_init import RegisteredNames, ShardPlacementFn, find_params, make_group, plan_groups
+from torch_ragged.fsdp.core._fsdp_param import owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
 from torch_ragged.fsdp.core._group_plan import GroupPlan
+from torch_ragged.fsdp.core._load_state_dict import take_parts
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, agree_on_groups, device_of, groups_of
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._resident import Resident
@@ -46,7 +50,7 @@ def fully_shard(
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     orig_param_policy: OrigParamPolicy | None = None,
     placements: BufferPlacements | None = None,
@@ -77,11 +81,12 @@ def fully_shard(
             for the first module of the list that runs, and resharded after the last one.
         mesh: a 1-D mesh of shards; or a 2-D mesh (HSDP) of replicas (first dimension) and shards (second dimension), for
             parameters placed as ``(Replicate(), RaggedShard)``. None: all ranks, on the accelerator, or on the CPU if there is
-            no accelerator. A rank outside of the mesh may call ``fully_shard``, too, without a collective: its module is then
-            dormant (parameters without local elements, no forward) until :func:`reshard_to`. Plain parameters and buffers move
-            to the mesh's device. Inputs of the root move to an accelerator. If parameters are DTensors on other dimensions of
-            the same mesh (tensor or expert parallelism), they keep these placements, behind the new ones:
-            ``(StridedRaggedShard, Shard(0))``, ``(RaggedShard, Shard(1))``.
+            no accelerator; without a process group, ``init_process_group()`` is called first, as by FSDP2. A rank outside of
+            the mesh may call ``fully_shard``, too, without a collective: its module is then dormant (parameters without local
+            elements, no forward) until :func:`reshard_to`. Plain parameters and buffers move to the mesh's device. Inputs of
+            the root move to an accelerator. If parameters are DTensors on other dimensions of the same mesh (tensor or expert
+            parallelism), they keep these placements, behind the new ones: ``(StridedRaggedShard, Shard(0))``,
+            ``(RaggedShard, Shard(1))``.
         reshard_after_forward: whether to free the unsharded parameters after forward. None: False for the root, True for other
             modules. An integer k: free them, but each of k neighbouring ranks keeps one k-th of the gathered buffer, and
             backward all-gathers among these k ranks only. The sharded parameters are registered meanwhile. For tensor types
@@ -94,8 +99,8 @@ def fully_shard(
             :class:`Float8Policy`, matrices are all-gathered as 8-bit codes.
         offload_policy: with ``CPUOffloadPolicy()``, sharded parameters and their gradients are on the CPU. So the optimizer
             runs there.
-        ignored_params: parameters that are not sharded, and whose gradients are not reduced. A parameter that is added later,
-            and is trained without ``fully_shard``, causes a warning, unless it was ever in ``ignored_params``.
+        ignored_params: an iterable of parameters that are not sharded, and whose gradients are not reduced. A parameter that is
+            added later, and is trained without ``fully_shard``, causes a warning, unless it was ever in ``ignored_params``.
         dp_mesh_dims: torch's ``DataParallelMeshDims``. ``mesh`` is then the whole mesh, and ``dp_mesh_dims`` names its
             data-parallel dimensions; several names are flattened into one dimension. All parameters must be DTensors on
             ``mesh``, with ``Replicate()`` on these dimensions; or plain tensors with annotations of the package ``spmd_types``.
@@ -116,13 +121,15 @@ def fully_shard(
     Raises:
         ValueError: ``mesh`` is not as above; a list has a module twice; this rank is not in the mesh, and ``dp_mesh_dims``,
             ``HIERARCHICAL`` or a tensor type with its own all-gather is used; ``module`` is sharded already; a parameter is
-            sharded already, is a DTensor on another device than the mesh's, is tied to a sharded parameter, is cut unevenly by
-            model parallelism, or is a trainable integer; ``reshard_after_forward`` does not divide the number of shards;
+            sharded already, by this function or torch's, is a DTensor on another device than the mesh's, on a dimension of
+            ``mesh``, or on a mesh that cannot be joined with ``mesh``, is tied to a sharded parameter, is cut unevenly by model
+            parallelism, or is a trainable integer; ``reshard_after_forward`` does not divide the number of shards;
             ``mp_policy`` is a ``Float8Policy`` and ``placements`` keep parameters gathered; or ranks disagree.
         TypeError: ``module`` is not an ``nn.Module``, ``mesh`` is not a ``DeviceMesh``, ``reshard_after_forward`` is not a
-            bool, int or None, ``placements`` are no ``BufferPlacements``, ``mp_policy`` or ``offload_policy`` is not an object
-            of its class, ``ignored_params`` has something other than parameters, ``orig_param_policy`` is no function, or it
-            returns something other than a granularity.
+            bool, int or None, ``placements`` are no ``BufferPlacements``, ``mp_policy`` is no ``MixedPrecisionPolicy`` of
+            floating-point dtypes, ``offload_policy`` is no ``OffloadPolicy``, ``ignored_params`` has something other than
+            parameters, ``orig_param_policy`` or ``shard_placement_fn`` is no function of its arguments, or
+            ``orig_param_policy`` returns something other than a granularity.
         PeerError: another rank died, or did not make this call within the timeout.
         RuntimeError: another rank raised.
     """
@@ -132,13 +139,14 @@ def fully_shard(
     agree_on_groups(mesh)
     with agreement(ranks, device, "fully_shard") as claim:
         modules, ignored = _root_modules(module), _parameters(ignored_params)
-        _check_policy("mp_policy", mp_policy, MixedPrecisionPolicy, "MixedPrecisionPolicy(param_dtype=torch.bfloat16)")
-        if offload_policy is not None:  # As FSDP2 takes it, by accident.
-            _check_policy("offload_policy", offload_policy, OffloadPolicy, "CPUOffloadPolicy()")
+        check_offload_policy(offload_policy)
         check_bool("fully_shard", "optional", optional)
         if optional and len(modules) > 1:
             raise ValueError(f"optional=True expects one module, got {len(modules)}: call fully_shard for each of them")
         ranks += _model_groups(modules, mesh)
+        check_mp_policy(mp_policy)
+        check_function("orig_param_policy", orig_param_policy)
+        check_function("shard_placement_fn", shard_placement_fn)
         DataParallelMesh.check(mesh, dp_mesh_dims)
         makes_groups = _check_placements(mesh, dp_mesh_dims, placements) or dp_mesh_dims is not None
         if isinstance(mp_policy, Float8Policy) and placements is not None and placements.stay_gathered:
@@ -152,7 +160,7 @@ def fully_shard(
         casts += [mp_policy.tile] if isinstance(mp_policy, Float8Policy) else []
         casts.append(mp_policy.cast_forward_inputs)
         casts += ["optional"] if optional else []
-        claim += _claim(plans, reshard_after_forward, tuple(casts), offload_policy, placements)
+        claim += _claim(plans, list(found), reshard_after_forward, tuple(casts), offload_policy, placements)
     _move(modules, found if dp.is_member else {}, device)
     note_ignored(ignored)
     watch_optimizers()
@@ -170,6 +178,8 @@ def fully_shard(
     state.reduces_last_only = placements is not None and placements.stay_unreduced
     for each in modules:
         make_fsdp_module(each, state)
+    for owner in dict.fromkeys(owner for _, registered in found.values() for owner, _ in registered):
+        owner.register_load_state_dict_pre_hook(take_parts)
     return module
 
 
@@ -248,12 +258,6 @@ def _parameters(ignored: Any) -> set[nn.Parameter]:
     return set(found) if ignored is not None else set()
 
 
-def _check_policy(name: str, given: Any, kind: type, example: str) -> None:
-    """Raise if ``given`` is not an object of ``kind``, such as its class. FSDP2 would ignore it, or fail in forward."""
-    if not isinstance(given, kind):
-        raise TypeError(f"{name} expects an object of {kind.__name__}, got {given!r}: pass {name}={example}")
-
-
 def _check_modules(
     modules: Sequence[nn.Module],
     mesh: DeviceMesh,
@@ -269,7 +273,18 @@ def _check_modules(
             raise InvalidArgument(f"{type(module).__name__} is sharded by fully_shard already: call it once for each module")
     check_reshard_after_forward(reshard_after_forward, dp.ranks)
     found = find_params(modules, ignored, lambda module: state_of(module) is not None)
+    of_torch = _sharded_by_torch(modules)
     for fqn, (param, _) in found.items():
+        if param in of_torch:
+            raise ValueError(
+                f"{fqn} is sharded by torch.distributed.fsdp.fully_shard already, which was called on {of_torch[param]}: call "
+                "the fully_shard of torch_ragged.fsdp on all modules of a model, or that of torch"
+            )
+        if owner := owner_of(param):
+            raise ValueError(
+                f"{fqn} is sharded already, as {owner.fqn} of an earlier fully_shard call: call fully_shard on the inner "
+                "modules first (for block in model.blocks: fully_shard(block)), and on the model around them last"
+            )
         if not dp.is_member and (isinstance(param, DTensor) or has_extension(param)):
             raise ValueError(
                 f"{fqn} is a {type(param).__name__}, and rank {dist.get_rank()} is not in the mesh {mesh}: on such ranks, "
@@ -283,6 +298,13 @@ def _check_modules(
                 "one group, by calling fully_shard on a module that holds both only"
             )
     return found
+
+
+def _sharded_by_torch(modules: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
+    """The parameters under modules that torch's ``fully_shard`` was called on, with the name of such a module."""
+    named = [pair for module in modules for pair in module.named_modules()]
+    theirs = [(name, each) for name, each in named if isinstance(each, TorchFSDPModule) and not isinstance(each, FSDPModule)]
+    return {param: name or type(each).__name__ for name, each in theirs for param in each.parameters()}
 
 
 def _move(modules: Sequence[nn.Module], found: dict[str, tuple[nn.Parameter, RegisteredNames]], device: torch.device) -> None:
@@ -361,7 +383,9 @@ def _stay_gathered(groups: Sequence[FSDPParamGroup], levels: Levels) -> None:
 
 
 def _default_mesh() -> DeviceMesh:
-    """All ranks, on the accelerator, or on the CPU if there is none."""
+    """All ranks, on the accelerator, or on the CPU if there is none. As in FSDP2, torchrun needs no ``init_process_group``."""
+    if not dist.is_initialized():
+        dist.init_process_group()
     return init_device_mesh(_default_device().type, (dist.get_world_size(),))
 
 
@@ -388,18 +412,26 @@ def _model_groups(modules: Sequence[nn.Module], mesh: DeviceMesh) -> list[dist.P
     return [group for other in meshes for group in groups_of(other) if group not in known]
 
 
-def _claim(plans: Sequence[GroupPlan], *options: Any) -> list[str]:
+def _claim(plans: Sequence[GroupPlan], names: Sequence[str], *options: Any) -> list[str]:
     """The plans and options as lines of text, which must be equal on all ranks, also on those of model parallelism.
 
     Devices may differ: programs load the weights on rank 0, keep the other ranks on the meta device, and broadcast afterwards.
     """
-    lines = [f"options {options}"]
+    pairs = {param.fqn: (param, spec) for plan in plans for param, spec in zip(plan.params, plan.layout.tensors)}
+    # First what users write, in the order of the modules. The first line that differs is in the error.
+    lines = [f"{len(names)} parameters{f', {names[0]} to {names[-1]}' if names else ''}", f"options {options}"]
+    for param, spec in map(pairs.__getitem__, names):
+        value, period = param.value, f", counted anew every {spec.period}" if spec.period else ""
+        frozen = "" if value.requires_grad else ", frozen"
+        blocks = f", in blocks of {spec.block} elements{period}" if spec.block > 1 else ""
+        lines.append(f"{param.fqn} of {value.dtype} and shape {param.distribution.text}{frozen}{blocks}")
     for plan in plans:
         layout, mesh = plan.layout, plan.dp.mesh
-        where = f"{layout.ranks} shards of {layout.shard_numel}, on a mesh of {tuple(mesh.shape)} {mesh.mesh_dim_names or ''}"
-        lines.append(f"{plan.param_dtype} {plan.reduce_dtype}, {where}{f', float8 in {plan.tile}' if plan.tile else ''}")
-        for param, spec, offset in zip(plan.params, layout.tensors, layout.offsets):
-            value = f"{spec.name} {spec.shape} {param.value.dtype} {'' if param.value.requires_grad else 'frozen '}"
-            blocks = f"in blocks of {spec.block}/{spec.period} at {offset}"
-            lines.append(f"{value}{blocks}, {param.distribution.text}")
+        casts = (
+            f"param_dtype {plan.param_dtype}, reduce_dtype {plan.reduce_dtype}{f', float8 in {plan.tile}' if plan.tile else ''}"
+        )
+        where = f"{layout.ranks} shards of {layout.shard_numel} elements, on a mesh of {tuple(mesh.shape)}"
+        names = f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
+        lines.append(f"a buffer of {layout.tensors[0].name} and others with {casts}, in {where}{names}")
+        lines += [f"{spec.name} {spec.shape} at {offset}" for spec, offset in zip(layout.tensors, layout.offsets)]
     return lines

@@ -21,13 +21,13 @@ from torch_ragged.optim._base import (
     RaggedOptimizer,
     agree_on_gradients,
     check_placement,
+    groups_on_host,
     local,
     local_shape_placed,
     mesh_of,
     names_peers,
     placed_of,
     run_closure,
-    scalar,
     zeros_placed,
 )
 from torch_ragged.optim._blocks import BlockPolicy, Region, aligned_placements, flat_indices, grid_placements, regions_of
@@ -208,7 +208,7 @@ class Adam8bit(RaggedOptimizer):
                 redistributed, every rank raises it.
         """
         loss = run_closure(closure)
-        entries = [(param, group) for group in self.param_groups for param in group["params"]]
+        entries = [(param, group) for group in groups_on_host(self) for param in group["params"]]
         entries_here = [(i, p, g) for i, (p, g) in enumerate(entries) if (mesh := mesh_of(p)) is None or mesh.get_coordinate()]
         layouts = [self._layout(param) for _, param, _ in entries_here]
         # Equal on all ranks of a mesh, because layouts follow from global shapes and placements.
@@ -274,7 +274,7 @@ class Adam8bit(RaggedOptimizer):
         updates.add(layout.regions, numbers, param, gradient, moments)
 
     def _numbers(self, group: dict[str, Any], step: int, index: int) -> AdamStep:
-        lr, (beta1, beta2), decay = scalar(group["lr"]), group["betas"], group["weight_decay"]
+        lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
         return AdamStep(
             shrink=1 - lr * decay if self._decoupled else 1.0,
             decay=0.0 if self._decoupled else decay,
@@ -302,6 +302,13 @@ class Adam8bit(RaggedOptimizer):
                 codes = torch.zeros(param.shape, dtype=torch.uint8, device=param.device)
                 scales = torch.zeros(grid, dtype=torch.float32, device=param.device)
             state[f"{name}_codes"], state[f"{name}_scales"] = codes, scales
+
+    def _state_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        shape = tuple(param.shape)
+        if not self.policy.is_blocked(shape):
+            return super()._state_shapes(param, group)
+        shapes = {"codes": shape, "scales": self.policy.grid(shape)}
+        return {f"{name}_{part}": shapes[part] for name, _ in _MOMENTS for part in shapes}
 
     def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
         """As in the base class: codes of a byte and scales of 4 bytes, or float32, for each of two moments."""

@@ -29,6 +29,7 @@ __all__ = [
     "agree_on_gradients",
     "by_mesh",
     "check_placement",
+    "groups_on_host",
     "local",
     "local_shape_placed",
     "mesh_of",
@@ -81,6 +82,15 @@ def local_shape_placed(shape: tuple[int, ...], mesh: DeviceMesh, placements: Seq
 def scalar(value: float | torch.Tensor) -> float:
     """A hyperparameter as a float. It may be given as a tensor of one element."""
     return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def groups_on_host(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Copies of the parameter groups with ``lr`` as a float: a step waits for a device once per group, not per parameter.
+
+    ``lr_dtype`` is the dtype of an ``lr`` that was given as a tensor, which rounds what is computed with it; otherwise None.
+    """
+    groups = optimizer.param_groups
+    return [{**group, "lr": scalar(group["lr"]), "lr_dtype": getattr(group["lr"], "dtype", None)} for group in groups]
 
 
 def by_mesh(params: Sequence[torch.Tensor]) -> Iterator[tuple[DeviceMesh | None, list[int]]]:
@@ -212,7 +222,10 @@ def adamw_step(
     *,
     eps: float,
 ) -> None:
-    """One step of ``torch.optim.AdamW`` on the local tensors of a group. The states have the placements of their parameters."""
+    """One step of ``torch.optim.AdamW`` on the local tensors of a group of :func:`groups_on_host`.
+
+    The states have the placements of their parameters.
+    """
     active = [(param, gradient) for param, gradient in zip(params, gradients) if gradient is not None]
     states = [optimizer.state[param] for param, _ in active]
     for (param, _), state in zip(active, states):
@@ -231,7 +244,7 @@ def adamw_step(
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
-        lr=scalar(group["lr"]),
+        lr=group["lr"],
         weight_decay=group["weight_decay"],
         eps=eps,
         maximize=False,
@@ -281,8 +294,35 @@ class RaggedOptimizer(torch.optim.Optimizer):
         """The bytes of this rank's state of ``param`` after the first step, for ``memory_report``. No communication."""
         return 2 * local(param).nbytes + STEP_NBYTES  # Those of AdamW.
 
+    def _state_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        """The global shapes of the states of ``param`` that :meth:`step` reads, by name, without the step counter."""
+        return {name: tuple(param.shape) for name in ("exp_avg", "exp_avg_sq")}  # Those of AdamW.
+
+    def _check_states(self, state_dict: dict[str, Any]) -> None:
+        """Raise if ``state_dict`` has the states of another optimizer. More states than this one reads are legal."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        saved = [(index, group) for group in state_dict["param_groups"] for index in group["params"]]
+        for param, (index, group) in zip(params, saved):
+            states = state_dict["state"].get(index)
+            if not states:
+                continue
+            found = {name: tuple(value.shape) for name, value in states.items() if isinstance(value, torch.Tensor)}
+            for name, shape in self._state_shapes(param, {**self.defaults, **group}).items():
+                if found.get(name) != shape:
+                    given = f"of shape {found[name]}" if name in found else f"missing: there are {', '.join(states)}"
+                    raise ValueError(
+                        f"{type(self).__name__}.load_state_dict expects {name} of shape {shape} for parameter {index} of shape "
+                        f"{tuple(param.shape)}, which is {given}. Load the state dict of an optimizer of this class with these "
+                        "options, or train without loading one"
+                    )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as ``torch.optim.Optimizer.load_state_dict`` does, but keep the dtypes of the saved states."""
+        """Load as ``torch.optim.Optimizer.load_state_dict`` does, but keep the dtypes of the saved states.
+
+        Raises:
+            ValueError: ``state_dict`` is of another optimizer, or of other options. Nothing is changed.
+        """
+        self._check_states(state_dict)
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]

@@ -18,6 +18,7 @@ from torch_ragged.optim._base import (
     agree_on_gradients,
     by_mesh,
     check_placement,
+    groups_on_host,
     names_peers,
     placed_of,
     run_closure,
@@ -42,9 +43,20 @@ def matrix_groups(
 
     Returns:
         the groups that have parameters, as dicts for the constructor of the optimizer.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``adamw`` has something other than modules and parameters.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"matrix_groups expects the model, an nn.Module, got {type(model).__name__}: pass model, not model.parameters()"
+        )
+    others: list[Any] = [adamw] if isinstance(adamw, (nn.Module, torch.Tensor)) else list(adamw)
+    for each in others:
+        if not isinstance(each, (nn.Module, nn.Parameter)):
+            raise TypeError(f"matrix_groups adamw takes modules and parameters, got {each!r}: pass adamw=[model.head]")
     apart: set[nn.Parameter] = set()
-    for each in (*adamw, *(module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))):
+    for each in (*others, *(module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))):
         apart.update(each.parameters() if isinstance(each, nn.Module) else [each])
     params = list(model.parameters())
     is_matrix = [param.ndim in (2, 3) and param not in apart for param in params]
@@ -106,8 +118,7 @@ class MatrixOptimizer(RaggedOptimizer):
         group, name = {**self.defaults, **param_group}, type(self).__name__
         given = group["params"]
         group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
-        if group["algorithm"] not in (self.algorithm, "adamw"):
-            raise ValueError(f"{name} algorithm must be {self.algorithm!r} or 'adamw', got {group['algorithm']!r}")
+        self._check_algorithm(group["algorithm"])
         lr = group["lr"]
         if isinstance(lr, torch.Tensor) and lr.numel() != 1:
             raise ValueError(f"{name} lr must be a number or a tensor of one element, got {lr.numel()} elements")
@@ -121,6 +132,15 @@ class MatrixOptimizer(RaggedOptimizer):
             self._check_param(entry[1] if isinstance(entry, tuple) else entry, group["algorithm"])
         super().add_param_group({**param_group, "params": group["params"]})
         self._plans.clear()
+
+    def _check_algorithm(self, algorithm: Any) -> None:
+        if algorithm not in (self.algorithm, "adamw"):
+            raise ValueError(f"{type(self).__name__} algorithm must be {self.algorithm!r} or 'adamw', got {algorithm!r}")
+
+    def _check_states(self, state_dict: dict[str, Any]) -> None:
+        for group in state_dict["param_groups"]:
+            self._check_algorithm(group.get("algorithm", self.algorithm))
+        super()._check_states(state_dict)
 
     def _check_param(self, param: Any, algorithm: str) -> None:
         name = type(self).__name__
@@ -160,7 +180,8 @@ class MatrixOptimizer(RaggedOptimizer):
                 other ranks. Every rank raises it, and nothing is changed.
         """
         loss = run_closure(closure)
-        entries = [(param, group) for group in self.param_groups for param in group["params"]]
+        groups = groups_on_host(self)
+        entries = [(param, group) for group in groups for param in group["params"]]
         params = [param for param, _ in entries]
         gradients = agree_on_gradients(params, None if self.check_gradients else ())
         matrices = [i for i, (_, group) in enumerate(entries) if group["algorithm"] == self.algorithm]
@@ -170,7 +191,7 @@ class MatrixOptimizer(RaggedOptimizer):
             if present:
                 self._matrix_step(indices, present, entries, gradients, mesh)
         start = 0
-        for group in self.param_groups:
+        for group in groups:
             stop = start + len(group["params"])
             if group["algorithm"] == "adamw":
                 adamw_step(self, group, params[start:stop], gradients[start:stop], eps=group["adamw_eps"])

@@ -5,6 +5,7 @@ On CPU every operation is bitwise that of ``torch.optim.Muon``: keep its order a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any, Optional, TypeVar
@@ -30,6 +31,15 @@ def adjusted_lr(lr: _Rate, adjust_lr_fn: Optional[str], shape: Sequence[int]) ->
     if adjust_lr_fn == "match_rms_adamw":
         return lr * (0.2 * math.sqrt(max(rows, columns)))
     return lr * math.sqrt(rows / columns)
+
+
+@functools.lru_cache(maxsize=256)
+def _factors(
+    lr: float, dtype: Optional[torch.dtype], weight_decay: float, adjust_lr_fn: Optional[str], rows: int, columns: int
+) -> tuple[float, float]:
+    """The factors of a matrix and of its update. With a tensor as lr, they round to its ``dtype``, as in torch."""
+    rate: Any = lr if dtype is None else torch.tensor(lr, dtype=dtype, device="cpu")
+    return scalar(1 - rate * weight_decay), scalar(adjusted_lr(rate, adjust_lr_fn, (rows, columns)))
 
 
 class Muon(MatrixOptimizer):
@@ -123,6 +133,11 @@ class Muon(MatrixOptimizer):
         buffer.lerp_(gradient, 1 - momentum)
         return gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
 
+    def _state_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        if group["algorithm"] != self.algorithm:
+            return super()._state_shapes(param, group)
+        return {"momentum_buffer": tuple(param.shape)}
+
     def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
         """As in the base class: a matrix has its momentum."""
         return local(param).nbytes if group["algorithm"] == self.algorithm else super().first_state_nbytes(param, group)
@@ -133,9 +148,10 @@ class Muon(MatrixOptimizer):
         return newton_schulz(matrices, coefficients, steps, eps, batched)
 
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
-        lr, shape, mine = group["lr"], param.shape, local(param)  # A tensor lr rounds to its dtype, as in torch.
-        mine.mul_(scalar(1 - lr * group["weight_decay"]))
-        rate = scalar(adjusted_lr(lr, group["adjust_lr_fn"], shape))
+        shape, mine = param.shape, local(param)
+        options = group["lr"], group["lr_dtype"], group["weight_decay"], group["adjust_lr_fn"]
+        shrink, rate = _factors(*options, shape[-2], shape[-1])
+        mine.mul_(shrink)
         add_scaled(mine, update.view(mine.shape), -rate, rounds_product=shape[-2] > shape[-1] > 1)
 
     def _check_group(self, group: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torch_ragged._redistribute import mesh_group
 from torch_ragged.optim._aligned import aligned
-from torch_ragged.optim._base import STEP_NBYTES, local, mesh_of, scalar, zeros_placed
+from torch_ragged.optim._base import STEP_NBYTES, local, mesh_of, zeros_placed
 from torch_ragged.optim._gather import Batch, Spot, mesh_ranks
 from torch_ragged.optim._matrix import MatrixOptimizer
 from torch_ragged.optim._roots import assign_roots
@@ -147,6 +147,8 @@ class Shampoo(MatrixOptimizer):
         return gradient
 
     def _state_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        if group["algorithm"] != self.algorithm:
+            return super()._state_shapes(param, group)
         *lead, rows, columns = param.shape
         shapes = {"exp_avg": tuple(param.shape), "exp_avg_sq": tuple(param.shape)}
         for name, side in (("left", rows), ("right", columns)):
@@ -223,7 +225,7 @@ class Shampoo(MatrixOptimizer):
         return states
 
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
-        lr, mine = scalar(group["lr"]), local(param)
+        lr, mine = group["lr"], local(param)
         wide = mine.float() * (1 - lr * group["weight_decay"])
         mine.copy_(wide.sub_(update.view(mine.shape).mul_(lr)))
 

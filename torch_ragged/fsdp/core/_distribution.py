@@ -59,7 +59,14 @@ class Distribution:
                 "distribute it (distribute_tensor, distribute_module), with Replicate() on data-parallel mesh dimensions"
             )
         self.local_shape = tuple(local_of(param).shape)
-        self.mesh, self._template = dp.place(param if isinstance(param, DTensor) else None)
+        try:
+            self.mesh, self._template = dp.place(param if isinstance(param, DTensor) else None)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{fqn} is a DTensor on {self._model_mesh}, which cannot be joined with the mesh of fully_shard, {dp.mesh}: "
+                f"{error}. Make one mesh, init_device_mesh(..., mesh_dim_names=('dp', 'tp')), and use its slices: mesh['tp'] "
+                "for the model, mesh['dp'] for fully_shard"
+            ) from error
         self._dp_dims, self._ranks = dp.spmd_dims, dp.ranks
         self._rank = dp.rank if dp.is_member else dp.ranks  # Behind the last rank, there is nothing.
         if shard_dim is not None and not -len(self.local_shape) <= shard_dim < len(self.local_shape):
@@ -251,6 +258,14 @@ def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> N
                 f"{fqn} is a DTensor placed as {param.placements} ({hint}): fully_shard takes plain parameters, and DTensors "
                 "with Shard and Replicate of tensor or expert parallelism, or _StridedShard of a later dimension than the first"
             )
+    shared = [name for name in dp.mesh.mesh_dim_names or () if name in (param.device_mesh.mesh_dim_names or ())]
+    if shared and dp.spmd is None:
+        rest = [name for name in dp.mesh.mesh_dim_names or () if name not in shared]
+        raise ValueError(
+            f"{fqn} is a DTensor on the mesh dimension {shared[0]!r}, and fully_shard got {dp.mesh}, which has this dimension, "
+            f"too: pass the data-parallel dimensions only, mesh[{(rest or ['dp'])[0]!r}]; or distribute all parameters over "
+            "the whole mesh, and name its data-parallel dimensions with dp_mesh_dims"
+        )
     if param.device_mesh.mesh_dim_names is None or dp.mesh.mesh_dim_names is None:
         raise ValueError(
             f"{fqn} is a DTensor on {param.device_mesh}, and fully_shard got {dp.mesh}: make both from one mesh whose "

@@ -164,11 +164,6 @@ def _cut_of(
     fqn: str, param: nn.Parameter, dp: DataParallelMesh, policy: OrigParamPolicy | None, fn: ShardPlacementFn | None
 ) -> tuple[Granularity | Shard, DataParallelMesh]:
     """The granularity or ``Shard`` of ``param``, and its mesh."""
-    if isinstance(policy, Granularity):
-        raise TypeError(
-            f"orig_param_policy={policy.text} is a granularity: pass a function that returns one for each parameter, "
-            f"lambda name, parameter: {policy.text}"
-        )
     granularity = policy(fqn, param) if policy else None
     if granularity is not None and not isinstance(granularity, Granularity):
         raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +10,10 @@ from torch import nn
 
 from torch_ragged.fsdp.core._distribution import Distribution
 
-__all__ = ["FSDPParam"]
+__all__ = ["FSDPParam", "owner_of"]
+
+_owners: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
+"""By ``id`` of a sharded parameter: torch swaps the contents of tensors only if they have no weak references."""
 
 
 @dataclass
@@ -39,6 +43,21 @@ class FSDPParam:
     has_gradient: bool = False
     was_used: bool = False
     may_be_wide: bool = False
+
+    def __post_init__(self) -> None:
+        self.set_sharded(self.sharded)
+
+    def set_sharded(self, value: nn.Parameter) -> None:
+        """Let another object be the sharded parameter."""
+        self.sharded = value
+        _owners[id(value)] = self
+
+    def is_another(self, current: torch.Tensor) -> bool:
+        """Whether ``current`` is the sharded form of another parameter, which is registered under its own name, too."""
+        other = owner_of(current)
+        if other is None or other is self:
+            return False
+        return other.registered is other.sharded or other.registered is other.unsharded
 
     @property
     def registered(self) -> torch.Tensor | None:
@@ -75,3 +94,9 @@ class FSDPParam:
         self.requires_grad = not before
         sharded.requires_grad_(self.requires_grad)
         unsharded.requires_grad_(self.requires_grad)
+
+
+def owner_of(parameter: torch.Tensor) -> FSDPParam | None:
+    """The parameter whose sharded form is ``parameter``; None if ``fully_shard`` has not made it."""
+    owner = _owners.get(id(parameter))
+    return owner if owner is not None and owner.sharded is parameter else None  # An id may be used again.

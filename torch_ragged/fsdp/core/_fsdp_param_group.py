@@ -448,7 +448,7 @@ class FSDPParamGroup:
         current = param.registered
         wanted = (param.distribution.shape, dtype, None if self.is_meta else self.sharded.flat.device)
         found = (getattr(current, "shape", None), getattr(current, "dtype", None), getattr(current, "device", None))
-        if current is not None and self._is_another(param, current):
+        if current is not None and param.is_another(current):
             raise ValueError(
                 f"{param.fqn} was replaced by another parameter that fully_shard has sharded. This does not tie the two: tie "
                 "parameters before fully_shard, in one group, or assign a copy"
@@ -460,11 +460,6 @@ class FSDPParamGroup:
                 "module before fully_shard, or cast or move a module that has all parameters of the group"
             )
         return current
-
-    def _is_another(self, param: FSDPParam, current: torch.Tensor) -> bool:
-        """Whether ``current`` is another sharded parameter, which is registered under its own name, too."""
-        others = (other for group in all_groups for other in group.params if other is not param and other.sharded is current)
-        return any(other.registered is other.sharded or other.registered is other.unsharded for other in others)
 
     def _load(self, index: int, value: torch.Tensor, requires_grad: bool) -> None:
         """Copy ``value`` into the buffer. The parameter stays the object that an optimizer holds."""
@@ -490,7 +485,7 @@ class FSDPParamGroup:
         locals_ = [local_of(value.redistribute(placements=wanted)) for value, wanted in zip(values, placements)]
         self._rebuild(self._compute_device(locals_[0].device), dtype, locals_)
         for index, (param, value) in enumerate(zip(self.params, values)):
-            param.sharded = value  # type: ignore[assignment]
+            param.set_sharded(value)  # type: ignore[arg-type]
             self._put(index, param.sharded)
             self._register_everywhere(param)
 

@@ -51,6 +51,7 @@ def monitor(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None 
 
     Raises:
         ValueError: ``fully_shard`` was called on no module of ``model``, or another monitor watches it.
+        TypeError: ``optimizer`` is neither an optimizer nor several of them.
     """
     return Monitor(model, optimizer)
 
@@ -79,10 +80,6 @@ class Monitor:
     ``<kind>`` is ``all_gather``, ``reduce_scatter`` or ``other``. ``other`` is all other collectives of the groups, and blocks
     in :meth:`collective`. Collectives that DTensor issues, as in ``clip_grad_norm_``, are not watched.
 
-    Attributes:
-        timeline: when all this was in the step of the last row, as a :class:`Timeline`; None before the first row.
-            ``watch.timeline.save("step.png")`` draws it, and ``save("step.json")`` writes a trace for Perfetto.
-
     On a CPU, seconds are measured on the host. On a GPU, they are measured on the current stream by events, and a wait is the
     time for which the stream waits. :meth:`step` then waits for the stream, and :meth:`restart` resets the allocator's peaks.
     """
@@ -92,7 +89,10 @@ class Monitor:
         self._groups = named_groups(model)
         if any(isinstance(group.collectives, _WatchedCollectives) for group in self._groups.values()):
             raise ValueError("another monitor watches this model: close() it first")
-        optimizers = optimizers_of(optimizer)
+        optimizers = optimizers_of(optimizer, "monitor")
+        for each in optimizers:
+            if isinstance(each, type) or not hasattr(each, "register_step_pre_hook"):
+                raise TypeError(f"monitor got {each!r} as optimizer: give the torch.optim.Optimizer that trains the model")
         devices = {group.device for group in self._groups.values()}
         self._sharded = sum(group.sharded.nbytes for group in self._groups.values())
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
@@ -102,7 +102,7 @@ class Monitor:
         self._undo: list[Callable[[], None]] = [log.stop for _, log in self._logs]
         self._is_open = True
         self._row: dict[str, float] = {}
-        self.timeline: Timeline | None = None
+        self._timeline: Timeline | None = None
         self.restart()
         for name, group in self._groups.items():
             self._watch_group(name, group)
@@ -115,6 +115,19 @@ class Monitor:
 
     def __exit__(self, *error: Any) -> None:
         self.close()
+
+    @property
+    def timeline(self) -> Timeline:
+        """When all this was in the step of the last row.
+
+        ``watch.timeline.save("step.png")`` draws it, and ``save("step.json")`` writes a trace for Perfetto.
+
+        Raises:
+            RuntimeError: there is no row yet.
+        """
+        if self._timeline is None:
+            raise RuntimeError("this monitor has no timeline before its first row: call watch.step() after a training step")
+        return self._timeline
 
     def close(self) -> None:
         """Stop watching, and remove the monitor from collectives and optimizers."""
@@ -153,9 +166,9 @@ class Monitor:
         seconds = at(self._clock.mark())
         collectives = [(kind, name, at(a), at(b), at(c)) for kind, name, a, b, c in self._collectives]
         optimizers = [(at(begin), at(end)) for begin, end in self._optimizers]
-        self.timeline = timeline_of(seconds, collectives, optimizers, dist.get_rank() if dist.is_initialized() else 0)
+        self._timeline = timeline_of(seconds, collectives, optimizers, dist.get_rank() if dist.is_initialized() else 0)
         row: dict[str, float] = {"step_s": seconds, **dict.fromkeys(("optimizer_s", "exposed_s", "compute_s"), 0.0)}
-        for span in self.timeline.spans:
+        for span in self._timeline.spans:
             if span.kind not in _KINDS:
                 row[f"{span.kind}_s"] += span.end - span.begin
         if tokens is not None:

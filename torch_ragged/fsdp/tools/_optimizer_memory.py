@@ -21,11 +21,25 @@ OptimizerLike = Union[Optimizer, OptimizerMaker]
 """An optimizer, or a class or function that makes one of a list of parameters."""
 
 
-def optimizers_of(optimizer: Any) -> list[Any]:
-    """One optimizer, several or None, as a list."""
+def optimizers_of(optimizer: Any, call: str) -> list[Any]:
+    """One optimizer, several or None, as a list. ``call`` is the name of the function that got it, for the error.
+
+    Raises:
+        TypeError: it is something else.
+    """
     if optimizer is None:
         return []
-    return [optimizer] if isinstance(optimizer, Optimizer) or callable(optimizer) else list(optimizer)
+    if isinstance(optimizer, Optimizer) or callable(optimizer):
+        return [optimizer]
+    several = list(optimizer) if isinstance(optimizer, Iterable) and not isinstance(optimizer, (str, bytes)) else [optimizer]
+    for each in several:
+        if not (isinstance(each, Optimizer) or callable(each)):
+            raise TypeError(
+                f"{call} got {each!r} as optimizer: give a torch.optim.Optimizer, such as "
+                "torch.optim.AdamW(model.parameters()), or several of them. memory_report also takes its class, or a function "
+                "of a list of parameters that returns one"
+            )
+    return several
 
 
 def made_optimizers(optimizer: OptimizerLike | Iterable[OptimizerLike] | None, params: list[torch.Tensor]) -> list[Optimizer]:
@@ -35,12 +49,12 @@ def made_optimizers(optimizer: OptimizerLike | Iterable[OptimizerLike] | None, p
         TypeError: one is no optimizer, and makes none.
     """
     made = []
-    for each in optimizers_of(optimizer):
-        one = each if isinstance(each, Optimizer) or not callable(each) else each(params)
+    for each in optimizers_of(optimizer, "memory_report"):
+        one = each if isinstance(each, Optimizer) else each(params)
         if not isinstance(one, Optimizer):
             raise TypeError(
-                f"memory_report got {each!r} as optimizer: give a torch.optim.Optimizer, its class, or a function of a list of "
-                "parameters that returns one"
+                f"memory_report got {each!r} as optimizer, which returned {type(one).__name__}: give a torch.optim.Optimizer, "
+                "its class, or a function of a list of parameters that returns one"
             )
         made.append(one)
     return made
