@@ -172,10 +172,15 @@ def _local_placements(
     if coordinate is not None:
         expected = owned(tuple(shape), tuple(mesh.shape), cuts_of(normalized), tuple(coordinate)).local_shape
         if tuple(local.shape) != expected:
-            flat = ": pass local.reshape(-1)" if (local.numel(),) == expected else ""
+            hint = ": pass local.reshape(-1)" if (local.numel(),) == expected else ""
+            if local.shape == shape:
+                hint += (
+                    "; a whole tensor is cut by distribute_tensor, and by PEFT and transformers after "
+                    "torch_ragged.integrations.install()"
+                )
             raise ValueError(
                 f"shape {tuple(shape)} under {_short(normalized)}: rank {dist.get_rank()} gave a local tensor of shape "
-                f"{tuple(local.shape)}, expected {expected}{flat}"
+                f"{tuple(local.shape)}, expected {expected}{hint}"
             )
     return normalized
 
