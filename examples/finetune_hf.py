@@ -1,6 +1,6 @@
 """Fine-tune a small Hugging Face causal language model, whole or by LoRA, and save it so that transformers loads it.
 
-    pip install 'torch_ragged[finetune]'
+    pip install '.[finetune]'  # in a clone
     torchrun --nproc-per-node 2 examples/finetune_hf.py --method lora
 
 The model is a small Llama that is made from a config and reads bytes, so that nothing is downloaded. It learns the code of
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,21 +25,29 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from torch_ragged.fsdp import fully_shard
 
+if TYPE_CHECKING:  # transformers is imported in functions: --help works without it.
+    from transformers import LlamaForCausalLM
+
 CONTEXT = 128
-CONFIG = LlamaConfig(
-    vocab_size=256,  # Bytes: the tokenizer is bytes.decode.
-    hidden_size=128,
-    intermediate_size=384,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=CONTEXT,
-    tie_word_embeddings=False,
-)
+
+
+def make_model() -> LlamaForCausalLM:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,  # Bytes: the tokenizer is bytes.decode.
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config)
 
 
 class LoRA(nn.Module):
@@ -119,7 +128,7 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
     """Write the whole model as Hugging Face does. Collective; rank 0 writes."""
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
-        LlamaForCausalLM(CONFIG).save_pretrained(folder, state_dict=merge_lora(weights))
+        make_model().save_pretrained(folder, state_dict=merge_lora(weights))
     dist.barrier()
 
 
@@ -140,6 +149,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    try:
+        from transformers import LlamaForCausalLM
+    except ImportError as error:
+        raise SystemExit(f"finetune_hf: {error}: run pip install '.[finetune]' in the clone") from error
     rank, ranks = start()
     if args.batch % ranks or args.steps < 1 or args.lora_rank < 1:
         dist.destroy_process_group()
@@ -149,7 +162,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     code, (english, held_out) = load_bytes(None)[0], docstrings(files=120)
     torch.manual_seed(args.seed)
-    model = shard(LlamaForCausalLM(CONFIG), mesh)
+    model = shard(make_model(), mesh)
     before = train(model, code, held_out, "pre-train on code", args)
     save(model, args.out / "base")
 

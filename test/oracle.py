@@ -234,5 +234,6 @@ def check_is_a_frozen_value(test, placement):
 
 def check_is_no_other_placement(test, placement):
     test.assertNotIsInstance(placement, (Shard, _StridedShard))
-    test.assertFalse(placement.is_shard() or placement.is_replicate() or placement.is_partial())
+    test.assertFalse(placement.is_replicate() or placement.is_partial())
+    test.assertFalse(hasattr(placement, "dim"))
     test.assertNotEqual(placement, Replicate())

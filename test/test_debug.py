@@ -439,7 +439,7 @@ ranks  elements  share  interval  pieces
 
     def test_without_matplotlib_the_error_names_the_extra(self):
         with mock.patch("importlib.util.find_spec", return_value=None):
-            self.assertIn("pip install 'torch_ragged[viz]'", error_of(debug._save, [], "a.svg", draw=True))
+            self.assertIn("run pip install matplotlib, or", error_of(debug._save, [], "a.svg", draw=True))
 
 
 if __name__ == "__main__":

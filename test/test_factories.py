@@ -98,7 +98,7 @@ def check_errors():
         error_of(dt.rand, 8, 3, device_mesh=mesh, placements=[RaggedShard((0,), (1, 1))]),
         error_of(dt.ones, 8, 3, device_mesh=square, placements=[Partial(), RaggedShard((0,), (1, 1))]),
         error_of(dt.zeros, 8, 3, device_mesh=mesh, placements=[ragged], layout=torch.sparse_coo),
-        error_of(compute_local_shape_and_global_offset, (8, 3), mesh, [ragged]),
+        error_of(compute_local_shape_and_global_offset, (8, 3), mesh, [RaggedShard((0, 1), (5, 7, 12, 0))]),
     ]
 
 
@@ -136,7 +136,7 @@ class FactoriesTest(unittest.TestCase):
             "ValueError: .*one number of units per rank",
             "ValueError: .*Replicate in place of Partial",
         ]
-        patterns += ["ValueError: .*sparse_coo.*torch.strided", "ValueError: .*no single box with one offset"]
+        patterns += ["ValueError: .*sparse_coo.*torch.strided", "ValueError: .*several boxes with offsets of their own"]
         for text, pattern in zip(answers[0], patterns, strict=True):
             self.assertRegex(text, pattern)
 

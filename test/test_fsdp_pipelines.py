@@ -3,6 +3,7 @@
 import unittest
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from common import error_of, run_ranks
 from torch import nn
@@ -12,7 +13,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from torch_ragged.fsdp import MixedPrecisionPolicy, fully_shard
+from torch_ragged.fsdp import ZERO1, ZERO2, ZERO3, MixedPrecisionPolicy, fully_shard
 
 SINGLE = ("GPipe", "1F1B")
 MULTI = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "LoopedBFS")
@@ -158,7 +159,63 @@ def check_dropped():
     assert model[0].weight.grad.full_tensor().abs().max() < 1.01, "two gradients"
 
 
+def end_as_olmo_core(modules):
+    """OLMo-core 3.0.0 ends a pass without the root's callback."""
+    for state in fully_shard.state(modules[0])._state_ctx.all_states:
+        if state._fsdp_param_group:
+            state._fsdp_param_group.post_backward()
+
+
+def end_as_nemo_automodel(modules):
+    """NeMo AutoModel 0.7.0 calls the callback of each module that it shards."""
+    for module in modules:
+        state = module._get_fsdp_state()
+        for each in state._state_ctx.all_states:
+            if each._fsdp_param_group:
+                each._fsdp_param_group.post_backward()
+        state._root_post_backward_final_callback()
+
+
+def check_private_names(end, placements):
+    """Two steps of two micro-batches that a program ends by FSDP2's private names: one reduction per module and step."""
+    model = nn.Sequential(*make_layers(8))
+    single = nn.Sequential(*make_layers(8))
+    for layer in model:
+        fully_shard(layer, placements=placements)
+    modules = [fully_shard(model, placements=placements), *model]
+    rank = dist.get_rank()
+    for step in range(2):
+        x = torch.randn(2, 2, 3, 8, generator=torch.Generator().manual_seed(step))
+        for enabled in (False, True):
+            for module in modules:
+                module.set_is_last_backward(enabled)
+                module.set_requires_gradient_sync(enabled)
+                module.set_reshard_after_backward(enabled)
+            if not enabled:
+                for part in x[rank]:
+                    model(part).square().mean().backward()
+        with CommDebugMode() as comm:
+            end(modules)
+        reductions = sum(comm.get_comm_counts().values())
+        assert reductions == len(model) + 1, comm.get_comm_counts()  # And one for the parameters that were used.
+        sum(single(part).square().mean() for part in x.flatten(0, 1)).div(2).backward()
+        for param, other in zip(model.parameters(), single.parameters()):
+            torch.testing.assert_close(param.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-6)
+        for each in (model, single):
+            torch.optim.SGD(each.parameters(), 0.01).step()
+            each.zero_grad()
+
+
+def check_ends():
+    for end in (end_as_olmo_core, end_as_nemo_automodel):
+        for placements in (ZERO3, ZERO2, ZERO1):
+            check_private_names(end, placements)
+
+
 class PipelineTest(unittest.TestCase):
+    def test_programs_end_a_pass_by_the_private_names_of_fsdp2(self):
+        run_ranks(2, check_ends)
+
     def test_every_schedule_gives_the_parameters_of_one_process(self):
         for name in (*SINGLE, *MULTI):
             for width in WIDTHS:

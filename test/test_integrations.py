@@ -1,14 +1,24 @@
 """install(): programs that call torch's fully_shard call ours, and torch's again when it is undone."""
 
+import contextlib
+import dataclasses
+import importlib.util
+import pickle
 import sys
+import tempfile
 import types
 import unittest
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from common import run_ranks
 from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from torch_ragged import RaggedShard
@@ -78,6 +88,117 @@ def shard_with_placements_of_the_program():
         model = program.late(nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 6)), mesh=mesh["a"], shard_placement_fn=placement_fn)
     model(torch.ones(2, 8)).sum().backward()
     return [(name, type(p.placements[0]).__name__, p.device_mesh.mesh_dim_names) for name, p in model.named_parameters()]
+
+
+WRITER = "nemo_automodel.components.checkpoint._backports.hf_storage"
+WRAPPED = "nemo_automodel.components.models.deepseek_v4.fsdp"
+
+
+class WriterByName:
+    """Keeps files as NeMo AutoModel's writer writes them: one chunk for each name of a tensor."""
+
+    def __init__(self):
+        self.files = {}
+
+    def prepare_global_plan(self, plans):
+        return [dataclasses.replace(plan, storage_data={"shard_index": i}) for i, plan in enumerate(plans, 1)]
+
+    def write_data(self, plan, planner):
+        file = {item.index.fqn: (item.index.offset, planner.resolve_data(item).clone()) for item in plan.items}
+        assert self.files.setdefault(plan.storage_data["shard_index"], file) is file, "a file is written twice"
+        future = torch.futures.Future()
+        future.set_result(list(plan.items))
+        return future
+
+
+@contextlib.contextmanager
+def nemo_automodel_of_names():
+    """Modules with the names of NeMo AutoModel's that ``install()`` replaces names in."""
+    found = {name: sys.modules.get(name) for name in (WRITER, WRAPPED)}
+    writer, wrapped = types.ModuleType(WRITER), types.ModuleType(WRAPPED)
+    writer._HuggingFaceStorageWriter = type("_HuggingFaceStorageWriter", (WriterByName,), {"__module__": WRITER})
+    wrapped._has_fsdp_state = lambda module: False  # As torch's private function answers for our modules.
+    sys.modules.update({WRITER: writer, WRAPPED: wrapped})
+    try:
+        yield writer, wrapped
+    finally:
+        for name, module in found.items():
+            sys.modules.pop(name)
+            if module is not None:
+                sys.modules[name] = module
+
+
+def files_by_name():
+    """The files of each rank have each chunk of a model whose shards begin and end within rows, for a pickled writer too."""
+    mesh = init_device_mesh("cpu", (3,))
+    with nemo_automodel_of_names() as (module, wrapped), installed():
+        model = nn.Sequential(nn.Linear(40, 33), nn.Linear(33, 21))
+        full = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        assert not wrapped._has_fsdp_state(model)
+        torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+        assert wrapped._has_fsdp_state(model) and not wrapped._has_fsdp_state(model[0])
+        state = model.state_dict()
+        for writer in (module._HuggingFaceStorageWriter(), pickle.loads(pickle.dumps(module._HuggingFaceStorageWriter()))):
+            planner = DefaultSavePlanner()
+            planner.set_up_planner(state, is_coordinator=True)
+            plans = [planner.create_local_plan()] * 3
+            written = writer.write_data(writer.prepare_global_plan(plans)[dist.get_rank()], planner).value()
+            assert len(written) == len(plans[0].items)
+            chunks = [(name, *chunk) for file in writer.files.values() for name, chunk in file.items()]
+            assert sum(part.numel() for _, _, part in chunks) == sum(p.to_local().numel() for p in state.values())
+            for name, offset, part in chunks:
+                box = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
+                assert torch.equal(part, full[name][box]), (name, box)
+    return sorted(writer.files)
+
+
+def check_written_by_nemo_automodel(folder):
+    """NeMo AutoModel's writer itself: its whole file and its shards have the values."""
+    from nemo_automodel.components.checkpoint._backports import hf_storage
+    from safetensors.torch import load_file
+
+    mesh = init_device_mesh("cpu", (3,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 33), nn.Linear(33, 21))
+    full = {name: value.clone() for name, value in model.state_dict().items()}
+    whole = Path(folder) / "whole"
+    whole.mkdir(exist_ok=True)
+    with installed():
+        torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+        options = {"save_sharded": True, "consolidated_output_path": str(whole), "fqn_to_index_mapping": dict.fromkeys(full, 1)}
+        dcp.save(model.state_dict(), storage_writer=hf_storage._HuggingFaceStorageWriter(path=folder, **options))
+    dist.barrier()
+    (file,) = whole.glob("*.safetensors")
+    assert all(torch.equal(value, full[name]) for name, value in load_file(file).items())
+    state = {name: torch.zeros_like(value) for name, value in full.items()}
+    dcp.load(state, storage_reader=hf_storage._HuggingFaceStorageReader(path=folder))
+    assert all(torch.equal(value, full[name]) for name, value in state.items())
+
+
+def policies():
+    mesh = init_device_mesh("cpu", (2,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    with installed():
+        model = torch.distributed.fsdp.fully_shard(nn.Linear(8, 8), mesh=mesh, mp_policy=policy)
+    return model._get_fsdp_state()._mp_policy == policy
+
+
+class ProgramsTest(unittest.TestCase):
+    """What programs read of FSDP2 beside ``fully_shard``."""
+
+    def test_the_mixed_precision_policy_is_in_the_state(self):
+        self.assertEqual(run_ranks(2, policies), [True, True])
+
+    def test_a_writer_whose_files_key_chunks_by_name_writes_a_file_for_each_round(self):
+        files = run_ranks(3, files_by_name)
+        self.assertTrue(any(len(each) > 1 for each in files), files)
+        names = [name for each in files for name in each]
+        self.assertEqual(len(names), len(set(names)), files)
+
+    @unittest.skipUnless(importlib.util.find_spec("nemo_automodel"), "nemo_automodel is not installed")
+    def test_nemo_automodels_writer_loses_no_chunk(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run_ranks(3, check_written_by_nemo_automodel, folder)
 
 
 class InstallTest(unittest.TestCase):

@@ -15,6 +15,7 @@ from small_models import curve, enter_ranks, make_model, make_trainer
 
 from torch_ragged import RaggedShard
 from torch_ragged.fsdp import FSDPModule, fully_shard, rows
+from torch_ragged.integrations import installed
 from torch_ragged.integrations._lazy_tensor import LazyTensor
 from torch_ragged.integrations.transformers import checkpoint_callback, from_pretrained
 
@@ -228,6 +229,24 @@ def best_model(model_folder, out):
     assert trainer.evaluate()["eval_loss"] == max(losses), losses
 
 
+def load_with_install(folder, converted):
+    """transformers' own from_pretrained, while the program's names are replaced: it cuts what it need not convert."""
+    enter_ranks()
+    from transformers.distributed import DistributedConfig
+
+    CountedFile.read = 0
+    config = DistributedConfig(fsdp_size=dist.get_world_size())
+    with installed(), mock.patch("transformers.modeling_utils.safe_open", CountedFile):
+        if converted:
+            return error_of(auto().from_pretrained, folder, distributed_config=config)
+        model = auto().from_pretrained(folder, distributed_config=config)
+    assert CountedFile.read == sum(p.to_local().numel() for p in model.parameters()) * 4, CountedFile.read
+    want = auto().from_pretrained(folder).state_dict()
+    assert isinstance(model.lm_head.weight.placements[0], RaggedShard)
+    assert all(torch.equal(value.full_tensor(), want[name]) for name, value in model.state_dict().items())
+    return ""
+
+
 class LazyTensorTest(unittest.TestCase):
     def test_any_box_of_joined_tensors_is_read_from_its_parts_alone(self):
         generator = random.Random(0)
@@ -278,6 +297,11 @@ class FromPretrainedTest(unittest.TestCase):
         counts = run_ranks(3, check_loaded, self.save("llama", max_shard_size=SEVERAL))
         self.assertGreater(min(counts), 0)
         self.assertGreater(len(list(Path(self.folder).glob("*.safetensors"))), 2)
+
+    def test_under_install_transformers_reads_intervals_and_refuses_what_it_converts(self):
+        self.assertEqual(run_ranks(3, load_with_install, self.save("llama", max_shard_size=SEVERAL), False), [""] * 3)
+        for text in run_ranks(2, load_with_install, self.save("qwen3_moe"), True):
+            self.assertIn("ragged parameter of shape (4, 32, 16), for which it must be whole: load the model by", text)
 
     def test_experts_are_read_from_tensors_of_other_names(self):
         folder = self.save("qwen3_moe", max_shard_size=SEVERAL)

@@ -20,6 +20,7 @@ from torch_ragged._ownership import (
     _Piece,
     boxes_of_interval,
     check_cuts,
+    has_single_boxes,
     is_nested,
     owned,
     owned_near,
@@ -83,6 +84,15 @@ class OwnershipTest(unittest.TestCase):
                 place = held.as_strided(box.sizes, box.local_strides, box.local_offset)
                 place.copy_(numbers[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))])
             self.assertEqual(held.tolist(), expected.flatten().tolist())
+
+    @settings(max_examples=300, deadline=None)
+    @given(sharded_tensors())
+    def test_single_boxes_are_those_of_each_rank(self, case):
+        shape, mesh_shape, placements = case
+        coordinates = list(itertools.product(*map(range, mesh_shape)))
+        counts = [sum(box.numel > 0 for box in owned(shape, mesh_shape, cuts_of(placements), c).boxes) for c in coordinates]
+        expected = all(count == 1 or (count == 0 and shape) for count in counts)
+        self.assertIs(has_single_boxes(shape, mesh_shape, cuts_of(placements)), bool(expected))
 
     @settings(max_examples=300, deadline=None)
     @given(sharded_tensors(), st.randoms(use_true_random=False))

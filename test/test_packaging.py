@@ -1,7 +1,9 @@
 """The package as others install it: a wheel with its metadata and commands, and types that a program outside can check."""
 
+import contextlib
 import importlib
 import importlib.util
+import io
 import os
 import re
 import shutil
@@ -12,6 +14,7 @@ import unittest
 import zipfile
 from email.parser import Parser
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -80,6 +83,36 @@ class PackagingTest(unittest.TestCase):
         self.assertEqual(len(scripts), 2)
         for module, function in scripts:
             self.assertTrue(callable(getattr(importlib.import_module(module), function)))
+
+    def test_a_command_line_names_itself_by_the_command_that_was_typed(self):
+        scripts = dict(re.findall(r'^(torch-ragged-\w+) = "([\w.]+)\._cli:main"$', (ROOT / "pyproject.toml").read_text(), re.M))
+        self.assertEqual(set(scripts), {"torch-ragged-plan", "torch-ragged-checkpoint"})
+        for script, module in scripts.items():
+            for typed, name in ((f"/usr/bin/{script}", script), (f"{module}/__main__.py", f"python -m {module}")):
+                help_text, wrong = io.StringIO(), io.StringIO()
+                main = importlib.import_module(f"{module}._cli").main
+                with mock.patch.object(sys, "argv", [typed]), contextlib.redirect_stdout(help_text):
+                    self.assertRaises(SystemExit, main, ["--help"])
+                with mock.patch.object(sys, "argv", [typed]), contextlib.redirect_stderr(wrong):
+                    with contextlib.suppress(SystemExit):  # argparse's own way; the planner returns 2.
+                        main(["--wrong"])
+                self.assertTrue(help_text.getvalue().startswith(f"usage: {name} "), help_text.getvalue())
+                self.assertIn(f"{name}: error: ", wrong.getvalue())
+                other = f"python -m {module}" if name == script else script
+                self.assertNotIn(other, help_text.getvalue() + wrong.getvalue())
+
+    def test_no_text_names_a_package_that_no_registry_has(self):
+        """Until the package is published, pip finds it in a clone only."""
+        texts = [
+            *ROOT.glob("*.md"),
+            *(p for folder in ("docs", "examples", "torch_ragged") for p in (ROOT / folder).rglob("*")),
+        ]
+        wrong = [
+            str(p)
+            for p in texts
+            if p.suffix in (".md", ".py", ".rst") and re.search(r"pip install '?torch_ragged", p.read_text())
+        ]
+        self.assertEqual(wrong, [])
 
     def test_a_command_line_ends_quietly_if_nobody_reads_on(self):
         command = [sys.executable, "-m", "torch_ragged.fsdp.plan", "llama-3-70b", "--ranks", "8"]

@@ -12,7 +12,7 @@ from expecttest import TestCase
 from oracle import check_is_a_frozen_value, check_is_no_other_placement
 from torch.distributed.tensor import Shard
 
-from torch_ragged import RaggedShard
+from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.placement_types import normalize_placements
 
 PLACEMENT = RaggedShard((0,), (1, 2, 0, 1))
@@ -101,6 +101,18 @@ class RaggedShardTest(TestCase):
 
     def test_is_never_taken_for_another_placement(self):
         check_is_no_other_placement(self, PLACEMENT)
+
+    def test_programs_that_ask_learn_that_each_rank_holds_a_part_only(self):
+        """``if placement.is_shard(): all_reduce(...)`` must reduce. Who goes on to ``.dim`` would compute Shard's offsets."""
+        for dims, cut in (((), ()), ((0,), (0,)), ((0, 1), (0, 1))):
+            placement = RaggedShard(dims, (1, 1))
+            self.assertIs(placement.is_shard(), True)
+            self.assertEqual([placement.is_shard(dim) for dim in range(3)], [dim in cut for dim in range(3)])
+        self.assertTrue(StridedRaggedShard((0,), (1, 1), 2).is_shard(dim=0))
+        self.assertExpectedInline(
+            error_of(getattr, PLACEMENT, "dim"),
+            """AttributeError: RaggedShard(dims=(0,), local_units=(1, 2, 0, 1)) has no dim, as it does not cut one dimension into chunks: use torch_ragged.owned_boxes(tensor), tensor.full_tensor(), or redistribute(placements=[Shard(dim)])""",  # noqa: E501
+        )
 
     def test_what_was_normalized_before_does_not_matter(self):
         """Placements that are equal differ in what they divide, and in what they print."""

@@ -507,7 +507,7 @@ class BadInputTest(Folder):
         with mock.patch("torch_ragged.fsdp.plan._cli.ModelPlanner", side_effect=AssertionError("work before all checks")):
             status, out, error = run(*arguments)
         self.assertEqual((status, out, error.count("\n"), error[-1:]), (2, "", 1, "\n"))
-        return error.removeprefix("torch_ragged.fsdp.plan: error: ").rstrip("\n")
+        return error.removeprefix("python -m torch_ragged.fsdp.plan: error: ").rstrip("\n")
 
     def test_unknown_models_are_refused(self):
         expected = (
@@ -590,7 +590,7 @@ class BadInputTest(Folder):
         ):
             self.assertEqual(self.error(gpt, *arguments), message)
         with mock.patch("importlib.util.find_spec", return_value=None):
-            self.assertEqual(self.error(gpt, "--plot", "a.png"), "--plot needs matplotlib: pip install 'torch_ragged[viz]'")
+            self.assertEqual(self.error(gpt, "--plot", "a.png"), "--plot needs matplotlib: run pip install matplotlib")
 
 
 if __name__ == "__main__":

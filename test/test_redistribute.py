@@ -281,7 +281,7 @@ class RedistributeTest(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(first),
             """\
-ValueError: DTensor.from_local with a ragged placement needs the global shape: pass shape= (it does not follow from 1-D local tensors)
+ValueError: DTensor.from_local got RS(0)[1,3] without the global shape, which does not follow from a 1-D local tensor: pass shape=, such as DTensor.from_local(local, mesh, placements, shape=param.shape)
 ValueError: DTensor.from_local: shape (4, 3) under RS(0)[1,3]: rank 1 gave a local tensor of shape (5,), expected (9,)
 ValueError: DTensor.from_local: RaggedShard(dims=(0,), local_units=(1, 3)) cannot cut shape (5, 3): its 5 slices over these dims do not divide into 4 units. Choose units whose sum divides 5
 ValueError: DTensor.from_local: ranks gave different shapes or placements: (4, 3) (RaggedShard(dims=(0,), local_units=(1, 3)),), (4, 3) (RaggedShard(dims=(0,), local_units=(3, 1)),)

@@ -103,6 +103,17 @@ class TutorialTest(unittest.TestCase):
                 self.assertIn(f"saved by 4 ranks, resumed on {ranks} as {layout} at step 2", printed)
             self.assertTrue(is_png(Path(folder) / "loss.png"))
 
+    def test_fine_tuning_explains_itself_without_transformers_and_names_it_when_it_runs(self):
+        code = "import runpy, sys; sys.modules['transformers'] = None; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], "
+        code += "run_name='__main__')"
+        for options, status in ((["--help"], 0), ([], 1)):
+            command = [sys.executable, "-c", code, str(EXAMPLES / "finetune_hf.py"), *options]
+            environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLES}"}
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+            self.assertEqual(done.returncode, status, done.stderr)
+            self.assertIn("--lora-rank" if options else "pip install '.[finetune]'", done.stdout + done.stderr)
+            self.assertNotIn("Traceback", done.stderr)
+
     @unittest.skipUnless(importlib.util.find_spec("transformers"), "needs transformers: the extra finetune")
     def test_fine_tuning_is_what_from_pretrained_reads(self):
         script = EXAMPLES / "finetune_hf.py"

@@ -20,7 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._async_tensor import async_local
-from torch_ragged._ownership import owned, row_major
+from torch_ragged._ownership import has_single_boxes, owned, row_major
 from torch_ragged._placement_extension import PlacementExtension
 from torch_ragged._redistribute import REDUCTIONS, broadcast_local, redistribute_local
 from torch_ragged.placement_types import _Ragged, cuts_of, normalize_placements
@@ -43,8 +43,8 @@ class RaggedExtension(PlacementExtension):
         """
         if shape is None:
             raise ValueError(
-                "DTensor.from_local with a ragged placement needs the global shape: pass shape= (it does not follow from 1-D "
-                "local tensors)"
+                f"DTensor.from_local got {_short(placements)} without the global shape, which does not follow from a 1-D local "
+                "tensor: pass shape=, such as DTensor.from_local(local, mesh, placements, shape=param.shape)"
             )
         shape = torch.Size(shape)
         check = functools.partial(_local_placements, local, mesh, tuple(placements), shape)
@@ -80,20 +80,29 @@ class RaggedExtension(PlacementExtension):
     def local_shape_and_global_offset(
         self, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The local shape of this rank, and no offset; ``skip_offset`` must be set.
+        """The shape and offset of the box that this rank holds; the flat local tensor has the elements of the box in order.
+
+        With ``skip_offset`` it is the shape of the local tensor instead, and no offset.
 
         Raises:
-            ValueError: ``skip_offset`` is not set: a flat local tensor has no single offset.
+            ValueError: a rank holds several boxes. All ranks raise, also those that hold one.
         """
-        if not skip_offset:
-            raise ValueError(
-                f"a piece under {placements} is no single box with one offset: use DTensor.__create_chunk_list__()"
-            )
-        normalized = normalize_placements(tuple(placements), tuple(shape), tuple(mesh.shape))
+        shape, mesh_shape = tuple(shape), tuple(mesh.shape)
+        cuts = cuts_of(normalize_placements(tuple(placements), shape, mesh_shape))
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             return (0,), ()
-        return owned(tuple(shape), tuple(mesh.shape), cuts_of(normalized), tuple(coordinate)).local_shape, ()
+        part = owned(shape, mesh_shape, cuts, tuple(coordinate))
+        if skip_offset:
+            return part.local_shape, ()
+        if not has_single_boxes(shape, mesh_shape, cuts):
+            raise ValueError(
+                f"{_short(placements)} cuts a tensor of shape {shape} within slices of dimension 0, so that ranks hold several "
+                "boxes with offsets of their own: call torch_ragged.owned_boxes(tensor), or keep whole slices together by "
+                "orig_param_policy. For PEFT and transformers, call torch_ragged.integrations.install()"
+            )
+        box = next((box for box in part.boxes if box.numel), None)
+        return ((0, *shape[1:]), (shape[0], *(0 for _ in shape[1:]))) if box is None else (box.sizes, box.offsets)
 
     def redistribute(
         self, tensor: DTensor, mesh: Optional[DeviceMesh], placements: Sequence[Placement], **options: Any
@@ -147,6 +156,10 @@ ragged_extension = RaggedExtension()
 _Ragged.extension = ragged_extension
 
 
+def _short(placements: Sequence[Placement]) -> str:
+    return "".join(map(str, placements))
+
+
 def _spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, row_major(shape), dtype))
 
@@ -159,9 +172,15 @@ def _local_placements(
     if coordinate is not None:
         expected = owned(tuple(shape), tuple(mesh.shape), cuts_of(normalized), tuple(coordinate)).local_shape
         if tuple(local.shape) != expected:
+            hint = ": pass local.reshape(-1)" if (local.numel(),) == expected else ""
+            if local.shape == shape:
+                hint += (
+                    "; a whole tensor is cut by distribute_tensor, and by PEFT and transformers after "
+                    "torch_ragged.integrations.install()"
+                )
             raise ValueError(
-                f"shape {tuple(shape)} under {''.join(map(str, normalized))}: rank {dist.get_rank()} gave a local tensor of "
-                f"shape {tuple(local.shape)}, expected {expected}"
+                f"shape {tuple(shape)} under {_short(normalized)}: rank {dist.get_rank()} gave a local tensor of shape "
+                f"{tuple(local.shape)}, expected {expected}{hint}"
             )
     return normalized
 

@@ -6,11 +6,18 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Optional
 
-__all__ = ["ends_quietly"]
+__all__ = ["command_name", "ends_quietly"]
 
 Main = Callable[[Optional[Sequence[str]]], int]
+
+
+def command_name(module: str) -> str:
+    """The command that was typed: the console script, such as ``torch-ragged-plan``, or ``python -m`` and ``module``."""
+    typed = Path(sys.argv[0]).name
+    return typed if typed.startswith("torch-ragged-") else f"python -m {module}"
 
 
 def ends_quietly(main: Main) -> Callable[..., int]:

@@ -26,6 +26,7 @@ __all__ = [
     "boxes_of_interval",
     "check_cuts",
     "chunk_range",
+    "has_single_boxes",
     "is_nested",
     "owned",
     "owned_near",
@@ -176,6 +177,20 @@ def owned(shape: tuple[int, ...], mesh_shape: tuple[int, ...], cuts: tuple[Cut, 
     for cut, parts, index in zip(cuts, mesh_shape, coordinate):
         piece.apply(cut, parts, index)
     return piece.owned()
+
+
+@lru_cache(maxsize=65536)
+def has_single_boxes(shape: tuple[int, ...], mesh_shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> bool:
+    """Whether what each rank owns is one box of the tensor, which may be empty. All ranks get the same answer."""
+    ranks = [range(1 if isinstance(cut, Whole) else parts) for cut, parts in zip(cuts, mesh_shape)]
+    for coordinate in itertools.product(*ranks):
+        piece = _Piece(shape)
+        for cut, parts, index in zip(cuts, mesh_shape, coordinate):
+            piece.apply(cut, parts, index)
+        count = sum(box.numel > 0 for box in piece.owned().boxes)
+        if count > 1 or (count == 0 and not shape):  # A tensor without dimensions has no empty box.
+            return False
+    return True
 
 
 def owned_near(

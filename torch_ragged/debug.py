@@ -59,7 +59,7 @@ def visualize(
     Args:
         tensors: a DTensor, a sequence of DTensors, or a mapping of names to DTensors (``dict(model.named_parameters())``).
         file: the target. A text stream gets the text. A path that ends in ``.svg`` or ``.png`` gets a picture to scale,
-            coloured by owner; it needs the ``viz`` extra: ``pip install torch_ragged[viz]``. None is standard output.
+            coloured by owner; it needs matplotlib. None is standard output.
         max_width: the most characters per line.
         max_height: the most lines of the drawing, and of the legend, per tensor.
 
@@ -327,7 +327,7 @@ def _save(pictures: Sequence[_Picture], path: str, draw: bool) -> None:
     if kind not in (".svg", ".png"):
         raise ValueError(f"visualize draws to a .svg or .png file, got {path!r}: use one of these endings")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(f"drawing {path!r} needs matplotlib: run pip install 'torch_ragged[viz]', or do not pass file=")
+        raise ImportError(f"drawing {path!r} needs matplotlib: run pip install matplotlib, or do not pass file=")
     if not draw:
         return
     import matplotlib

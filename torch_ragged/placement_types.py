@@ -73,6 +73,25 @@ class _Ragged(Placement):
         """How the placement cuts a tensor, for :func:`torch_ragged._ownership.owned`."""
         raise NotImplementedError
 
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether each rank holds a part only: True. With ``dim``: whether the placement may cut this dimension.
+
+        Programs ask this to know whether they must reduce over the mesh. It does not mean that the placement is a ``Shard``.
+        """
+        return dim is None or dim in self._dims
+
+    @property
+    def dim(self) -> int:
+        """Not an attribute: a program that reads it would compute the offsets of ``Shard(dim)``, which are others.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(
+            f"{self!r} has no dim, as it does not cut one dimension into chunks: use torch_ragged.owned_boxes(tensor), "
+            "tensor.full_tensor(), or redistribute(placements=[Shard(dim)])"
+        )
+
     def replace_dims(self: _Self, dims: tuple[int, ...]) -> _Self:
         """The same placement over other ``dims``."""
         raise NotImplementedError

@@ -1,6 +1,6 @@
-"""``python -m torch_ragged.checkpoint inspect|verify|diff``: look at a checkpoint from the command line.
+"""``torch-ragged-checkpoint inspect|verify|diff``, which is also ``python -m torch_ragged.checkpoint``.
 
-Runs in one process, needs no model, unpickles no object and changes no file.
+It looks at a checkpoint from the command line. It runs in one process, needs no model, unpickles no object and changes no file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from torch_ragged._command_line import ends_quietly
+from torch_ragged._command_line import command_name, ends_quietly
 from torch_ragged.checkpoint._data import ObjectPlanner
 from torch_ragged.checkpoint._errors import CheckpointError, raise_on_all
 from torch_ragged.checkpoint._folder import resolve
@@ -33,7 +33,7 @@ _HIDDEN = {"objects", "per_rank", "rng"}  # Byte tensors of pickles and random s
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv``. Returns the exit code: 1 if a checkpoint is damaged or missing, or if two differ; or 0."""
     parser = argparse.ArgumentParser(
-        prog="python -m torch_ragged.checkpoint", description="Show, verify or compare checkpoints."
+        prog=command_name("torch_ragged.checkpoint"), description="Show, verify or compare checkpoints."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="show the contents and how each tensor was sharded")

@@ -1,6 +1,7 @@
 """``install`` and ``installed``: programs that call torch's ``fully_shard`` call ours, until that is undone.
 
-Only names are replaced, in modules that are loaded: no file, and nothing inside torch's ``fully_shard``.
+``_substitutes`` has what is replaced beside it. Only names are replaced, in modules that are loaded: no file, and nothing
+inside torch's ``fully_shard``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch.distributed.fsdp as torch_fsdp
 
 from torch_ragged.fsdp import fully_shard
+from torch_ragged.integrations._substitutes import SUBSTITUTES
 
 __all__ = ["Installation", "install", "installed"]
 
@@ -23,6 +25,8 @@ _torch_fully_shard = torch_fsdp.fully_shard
 _OPTIONS = tuple(name for name in inspect.signature(fully_shard).parameters if name not in ("module", "mesh"))
 _active: list[Installation] = []
 """The installations in force; the last one holds."""
+_substituted: dict[tuple[str, str], tuple[Any, Any]] = {}
+"""The originals and the substitutes of names that programs have beside ``fully_shard``, while any installation is in force."""
 
 
 class Installation:
@@ -40,6 +44,7 @@ class Installation:
         self.function = self._make()
         self.names = _replace([_torch_fully_shard, *(each.function for each in _active)], self.function)
         _active.append(self)
+        self.names += _substitute()
 
     def __str__(self) -> str:
         options = ", ".join(self.options)
@@ -53,6 +58,8 @@ class Installation:
         @functools.wraps(_torch_fully_shard)
         def stand_in(module: Any, **arguments: Any) -> Any:
             self.calls += 1
+            if self in _active:
+                self.names += _substitute()  # The program may have loaded more modules meanwhile.
             placement_fn, policy = arguments.get("shard_placement_fn"), self.options.get("orig_param_policy")
             if placement_fn is not None and policy is not None:
                 merged = _MergedPlacements(placement_fn, policy)
@@ -75,6 +82,10 @@ class Installation:
         if self in _active:
             _active.remove(self)
             _replace([self.function], _active[-1].function if _active else _torch_fully_shard)
+        if not _active:
+            for original, substitute in _substituted.values():
+                _replace([substitute], original)
+            _substituted.clear()
 
 
 class _MergedPlacements:
@@ -113,12 +124,28 @@ def _replace(functions: list[Any], function: Any) -> list[str]:
     return names
 
 
+def _substitute() -> list[str]:
+    """Replace the names of ``SUBSTITUTES`` in modules that are loaded and were not when this was called last; returns them."""
+    names = []
+    for key, make in SUBSTITUTES.items():
+        module, name = key
+        if key not in _substituted and hasattr(sys.modules.get(module), name):
+            original = getattr(sys.modules[module], name)
+            _substituted[key] = original, make(original)
+            names += _replace([original], _substituted[key][1])
+    return names
+
+
 def install(**options: Any) -> Installation:
     """Have programs that call ``torch.distributed.fsdp.fully_shard`` call ``torch_ragged.fsdp.fully_shard`` from now on.
 
     All loaded modules are searched for names of torch's function, and these names are replaced. A module that is loaded later
     imports ours from ``torch.distributed.fsdp``. So you may install before or after the program is imported. If an object holds
     the function, such as ``functools.partial(fully_shard)``, it is not found.
+
+    A few names that know FSDP2's shards only are replaced too, now and when the program calls ``fully_shard``: the operation by
+    which transformers and PEFT cut a tensor to a shard, and NeMo AutoModel's writer of safetensors files. ``str()`` of the
+    installation lists them.
 
     Args:
         options: of :func:`torch_ragged.fsdp.fully_shard`, but for ``module`` and ``mesh``. Each replaces what the program

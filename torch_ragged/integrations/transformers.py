@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.fsdp import BufferPlacements, FSDPModule, OrigParamPolicy
 from torch_ragged.integrations._install import installed
 from torch_ragged.integrations._lazy_tensor import LazyTensor
 from torch_ragged.integrations._program import require
+from torch_ragged.integrations._substitutes import is_ragged
 
 __all__ = ["checkpoint_callback", "from_pretrained"]
 
@@ -187,13 +187,13 @@ class _Loading:
 
     def _operation(self, param: DTensor) -> Any:
         """In place of ``DtensorShardOperation``: the operation that reads a checkpoint tensor for ``param``."""
-        return _LazyOperation() if _is_ragged(param) else self._originals[0](param)
+        return _LazyOperation() if is_ragged(param) else self._originals[0](param)
 
     def _set_param(self, model: nn.Module, name: str, value: Any, loading_info: Any, quantizer: Any) -> None:
         """In place of ``set_param_for_module``: fill the parameter ``name`` from ``value``, a whole tensor."""
         module_name, _, own = name.rpartition(".")
         param: Any = getattr(model.get_submodule(module_name), own, None)
-        if not _is_ragged(param):
+        if not is_ragged(param):
             self._originals[1](model, name, value, loading_info, quantizer)
             return
         loading_info.missing_keys.discard(name)
@@ -266,10 +266,6 @@ def _mesh_of(model: Any, meshes: Any) -> DeviceMesh:
     """The mesh that transformers passes to fully_shard."""
     replicas = model.config.distributed_config.dp_replicate_size > 1
     return meshes.get_mesh(("dp_replicate", "fsdp") if replicas else "fsdp")
-
-
-def _is_ragged(tensor: Any) -> bool:
-    return isinstance(tensor, DTensor) and any(isinstance(p, (RaggedShard, StridedRaggedShard)) for p in tensor.placements)
 
 
 def _fill(name: str, param: Any, value: LazyTensor, compare: bool = False) -> bool:

@@ -84,8 +84,7 @@ def before_load(
     try:
         for each, state in _states(module):
             _checked[each] = messages
-            for group in state.groups:
-                group.reshard()
+            state.reshard()  # Not its groups alone: the state knows which all-gathers were issued ahead of use.
         entries = list(_entries(module, state_dict, prefix))
         conversions = _check(module, entries, metadata.get("assign_to_params_buffers", False))
     except Exception as error:

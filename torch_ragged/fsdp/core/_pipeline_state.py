@@ -1,6 +1,6 @@
-"""PipelineState: what the pipeline schedules of torch read and call of a state.
+"""PipelineState: what other programs read and call of a state by FSDP2's private names, such as torch's pipeline schedules.
 
-The schedules of torch 2.11 to 2.13 reduce gradients by FSDP2's private names; those of 2.15 call methods of ``FSDPModule``.
+The schedules of torch 2.11 to 2.13 reduce gradients by these names; those of 2.15 call methods of ``FSDPModule``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_ragged._register._torch import GradientUse, gradient_use
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
@@ -19,9 +20,10 @@ __all__ = ["PipelineState"]
 
 
 class PipelineState:
-    """The part of :class:`FSDPState` that is for pipeline schedules. Attributes are those of ``FSDPState``."""
+    """The part of :class:`FSDPState` that other programs know. Attributes are those of ``FSDPState``."""
 
     groups: list[FSDPParamGroup]
+    mp_policy: MixedPrecisionPolicy
     requires_gradient_sync: bool
     is_last_backward: bool
     finalizes_manually: bool
@@ -44,13 +46,19 @@ class PipelineState:
         return self.comm
 
     @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        """NeMo AutoModel computes the logits in the dtype of its head's policy."""
+        return self.mp_policy
+
+    @property
     def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
         """Empty: :meth:`_root_post_backward_final_callback` reduces the gradients of all groups."""
         return []
 
     @property
-    def _fsdp_param_group(self) -> None:
-        """The same for torch 2.11, whose states have one group or none."""
+    def _fsdp_param_group(self) -> _Reduction | None:
+        """Programs call its ``post_backward()`` for each state under a root, and some do not call the root's callback then."""
+        return _Reduction(self.context) if self.context.states[0] is self else None
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce the gradients that micro-batches have accumulated, set ``.grad`` and reshard."""
@@ -85,3 +93,13 @@ class PipelineState:
                     "pipeline schedule that computes the gradients of parameters later, such as ZBVZeroBubble, would lose "
                     "them. Pass reshard_after_forward=False to fully_shard"
                 )
+
+
+class _Reduction:
+    """In place of FSDP2's group, of the root's state only: it reduces the gradients of all states under the root."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def post_backward(self) -> None:
+        self._context.end_backward()

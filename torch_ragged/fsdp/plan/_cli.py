@@ -1,4 +1,4 @@
-"""The command line of ``python -m torch_ragged.fsdp.plan``.
+"""The command line of ``torch-ragged-plan``, which is also ``python -m torch_ragged.fsdp.plan``.
 
 It must check all options before it plans anything.
 """
@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import torch
 
-from torch_ragged._command_line import ends_quietly
+from torch_ragged._command_line import command_name, ends_quietly
 from torch_ragged.fsdp import Granularity, blocks, elements, rows, tensor
 from torch_ragged.fsdp.layout._advice import advise
 from torch_ragged.fsdp.plan._drawing import draw_svg, draw_text
@@ -35,10 +35,10 @@ Megatron-FSDP; torch_ragged/fsdp/plan/_peers.py describes the model of it).
 """
 _EPILOG = """\
 examples:
-  python -m torch_ragged.fsdp.plan deepseek-v3 --granularity rows:128
-  python -m torch_ragged.fsdp.plan path/to/config.json --ranks 64,320,1024 --replicas 4 --json plan.json --plot plan.png
-  python -m torch_ragged.fsdp.plan my_package.models:build --granularity blocks:128x128 --apply all
-  python -m torch_ragged.fsdp.plan gpt-oss-120b --granularity rows:128 --ranks 64 --explain block.0 --svg block.svg
+  %(prog)s deepseek-v3 --granularity rows:128
+  %(prog)s path/to/config.json --ranks 64,320,1024 --replicas 4 --json plan.json --plot plan.png
+  %(prog)s my_package.models:build --granularity blocks:128x128 --apply all
+  %(prog)s gpt-oss-120b --granularity rows:128 --ranks 64 --explain block.0 --svg block.svg
 """
 _FORMS: dict[str, Callable[..., Granularity]] = {
     r"elements": elements,
@@ -59,11 +59,12 @@ class _Parser(argparse.ArgumentParser):
 @ends_quietly
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool with the arguments ``argv`` (default: the command line's). Returns the exit status, 2 for bad input."""
+    parser = _parser()
     try:
-        options = _parser().parse_args(argv)
+        options = parser.parse_args(argv)
         granularity, precision, model = _check(options)
     except ValueError as error:
-        print(f"torch_ragged.fsdp.plan: error: {error}", file=sys.stderr)
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     every_matrix = options.apply == "all"
     planner = ModelPlanner(model, granularity_policy(granularity, every_matrix), precision.alignment)
@@ -95,7 +96,7 @@ def _explain(plan: ModelPlan, group: str, report: Report, svg: str | None) -> st
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m torch_ragged.fsdp.plan",
+        prog=command_name("torch_ragged.fsdp.plan"),
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -132,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--explain", metavar="GROUP", help="draw the buffer of this group at one FSDP size, instead of the tables")
     add("--svg", metavar="FILE", help="with --explain: also draw the buffer to this file")
     add("--json", metavar="FILE", help="also write all results to this file")
-    add("--plot", metavar="FILE", help="plot padding against FSDP size (.png, .svg, .pdf; needs matplotlib, the viz extra)")
+    add("--plot", metavar="FILE", help="plot padding against FSDP size (.png, .svg, .pdf; needs matplotlib)")
     return parser
 
 

@@ -1,6 +1,6 @@
 """The plot of padding against FSDP size.
 
-Importing this file must not need matplotlib (the ``viz`` extra): ``plot()`` imports it.
+Importing this file must not need matplotlib: ``plot()`` imports it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def check_plot_path(path: str) -> None:
     if Path(path).suffix not in _ENDINGS:
         raise ValueError(f"--plot {path}: expected a file name that ends in {', '.join(_ENDINGS)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'torch_ragged[viz]'")
+        raise ValueError("--plot needs matplotlib: run pip install matplotlib")
 
 
 def plot(report: Report, path: str) -> None:

@@ -1,6 +1,6 @@
 """Timeline: what one training step did when, as a picture and as a trace.
 
-Importing this file must not need matplotlib (the ``viz`` extra): ``save()`` imports it.
+Importing this file must not need matplotlib: ``save()`` imports it.
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ class Timeline:
             Path(path).write_text(json.dumps(self._trace()) + "\n")
             return
         if importlib.util.find_spec("matplotlib") is None:
-            raise ImportError(
-                f"drawing {str(path)!r} needs matplotlib: run pip install 'torch_ragged[viz]', or save a .json trace"
-            )
+            raise ImportError(f"drawing {str(path)!r} needs matplotlib: run pip install matplotlib, or save a .json trace")
         self._draw(str(path), kind[1:])
 
     def _tracks(self) -> list[tuple[str, list[TimelineSpan]]]:
