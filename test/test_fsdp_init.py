@@ -129,7 +129,8 @@ class RollCallTest(unittest.TestCase):
     def another(self, *votes):
         remaining = list(votes)
 
-        def all_reduce(vote, op, group):
+        def all_reduce(vote, op, group, async_op):
+            self.assertFalse(async_op)  # The fake backend is not gloo.
             self.assertEqual((op, group), (dist.ReduceOp.MIN, dist.group.WORLD))
             vote.copy_(torch.minimum(vote, torch.tensor(remaining.pop(0))))
 
