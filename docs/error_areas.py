@@ -34,6 +34,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         (
             "fsdp",
             "fsdp._fully_shard",
+            "fsdp.core._arguments",
             "fsdp.core._distribution",
             "fsdp.core._float8",
             "fsdp.core._fsdp_api",
@@ -53,6 +54,13 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         """
         A method of `FSDPModule` got a value that it does not take, or was called at a time when it cannot act, such
         as inside a backward. Call methods between steps, with the values that the message names.
+        """,
+    ),
+    "load_state_dict() of a sharded model": (
+        ("fsdp.core._load_state_dict",),
+        """
+        A value does not fit its parameter. All ranks raise, and no value was copied. The texts of shapes and types are
+        those of `nn.Module`. [Loading a state dict](fsdp.md#loading-a-state-dict) says what may be loaded.
         """,
     ),
     "Forward, backward and step": (
