@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from torch_ragged._groups import is_gloo
 from torch_ragged._peers import Peers, name_of, peers_named, wait_for
 from torch_ragged._register._torch import default_store
 from torch_ragged._standstill import announce
@@ -122,7 +123,7 @@ def reduce_min(numbers: torch.Tensor, group: dist.ProcessGroup, call: str) -> No
     ticket = issue(group, "agreement")
     with peers_named(call, "", functools.partial(dist.get_process_group_ranks, group), [ticket]):
         # Over gloo, a rank that waits looks at times whether others have failed.
-        work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group, async_op=dist.get_backend(group) == "gloo")
+        work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group, async_op=is_gloo(group, numbers.device))
         if work is not None:
             wait_for(work)
 

@@ -12,7 +12,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-__all__ = ["device_of_messages", "end_messages", "group_name", "group_of"]
+from torch_ragged._register._torch import backend_of
+
+__all__ = ["device_of_messages", "end_messages", "group_name", "group_of", "is_gloo"]
 
 group_name: contextvars.ContextVar[str | None] = contextvars.ContextVar("group_name", default=None)
 """The name of the process group that :func:`group_of` creates. A hook on torch passes it on, because torch would derive a name
@@ -50,6 +52,12 @@ def device_of_messages(group: dist.ProcessGroup) -> torch.device:
     if device is None or dist.get_backend(group) == dist.Backend.GLOO:
         return torch.device("cpu")
     return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether gloo carries the collectives of ``group`` for tensors on ``device``."""
+    gloo = getattr(dist, "ProcessGroupGloo", None)  # Builds of torch without gloo do not have this name.
+    return gloo is not None and device.type == "cpu" and isinstance(backend_of(group, device), gloo)
 
 
 def end_messages(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from torch_ragged._groups import end_messages
+from torch_ragged._groups import end_messages, is_gloo
 from torch_ragged._peers import STANDSTILL, Fate, Peers, fates_of, listen
 from torch_ragged._register._torch import process_groups
 from torch_ragged._store import SharedStore
@@ -38,6 +38,7 @@ _ADVICE = (
     "it on a copy of the model that is not sharded"
 )
 
+_CPU = torch.device("cpu")
 _logger = logging.getLogger("torch_ragged")
 
 
@@ -117,7 +118,7 @@ class _Watch:
 
     def start(self) -> None:
         # NCCL has a watchdog of its own, and a thread that waits for a GPU's work may be anywhere.
-        if dist.get_backend() not in ("gloo", "cpu:gloo"):
+        if not all(part.endswith("gloo") for part in dist.get_backend_config().split(",")):
             return
         with self._lock:
             if self._thread is None or not self._thread.is_alive():  # Not alive: this is a forked child.
@@ -141,8 +142,8 @@ class _Watch:
         _logger.error("rank %d: %s", dist.get_rank(), text)
         # Calls that wait in the backend, also torch's own, raise now: their connections close.
         for group in process_groups():
-            if dist.get_backend(group) == "gloo":
-                end_messages(group, torch.device("cpu"))
+            if is_gloo(group, _CPU):
+                end_messages(group, _CPU)
 
     def _find(self, store: SharedStore) -> bool:
         """Ask all ranks where they are, unless another rank has asked lately. Returns whether they wait for each other."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional, Protocol
 import torch
 import torch.distributed as dist
 
-from torch_ragged._groups import group_of
+from torch_ragged._groups import group_of, is_gloo
 from torch_ragged._register._torch import backend_of
 from torch_ragged.fsdp.comm import _gloo
 from torch_ragged.fsdp.comm._call_log import wait_for
@@ -130,7 +130,7 @@ class ProcessGroupCollectives:
         if shard.dtype.itemsize == 1:  # gloo does not support float8, and an all-gather only moves bytes.
             output, shard = output.view(torch.uint8), shard.view(torch.uint8)
         # Broadcasts do not match an all-gather of another rank. All ranks decide alike: their shards have the same size.
-        if custom is None and _gloo.is_worth_broadcasts(shard, group) and _is_gloo(group, shard.device):
+        if custom is None and _gloo.is_worth_broadcasts(shard, group) and is_gloo(group, shard.device):
             return _gloo.all_gather(as_real(output), as_real(shard), group)
         return _issue(_all_gather, custom, output, shard, group=group)
 
@@ -140,7 +140,7 @@ class ProcessGroupCollectives:
             torch.div(buffer, reduction.divisor or 1, out=output)
             return done
         assert group is not None
-        if custom is None and _is_gloo(group, buffer.device):
+        if custom is None and is_gloo(group, buffer.device):
             issue = functools.partial(_exchange_and_sum, output, buffer, group)
         else:
             issue = functools.partial(_issue_divided, _reduce_scatter, custom, output, buffer, group=group)
@@ -152,7 +152,7 @@ class ProcessGroupCollectives:
         # If there are several reducers, wait() issues the next collective. Ranks wait for a second buffer at different moments,
         # so such a reduction must not report one.
         is_one = self.custom_reduce_scatter is None and len(self.reducers) == 1
-        is_exchange = is_one and group is not None and group.size() > 1 and _is_gloo(group, device)
+        is_exchange = is_one and group is not None and group.size() > 1 and is_gloo(group, device)
         return ReduceScatterTraits(adds_wide=is_exchange, holds_second_buffer=is_exchange)
 
     def separate_reductions(self, enable: bool) -> None:
@@ -248,11 +248,6 @@ def _is_alone(group: dist.ProcessGroup | None, custom: CustomCollective | None =
     return group is None or (group.size() == 1 and custom is None)
 
 
-def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    gloo = getattr(dist, "ProcessGroupGloo", None)  # Builds of torch without gloo do not have this name.
-    return gloo is not None and device.type == "cpu" and isinstance(backend_of(group, device), gloo)
-
-
 def _exchange_and_sum(output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, op: Any, divisor: float) -> Work:
     return _gloo.reduce_scatter(as_real(output), as_real(buffer), group, divisor)
 
@@ -278,7 +273,7 @@ def _issue(collective: Any, custom: CustomCollective | None, *tensors: torch.Ten
         return custom(*tensors, **options, async_op=True) or done  # A synchronous one returns None.
     work = collective(*tensors, **options, async_op=True)
     assert work is not None, "this rank is not part of the collective's process group"
-    return _GlooWork(work) if _is_gloo(options["group"], tensors[0].device) else work
+    return _GlooWork(work) if is_gloo(options["group"], tensors[0].device) else work
 
 
 class _GlooWork:
