@@ -193,7 +193,7 @@ class MeshTest(unittest.TestCase):
     def test_replicas_shards_and_model_parallelism_train_as_one_process(self):
         for uneven, twice in run_ranks(8, check_replicas_and_model_parallel):
             self.assertIn("weight of shape (5, 4) is cut unevenly by S(0) over 2 ranks of model parallelism", uneven)
-            self.assertIn("(is sharded by fully_shard already)", twice)
+            self.assertIn("is sharded already, as 0.weight of an earlier fully_shard call", twice)
 
 
 if __name__ == "__main__":

@@ -420,7 +420,7 @@ class PlacementsTest(unittest.TestCase):
     def test_unsupported_placements_are_refused(self):
         for errors in run_ranks(4, check_placement_errors):
             texts = ["is not supported; expected ZERO1", "with 2 dimensions", "with 1 dimensions"]
-            texts += ["(placements=ZERO2)", "lambda name, parameter: rows(32)"]
+            texts += ["(placements=ZERO2)", "lambda fqn, parameter: rows(32)"]
             for error, text in zip(errors, texts, strict=True):
                 self.assertIn(text, error)
 

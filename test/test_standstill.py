@@ -135,7 +135,7 @@ class TrackerTest(unittest.TestCase):
             self.assertTrue(where.is_held)
             self.assertEqual((where.call, where.ranks), ("all-gather of weight", [0, 1]))
             self.assertEqual(where.tickets, [(dist.group.WORLD.group_name, 1)])
-            self.assertEqual(where.issued, {dist.group.WORLD.group_name: {1: "all-gather of weight"}})
+            self.assertEqual(where.issued[dist.group.WORLD.group_name], {1: "all-gather of weight"})
             self.assertRegex(where.text, r"in all-gather of weight, called in waits_in_a_call \(test_standstill.py:\d+\)")
             with mock.patch.object(_whereabouts, "_bytes_written", return_value=2**40):  # Something is on its way.
                 self.assertFalse(self.tracker.look().is_held)

@@ -124,8 +124,10 @@ def reduce_min(numbers: torch.Tensor, group: dist.ProcessGroup, call: str) -> No
     with peers_named(call, "", functools.partial(dist.get_process_group_ranks, group), [ticket]):
         # Over gloo, a rank that waits looks at times whether others have failed.
         work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group, async_op=is_gloo(group, numbers.device))
-        if work is not None:
+        if isinstance(work, dist.Work):
             wait_for(work)
+        elif work is not None:  # Of a simulated group.
+            work.wait()
 
 
 def _difference(answers: dict[int, tuple[str, str]], claim: str) -> str:
