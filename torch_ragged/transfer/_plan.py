@@ -81,7 +81,7 @@ def plan(
         if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1:
             raise ValueError(f"plan(max_bytes=) takes a positive number of bytes, got {max_bytes!r}")
         known = [side_of(source, "source"), side_of(target, "target")]
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # Any: other ranks would wait for this one.
         problem = error
     agree([group], device, "transfer.plan", f"{max_bytes=}, {strict=}, {timeout=}", problem)
     # The largest of all ranks: ranks may have made other plans before, or seen other failures.
@@ -91,7 +91,7 @@ def plan(
     problem = None
     try:
         shapes = checked_shapes(sides[0], sides[1], ranks, strict)
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         problem = error
     agree([group], device, "transfer.plan", claim, problem)
     return Plan(sides[0], sides[1], shapes, max_bytes, group, timeout)
@@ -104,7 +104,8 @@ class Plan:
         source, target: the two sides.
         shapes: of the whole tensors, by name.
         ranks: the global ranks of the group.
-        is_complete: whether the last run has filled the target. False before the first run and after one that failed.
+        is_complete: whether the last run has filled the target. False before the first run, from the call of a run to its end,
+            and after a run that failed or was refused.
         last_sent_bytes: what this rank sent in the last run.
         last_peak_bytes: the most bytes of buffers on this rank in the last run.
     """
@@ -150,7 +151,7 @@ class Plan:
             problem, slices = None, []
             try:
                 slices = self.slices_of(self._rank)
-            except ValueError as error:
+            except Exception as error:
                 problem = error
             agree([self._group], self._device, "transfer.plan", "", problem)
             if not slices:
@@ -209,9 +210,10 @@ class Plan:
             check_memory(given[0], given[1], self._device)
             if async_op and any(isinstance(tensor, DTensor) for tensor in given[0].values()):
                 raise ValueError("run(async_op=True) cannot reduce a Partial in the background: redistribute the source first")
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             problem = error
         self._runs += 1
+        self.is_complete = False
         run = functools.partial(self._run, given[0], given[1], problem, delta, f"{self._number}/{self._runs}")
         if async_op:
             return in_background(self._group, self._device, run)
@@ -230,6 +232,7 @@ class Plan:
         delta: Delta | None,
         key: str,
     ) -> None:
+        self.is_complete = False  # Again: an earlier run in the background may have ended since the call.
         watch = Watch(self.ranks, f"{self._group.group_name}/{key}", self._timeout, self._device)
         execution = Execution(
             self._slices,
@@ -244,10 +247,10 @@ class Plan:
         )
         try:
             with torch.no_grad():
-                fine = torch.tensor([problem is None], dtype=torch.int64, device=self._device)
+                # The last two tell whether ranks differ: the smallest is the largest.
+                fine = torch.tensor([problem is None, delta is None, delta is not None], dtype=torch.int64, device=self._device)
                 watch.wait([dist.all_reduce(fine, dist.ReduceOp.MIN, self._group, async_op=True)])
-                if fine.item():
-                    self.is_complete = False
+                if fine[0] and fine[1:].any():
                     execution.source = {name: self._reduced(name, tensor) for name, tensor in source.items()}
                     execution.run()
                     # A rank whose run is complete waits for the others: all ranks succeed, or all raise.
@@ -259,7 +262,8 @@ class Plan:
             end_messages(self._group, self._device)
             raise failure from error
         self.last_sent_bytes, self.last_peak_bytes = execution.sent_bytes, execution.peak_bytes
-        agree([self._group], self._device, "Plan.run()", f"{delta=}", problem)
+        advice = "give it tensors as planned, and an equal delta on all ranks"
+        agree([self._group], self._device, "Plan.run()", f"delta {'set' if delta else None}", problem, advice)
         self._sends_all = self._sends_all and delta is None
         self.is_complete = True
 
