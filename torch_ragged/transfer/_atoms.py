@@ -23,7 +23,7 @@ from torch_ragged._ownership import Box, Owned, boxes_of_interval, row_major
 from torch_ragged._transfer import Part, merged_parts, part_of
 from torch_ragged.transfer._sides import Holder, Side
 
-__all__ = ["Atom", "Copy", "Shared", "Window", "atoms_of", "windows_of"]
+__all__ = ["Atom", "Copy", "Shared", "Window", "atoms_of", "parts_within", "windows_of"]
 
 Window = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and sizes of a box of the tensor.
 
@@ -78,6 +78,14 @@ class Copy(NamedTuple):
     source_key: str | None
     target_key: str | None
     boxes: tuple[Shared, ...]
+
+
+def parts_within(parts: Sequence[Part], start: int, stop: int) -> Iterator[Part]:
+    """The elements ``[start, stop)`` of ``parts`` one after another, each in row-major order."""
+    for part in parts:
+        for at, sizes in boxes_of_interval(part.sizes, max(start, 0), min(stop, part.numel)):
+            yield part_of(part.offset + sum(i * stride for i, stride in zip(at, part.strides)), sizes, part.strides)
+        start, stop = start - part.numel, stop - part.numel
 
 
 @dataclass(frozen=True)

@@ -1,106 +1,86 @@
-"""Changes: which elements of the source a run must send again, for ``run(delta=...)``.
+"""Checksums of elements, by which ``run(delta=...)`` finds out which atoms a receiver lacks. They are computed on the device.
 
-The sender of an atom decides, because only it has seen both the old and the new elements. It tells all receivers of the atom.
+The sender and each receiver of an atom compute it of what they hold now. So no plan remembers what was sent, and no way to
+write to a tensor is missed, on either side. Version counters would cost nothing, but they see little: writes to a DTensor do
+not count for its local tensor, and those through ``.data``, NumPy or a kernel count for none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Literal, NamedTuple
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from torch_ragged._redistribute import part_view
 from torch_ragged._transfer import Part
+from torch_ragged.transfer._atoms import parts_within
 
-__all__ = ["Candidate", "Changes", "Delta", "checksum"]
+__all__ = ["DELTAS", "Delta", "checksum"]
 
-Delta = Literal["version", "checksum"]
+Delta = Literal["checksum", "version"]
+DELTAS = ("checksum", "version")
+"""What ``run(delta=)`` takes. ``"version"`` once compared version counters; it is the same as ``"checksum"`` now."""
 
-_CHUNK = 1 << 20  # Elements whose weights are in memory at a time.
-_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)
-
-
-class Candidate(NamedTuple):
-    """Elements that this rank may send: parts of the flat local tensor ``flat``."""
-
-    key: Hashable
-    flat: torch.Tensor
-    parts: tuple[Part, ...]
+_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344), (0x082EFA98EC4E6C89, 0x452821E638D01377)
 
 
-class Changes:
-    """What this rank has sent. The memory of one plan; it holds no tensor."""
+def checksum(flat: torch.Tensor, parts: Sequence[Part], dtype: torch.dtype) -> torch.Tensor:
+    """Two sums, modulo 2**64, of the 32-bit words of the elements of ``parts`` as ``dtype``: int64 ``(2,)``, on the device.
 
-    def __init__(self) -> None:
-        self._how: Delta | None = None
-        self._sent: dict[Hashable, object] = {}
-        self._next: dict[Hashable, object] = {}
-
-    def of(self, candidates: Sequence[Candidate], how: Delta) -> list[bool]:
-        """For each candidate, whether it may differ from what was sent in the last run of the same kind."""
-        if how != self._how:
-            self._sent, self._how = {}, how
-        states: Iterable[object]
-        if how == "version":
-            states = [_Version(each.flat) for each in candidates]
-        else:
-            sums = [checksum([part_view(each.flat, part) for part in each.parts]) for each in candidates]
-            states = torch.stack(sums).tolist() if sums else []
-        self._next = {each.key: state for each, state in zip(candidates, states)}
-        return [self._sent.get(key) != state for key, state in self._next.items()]
-
-    def commit(self) -> None:
-        """The run is complete."""
-        self._sent, self._next = self._next, {}
-
-    def forget(self) -> None:
-        """The next run sends all elements."""
-        self._sent, self._next = {}, {}
-
-
-class _Version:
-    """The memory of a tensor and its version counter. Equal if no operation of torch has written to it in between."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # While a weak reference exists, no new storage gets the same address.
-        self._storage = StorageWeakRef(tensor.untyped_storage())
-        self._state = (self._storage.cdata, tensor.data_ptr(), tensor._version)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Version) and self._state == other._state
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def checksum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Two sums, modulo 2**64, of all words of the tensors, each times its own pseudo-random odd weight: int64 ``(2,)``.
-
-    A single changed element changes both sums for certain. Several changes cancel with a probability of about 2**-60. Words
-    have at most 32 bits: the highest bits of two longer ones could cancel for any odd weights.
+    Each word is multiplied by a pseudo-random odd weight of its place in its chunk, and each chunk's sum by one of the chunk.
+    Both ends of an atom have the same elements in the same order, so they have the same chunks. A single changed word changes
+    both sums for certain. Several changes cancel with a probability of about 2**-54 if only the highest bits of words change,
+    and less otherwise. Words of 64 bits would cancel far more often.
     """
-    sums = torch.zeros(2, dtype=torch.int64, device=parts[0].device)
-    start = 0
-    for part in parts:
-        words = _words(part)
-        for chunk in words.split(_CHUNK):
-            index = torch.arange(start, start + chunk.numel(), device=chunk.device)
-            for i, seed in enumerate(_SEEDS):
-                sums[i] += (chunk.to(torch.int64) * _weights(index, seed)).sum()
-            start += chunk.numel()
-    return sums
+    words = _chunk_bytes(flat.device) // 4
+    sums = torch.stack([_sums(chunk, _weights(flat.device, words, _SEEDS[0])) for chunk in _chunks(flat, parts, dtype)])
+    return (sums * _weights(flat.device, max(len(sums), words), _SEEDS[1])[:, : len(sums)].t()).sum(0)
 
 
-def _words(part: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as 1-D integers of at most 4 bytes."""
-    flat = part.contiguous().view(-1)
-    return flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
+def _chunk_bytes(device: torch.device) -> int:
+    """Bytes that are worked on at a time: those that fit into a core's cache, or that keep an accelerator busy."""
+    return 1 << 18 if device.type == "cpu" else 1 << 22
 
 
-def _weights(index: torch.Tensor, seed: int) -> torch.Tensor:
-    """A pseudo-random odd int64 for each index (the finalizer of splitmix64)."""
-    x = index * -7046029254386353131 + seed
-    x = (x ^ (x >> 30)) * -4658895280553007687
-    x = (x ^ (x >> 27)) * -7723592293110705685
-    return (x ^ (x >> 31)) | 1
+def _chunks(flat: torch.Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """The elements of ``parts`` one after another, as 1-D int32 words; a last word is filled up with zeros."""
+    size, numel = _chunk_bytes(flat.device) // dtype.itemsize, sum(part.numel for part in parts)
+    whole = part_view(flat, parts[0]) if len(parts) == 1 and parts[0].is_contiguous and flat.dtype == dtype else None
+    if whole is not None and whole.storage_offset() * dtype.itemsize % 4:
+        whole = None  # It cannot be viewed as words.
+    for start in range(0, numel, size):
+        stop = min(start + size, numel)
+        if whole is not None:
+            chunk = whole[start:stop]
+        else:
+            chunk = torch.empty(stop - start, dtype=dtype, device=flat.device)
+            within = list(parts_within(parts, start, stop))
+            for part, place in zip(within, chunk.split([part.numel for part in within])):
+                place.view(part.sizes).copy_(part_view(flat, part))
+        raw = chunk.view(torch.uint8)
+        if len(raw) % 4:
+            raw = torch.cat([raw, raw.new_zeros(-len(raw) % 4)])
+        yield raw.view(torch.int32)
+
+
+def _sums(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    weights = weights[:, : len(words)]
+    if words.device.type == "cpu":  # A dot product needs no memory for the products, and accelerators have none of integers.
+        wide = words.to(torch.int64)
+        return torch.stack([torch.dot(wide, row) for row in weights])
+    return (words * weights).sum(1)
+
+
+@functools.lru_cache(maxsize=8)
+def _weights(device: torch.device, count: int, seeds: tuple[int, int]) -> torch.Tensor:
+    """Pseudo-random odd numbers (the finalizer of splitmix64): int64 ``(2, count)``."""
+    index = torch.arange(count, device=device)
+    rows = []
+    for seed in seeds:
+        x = index * -7046029254386353131 + seed
+        x = (x ^ (x >> 30)) * -4658895280553007687
+        x = (x ^ (x >> 27)) * -7723592293110705685
+        rows.append((x ^ (x >> 31)) | 1)
+    return torch.stack(rows)

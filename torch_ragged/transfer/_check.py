@@ -186,7 +186,10 @@ def _flat(local: torch.Tensor, what: str, is_written: bool) -> torch.Tensor:
         raise ValueError(f"{what} is on the meta device: it has no memory")
     if is_written and not local.is_contiguous():
         raise ValueError(f"{what} has a local tensor that is not contiguous: make it contiguous")
-    return local.detach().contiguous().view(-1)
+    if is_written and (local.is_conj() or local.is_neg()):
+        raise ValueError(f"{what} has a local tensor that is conjugated or negated lazily: call resolve_conj().resolve_neg()")
+    flat = local.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat.as_strided((flat.numel(),), (1,))  # torch keeps any stride of a single element, and calls it contiguous.
 
 
 def check_memory(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], device: torch.device) -> None:

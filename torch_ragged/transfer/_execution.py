@@ -12,7 +12,7 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from torch_ragged._redistribute import copy_into, part_view
 from torch_ragged.transfer._atoms import Atom, Copy
+from torch_ragged.transfer._changes import checksum
 from torch_ragged.transfer._rounds import Slice
 from torch_ragged.transfer._watch import Lost, Watch
 
@@ -37,6 +38,9 @@ class _Letter(NamedTuple):
     peer: int
 
 
+_Letters = list[tuple[Slice, Atom]]
+
+
 class _Packed(NamedTuple):
     """Letters that are packed into one buffer, peer by peer, each with its interval."""
 
@@ -46,8 +50,13 @@ class _Packed(NamedTuple):
 
 @dataclass
 class _Mail:
-    """What is in flight between this rank and its peers in one round."""
+    """What is in flight between this rank and its peers in one round.
 
+    Attributes:
+        atoms: those of this rank that travel in this round.
+    """
+
+    atoms: _Letters
     sent: _Packed
     received: _Packed
     works: list[dist.Work]
@@ -64,7 +73,8 @@ class Execution:
         target: flat local tensors by name, or by the names of an engine.
         group: carries the rounds.
         device: of the buffers.
-        travels: whether an atom of a slice is sent in this run; None: all are.
+        only_changed: whether an atom travels only if a receiver has other elements than its sender.
+        sends_all: whether this rank sends all atoms in any case.
         on_their_way: the tensors of the round that is waited for.
         sent_bytes, peak_bytes: what this rank has sent, and the most bytes of its buffers.
     """
@@ -76,7 +86,8 @@ class Execution:
     group: dist.ProcessGroup
     device: torch.device
     watch: Watch
-    travels: Callable[[int, Atom], bool] | None = None
+    only_changed: bool = False
+    sends_all: bool = False
     on_their_way: tuple[str, ...] = ()
     sent_bytes: int = 0
     peak_bytes: int = 0
@@ -105,7 +116,9 @@ class Execution:
 
     def _send(self, round_: range) -> _Mail:
         """Pack what this rank sends in a round, and issue its messages."""
-        atoms = list(self._atoms(round_))
+        atoms = [(self.slices[i], atom) for i in round_ for atom in self.slices[i].atoms]
+        if self.only_changed:
+            atoms = self._changed(atoms)
         outbox = [_Letter(each, atom, atom.receivers[0]) for each, atom in atoms if atom.sender == self._rank]
         inbox = [_Letter(each, atom, atom.sender) for each, atom in atoms if atom.receivers[0] == self._rank]
         self.on_their_way = tuple(dict.fromkeys(self.slices[i].name for i in round_))
@@ -118,38 +131,75 @@ class Execution:
         def straight(letter: _Letter) -> torch.Tensor:
             return part_view(self._source_of(letter), letter.atom.source[0])
 
-        return self._post(outbox, inbox, pack, straight)
+        return self._post(atoms, outbox, inbox, pack, straight)
 
     def _receive(self, round_: range, mail: _Mail) -> None:
         """Wait for a round, pass on what is for other receivers too, and unpack."""
         self.on_their_way = tuple(dict.fromkeys(self.slices[i].name for i in round_))
         self._wait(mail)
-        own = {_key(letter): where for letter, where in mail.received.places}
-        atoms = [(each, atom) for each, atom in self._atoms(round_) if len(atom.receivers) > 1]
+        own = {_key(letter[:2]): where for letter, where in mail.received.places}
+        atoms = [(each, atom) for each, atom in mail.atoms if len(atom.receivers) > 1]
         outbox = [
             _Letter(each, atom, peer) for each, atom in atoms if atom.receivers[0] == self._rank for peer in atom.receivers[1:]
         ]
         inbox = [_Letter(each, atom, atom.receivers[0]) for each, atom in atoms if self._rank in atom.receivers[1:]]
 
         def pass_on(letter: _Letter, place: torch.Tensor) -> None:
-            place.copy_(mail.received.buffer[own[_key(letter)]].view(place.dtype))
+            place.copy_(mail.received.buffer[own[_key(letter[:2])]].view(place.dtype))
 
         def straight(letter: _Letter) -> torch.Tensor:
             return part_view(self._target_of(letter), letter.atom.target[0])
 
-        passed = self._post(outbox, inbox, pass_on, straight)
+        passed = self._post(atoms, outbox, inbox, pass_on, straight)
         self._unpack(mail)
         self._wait(passed)
         self._unpack(passed)
 
-    def _atoms(self, round_: range) -> Iterator[tuple[Slice, Atom]]:
-        for i in round_:
-            for atom in self.slices[i].atoms:
-                if self.travels is None or self.travels(i, atom):
-                    yield self.slices[i], atom
+    def _changed(self, atoms: _Letters) -> _Letters:
+        """The atoms of which a receiver has other elements than the sender, equal on all their ranks: the sender decides.
+
+        Each receiver sends its checksum to the sender, which answers with one byte.
+        """
+        ranks = dist.get_process_group_ranks(self.group)
+        sent: dict[int, _Letters] = {rank: [] for rank in ranks}
+        received: dict[int, _Letters] = {rank: [] for rank in ranks}
+        for each, atom in atoms:
+            for receiver in atom.receivers if atom.sender == self._rank else ():
+                sent[receiver].append((each, atom))
+            if self._rank in atom.receivers:
+                received[atom.sender].append((each, atom))
+        outbox, inbox = ([letter for letters in box.values() for letter in letters] for box in (sent, received))
+        splits = [[len(letters) for letters in box.values()] for box in (sent, received)]
+        known: dict[Hashable, torch.Tensor] = {}
+        for each, atom in outbox:  # Receivers of equal elements have atoms of their own.
+            if (key := (each.name, atom.source_key, atom.source)) not in known:
+                flat = self.source[atom.source_key or each.name]
+                known[key] = checksum(flat, atom.source, each.target_dtype)
+        ours = self._rows([known[each.name, atom.source_key, atom.source] for each, atom in outbox])
+        theirs, held = (
+            torch.empty_like(ours),
+            self._rows(
+                [checksum(self.target[atom.target_key or each.name], atom.target, each.target_dtype) for each, atom in inbox]
+            ),
+        )
+        self._all_to_all(theirs, held, splits[0], splits[1])
+        differs = (ours != theirs).any(1)
+        changed = {_key(letter) for letter, yes in zip(outbox, differs.tolist()) if yes or self.sends_all}
+        answers = torch.tensor([_key(letter) in changed for letter in outbox], dtype=torch.uint8, device=self.device)
+        told = answers.new_empty(len(inbox))
+        self._all_to_all(told, answers, splits[1], splits[0])
+        changed |= {_key(letter) for letter, yes in zip(inbox, told.tolist()) if yes}
+        return [letter for letter in atoms if _key(letter) in changed]
+
+    def _rows(self, sums: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(sums) if sums else torch.empty((0, 2), dtype=torch.int64, device=self.device)
+
+    def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor, receives: list[int], sends: list[int]) -> None:
+        self.watch.wait([dist.all_to_all_single(received, sent, receives, sends, group=self.group, async_op=True)])
 
     def _post(
         self,
+        atoms: _Letters,
         outbox: list[_Letter],
         inbox: list[_Letter],
         pack: Callable[[_Letter, torch.Tensor], None],
@@ -177,7 +227,7 @@ class Execution:
             works = dist.batch_isend_irecv(messages) if messages else []
         except RuntimeError as error:
             raise Lost(str(error)) from error
-        return _Mail(sent, received, works)
+        return _Mail(atoms, sent, received, works)
 
     def _packed(self, letters: list[_Letter]) -> _Packed:
         """A buffer for the letters that are packed, and where each lies in it: peer by peer, each in the letters' order."""
@@ -229,6 +279,6 @@ def _by_peer(packed: _Packed) -> Iterator[tuple[int, torch.Tensor]]:
             start = where.stop
 
 
-def _key(letter: _Letter) -> tuple[int, int]:
+def _key(letter: tuple[Slice, Atom]) -> tuple[int, int]:
     """Tells letters apart: slices of tensors that lie alike share their atoms."""
-    return id(letter.slice_), id(letter.atom)
+    return id(letter[0]), id(letter[1])

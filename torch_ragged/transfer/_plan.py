@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Union
 
@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch_ragged._agreement import agree
 from torch_ragged._groups import device_of_messages, group_of
 from torch_ragged._register._torch import timeout_of
-from torch_ragged.transfer._atoms import Atom
 from torch_ragged.transfer._background import Handle, in_background, in_turn
-from torch_ragged.transfer._changes import Candidate, Changes, Delta
+from torch_ragged.transfer._changes import DELTAS, Delta
 from torch_ragged.transfer._check import check_memory, checked_shapes, completed, flat_of, local_tensors, side_of
 from torch_ragged.transfer._engine_layout import EngineLayout
 from torch_ragged.transfer._execution import Execution
@@ -82,7 +81,7 @@ def plan(
         if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1:
             raise ValueError(f"plan(max_bytes=) takes a positive number of bytes, got {max_bytes!r}")
         known = [side_of(source, "source"), side_of(target, "target")]
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # Any: other ranks would wait for this one.
         problem = error
     agree([group], device, "transfer.plan", f"{max_bytes=}, {strict=}, {timeout=}", problem)
     # The largest of all ranks: ranks may have made other plans before, or seen other failures.
@@ -92,7 +91,7 @@ def plan(
     problem = None
     try:
         shapes = checked_shapes(sides[0], sides[1], ranks, strict)
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         problem = error
     agree([group], device, "transfer.plan", claim, problem)
     return Plan(sides[0], sides[1], shapes, max_bytes, group, timeout)
@@ -105,7 +104,8 @@ class Plan:
         source, target: the two sides.
         shapes: of the whole tensors, by name.
         ranks: the global ranks of the group.
-        is_complete: whether the last run has filled the target. False before the first run and after one that failed.
+        is_complete: whether the last run has filled the target. False before the first run, from the call of a run to its end,
+            and after a run that failed or was refused.
         last_sent_bytes: what this rank sent in the last run.
         last_peak_bytes: the most bytes of buffers on this rank in the last run.
     """
@@ -125,7 +125,7 @@ class Plan:
         self._device, self._rank = device_of_messages(group), dist.get_rank()
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self._timeout = timeout or timeout_of(group, self._device)
-        self._changes = Changes()
+        self._sends_all = False
         self._group = group_of(
             self.ranks, f"transfer {_counts['failures']}"
         )  # Its own communicator: a run may be in the background.
@@ -151,7 +151,7 @@ class Plan:
             problem, slices = None, []
             try:
                 slices = self.slices_of(self._rank)
-            except ValueError as error:
+            except Exception as error:
                 problem = error
             agree([self._group], self._device, "transfer.plan", "", problem)
             if not slices:
@@ -178,11 +178,10 @@ class Plan:
             source: the tensors of the source by name, or a module. A rank that holds none of them may give None.
             target: the tensors of the target by name, or a module, which are written in place. For an engine: plain local
                 tensors by the engine's names. They must not share memory with the source.
-            delta: send only what has changed since the last run with the same ``delta``, which the target must still have. The
-                first run sends all elements. ``"version"``: by version counters, which every operation of torch increases,
-                also an optimizer's step; writes that torch does not see (through ``.data``, NumPy, or a kernel of your own)
-                are missed: call :meth:`forget` after them. ``"checksum"``: by checksums of what each receiver gets, which
-                miss nothing and cost a pass over the source.
+            delta: ``"checksum"``: send only what differs between source and target now. Senders and receivers compare
+                checksums of 128 bits of what they hold, cast to the target's dtype. So it does not matter how a tensor was
+                written, on which side, or whether it is a new tensor. It costs one pass over the source and over the target,
+                and buffers of up to 1 MB on a CPU and 64 MB on an accelerator. ``"version"``: an old name of the same.
             async_op: return a handle at once; the run goes on in the background. Do not change the source and do not use the
                 target until its ``wait()`` returns. Runs of one group happen in order.
 
@@ -198,22 +197,23 @@ class Plan:
 
         Collectives: two all-reduces of 8 bytes, one of 24 bytes, reductions of a Partial, and messages between pairs of ranks:
         per round one for all small parts, and one for each part of 64 KiB or more that is contiguous on both ends. With
-        ``delta``, also an all-to-all of one byte per atom.
+        ``delta``, also two all-to-alls per round, of 17 bytes for each part that one rank may send to another.
         """
         if self._has_failed:  # On all ranks. Collectives of the failed run may still be in flight on the group.
             raise RuntimeError("a run of this plan has failed, and its process group is not usable: make the plan anew")
         given: list[dict[str, torch.Tensor]] = [{}, {}]
         problem: Exception | None = None
         try:
-            if delta not in (None, "version", "checksum"):
-                raise ValueError(f'run(delta=) takes None, "version" or "checksum", got {delta!r}')
+            if delta is not None and delta not in DELTAS:
+                raise ValueError(f'run(delta=) takes None or "checksum", got {delta!r}')
             given = [local_tensors(source, self.source, "source"), local_tensors(target, self.target, "target")]
             check_memory(given[0], given[1], self._device)
             if async_op and any(isinstance(tensor, DTensor) for tensor in given[0].values()):
                 raise ValueError("run(async_op=True) cannot reduce a Partial in the background: redistribute the source first")
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             problem = error
         self._runs += 1
+        self.is_complete = False
         run = functools.partial(self._run, given[0], given[1], problem, delta, f"{self._number}/{self._runs}")
         if async_op:
             return in_background(self._group, self._device, run)
@@ -222,7 +222,7 @@ class Plan:
 
     def forget(self) -> None:
         """Let the next run with ``delta`` send all elements. All ranks must call it, or the ranks that send."""
-        self._changes.forget()
+        self._sends_all = True
 
     def _run(
         self,
@@ -232,30 +232,39 @@ class Plan:
         delta: Delta | None,
         key: str,
     ) -> None:
+        self.is_complete = False  # Again: an earlier run in the background may have ended since the call.
         watch = Watch(self.ranks, f"{self._group.group_name}/{key}", self._timeout, self._device)
-        execution = Execution(self._slices, self._rounds, {}, target, self._group, self._device, watch)
+        execution = Execution(
+            self._slices,
+            self._rounds,
+            {},
+            target,
+            self._group,
+            self._device,
+            watch,
+            only_changed=delta is not None,
+            sends_all=self._sends_all,
+        )
         try:
             with torch.no_grad():
-                fine = torch.tensor([problem is None], dtype=torch.int64, device=self._device)
+                # The last two tell whether ranks differ: the smallest is the largest.
+                fine = torch.tensor([problem is None, delta is None, delta is not None], dtype=torch.int64, device=self._device)
                 watch.wait([dist.all_reduce(fine, dist.ReduceOp.MIN, self._group, async_op=True)])
-                if fine.item():
-                    self.is_complete = False
+                if fine[0] and fine[1:].any():
                     execution.source = {name: self._reduced(name, tensor) for name, tensor in source.items()}
-                    if delta is not None:
-                        execution.travels = self._travelling(execution.source, delta, watch)
                     execution.run()
                     # A rank whose run is complete waits for the others: all ranks succeed, or all raise.
                     watch.wait([dist.all_reduce(fine, dist.ReduceOp.MIN, self._group, async_op=True)])
         except Exception as error:
             self._has_failed = True
             _counts["failures"] += 1
-            self._changes.forget()
             failure = watch.failed(error, "Plan.run()", execution.on_their_way)
             end_messages(self._group, self._device)
             raise failure from error
         self.last_sent_bytes, self.last_peak_bytes = execution.sent_bytes, execution.peak_bytes
-        agree([self._group], self._device, "Plan.run()", f"{delta=}", problem)
-        self._changes.commit()
+        advice = "give it tensors as planned, and an equal delta on all ranks"
+        agree([self._group], self._device, "Plan.run()", f"delta {'set' if delta else None}", problem, advice)
+        self._sends_all = self._sends_all and delta is None
         self.is_complete = True
 
     def _reduced(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -266,26 +275,3 @@ class Plan:
         spec = self.source.specs[name].reduced()
         reduced = tensor.redistribute(placements=spec.placements)
         return flat_of(reduced, spec, f"run(source=): {name}", is_written=False)
-
-    def _travelling(self, source: Mapping[str, torch.Tensor], delta: Delta, watch: Watch) -> Callable[[int, Atom], bool]:
-        """Whether an atom travels, as its sender says."""
-        atoms = [(i, atom) for round_ in self._rounds for i in round_ for atom in self._slices[i].atoms]
-        sent = [(i, atom) for i, atom in atoms if atom.sender == self._rank]
-        candidates = [
-            Candidate((i, number), source[atom.source_key or self._slices[i].name], atom.source)
-            for number, (i, atom) in enumerate(sent)
-        ]
-        travels = {(i, id(atom)): changed for (i, atom), changed in zip(sent, self._changes.of(candidates, delta))}
-        outbox = [[(i, atom) for i, atom in sent if peer in atom.receivers] for peer in self.ranks]
-        inbox = [
-            [(i, atom) for i, atom in atoms if atom.sender == peer and self._rank in atom.receivers] for peer in self.ranks
-        ]
-        sends = torch.tensor(
-            [travels[i, id(atom)] for part in outbox for i, atom in part], dtype=torch.uint8, device=self._device
-        )
-        receives = sends.new_empty(sum(map(len, inbox)))
-        splits = [[len(part) for part in box] for box in (inbox, outbox)]
-        watch.wait([dist.all_to_all_single(receives, sends, splits[0], splits[1], group=self._group, async_op=True)])
-        for (i, atom), changed in zip((letter for part in inbox for letter in part), receives.tolist()):
-            travels[i, id(atom)] = bool(changed)
-        return lambda i, atom: travels[i, id(atom)]

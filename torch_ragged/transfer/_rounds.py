@@ -27,12 +27,13 @@ _STRAIGHT_BYTES = 1 << 16
 class Slice(NamedTuple):
     """A tensor, or a window of a large one, as one rank sees it.
 
-    ``dtype`` is that of the elements on their way. ``casts`` is whether the source or the target has another one.
-    ``staging`` is the bytes that the rank needs for buffers.
+    ``dtype`` is that of the elements on their way, ``target_dtype`` that of the target. ``casts`` is whether the source or the
+    target has another one than ``dtype``. ``staging`` is the bytes that the rank needs for buffers.
     """
 
     name: str
     dtype: torch.dtype
+    target_dtype: torch.dtype
     atoms: tuple[Atom, ...]
     copies: tuple[Copy, ...]
     casts: bool
@@ -79,7 +80,9 @@ def slices_of(
             key: object = (source.geometry(name), target.geometry(name), window)
             if key not in known:
                 known[key] = atoms_of(source, target, name, rank, window, spreads)
-            found = Slice(name, dtype, *known[key], casts=source.dtype(name) != target.dtype(name), staging=0)
+            found = Slice(
+                name, dtype, target.dtype(name), *known[key], casts=source.dtype(name) != target.dtype(name), staging=0
+            )
             staged = sum(_staged(atom, rank) for atom in found.atoms if not found.goes_straight(atom))
             slices.append(found._replace(staging=dtype.itemsize * staged))
     return slices

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged._ownership import Cut, Owned, Whole, check_cuts, owned, owned_near
-from torch_ragged.placement_types import cuts_of
+from torch_ragged._ownership import Cut, Owned, Whole, owned, owned_near
+from torch_ragged.placement_types import cuts_of, normalize_placements
 
 __all__ = ["Holder", "Ranks", "RelocatedSide", "Side", "Spec", "TensorSide", "specs_of"]
 
@@ -89,7 +89,10 @@ class Ranks:
         if isinstance(mesh, DeviceMesh):
             mesh = mesh.mesh
         table = torch.as_tensor(mesh, dtype=torch.int64)
-        return Ranks(tuple(table.flatten().tolist()), tuple(table.shape))
+        ranks = tuple(table.flatten().tolist())
+        if len(set(ranks)) < len(ranks) or min(ranks, default=-1) < 0:
+            raise ValueError(f"a mesh of the ranks {ranks}: give at least one rank, and each rank once")
+        return Ranks(ranks, tuple(table.shape))
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Spec:
         placements: one per mesh dimension.
 
     Raises:
-        ValueError: the placements have no meaning together, or for this shape or mesh.
+        ValueError: the placements have no meaning together, or for this shape or mesh; a rank is twice in the mesh.
     """
 
     shape: tuple[int, ...]
@@ -118,16 +121,10 @@ class Spec:
         mesh: DeviceMesh | Ranks | torch.Tensor | Sequence[int],
         placements: Sequence[Placement],
     ) -> None:
-        ranks = Ranks.of(mesh)
-        rank = len(shape)
-        normalized = tuple(Shard(p.dim + rank) if type(p) is Shard and p.dim < 0 else p for p in placements)
-        if len(normalized) != len(ranks.shape):
-            raise ValueError(
-                f"{len(normalized)} placements {normalized} for a mesh of shape {ranks.shape}: give one per dimension"
-            )
-        for name, value in (("shape", tuple(shape)), ("dtype", dtype), ("mesh", ranks), ("placements", normalized)):
+        shape, ranks = tuple(shape), Ranks.of(mesh)
+        normalized = normalize_placements(tuple(placements), shape, ranks.shape)
+        for name, value in (("shape", shape), ("dtype", dtype), ("mesh", ranks), ("placements", normalized)):
             object.__setattr__(self, name, value)
-        _check(self.shape, ranks.shape, normalized)
 
     @staticmethod
     def of(tensor: DTensor) -> Spec:
@@ -155,11 +152,6 @@ class Spec:
                 placements[mesh_dim] = Replicate() if best is None else Shard(best)
                 free = [d for d in free if d != best]
         return Spec(self.shape, self.dtype, self.mesh, placements)
-
-
-@functools.lru_cache(maxsize=65536)
-def _check(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> None:
-    check_cuts(shape, mesh_shape, cuts_of(placements))
 
 
 _of_mesh: dict[int, tuple[DeviceMesh, Ranks]] = {}
