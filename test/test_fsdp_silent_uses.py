@@ -125,7 +125,7 @@ def check_layer_around_blocks():
 
 
 def check_layers_that_are_legal():
-    """Frozen, ignored, of another model, without a backward, or sharded by somebody else."""
+    """Frozen, ignored, of another model, without a backward, or sharded by another library."""
     model = blocks(3)
     model[1].requires_grad_(False)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

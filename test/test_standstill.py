@@ -1,5 +1,7 @@
 """Ranks that wait for each other in different calls: they are found, and all of them raise and name the calls."""
 
+import datetime
+import os
 import threading
 import time
 import unittest
@@ -9,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from alone import ALONE, OTHERS, outcomes
-from common import enter_fake_group, run_ranks
+from common import enter_fake_group, error_of, run_mortal_ranks, run_ranks
 from torch import nn
 
 from torch_ragged import _whereabouts
+from torch_ragged._groups import end_messages
 from torch_ragged._peers import Fate, peers_named
 from torch_ragged._standstill import standstill
 from torch_ragged._store import SharedStore
@@ -208,6 +211,40 @@ def check_alternating_paths():
     return counts
 
 
+def end_messages_beside_a_dead_rank():
+    """The first peer of rank 1 is dead; rank 2 waits for rank 1."""
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        os._exit(0)
+    if dist.get_rank() == 1:
+        while error_of(dist.recv, torch.empty(1), 0) == "":  # Until its end is seen here.
+            pass
+        store.wait(["rank 2 waits"])
+        end_messages(dist.group.WORLD, torch.device("cpu"))
+        return ""
+    work = dist.irecv(torch.empty(1), 1)
+    store.set("rank 2 waits", "")
+    return error_of(work.wait)
+
+
+def check_other_expectations():
+    """Rank 1 expects the first call, so it does not count itself; rank 0 waits for it there, and rank 1 at the second call."""
+    log = CallLog([0, 1], datetime.timedelta(seconds=30), "root")
+    if dist.get_rank() == 1:
+        log._paths.add(("a", "b"))
+    counts, count = [], SharedStore.add
+    with (
+        mock.patch.object(_call_log, "_SLICE", datetime.timedelta(milliseconds=50)),
+        mock.patch.object(SharedStore, "add", lambda store, *each: counts.append(each) or count(store, *each)),
+    ):
+        log.start()
+        for call in ("a", "c", "d"):
+            log.add(call)
+        log.finish()
+    return [key for key, _ in counts if key.startswith("1/") and key.count("/") == 2]
+
+
 def check_end_of_forward():
     """Rank 0 ends its first forward, and so may end its program, before rank 1 does."""
     model = nn.Sequential(nn.Linear(SIZE, SIZE))
@@ -240,8 +277,18 @@ class CallLogTest(unittest.TestCase):
             self.assertEqual(counts[4:12], [0] * 8)
             self.assertTrue(all(count <= 1 for count in counts[12:]), counts)
 
+    def test_ranks_that_expect_different_calls_and_make_the_same_ones_go_on(self):
+        for keys in run_ranks(2, check_other_expectations):
+            self.assertEqual(len(keys), len(set(keys)))  # No rank counts twice.
+
     def test_the_end_of_a_forward_waits_for_no_rank(self):
         run_ranks(2, check_end_of_forward)
+
+
+class EndMessagesTest(unittest.TestCase):
+    def test_all_connections_close_if_the_first_peer_is_dead(self):
+        answers = run_mortal_ranks(3, {0}, end_messages_beside_a_dead_rank, seconds=40)
+        self.assertRegex(answers[2], "Connection (closed|reset) by peer")
 
 
 class PredictorTest(unittest.TestCase):

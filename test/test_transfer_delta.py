@@ -1,4 +1,4 @@
-"""run(delta=...): whatever wrote to the source or the target, the target has the source's values afterwards."""
+"""run(delta=...): after any write to the source or the target, the target gets the source's values."""
 
 import ctypes
 import pathlib

@@ -68,14 +68,13 @@ def end_messages(group: dist.ProcessGroup, device: torch.device) -> None:
     if device.type != "cpu":
         group.abort()
         return
-    peers = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
-    if not peers:
-        return
-    # gloo has no abort(), but a receive that waits in vain closes all connections of the group.
-    with contextlib.suppress(RuntimeError):
-        work = dist.irecv(torch.empty(1), peers[0], group=group, tag=_UNUSED_TAG)
-        assert work is not None
-        work.wait(timedelta(milliseconds=1))
+    # gloo's abort() closes nothing, but a receive that waits in vain closes all connections of the group. From each peer: one
+    # from a dead peer fails at once, and closes none.
+    for peer in [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]:
+        with contextlib.suppress(RuntimeError):
+            work = dist.irecv(torch.empty(1), peer, group=group, tag=_UNUSED_TAG)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
 
 
 def _make_group(world: dist.ProcessGroup, ranks: Sequence[int], key: str) -> dist.ProcessGroup:

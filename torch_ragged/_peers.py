@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from torch_ragged._process import Process, myself, state_of
 from torch_ragged._store import SharedStore
-from torch_ragged._whereabouts import Call, Ticket, Whereabouts, calls_of, tracker
+from torch_ragged._whereabouts import Ticket, Whereabouts, calls_of, named, tracker
 
 __all__ = [
     "CollectiveFailed",
@@ -214,7 +214,12 @@ class peers_named:
     def __init__(
         self, collective: str, parameters: str, ranks: Callable[[], Sequence[int]], tickets: Sequence[Ticket] = ()
     ) -> None:
-        self._collective, self._parameters, self._ranks, self._tickets = collective, parameters, ranks, tickets
+        self._collective, self._parameters, self.ranks, self.tickets = collective, parameters, ranks, tickets
+
+    @property
+    def what(self) -> str:
+        """What the block does, as other ranks read it while it waits."""
+        return named(self._collective, self._parameters)
 
     @staticmethod
     def current_ranks() -> set[int]:
@@ -222,15 +227,14 @@ class peers_named:
         calls = calls_of(threading.get_ident())
         return set(calls[-1].ranks()) if calls else set()
 
-    def __enter__(self) -> Sequence[Ticket]:
-        what = f"{self._collective} of {self._parameters}" if self._parameters else self._collective
-        calls_of(threading.get_ident()).append(Call(what, self._ranks, self._tickets))
-        return self._tickets
+    def __enter__(self) -> peers_named:
+        calls_of(threading.get_ident()).append(self)
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         calls_of(threading.get_ident()).pop()
         if isinstance(error, RuntimeError) and not isinstance(error, PeerError) and is_of_backend(error):
-            raise Peers.of(self._ranks()).error(self._collective, error, self._parameters) from error
+            raise Peers.of(self.ranks()).error(self._collective, error, self._parameters) from error
 
 
 def is_of_backend(error: RuntimeError) -> bool:

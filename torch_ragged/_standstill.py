@@ -57,7 +57,7 @@ def standstill(fates: dict[int, Fate]) -> set[int]:
         rank 0   all-gather of layer 1 (of ranks 0, 1)        waits for rank 1
         rank 1   barrier (of all ranks)                       waits for rank 0, and for rank 2, which computes
 
-        ranks 0 and 1 wait for each other: whatever rank 2 does, they cannot go on
+        ranks 0 and 1 wait for each other: nothing that rank 2 does lets them go on
     """
     stuck = {rank for rank, fate in fates.items() if not fate.is_alive or (fate.where is not None and fate.where.is_held)}
     all_stand = len(stuck) == len(fates)

@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["HELD", "Call", "Ticket", "Tracker", "Whereabouts", "calls_of", "issue", "tracker"]
+__all__ = ["HELD", "Call", "Ticket", "Tracker", "Whereabouts", "calls_of", "issue", "named", "tracker"]
 
 HELD = 4.0  # Seconds.
 """After so long in one call, without work and without traffic, a thread counts as held."""
@@ -55,32 +55,51 @@ class _Issued:
 
     def __init__(self) -> None:
         self.count = 0
-        self.names: deque[str] = deque(maxlen=_REMEMBERED)
+        self.names: deque[tuple[str, str]] = deque(maxlen=_REMEMBERED)
 
     def as_numbers(self) -> dict[int, str]:
         names = list(self.names)
-        return dict(enumerate(names, self.count - len(names) + 1))
+        return {number: named(*each) for number, each in enumerate(names, self.count - len(names) + 1)}
 
 
 _issued: weakref.WeakKeyDictionary[dist.ProcessGroup, _Issued] = weakref.WeakKeyDictionary()
 
 
-def issue(group: dist.ProcessGroup, what: str) -> Ticket:
+def named(collective: str, parameters: str) -> str:
+    """A collective and what it carries, which may be empty. Made only if a rank asks: a step has many collectives."""
+    return f"{collective} of {parameters}" if parameters else collective
+
+
+def issue(group: dist.ProcessGroup, collective: str, parameters: str = "") -> Ticket:
     """Note a collective that is about to be issued. Ranks that run the same program note the same ones, in the same order."""
     found = _issued.get(group)
     if found is None:
         found = _issued[group] = _Issued()
     found.count += 1
-    found.names.append(what)
+    found.names.append((collective, parameters))
     return Ticket(group, found.count)
 
 
-class Call(NamedTuple):
-    """A call in which a thread may wait: what it does, the global ranks that take part, and its collectives."""
+class Call(Protocol):
+    """A call in which a thread may wait."""
 
+    @property
+    def what(self) -> str:
+        """What it does."""
+
+    @property
+    def ranks(self) -> Callable[[], Sequence[int]]:
+        """Returns the global ranks that take part; none if they are not known."""
+
+    @property
+    def tickets(self) -> Sequence[Ticket]:
+        """Its collectives, if they were issued with a ticket."""
+
+
+class _CallOfTorch(NamedTuple):
     what: str
     ranks: Callable[[], Sequence[int]]
-    tickets: Sequence[Ticket]
+    tickets: Sequence[Ticket] = ()
 
 
 _calls: dict[int, list[Call]] = {}
@@ -144,7 +163,8 @@ class Tracker:
                 return Whereabouts("at the end of its program")
             where = _where(frame)
             calls = calls_of(self._thread)
-            call, token = (calls[-1], id(calls[-1])) if calls else (_call_of_torch(frame), _token_of(frame))
+            call: Call | None = calls[-1] if calls else _call_of_torch(frame)
+            token: object = id(call) if calls else _token_of(frame)
             now, cpu, written = time.monotonic(), _cpu_time(self._thread), _bytes_written()
             spent = cpu - self._cpu
             if token != self._token or spent > 0.1 + _MOST_BUSY * (now - self._since) or written - self._written > _MOST_BYTES:
@@ -200,7 +220,7 @@ def _where(frame: FrameType | None) -> str:
     return f"in {frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
-def _call_of_torch(frame: FrameType) -> Call | None:
+def _call_of_torch(frame: FrameType) -> _CallOfTorch | None:
     """The collective of torch in which a thread waits; None if it does something else.
 
     The call has the name of the outermost function of torch or of this package, as ``barrier`` or ``full_tensor``.
@@ -221,5 +241,5 @@ def _call_of_torch(frame: FrameType) -> Call | None:
         outer = outer.f_back
     # Messages between two ranks wait for one of the group: which one is not known.
     if not isinstance(group, dist.ProcessGroup) or any(part in name for part in ("send", "recv", "p2p")):
-        return Call(name, lambda: (), ())
-    return Call(f"{name} of process group {group.group_name}", lambda: dist.get_process_group_ranks(group), ())
+        return _CallOfTorch(name, lambda: ())
+    return _CallOfTorch(f"{name} of process group {group.group_name}", lambda: dist.get_process_group_ranks(group))

@@ -87,7 +87,7 @@ class CallLog:
         self._paths = Predictor()
         self._expected: tuple[str, ...] = ()
         self._next = 0  # The position of the expected call in ``_expected``.
-        self._counted: tuple[int, int] | None = None
+        self._counted: set[tuple[int, int]] = set()  # The calls of this forward and the last one that count this rank.
         self._used: list[str] = []  # The keys of the last agreement, which no rank reads any more.
 
     def start(self) -> None:
@@ -99,6 +99,7 @@ class CallLog:
     def _start(self) -> None:
         self._last, self._calls, self._next = self._calls, [], 0
         self._forward += 1
+        self._counted = {at for at in self._counted if at[0] >= self._forward - 1}
         _logs.add(self)
 
     @property
@@ -190,7 +191,9 @@ class CallLog:
             everyone = self._count(self._forward, position, call)
             deadline = time.monotonic() + self._timeout.total_seconds()
             while not self._store.wait([everyone], _SLICE.total_seconds()):
-                # Ranks that wait elsewhere look for this.
+                # Another rank may wait for a call that was expected here, so that this rank did not count itself. First: ranks
+                # that wait look for the report, of which there is one.
+                self.check()
                 self._store.set("report", f"{self._forward} {position}")
                 self._compare(self._forward, position, call)
                 Peers.check_all(probes=True)
@@ -204,9 +207,13 @@ class CallLog:
         # By the name of the call: ranks with different calls have different counters, and none of these gets full.
         name = hashlib.sha1(call.encode(), usedforsecurity=False).hexdigest()[:16]
         counter, everyone = self._key(forward, position, name), self._key(forward, position, f"{name} everyone")
-        if self._counted == (forward, position):
+        at = forward, position
+        used: list[str] = []
+        if at in self._counted:
             return everyone
-        self._counted, used, self._used = (forward, position), self._used, [counter, everyone]
+        if at > max(self._counted, default=(0, 0)):  # Otherwise, the keys of a later call are in use.
+            used, self._used = self._used, [counter, everyone]
+        self._counted.add(at)
         if self._store.add(counter, 1) == len(self._ranks):
             # All ranks have been counted for this call, so none reads the keys of the last one. Before the others go on: the
             # rank with the store may end its program then.

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged._agreement import agree
 from torch_ragged._peers import peers_named
-from torch_ragged._whereabouts import Ticket, issue
+from torch_ragged._whereabouts import issue
 from torch_ragged.fsdp.comm._collectives import Collectives, ReduceScatterTraits, Reduction, Work
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
@@ -102,21 +102,20 @@ class NamedCollectives:
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         if self.before_all_gather is not None and (group or self._shards) is not None:
             self.before_all_gather()
-        with self._compared("all-gather", [group or self._shards], shard, output) as tickets:
-            return _NamedWork(self, "all-gather", tickets, self.inner.all_gather(output, shard, group))
+        with self._compared("all-gather", [group or self._shards], shard, output) as named:
+            return _NamedWork(named, self.inner.all_gather(output, shard, group))
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
-        with self._compared("reduce-scatter", [self._shards], buffer, output) as tickets:
-            return _NamedWork(self, "reduce-scatter", tickets, self.inner.reduce_scatter(output, buffer, reduction))
+        with self._compared("reduce-scatter", [self._shards], buffer, output) as named:
+            return _NamedWork(named, self.inner.reduce_scatter(output, buffer, reduction))
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
-        with self._compared("all-reduce", [self._replicas], tensor) as tickets:
-            return _NamedWork(self, "all-reduce", tickets, self.inner.all_reduce(tensor, reduction))
+        with self._compared("all-reduce", [self._replicas], tensor) as named:
+            return _NamedWork(named, self.inner.all_reduce(tensor, reduction))
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        what = "all-reduce of used parameters"
-        with self._compared(what, [self._shards, self._replicas], tensor) as tickets:
-            return _NamedWork(self, what, tickets, self.inner.all_reduce_max(tensor))
+        with self._compared("all-reduce of used parameters", [self._shards, self._replicas], tensor) as named:
+            return _NamedWork(named, self.inner.all_reduce_max(tensor))
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         return self.inner.reduce_scatter_traits(device)
@@ -132,8 +131,7 @@ class NamedCollectives:
         if self._is_debug:
             self._compare(collective, several, tensors)
         parameters = self.parameters
-        what = f"{collective} of {parameters}"
-        return peers_named(collective, parameters, self.ranks, [issue(group, what) for group in several])
+        return peers_named(collective, parameters, self.ranks, [issue(group, collective, parameters) for group in several])
 
     @functools.cached_property
     def _layout_text(self) -> str:
@@ -152,9 +150,9 @@ class NamedCollectives:
 class _NamedWork:
     """A collective in flight whose error names it."""
 
-    def __init__(self, names: NamedCollectives, collective: str, tickets: Sequence[Ticket], work: Work) -> None:
-        self._names, self._collective, self._tickets, self._work = names, collective, tickets, work
+    def __init__(self, named: peers_named, work: Work) -> None:
+        self._named, self._work = named, work
 
     def wait(self) -> None:
-        with peers_named(self._collective, self._names.parameters, self._names.ranks, self._tickets):
+        with self._named:
             self._work.wait()

@@ -27,7 +27,7 @@ class Slab:
         return self._holder is not None and self._holder() is holder
 
     def is_free_for(self, holder: object) -> bool:
-        """Whether ``holder`` can claim it, whatever the garbage collector has done. Equal on all ranks."""
+        """Whether ``holder`` can claim it. Equal on all ranks, as it does not depend on the garbage collector."""
         return self._holder is None or self.is_held_by(holder)
 
     def _is_held_by_other(self, holder: object) -> bool:
