@@ -19,7 +19,7 @@ from torch_ragged._groups import end_messages
 from torch_ragged._peers import Fate, peers_named
 from torch_ragged._standstill import standstill
 from torch_ragged._store import SharedStore
-from torch_ragged._whereabouts import Tracker, Whereabouts, issue
+from torch_ragged._whereabouts import Tracker, Whereabouts, issued_on
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.comm import _call_log
 from torch_ragged.fsdp.comm._call_log import CallLog, Predictor
@@ -125,7 +125,7 @@ class TrackerTest(unittest.TestCase):
         self.entered.wait()
 
     def waits_in_a_call(self):
-        with peers_named("all-gather", "weight", lambda: [0, 1], [issue(dist.group.WORLD, "all-gather of weight")]):
+        with peers_named("all-gather", "weight", lambda: [0, 1], [issued_on(dist.group.WORLD).issue("all-gather of weight")]):
             self.entered.set()
             self.end.wait()
 

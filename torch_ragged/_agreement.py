@@ -22,7 +22,7 @@ from torch_ragged._peers import Peers, name_of, peers_named, wait_for
 from torch_ragged._register._torch import default_store
 from torch_ragged._standstill import announce
 from torch_ragged._store import SharedStore
-from torch_ragged._whereabouts import issue
+from torch_ragged._whereabouts import issued_on
 
 __all__ = ["agree", "agree_on_group", "agreement", "problems_of_ranks", "reduce_min"]
 
@@ -120,7 +120,7 @@ def reduce_min(numbers: torch.Tensor, group: dist.ProcessGroup, call: str) -> No
         PeerError: a rank died, or did not take part; the error names ``call``.
     """
     # One name on all ranks: ranks that wait here in calls with different names come to an agreement, too.
-    ticket = issue(group, "agreement")
+    ticket = issued_on(group).issue("agreement")
     with peers_named(call, "", functools.partial(dist.get_process_group_ranks, group), [ticket]):
         # Over gloo, a rank that waits looks at times whether others have failed.
         work = dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group, async_op=is_gloo(group, numbers.device))

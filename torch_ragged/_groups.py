@@ -25,6 +25,9 @@ _UNUSED_TAG = 1 << 20
 # Weak keys: when the default group is destroyed, all its groups are dropped too.
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
+_is_gloo: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+"""Asked several times per collective, and slow to find out."""
+
 
 def group_of(ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
     """The process group of ``ranks`` for one ``purpose``. The first call creates it; it lives as long as the default group.
@@ -56,8 +59,13 @@ def device_of_messages(group: dist.ProcessGroup) -> torch.device:
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether gloo carries the collectives of ``group`` for tensors on ``device``."""
-    gloo = getattr(dist, "ProcessGroupGloo", None)  # Builds of torch without gloo do not have this name.
-    return gloo is not None and device.type == "cpu" and isinstance(backend_of(group, device), gloo)
+    if device.type != "cpu":
+        return False
+    found = _is_gloo.get(group)
+    if found is None:
+        gloo = getattr(dist, "ProcessGroupGloo", None)  # Builds of torch without gloo do not have this name.
+        found = _is_gloo[group] = gloo is not None and isinstance(backend_of(group, device), gloo)
+    return found
 
 
 def end_messages(group: dist.ProcessGroup, device: torch.device) -> None:

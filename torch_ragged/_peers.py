@@ -228,11 +228,14 @@ class peers_named:
         return set(calls[-1].ranks()) if calls else set()
 
     def __enter__(self) -> peers_named:
-        calls_of(threading.get_ident()).append(self)
+        self._calls = calls_of(threading.get_ident())
+        self._calls.append(self)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        calls_of(threading.get_ident()).pop()
+        self._calls.pop()
+        if error is None:
+            return
         if isinstance(error, RuntimeError) and not isinstance(error, PeerError) and is_of_backend(error):
             raise Peers.of(self.ranks()).error(self._collective, error, self._parameters) from error
 

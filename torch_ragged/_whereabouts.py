@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["HELD", "Call", "Ticket", "Tracker", "Whereabouts", "calls_of", "issue", "named", "tracker"]
+__all__ = ["HELD", "Call", "Issued", "Ticket", "Tracker", "Whereabouts", "calls_of", "issued_on", "named", "tracker"]
 
 HELD = 4.0  # Seconds.
 """After so long in one call, without work and without traffic, a thread counts as held."""
@@ -46,38 +46,41 @@ _COMMUNICATING = tuple(f"{os.sep}torch{os.sep}{name}" for name in ("_ops.py", "d
 class Ticket(NamedTuple):
     """One collective of a process group, by its number among those of this package."""
 
-    group: dist.ProcessGroup
+    group: weakref.ref[dist.ProcessGroup]
     number: int
 
 
-class _Issued:
+class Issued:
     """The collectives of a process group that this process has issued: how many, and the last ones by name."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.names: deque[tuple[str, str]] = deque(maxlen=_REMEMBERED)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._count = 0
+        self._names: deque[tuple[str, str]] = deque(maxlen=_REMEMBERED)
+
+    def issue(self, collective: str, parameters: str = "") -> Ticket:
+        """Note one that is about to be issued. Ranks that run the same program note the same ones, in the same order."""
+        self._count += 1
+        self._names.append((collective, parameters))
+        return Ticket(self._group, self._count)
 
     def as_numbers(self) -> dict[int, str]:
-        names = list(self.names)
-        return {number: named(*each) for number, each in enumerate(names, self.count - len(names) + 1)}
+        """The last ones, by number."""
+        names = list(self._names)
+        return {number: named(*each) for number, each in enumerate(names, self._count - len(names) + 1)}
 
 
-_issued: weakref.WeakKeyDictionary[dist.ProcessGroup, _Issued] = weakref.WeakKeyDictionary()
+_issued: weakref.WeakKeyDictionary[dist.ProcessGroup, Issued] = weakref.WeakKeyDictionary()
+
+
+def issued_on(group: dist.ProcessGroup) -> Issued:
+    """The collectives of ``group``."""
+    return _issued.setdefault(group, Issued(group))
 
 
 def named(collective: str, parameters: str) -> str:
     """A collective and what it carries, which may be empty. Made only if a rank asks: a step has many collectives."""
     return f"{collective} of {parameters}" if parameters else collective
-
-
-def issue(group: dist.ProcessGroup, collective: str, parameters: str = "") -> Ticket:
-    """Note a collective that is about to be issued. Ranks that run the same program note the same ones, in the same order."""
-    found = _issued.get(group)
-    if found is None:
-        found = _issued[group] = _Issued()
-    found.count += 1
-    found.names.append((collective, parameters))
-    return Ticket(group, found.count)
 
 
 class Call(Protocol):
@@ -177,7 +180,7 @@ class Tracker:
                 call.what,
                 list(ranks) if ranks else None,
                 now - self._since >= HELD,
-                [(ticket.group.group_name, ticket.number) for ticket in call.tickets],
+                [(group.group_name, ticket.number) for ticket in call.tickets if (group := ticket.group()) is not None],
                 {group.group_name: each.as_numbers() for group, each in list(_issued.items())},
             )
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged._agreement import agree
 from torch_ragged._peers import peers_named
-from torch_ragged._whereabouts import issue
+from torch_ragged._whereabouts import Issued, issued_on
 from torch_ragged.fsdp.comm._collectives import Collectives, ReduceScatterTraits, Reduction, Work
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
@@ -76,6 +76,7 @@ class NamedCollectives:
         self.inner, self.fqn = inner, ""
         self._mesh, self._shards, self._replicas = mesh, shards, replicas
         self._own_parameters, self._layout = parameters, layout
+        self._issued: dict[dist.ProcessGroup | None, Issued | None] = {}
         self._is_debug = is_debug()
         self.number = 0
         self.before_all_gather: Callable[[], None] | None = None
@@ -126,12 +127,21 @@ class NamedCollectives:
         Raises:
             ValueError: ranks issue different collectives.
         """
+        parameters, tickets = self.parameters, []
         # None on the meta device: a memory report runs there, on one rank alone.
-        several = [group for group in groups if group is not None and group.size() > 1 and not tensors[0].is_meta]
-        if self._is_debug:
-            self._compare(collective, several, tensors)
-        parameters = self.parameters
-        return peers_named(collective, parameters, self.ranks, [issue(group, collective, parameters) for group in several])
+        for group in () if tensors[0].is_meta else groups:
+            issued = self._issued_on(group)
+            if issued is not None:
+                if self._is_debug and group is not None:
+                    self._compare(collective, group, tensors)
+                tickets.append(issued.issue(collective, parameters))
+        return peers_named(collective, parameters, self.ranks, tickets)
+
+    def _issued_on(self, group: dist.ProcessGroup | None) -> Issued | None:
+        """The collectives of ``group``; None if there is no other rank in it."""
+        if group not in self._issued:
+            self._issued[group] = issued_on(group) if group is not None and group.size() > 1 else None
+        return self._issued[group]
 
     @functools.cached_property
     def _layout_text(self) -> str:
@@ -139,12 +149,11 @@ class NamedCollectives:
         parts = (self._layout.tensors, self._layout.offsets, self._layout.shard_numel, self._layout.ranks)
         return hashlib.sha1(repr(parts).encode(), usedforsecurity=False).hexdigest()[:12]
 
-    def _compare(self, collective: str, groups: Sequence[dist.ProcessGroup], tensors: Sequence[torch.Tensor]) -> None:
+    def _compare(self, collective: str, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
         shapes = " and ".join(f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in tensors)
-        for group in groups:
-            number = _counts[group] = _counts.get(group, 0) + 1
-            claim = f"collective {number} of process group {group.group_name}: {collective} of {self.parameters}, {shapes}"
-            agree([group], tensors[0].device, _CALL, f"{claim}, layout {self._layout_text}", None, _ADVICE)
+        number = _counts[group] = _counts.get(group, 0) + 1
+        claim = f"collective {number} of process group {group.group_name}: {collective} of {self.parameters}, {shapes}"
+        agree([group], tensors[0].device, _CALL, f"{claim}, layout {self._layout_text}", None, _ADVICE)
 
 
 class _NamedWork:

@@ -26,6 +26,7 @@ from torch_ragged.fsdp.core._memory_log import GroupMemory
 from torch_ragged.fsdp.core._spmd_types import untyped
 from torch_ragged.fsdp.core._weight_gradient import GradientTarget
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+from torch_ragged.fsdp.layout._rows_layout import RowsLayout
 
 __all__ = ["GradientBuffers"]
 
@@ -70,7 +71,7 @@ class GradientBuffers:
         self, params: list[FSDPParam], layout: BufferLayout, rank: int, has_replicas: bool, memory: GroupMemory
     ) -> None:
         self._params, self._layout, self._rank, self._has_replicas = params, layout, rank, has_replicas
-        self._memory = memory
+        self._memory, self._has_rows = memory, isinstance(layout, RowsLayout)
         self.fqn = ""
         self.reduction = Reduction()
         self.requires_all_reduce = True
@@ -154,7 +155,9 @@ class GradientBuffers:
         has_graph = gradient.requires_grad
         if has_graph:  # create_graph=True: as with FSDP2, ``.grad`` itself has no graph.
             gradient = gradient.detach()
-        gradient = in_buffer_form(param.distribution.gradient(gradient), self._layout, index)
+        gradient = param.distribution.gradient(gradient)
+        if self._has_rows:
+            gradient = in_buffer_form(gradient, self._layout, index)
         if not has_graph and self._borrows(gradient):
             self.done(index)
             return
@@ -231,6 +234,10 @@ class GradientBuffers:
 
     def views(self) -> list[torch.Tensor]:
         """The view of each parameter in the unreduced buffer, to write to. The buffer is allocated if necessary."""
+        unreduced = self._unreduced
+        if self._views and self._reduce_scatter is None and unreduced is not None:
+            if unreduced.is_allocated and not unreduced.is_borrowed:
+                return self._views
         # A reduce-scatter in flight still reads the buffer. Ranks may wait at different times: waiting issues no collective.
         self.wait_for_reduction()
         borrowed = self._unreduced if self._is_borrowing else None
