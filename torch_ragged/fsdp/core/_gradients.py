@@ -205,16 +205,11 @@ class GradientBuffers:
 
     def _note_gradient(self) -> None:
         """There is a gradient to reduce: in this pass, or in a later one that other ranks reach, too."""
-        self.needs_reduction |= self._is_expected
+        # A parameter that was unsharded by hand may be used outside of forward, on this rank alone: then no rank expects its
+        # gradient in this pass. It waits for the next pass that reaches the group, as in FSDP2.
+        self.needs_reduction |= self.was_reached or self.is_unhooked
         if self._state is not GradientState.ACCUMULATING:
             self._move_to(GradientState.ACCUMULATING)
-
-    @property
-    def _is_expected(self) -> bool:
-        """Whether all ranks expect gradients in this pass."""
-        # If not, a parameter was unsharded by hand and used outside of forward, maybe on this rank alone: its gradient waits
-        # for the next pass that reaches the group, as in FSDP2.
-        return self.was_reached or self.is_unhooked
 
     def expect(self, is_trainable: bool) -> None:
         """Backward has reached the group, on this rank or on another one."""
@@ -227,7 +222,7 @@ class GradientBuffers:
 
     def _start_backward(self) -> None:
         """Before a gradient is written: the gradients of a pass that raised are dropped."""
-        if self._is_expected:
+        if self.was_reached or self.is_unhooked:
             self.backward.start()
         else:
             self.backward.drop_raised()
