@@ -12,7 +12,7 @@ import random
 import torch
 import torch.distributed as dist
 from common import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -200,9 +200,12 @@ def check_case(mesh, case, dtype, seed, **keywords):
         assert traffic.received == len(wanted - held), f"{where}: received {traffic.received}, gains {len(wanted - held)}"
 
 
-def check_random_cases(mesh_shapes, cases, seed, strided=None):
+def check_random_cases(mesh_shapes, cases, seed, strided=None, permuted=False):
     rng = random.Random(seed)
     meshes = [init_device_mesh("cpu", shape) for shape in mesh_shapes]
+    if permuted:
+        orders = [torch.tensor(rng.sample(range(mesh.size()), mesh.size())) for mesh in meshes]
+        meshes = [DeviceMesh("cpu", order.view(shape)) for order, shape in zip(orders, mesh_shapes)]
     kinds = set()
     for number in range(cases):
         mesh = meshes[number % len(meshes)]
@@ -213,9 +216,9 @@ def check_random_cases(mesh_shapes, cases, seed, strided=None):
     return kinds
 
 
-def kinds_of_random_cases(mesh_shapes, cases, seed, strided=None):
+def kinds_of_random_cases(mesh_shapes, cases, seed, strided=None, permuted=False):
     ranks = torch.Size(mesh_shapes[0]).numel()
-    return run_ranks(ranks, check_random_cases, mesh_shapes, cases, seed, strided)[0]
+    return run_ranks(ranks, check_random_cases, mesh_shapes, cases, seed, strided, permuted)[0]
 
 
 # -- values ----------------------------------------------------------------------------------------------------------------

@@ -320,6 +320,7 @@ class MeshTest(unittest.TestCase):
     def test_meshes_that_cannot_be_data_parallel_are_refused(self):
         with fake_group(8):
             mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+            permuted = DeviceMesh("cpu", [[0, 1], [4, 5], [2, 3]], mesh_dim_names=("a", "b"))
             for given, names, text in (
                 (mesh, None, r"expects a 1-D mesh, or a 2-D one \(replicas, shards\), got shape \(2, 2, 2\)"),
                 (init_device_mesh("cpu", (2, 4)), dims(("a",)), "mesh must have mesh_dim_names when dp_mesh_dims is provided"),
@@ -328,6 +329,10 @@ class MeshTest(unittest.TestCase):
                 (DeviceMesh("cpu", [1, 2], mesh_dim_names=("a",)), dims(("a",)), "rank 0 is not in the mesh .*dp_mesh_dims"),
                 (DeviceMesh("cpu", [1, 0]), None, "does not have its ranks in ascending order"),
                 (DeviceMesh("cpu", [[4, 5], [1, 0]]), None, "does not have its ranks in ascending order"),
+                # The place of rank 0 is the same in both orders: its error must come, too.
+                (DeviceMesh("cpu", [0, 2, 1, 3]), None, "does not have its ranks in ascending order"),
+                (permuted, dims(("a",)), "does not have its ranks in ascending order"),
+                (permuted, dims(("b",), ("a",)), "does not have its ranks in ascending order"),
             ):
                 with self.subTest(text):
                     self.assertRegex(error_of(DataParallelMesh.check, given, names), f"ValueError: .*{text}")

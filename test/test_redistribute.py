@@ -2,6 +2,7 @@
 
 import itertools
 import unittest
+import warnings
 
 import expecttest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import RaggedShard
+from torch_ragged._groups import can_order_groups
 from torch_ragged._redistribute import plan, redistribute_local
 from torch_ragged._transfer import Exchange
 from torch_ragged._units import Units
@@ -125,14 +127,38 @@ def check_groups_of_some_ranks():
 
 
 def check_a_mesh_whose_ranks_do_not_ascend():
-    """One mesh dimension at a time works; a group over both has no order of its own."""
-    mesh = DeviceMesh("cpu", [[0, 2], [1, 3]])
-    values, ragged = torch.arange(32.0).view(8, 4), RaggedShard((0,), (1, 3))
-    tensor = distribute_tensor(values, mesh, [Shard(0), Shard(0)])
-    assert torch.equal(tensor.redistribute(placements=[Shard(0), ragged]).full_tensor(), values)
-    text = error_of(tensor.redistribute, placements=[ragged, Replicate()])
-    assert text.startswith("NotImplementedError: redistribution over mesh dimensions (0, 1)"), text
-    assert "redistribute one mesh dimension at a time" in text
+    """Parts are where the mesh says, by every way to make them, also on ranks whose own place is the same in both orders."""
+    values, ragged = torch.arange(32.0).view(8, 4), RaggedShard((0,), (1, 5, 0, 2))
+    mesh, parts = DeviceMesh("cpu", [0, 2, 1, 3]), values.split((1, 5, 0, 2))
+    mine = parts[[0, 2, 1, 3][dist.get_rank()]].flatten()
+    tensor = distribute_tensor(values, mesh, [ragged])
+    assert torch.equal(tensor.to_local(), mine)
+    pending = DTensor.from_local(values * (dist.get_rank() + 1), mesh, [Partial()])
+    assert torch.equal((tensor * 2).to_local(), mine * 2) and torch.equal(tensor.sum().full_tensor(), values.sum())
+    moves = {
+        "full_tensor": lambda: torch.equal(tensor.full_tensor(), values),
+        "reduced": lambda: torch.equal(pending.redistribute(placements=[ragged]).to_local(), mine * 10),
+        "to Shard": lambda: torch.equal(
+            tensor.redistribute(placements=[Shard(0)]).to_local(), values.chunk(4)[mesh.get_coordinate()[0]]
+        ),
+    }
+    return {name: error_of(move) or move() for name, move in moves.items()}
+
+
+def check_that_torchs_own_order_is_told():
+    """What torch has distributed on such a mesh is told, once; ragged placements and other meshes are not."""
+    mesh, values, ragged = DeviceMesh("cpu", [1, 0]), torch.arange(8.0), RaggedShard((0,), (3, 5))
+    heard = {}
+    for name, where, placement in (
+        ("ascending", DeviceMesh("cpu", [0, 1]), Shard(0)),
+        ("ragged", mesh, ragged),
+        ("shard", mesh, Shard(0)),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            moved = error_of(distribute_tensor(values, where, [placement]).redistribute, placements=[RaggedShard((0,), (1, 7))])
+        heard[name] = [str(each.message) for each in caught if "ascending" in str(each.message)], moved
+    return heard
 
 
 def check_what_is_in_flight():
@@ -236,8 +262,22 @@ class RedistributeTest(expecttest.TestCase):
     def test_ranks_outside_of_the_mesh_hold_nothing(self):
         run_ranks(4, check_ranks_outside_of_the_mesh)
 
-    def test_a_mesh_whose_ranks_do_not_ascend_is_an_error_on_every_rank(self):
-        run_ranks(4, check_a_mesh_whose_ranks_do_not_ascend)
+    def test_random_cases_on_meshes_whose_ranks_do_not_ascend(self):
+        for ranks, mesh_shapes in MESHES.items() if can_order_groups else ():
+            kinds_of_random_cases(mesh_shapes, 60, ranks, permuted=True)
+
+    def test_a_mesh_whose_ranks_do_not_ascend_decides_where_parts_are(self):
+        for found in run_ranks(4, check_a_mesh_whose_ranks_do_not_ascend):
+            for name, answer in found.items():
+                refused = "NotImplementedError: redistribution over dimensions (0,) of DeviceMesh"
+                self.assertTrue(answer is True if can_order_groups else answer.startswith(refused), (name, answer))
+
+    def test_what_torch_has_distributed_in_another_order_is_told(self):
+        for heard in run_ranks(2, check_that_torchs_own_order_is_told):
+            self.assertEqual(
+                {name: len(texts) for name, (texts, _) in heard.items()}, {"ascending": 0, "ragged": 0, "shard": 1}
+            )
+            self.assertIn("places its parts by mesh coordinates, as DCP does", heard["shard"][0][0])
 
     def test_one_collective_is_in_flight_until_it_is_waited_for(self):
         run_ranks(4, check_what_is_in_flight)

@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import hashlib
+import inspect
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torch_ragged._register._torch import backend_of
 
-__all__ = ["device_of_messages", "end_messages", "group_name", "group_of", "is_gloo"]
+__all__ = ["can_order_groups", "device_of_messages", "end_messages", "group_name", "group_of", "is_gloo"]
 
 group_name: contextvars.ContextVar[str | None] = contextvars.ContextVar("group_name", default=None)
 """The name of the process group that :func:`group_of` creates. A hook on torch passes it on, because torch would derive a name
 from the number of existing groups, and members may have different numbers of groups."""
+
+can_order_groups = "sort_ranks" in inspect.signature(dist.new_group).parameters
+"""Whether a process group may have its ranks in another order than the ascending one."""
 
 _UNUSED_TAG = 1 << 20
 
@@ -36,7 +41,7 @@ def group_of(ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
     empty, the default group is returned.
 
     Args:
-        ranks: global ranks in ascending order.
+        ranks: global ranks; their order is that of the group. Torch 2.11 has groups of ascending ranks only.
         purpose: groups of equal ranks and different purposes are different groups, with separate communicators.
     """
     world = dist.group.WORLD
@@ -44,7 +49,7 @@ def group_of(ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
     known = _known.setdefault(world, {})
     key = (*ranks, purpose)
     if key not in known:
-        is_world = len(ranks) == world.size() and not purpose
+        is_world = list(ranks) == list(range(world.size())) and not purpose
         known[key] = world if is_world else _make_group(world, ranks, f"{tuple(ranks)}{purpose}")
     return known[key]
 
@@ -90,7 +95,8 @@ def _make_group(world: dist.ProcessGroup, ranks: Sequence[int], key: str) -> dis
     # If the default group is bound to a device, new_group would split its communicator: a collective of all ranks.
     device, world.bound_device_id = world.bound_device_id, None
     try:
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+        return dist.new_group(list(ranks), use_local_synchronization=True, **order)
     finally:
         world.bound_device_id = device
         group_name.reset(name)

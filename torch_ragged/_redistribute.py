@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,10 +34,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged._groups import group_of
+from torch_ragged._groups import can_order_groups, group_of
 from torch_ragged._ownership import Whole, owned
 from torch_ragged._transfer import Exchange, Fill, Gather, Move, Part, Reduce, Route, Step
 from torch_ragged.placement_types import cuts_of, has_ragged
@@ -50,7 +51,9 @@ __all__ = [
     "mesh_group",
     "part_view",
     "plan",
+    "ranks_ascend",
     "redistribute_local",
+    "warn_of_order",
 ]
 
 # If the send (or receive) buffer of one all-to-all exceeds the tensor by this factor, other collectives are used.
@@ -157,6 +160,8 @@ def redistribute_local(
         raise ValueError(
             f"redistribution from {source} to {target}: Partial('avg') needs floating point, got {local.dtype}: cast it"
         )
+    warn_of_order(mesh, source)
+    warn_of_order(mesh, target)
     coordinate = _coordinate(mesh)
     result = Pending(local, tuple(local.shape))
     for step in plan(tuple(shape), tuple(mesh.shape), source, target, coordinate):
@@ -421,21 +426,55 @@ def _(tensor: torch.Tensor, operation: str, root: int, group_name: str) -> torch
 def mesh_group(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> dist.ProcessGroup:
     """The group of the ranks that differ from this rank only in ``mesh_dims``, in mesh order.
 
-    A group over several mesh dimensions is made at first use, by its members alone, and lives as long as the world's group.
+    A group over several mesh dimensions, or of ranks that do not ascend, is made at first use, by its members alone, and lives
+    as long as the world's group.
 
     Raises:
-        NotImplementedError: the ranks of several mesh dimensions are not in ascending order; torch sorts the ranks of a group.
+        NotImplementedError: the ranks along ``mesh_dims`` are not in ascending order, and torch always sorts the ranks of a
+            group (2.11). On all ranks of the mesh.
     """
-    if len(mesh_dims) == 1:
+    ascends = ranks_ascend(mesh, mesh_dims)
+    if len(mesh_dims) == 1 and ascends:
         return mesh.get_group(mesh_dims[0])
-    where = tuple(slice(None) if i in mesh_dims else mesh.get_local_rank(i) for i in range(mesh.ndim))
-    ranks = tuple(mesh.mesh[where].flatten().tolist())
-    if list(ranks) != sorted(ranks):
+    # Not get_local_rank(): that is the position in the group of the mesh dimension.
+    where = tuple(slice(None) if dim in mesh_dims else index for dim, index in enumerate(_coordinate(mesh)))
+    if not ascends and not can_order_groups:
         raise NotImplementedError(
-            f"redistribution over mesh dimensions {mesh_dims} of {mesh}: the ranks are not in ascending order. Use a mesh "
-            "whose ranks ascend, or redistribute one mesh dimension at a time"
+            f"redistribution over dimensions {mesh_dims} of {mesh}: its ranks are not in ascending order, and this version of "
+            "torch sorts the ranks of each process group. Use a mesh whose ranks ascend, or torch 2.13"
         )
-    return group_of(ranks)
+    return group_of(mesh.mesh[where].flatten().tolist())
+
+
+_ascending: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], bool]] = weakref.WeakKeyDictionary()
+
+
+def ranks_ascend(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
+    """Whether the ranks along ``mesh_dims`` are in ascending order everywhere in ``mesh``, as those of torch's groups are."""
+    known = _ascending.setdefault(mesh, {})
+    if mesh_dims not in known:
+        order = (*(dim for dim in range(mesh.ndim) if dim not in mesh_dims), *mesh_dims)
+        lines = mesh.mesh.permute(order).reshape(-1, math.prod(mesh.size(dim) for dim in mesh_dims))
+        known[mesh_dims] = bool((lines.diff() > 0).all())
+    return known[mesh_dims]
+
+
+def warn_of_order(mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """Warn if torch itself may have put the parts of a plain DTensor elsewhere than ``mesh`` says. Once per process.
+
+    Torch's collectives of DTensors take a mesh coordinate for the position in a process group, whose ranks ascend. So if those
+    of the mesh do not, ``distribute_tensor`` and ``full_tensor`` follow one order; local cuts, ``from_local`` and DCP the
+    other one. Here, the mesh decides.
+    """
+    if any(isinstance(p, Shard) and not ranks_ascend(mesh, (dim,)) for dim, p in enumerate(placements)):
+        warnings.warn(_ORDER, stacklevel=2)
+
+
+_ORDER = (
+    "a DTensor has Shard on a mesh whose ranks are not in ascending order. torch_ragged places its parts by mesh coordinates, "
+    "as DCP does. torch's own distribute_tensor, full_tensor and redistribute place them by the order of ranks, so what they "
+    "have placed is read in another order here: use a mesh whose ranks ascend along each dimension"
+)
 
 
 _groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()

@@ -185,7 +185,7 @@ def redistribute_rows(
     flat = flat.view(-1) if view in source else flat
     out = redistribute_local(flat, mesh, moved, source_front, target_front).wait()
     if view in target:
-        units, mine = view.units, mesh.get_local_rank(target.index(view))
+        units, mine = view.units, (mesh.get_coordinate() or ())[target.index(view)]
         count = math.prod(moved[: len(view.dims)]) * units[mine] // units.total
         out = out.view([1] * (len(view.dims) - 1) + [count] + moved[len(view.dims) :])
     return out.permute(inverse).contiguous()

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._ownership import Cut, Owned, Whole, owned, owned_near
+from torch_ragged._redistribute import warn_of_order
 from torch_ragged.placement_types import cuts_of, normalize_placements
 
 __all__ = ["Holder", "Ranks", "RelocatedSide", "Side", "Spec", "TensorSide", "specs_of"]
@@ -129,6 +130,7 @@ class Spec:
     @staticmethod
     def of(tensor: DTensor) -> Spec:
         """The spec of a DTensor, also on ranks outside of its mesh."""
+        warn_of_order(tensor.device_mesh, tensor.placements)
         return Spec(tuple(tensor.shape), tensor.dtype, _ranks_of(tensor.device_mesh), tensor.placements)
 
     @property

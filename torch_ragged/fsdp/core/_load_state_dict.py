@@ -254,11 +254,12 @@ def _part(value: torch.Tensor, param: DTensor) -> DTensor:
     """A DTensor as ``param``, with this rank's elements of the full tensor ``value``. No communication."""
     whole, mine, mesh = waited(value.detach()), local_of(param), param.device_mesh
     whole = whole if whole.shape == param.shape else whole.view(param.shape)
-    if mesh.get_coordinate() is None:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
         return dtensor_like(torch.empty_like(mine), param)
     if is_wrapper(whole):
         (dim,) = [dim for dim, placement in enumerate(param.placements) if placement.is_shard()]
-        part = torch.chunk(whole, mesh.size(dim))[mesh.get_local_rank(dim)]
+        part = torch.chunk(whole, mesh.size(dim))[coordinate[dim]]
     else:
         part = broadcast_local(whole, mesh, param.shape, param.placements)
     if has_extension(param):  # These are the operations that FSDP2 calls, and types may have no other ones.

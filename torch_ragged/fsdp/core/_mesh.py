@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._agreement import agree_on_group
+from torch_ragged._redistribute import ranks_ascend
 from torch_ragged._register._torch import concatenate, flatten, timeout_of
 from torch_ragged.fsdp.comm._named import is_debug
 
@@ -55,6 +57,12 @@ def agree_on_groups(mesh: DeviceMesh) -> None:
         claim = f"process group {group.group_name} of {where}{', TORCH_RAGGED_DEBUG=1' if is_debug() else ''}"
         agree_on_group(group, claim, "fully_shard", timeout_of(group, device_of(mesh)).total_seconds())
         _agreed.add(group)
+
+
+def _check_order(mesh: DeviceMesh, parts: Sequence[tuple[int, ...]]) -> None:
+    # Collectives follow the order of the process group, which sorts its ranks; DTensors follow the mesh.
+    if not all(ranks_ascend(mesh, dims) for dims in parts):
+        raise ValueError(f"{mesh} does not have its ranks in ascending order: sort the ranks of each mesh dimension")
 
 
 def _warn_of_context_parallel(mesh: DeviceMesh) -> None:
@@ -110,10 +118,7 @@ class DataParallelMesh:
                     f"fully_shard expects a 1-D mesh, or a 2-D one (replicas, shards), got shape {tuple(mesh.shape)}: pass one "
                     "or two of its dimensions, mesh[name], or name them with dp_mesh_dims"
                 )
-            # Collectives follow the order of the process group, which sorts its ranks; DTensors follow the mesh.
-            groups = [] if mesh.get_coordinate() is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
-            if any(group.rank() != index for group, index in zip(groups, mesh.get_coordinate() or ())):
-                raise ValueError(f"{mesh} does not have its ranks in ascending order: sort the ranks of each mesh dimension")
+            _check_order(mesh, [(dim,) for dim in range(mesh.ndim)])
             return
         names = mesh.mesh_dim_names
         if names is None:
@@ -121,6 +126,7 @@ class DataParallelMesh:
         for name in (*dims.shard_names, *dims.replicate_names):
             if name not in names:
                 raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
+        _check_order(mesh, [tuple(map(names.index, part)) for part in (dims.shard_names, dims.replicate_names) if part])
 
     @staticmethod
     def of(mesh: DeviceMesh, dims: Any = None) -> DataParallelMesh:

@@ -72,7 +72,7 @@ def _experts(weight: DTensor, count: int) -> list[DTensor]:
     assert names is not None
     kept = [dim for dim, placement in enumerate(weight.placements) if not isinstance(placement, Shard)]
     (ragged,) = [dim for dim in kept if _is_ragged(weight.placements[dim])]
-    mesh, rank = weight.device_mesh[tuple(names[dim] for dim in kept)], weight.device_mesh.get_local_rank(ragged)
+    mesh, rank = weight.device_mesh[tuple(names[dim] for dim in kept)], _coordinate(weight, ragged)
     shape, bounds, local = weight.shape[1:], _bounds(weight, count), weight.to_local()
     numel, experts = shape.numel(), []
     for index in range(count):
@@ -83,6 +83,10 @@ def _experts(weight: DTensor, count: int) -> list[DTensor]:
         piece = local[start : start + units[rank]]
         experts.append(DTensor.from_local(piece, mesh, placements, shape=shape, stride=(shape[1], 1), run_check=False))
     return experts
+
+
+def _coordinate(weight: DTensor, dim: int) -> int:
+    return (weight.device_mesh.get_coordinate() or [])[dim]
 
 
 def _is_ragged(placement: Any) -> bool:
@@ -97,7 +101,7 @@ def _experts_of_this_rank(weight: DTensor) -> tuple[int, int]:
             if placement.dim != 0:
                 raise ValueError(f"experts placed as {weight.placements}: expected no other cut than Shard(0) of experts")
             count //= weight.device_mesh.size(dim)
-            first += count * weight.device_mesh.get_local_rank(dim)
+            first += count * _coordinate(weight, dim)
     return first, first + count
 
 
