@@ -1,5 +1,6 @@
 """Plain Shard and Replicate programs, run by test_plain_dtensor.py with and without torch_ragged; prints JSON."""
 
+import gc
 import json
 import sys
 
@@ -88,3 +89,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # Groups that cycles still hold would end with the interpreter, whose end a thread of gloo may not survive.
