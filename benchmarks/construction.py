@@ -11,6 +11,7 @@ of ranks; a package that took longer than ``--limit`` seconds at a number of ran
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import pickle
 import statistics
@@ -57,6 +58,7 @@ def construct(package: str, ranks: int) -> dict[str, float]:
     with fake_world(ranks):
         mesh = make_mesh(ranks)
         blocks = [Parameters(group) for group in groups]
+        gc.collect()  # Otherwise it is chance in which of the packages' turns a collection of all objects is due.
         elapsed = microseconds(lambda: [fully_shard(block, mesh=mesh) for block in blocks])
         parameters = [parameter for block in blocks for parameter in block.parameters()]
         return {"parameters": len(parameters), "us": elapsed, "bytes": placement_bytes(parameters)}
