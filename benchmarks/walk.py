@@ -1,0 +1,182 @@
+"""How far one thing travels through the code: the files, functions and calls of one tiny step, beside FSDP2's.
+
+    PYTHONPATH=.:benchmarks python benchmarks/walk.py [--json PATH] [--upward]
+
+One process of a fake process group of 4 ranks traces its Python calls. Four walks: ``fully_shard`` of a Linear; the forward of a
+root of two Linears, each a group; the backward of the same; the forward and backward of a group of one small parameter.
+
+    files, functions, calls   of the package's own code (FSDP2: torch/distributed/fsdp)
+    upward                    calls from a file to one that imports it, directly or not: the callee stands on a higher floor
+    depth                     the package's frames on the stack at most
+
+Wrappers of the package that only call what they wrap are not counted. ``--upward`` lists the upward calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from common import print_table, write_json
+from fake_world import PACKAGES, fake_world, make_mesh
+from torch import nn
+
+import torch_ragged
+
+ROOTS = {
+    "torch_ragged": Path(torch_ragged.__file__).parent,
+    "FSDP2": Path(torch.__file__).parent / "distributed/fsdp",
+}
+_WRAPPERS = {("_spmd_types.py", "call"), ("_torch.py", "call")}
+
+
+@dataclass
+class Walk:
+    """What one walk has seen.
+
+    Attributes:
+        functions: (file, first line, name) -> calls.
+        upward: (caller's file and function, callee's) -> calls.
+        depth: the package's frames on the stack at most.
+    """
+
+    functions: Counter[tuple[str, int, str]] = field(default_factory=Counter)
+    upward: Counter[tuple[str, str]] = field(default_factory=Counter)
+    depth: int = 0
+
+    def row(self) -> dict[str, int]:
+        """The numbers of the table."""
+        files = {file for file, _, _ in self.functions}
+        calls = {"files": len(files), "functions": len(self.functions), "calls": self.functions.total()}
+        return {**calls, "upward": self.upward.total(), "depth": self.depth}
+
+
+def imports_of(root: Path) -> dict[str, set[str]]:
+    """For each file of a package, the files of the package that it imports when it is imported, directly or not."""
+    package = ".".join(root.parts[root.parts.index("torch") if "torch" in root.parts else -1 :])
+    files = {str(path): ".".join([package, *path.relative_to(root).with_suffix("").parts]) for path in root.rglob("*.py")}
+    modules = {module.removesuffix(".__init__"): file for file, module in files.items()}
+    reached = {}
+    for file, module in files.items():
+        names: set[str] = set()
+        for node in ast.parse(Path(file).read_text()).body:
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = module.split(".")[: -node.level] if node.level else []
+                origin = ".".join([*base, *([node.module] if node.module else [])])
+                names.update(f"{origin}.{alias.name}" for alias in node.names)
+                names.add(origin)
+        reached[file] = {modules[name] for name in names if name in modules} - {file}
+    for middle in reached:
+        for others in reached.values():
+            if middle in others:
+                others |= reached[middle]
+    return reached
+
+
+def traced(package: str, action: Callable[[], Any]) -> Walk:
+    """Run ``action`` and see which functions of ``package`` it calls."""
+    root, walk = str(ROOTS[package]), Walk()
+    imports = _imports(package)
+
+    @functools.cache
+    def is_own(file: str, name: str) -> bool:
+        return file.startswith(root) and (Path(file).name, name) not in _WRAPPERS
+
+    def own(frame: FrameType | None) -> bool:
+        return frame is not None and is_own(frame.f_code.co_filename, frame.f_code.co_name)
+
+    def is_wrapper(frame: FrameType | None) -> bool:
+        return frame is not None and (Path(frame.f_code.co_filename).name, frame.f_code.co_name) in _WRAPPERS
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not own(frame):
+            return
+        code, caller = frame.f_code, frame.f_back
+        walk.functions[code.co_filename, code.co_firstlineno, code.co_name] += 1
+        while is_wrapper(caller):
+            assert caller is not None
+            caller = caller.f_back
+        if own(caller):
+            assert caller is not None
+            here, there = caller.f_code.co_filename, code.co_filename
+            if here in imports[there] and there not in imports[here]:
+                pair = (f"{Path(here).name}:{caller.f_code.co_name}", f"{Path(there).name}:{code.co_name}")
+                walk.upward[pair] += 1
+        depth, outer = 1, caller
+        while outer is not None:
+            depth += own(outer)
+            outer = outer.f_back
+        walk.depth = max(walk.depth, depth)
+
+    sys.setprofile(see)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return walk
+
+
+@functools.cache
+def _imports(package: str) -> dict[str, set[str]]:
+    return imports_of(ROOTS[package])
+
+
+def walks(package: str) -> dict[str, Walk]:
+    """The walks of one package, by name."""
+    fully_shard, found = PACKAGES[package], {}
+    with fake_world(4):
+        mesh = make_mesh(4)
+        fully_shard(nn.Linear(8, 8), mesh=mesh)  # What is imported and cached at the first call does not count.
+        linear = nn.Linear(8, 8)
+        found["fully_shard(Linear)"] = traced(package, lambda: fully_shard(linear, mesh=mesh))
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        small = nn.Linear(4, 1, bias=False)
+        for module in (*model, model, small):
+            fully_shard(module, mesh=mesh)
+
+        def forward(module: nn.Module) -> torch.Tensor:
+            width = 8 if module is model else 4
+            return module(torch.ones(2, width)).sum()
+
+        for module in (model, small, model, small):  # The first steps: lazy initialization, the order of modules.
+            forward(module).backward()
+            module.zero_grad()
+        losses: list[torch.Tensor] = []
+        found["forward of two Linears"] = traced(package, lambda: losses.append(forward(model)))
+        found["backward of two Linears"] = traced(package, losses[0].backward)
+        losses.clear()
+        found["forward of one small parameter"] = traced(package, lambda: losses.append(forward(small)))
+        found["backward of one small parameter"] = traced(package, losses[0].backward)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--upward", action="store_true", help="list the upward calls")
+    parser.add_argument("--json", help="write the results to this file too")
+    options = parser.parse_args()
+    found = {package: walks(package) for package in PACKAGES}
+    table = [{"walk": name, "package": package, **walk.row()} for package, each in found.items() for name, walk in each.items()]
+    table.sort(key=lambda row: list(found["FSDP2"]).index(str(row["walk"])))
+    print_table(f"torch {torch.__version__}: one tiny step, one process of a fake process group of 4 ranks", table)
+    if options.upward:
+        for name, walk in found["torch_ragged"].items():
+            print(f"\n{name}: upward calls")
+            for (caller, callee), calls in walk.upward.most_common():
+                print(f"  {calls:3} {caller} -> {callee}")
+    write_json(options.json, {"walk": table})
+
+
+if __name__ == "__main__":
+    main()
