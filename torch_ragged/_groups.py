@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torch_ragged._register._torch import backend_of
+from torch_ragged._register._torch import backend_of, timeout_of
 
 __all__ = ["device_of_messages", "end_messages", "group_name", "group_of", "is_gloo"]
 
@@ -29,24 +29,32 @@ _is_gloo: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDi
 """Asked several times per collective, and slow to find out."""
 
 
-def group_of(ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
+def group_of(ranks: Sequence[int], purpose: str = "", parent: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """The process group of ``ranks`` for one ``purpose``. The first call creates it; it lives as long as the default group.
 
-    All members must call this function, for several groups in the same order. If ``ranks`` are all ranks and ``purpose`` is
-    empty, the default group is returned.
+    All members must call this function, for several groups in the same order. If ``ranks`` are all ranks of ``parent`` and
+    ``purpose`` is empty, ``parent`` is returned.
 
     Args:
         ranks: global ranks in ascending order.
         purpose: groups of equal ranks and different purposes are different groups, with separate communicators.
+        parent: a group of these ranks, and perhaps of more; None: the default group. The new group has its backend and its
+            present timeout. Groups of different parents are different groups.
     """
     world = dist.group.WORLD
     assert world is not None
+    parent = parent or world
+    # The parent and not its timeout: members have the same parent, but each may have set a timeout of its own.
+    key = (*ranks, purpose, "" if parent is world else parent.group_name)
     known = _known.setdefault(world, {})
-    key = (*ranks, purpose)
     if key not in known:
-        is_world = len(ranks) == world.size() and not purpose
-        known[key] = world if is_world else _make_group(world, ranks, f"{tuple(ranks)}{purpose}")
-    return known[key]
+        is_parent = len(ranks) == parent.size() and not purpose
+        known[key] = parent if is_parent else _make_group(world, parent, ranks, repr(key))
+    group, device = known[key], device_of_messages(parent)
+    timeout = timeout_of(parent, device)
+    if timeout_of(group, device) != timeout:  # It has changed since the group was made.
+        group.set_timeout(timeout)
+    return group
 
 
 def device_of_messages(group: dist.ProcessGroup) -> torch.device:
@@ -85,12 +93,13 @@ def end_messages(group: dist.ProcessGroup, device: torch.device) -> None:
             work.wait(timedelta(milliseconds=1))
 
 
-def _make_group(world: dist.ProcessGroup, ranks: Sequence[int], key: str) -> dist.ProcessGroup:
+def _make_group(world: dist.ProcessGroup, parent: dist.ProcessGroup, ranks: Sequence[int], key: str) -> dist.ProcessGroup:
     name = group_name.set("ragged_" + hashlib.sha1(key.encode(), usedforsecurity=False).hexdigest())
     # If the default group is bound to a device, new_group would split its communicator: a collective of all ranks.
     device, world.bound_device_id = world.bound_device_id, None
     try:
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        timeout = timeout_of(parent, device_of_messages(parent))
+        return dist.new_group(list(ranks), timeout, dist.get_backend(parent), use_local_synchronization=True)
     finally:
         world.bound_device_id = device
         group_name.reset(name)

@@ -118,7 +118,7 @@ class NeighbourCopies:
         self._rank, self._distance = dist.get_rank(), distance
         place = self._ranks.index(self._rank)
         self._keeper, self._kept = self._ranks[(place + distance) % dp.ranks], self._ranks[place - distance]
-        self._group = group_of(sorted(self._ranks), f"neighbour copies {next(_numbers)}")
+        self._group = group_of(sorted(self._ranks), f"neighbour copies {next(_numbers)}", dp.shard_group)
         self._device = device_of_messages(self._group)
         self._calls = self._updates = 0
         self._index: dict[int, _Index] = {}

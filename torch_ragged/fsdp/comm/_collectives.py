@@ -161,7 +161,7 @@ class ProcessGroupCollectives:
         for reducer in self.reducers:
             if reducer._group is not None:
                 ranks = dist.get_process_group_ranks(reducer._group)
-                reducer.separate_group = group_of(ranks, "reduce_scatter") if enable else None
+                reducer.separate_group = group_of(ranks, "reduce_scatter", reducer._group) if enable else None
 
     def memory_pool(self, device: torch.device, is_symmetric: bool) -> torch.cuda.MemPool | None:
         """A pool of the backend's own allocator, registered with the backend; None if there is no such allocator (gloo)."""
