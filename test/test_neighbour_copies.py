@@ -2,17 +2,18 @@
 
 import os
 import signal
+import time
 import unittest
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import error_of, run_ranks
+from common import error_of, run_mortal_ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torch_ragged.fsdp import NeighbourCopies, fully_shard, rows
+from torch_ragged.fsdp import NeighbourCopies, fully_shard, reshard_to, rows
 from torch_ragged.optim import AdamW8bit
 
 
@@ -70,7 +71,7 @@ def train_and_die(rank, port, victims, kind, pipe):
     failure = error_of(step, model, optimizer, 3)
     if rank in victims:
         handle.remove()
-    left = copies.ranks_left(3)
+    left = copies.ranks_left()
     mesh = DeviceMesh.from_group(dist.new_group(left, use_local_synchronization=True), "cpu")
     lost = error_of(copies.recover, mesh)
     if lost:
@@ -103,13 +104,13 @@ def check_update():
         copies.update()
         if number == 1:
             wanted = copied(whole(model, optimizer))
+    copies.wait()
     # Of all ranks, two generations of two copies; each tensor starts at a multiple of 16 bytes.
     moments = [value for param in model.parameters() for value in optimizer.state[param].values() if value.numel() > 1]
     held = sum(-(-tensor.to_local().nbytes // 16) * 16 for tensor in (*model.parameters(), *moments))
     total = torch.tensor([held, copies.nbytes])
     dist.all_reduce(total)
     assert int(total[1]) == 4 * int(total[0]), total
-    copies.wait()
     third = copied(whole(model, optimizer))
     for each in copies._generations:  # As if a rank had died before the last copy was complete.
         if each.step == 4 and dist.get_rank() == 1:
@@ -119,6 +120,154 @@ def check_update():
     got = whole(model, optimizer)
     assert not [name for name in same(got, wanted) if name not in buffers], same(got, wanted)
     assert same(got, third)
+
+
+class CopiedBy:
+    """An option of an optimizer, which calls a function when NeighbourCopies copy it."""
+
+    function = None
+
+    def __deepcopy__(self, memo):
+        if self.function is not None:
+            self.function()
+        return CopiedBy()
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refuse():
+    raise TypeError("no copy of this")
+
+
+def copied_after(model, optimizer, copies):
+    """Make and complete one copy. The state that it is of."""
+    copies.update()
+    copies.wait()
+    return copied(whole(model, optimizer)) | copied(dict(model.named_buffers()))
+
+
+def check_resharded():
+    """4 ranks, 3, 4 again, with new copies after each. The copies that are out of date say so."""
+    four, three = DeviceMesh("cpu", [0, 1, 2, 3]), DeviceMesh("cpu", [0, 1, 2])
+    if dist.get_rank() < 3:  # Rank 3 has made fewer.
+        NeighbourCopies(*make(three))
+    model, optimizer = make(four)
+    copies = NeighbourCopies(model, optimizer)
+    step(model, optimizer, 0)
+    copied_after(model, optimizer, copies)
+    reshard_to(model, optimizer, three)
+    start = time.monotonic()
+    text = error_of(copies.update)
+    assert text.startswith("ValueError: the model is on DeviceMesh((3,)"), text
+    assert text.endswith("make new ones after reshard_to() or recover()"), text
+    assert time.monotonic() - start < 5
+    if dist.get_rank() < 3:
+        copied_after(model, optimizer, NeighbourCopies(model, optimizer))
+    reshard_to(model, optimizer, four)
+    copies = NeighbourCopies(model, optimizer)
+    wanted = copied_after(model, optimizer, copies)
+    step(model, optimizer, 1)
+    assert same(whole(model, optimizer), wanted)
+    assert copies.recover(four) == 1
+    assert not same(whole(model, optimizer), wanted)
+
+
+def check_arguments_differ():
+    rank = dist.get_rank()
+    model, optimizer = make(init_device_mesh("cpu", (4,)))
+    for options, words in (
+        ({"every": 1 + rank // 3}, "rank 0 has every=1, distance=1, rank 3 has every=2, distance=1"),
+        ({"distance": 1 + rank % 2}, "rank 0 has every=1, distance=1, rank 1 has every=1, distance=2"),
+    ):
+        text = error_of(NeighbourCopies, model, optimizer, **options)
+        assert text.startswith(f"ValueError: NeighbourCopies was called differently on different ranks: {words}"), text
+    text = error_of(NeighbourCopies, model, optimizer, distance=4 if rank == 1 else 1)
+    assert "expected every >= 1 and a distance between 1 and 3" in text, text
+
+
+def check_refused():
+    """The state of one rank cannot be copied: all ranks raise, and the last copy stays."""
+    mesh = init_device_mesh("cpu", (4,))
+    model, optimizer = make(mesh)
+    option = optimizer.param_groups[0]["note"] = CopiedBy()
+    copies = NeighbourCopies(model, optimizer)
+    step(model, optimizer, 0)
+    copied_after(model, optimizer, copies)
+    step(model, optimizer, 1)
+    wanted = copied_after(model, optimizer, copies)
+    option.function = refuse if dist.get_rank() == 1 else None
+    start = time.monotonic()
+    text = error_of(copies.update)
+    assert text == ("TypeError: no copy of this" if dist.get_rank() == 1 else ""), text
+    text = error_of(copies.wait)
+    assert "TransferError" in text and "rank 1: TypeError: no copy of this" in text, text
+    assert time.monotonic() - start < 8
+    option.function = None
+    for _ in range(3):
+        assert "RuntimeError: a copy has failed, and its process group is not usable" in error_of(copies.update)
+    assert copies.recover(mesh) == 2
+    assert not same(whole(model, optimizer), wanted)
+
+
+def lose_a_rank_when_states_appear():
+    """The copy of a model before its first step is complete. In the next one, which has states too, rank 2 dies."""
+    if dist.get_rank() < 3:
+        NeighbourCopies(*make(DeviceMesh("cpu", [0, 1, 2])))  # Rank 3 has made fewer process groups.
+    model, optimizer = make(init_device_mesh("cpu", (4,)))
+    option = optimizer.param_groups[0]["note"] = CopiedBy()
+    copies = NeighbourCopies(model, optimizer)
+    wanted = copied_after(model, optimizer, copies)
+    step(model, optimizer, 0)
+    option.function = die if dist.get_rank() == 2 else None
+    copies.update()
+    failure = error_of(copies.wait)
+    recovered = copies.recover()
+    different = same(whole(model, optimizer), wanted)
+    step(model, optimizer, 0)  # The optimizer makes its states again.
+    return failure, recovered, different
+
+
+def lose_two_ranks():
+    """Rank 1 dies in training, rank 3 when the others have agreed to go on with it."""
+    rank = dist.get_rank()
+    model, optimizer = make(init_device_mesh("cpu", (4,)))
+    copies = NeighbourCopies(model, optimizer)
+    step(model, optimizer, 0)
+    wanted = copied_after(model, optimizer, copies)
+    if rank == 1:
+        die()
+    error_of(step, model, optimizer, 1)
+    if rank == 3:
+        copies.ranks_left()
+        die()
+    failure = error_of(copies.recover)
+    return failure, copies.recover(), same(whole(model, optimizer), wanted), next(model.parameters()).device_mesh.mesh.tolist()
+
+
+def lose_a_rank_while_others_are_busy():
+    """Rank 1 dies. Rank 0 is in a collective with it, rank 2 computes, rank 3 waits for rank 2 in another group."""
+    rank = dist.get_rank()
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1, 2, 3]), "cpu")
+    copies = NeighbourCopies(*make(mesh))
+    dist.barrier()
+    if rank == 1:
+        die()
+    if rank == 2:
+        time.sleep(11)
+    failure = error_of(dist.all_reduce, torch.ones(1), group=None if rank == 3 else mesh.get_group())
+    return failure, copies.ranks_left()
+
+
+def lose_a_rank_and_stop_another():
+    rank = dist.get_rank()
+    copies = NeighbourCopies(*make(init_device_mesh("cpu", (4,))))
+    dist.barrier()
+    if rank in (1, 3):
+        os.kill(os.getpid(), signal.SIGKILL if rank == 1 else signal.SIGSTOP)
+    start = time.monotonic()
+    return copies.ranks_left(4), time.monotonic() - start
 
 
 class NeighbourCopiesTest(unittest.TestCase):
@@ -156,6 +305,38 @@ class NeighbourCopiesTest(unittest.TestCase):
 
     def test_copies_take_the_memory_that_is_said_and_incomplete_ones_are_not_used(self):
         run_ranks(4, check_update)
+
+    def test_new_copies_follow_a_model_to_other_meshes(self):
+        run_ranks(4, check_resharded)
+
+    def test_arguments_that_differ_are_an_error_on_all_ranks(self):
+        run_ranks(4, check_arguments_differ)
+
+    def test_a_state_that_cannot_be_copied_is_an_error_on_all_ranks(self):
+        run_ranks(4, check_refused)
+
+    def test_the_last_copy_stays_until_a_larger_one_is_complete(self):
+        for failure, recovered, different in run_mortal_ranks(4, {2}, lose_a_rank_when_states_appear).values():
+            self.assertIn("TransferError", failure)
+            self.assertIn("rank 2 died", failure)
+            self.assertEqual((recovered, different), (1, []))
+
+    @pytest.mark.slow
+    def test_a_death_while_ranks_recover_is_survived_too(self):
+        for failure, *rest in run_mortal_ranks(4, {1, 3}, lose_two_ranks, seconds=6).values():
+            self.assertNotEqual(failure, "")
+            self.assertEqual(rest, [1, [], [0, 2]])
+
+    def test_ranks_that_live_are_left_when_they_notice_late(self):
+        for failure, left in run_mortal_ranks(4, {1}, lose_a_rank_while_others_are_busy).values():
+            self.assertIn("RuntimeError", failure)
+            self.assertEqual(left, [0, 2, 3])
+
+    @pytest.mark.slow
+    def test_a_stopped_rank_is_waited_for_as_long_as_patience_lasts(self):
+        for left, seconds in run_mortal_ranks(4, {1, 3}, lose_a_rank_and_stop_another).values():
+            self.assertEqual(left, [0, 2])
+            self.assertLess(seconds, 12)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
-from torch_ragged._register._torch import backend_of
-
-__all__ = ["can_order_groups", "device_of_messages", "end_messages", "group_name", "group_of", "is_gloo"]
+__all__ = [
+    "backend_of",
+    "can_order_groups",
+    "device_of_messages",
+    "end_messages",
+    "group_name",
+    "group_of",
+    "is_gloo",
+    "timeout_of",
+]
 
 group_name: contextvars.ContextVar[str | None] = contextvars.ContextVar("group_name", default=None)
 """The name of the process group that :func:`group_of` creates. A hook on torch passes it on, because torch would derive a name
@@ -34,24 +42,32 @@ _is_gloo: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDi
 """Asked several times per collective, and slow to find out."""
 
 
-def group_of(ranks: Sequence[int], purpose: str = "") -> dist.ProcessGroup:
+def group_of(ranks: Sequence[int], purpose: str = "", parent: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """The process group of ``ranks`` for one ``purpose``. The first call creates it; it lives as long as the default group.
 
-    All members must call this function, for several groups in the same order. If ``ranks`` are all ranks and ``purpose`` is
-    empty, the default group is returned.
+    All members must call this function, for several groups in the same order. If ``ranks`` are all ranks of ``parent`` and
+    ``purpose`` is empty, ``parent`` is returned.
 
     Args:
         ranks: global ranks; their order is that of the group. Torch 2.11 has groups of ascending ranks only.
         purpose: groups of equal ranks and different purposes are different groups, with separate communicators.
+        parent: a group of these ranks, and perhaps of more; None: the default group. The new group has its backend and its
+            present timeout. Groups of different parents are different groups.
     """
     world = dist.group.WORLD
     assert world is not None
+    parent = parent or world
+    # The parent and not its timeout: members have the same parent, but each may have set a timeout of its own.
+    key = (*ranks, purpose, "" if parent is world else parent.group_name)
     known = _known.setdefault(world, {})
-    key = (*ranks, purpose)
     if key not in known:
-        is_world = list(ranks) == list(range(world.size())) and not purpose
-        known[key] = world if is_world else _make_group(world, ranks, f"{tuple(ranks)}{purpose}")
-    return known[key]
+        is_parent = not purpose and list(ranks) == dist.get_process_group_ranks(parent)
+        known[key] = parent if is_parent else _make_group(world, parent, ranks, repr(key))
+    group, device = known[key], device_of_messages(parent)
+    timeout = timeout_of(parent, device)
+    if timeout_of(group, device) != timeout:  # It has changed since the group was made.
+        group.set_timeout(timeout)
+    return group
 
 
 def device_of_messages(group: dist.ProcessGroup) -> torch.device:
@@ -90,13 +106,34 @@ def end_messages(group: dist.ProcessGroup, device: torch.device) -> None:
             work.wait(timedelta(milliseconds=1))
 
 
-def _make_group(world: dist.ProcessGroup, ranks: Sequence[int], key: str) -> dist.ProcessGroup:
+def _make_group(world: dist.ProcessGroup, parent: dist.ProcessGroup, ranks: Sequence[int], key: str) -> dist.ProcessGroup:
     name = group_name.set("ragged_" + hashlib.sha1(key.encode(), usedforsecurity=False).hexdigest())
     # If the default group is bound to a device, new_group would split its communicator: a collective of all ranks.
     device, world.bound_device_id = world.bound_device_id, None
     try:
-        order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
-        return dist.new_group(list(ranks), use_local_synchronization=True, **order)
+        how: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+        timeout = timeout_of(parent, device_of_messages(parent))
+        return dist.new_group(list(ranks), timeout, dist.get_backend(parent), use_local_synchronization=True, **how)
     finally:
         world.bound_device_id = device
         group_name.reset(name)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend that carries the collectives of ``group`` for tensors on ``device``. (2.11 to 2.15)
+
+    If a group has no backends per device, as in torch's multi-threaded tests, the result is the group itself.
+    """
+    try:
+        return group._get_backend(device)
+    except RuntimeError:
+        return group
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long collectives of ``group`` on ``device`` wait for other ranks; for backends without options, torch's default.
+
+    (2.11 to 2.15)
+    """
+    options = getattr(backend_of(group, device), "options", None)
+    return default_pg_timeout if options is None else options._timeout

@@ -443,7 +443,8 @@ def mesh_group(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> dist.ProcessGrou
             f"redistribution over dimensions {mesh_dims} of {mesh}: its ranks are not in ascending order, and this version of "
             "torch sorts the ranks of each process group. Use a mesh whose ranks ascend, or torch 2.13"
         )
-    return group_of(mesh.mesh[where].flatten().tolist())
+    ranks = mesh.mesh[where].flatten().tolist()
+    return group_of(ranks, parent=mesh.get_group(mesh_dims[0]) if len(mesh_dims) == 1 else None)
 
 
 _ascending: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], bool]] = weakref.WeakKeyDictionary()

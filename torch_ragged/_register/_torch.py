@@ -9,7 +9,6 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from enum import Enum, auto
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -26,7 +24,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 __all__ = [
     "GradientUse",
     "as_plain_tensors",
-    "backend_of",
     "backward_id",
     "concatenate",
     "default_store",
@@ -48,7 +45,6 @@ __all__ = [
     "profiler_range",
     "register_composable",
     "storage_ids",
-    "timeout_of",
     "unsafe_view",
     "waited",
 ]
@@ -228,17 +224,6 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The backend that carries the collectives of ``group`` for tensors on ``device``. (2.11 to 2.15)
-
-    If a group has no backends per device, as in torch's multi-threaded tests, the result is the group itself.
-    """
-    try:
-        return group._get_backend(device)
-    except RuntimeError:
-        return group
-
-
 def waited(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``; if it is the result of a collective in flight, wait for it. (2.11 to 2.15)"""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
@@ -252,15 +237,6 @@ def default_store() -> dist.Store:
 def process_groups() -> list[dist.ProcessGroup]:
     """All process groups that this process has made and not destroyed. (2.11 to 2.15)"""
     return list(dist.distributed_c10d._world.pg_map)
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long collectives of ``group`` on ``device`` wait for other ranks; for backends without options, torch's default.
-
-    (2.11 to 2.15)
-    """
-    options = getattr(backend_of(group, device), "options", None)
-    return default_pg_timeout if options is None else options._timeout
 
 
 def has_multicast(device: torch.device) -> bool:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import itertools
 import os
-from collections.abc import Mapping, Sequence
+import pickle
+import time
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,19 +17,31 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged import transfer
-from torch_ragged._groups import device_of_messages, group_of
-from torch_ragged._register._torch import default_store, local_tensor, timeout_of
+from torch_ragged._agreement import agreement, reduce_min
+from torch_ragged._groups import device_of_messages, end_messages, group_of, is_gloo, timeout_of
+from torch_ragged._peers import fates_of
+from torch_ragged._register._torch import local_tensor, process_groups
+from torch_ragged._standstill import announce
+from torch_ragged._store import SharedStore
 from torch_ragged.fsdp._reshard_to import Description, Move, checked_states
+from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core._regroup import mesh_of_groups
 from torch_ragged.transfer._background import Handle, in_background
 from torch_ragged.transfer._sides import RelocatedSide, Spec
-from torch_ragged.transfer._watch import Watch, end_messages
+from torch_ragged.transfer._watch import Watch
 
 __all__ = ["NeighbourCopies"]
 
+_CALL = "NeighbourCopies"
 _ALIGNMENT = 16  # Bytes, so that a part of a buffer can be viewed as any dtype.
-_numbers = itertools.count()
+_CPU = torch.device("cpu")
+
+_SLICE = 0.5  # Seconds.
+"""After so long a wait for reports, a rank looks which processes have ended."""
+
+_REPORTING = 15.0  # Seconds.
+"""So long a rank takes, after its collective has failed, to make an error that names the ranks."""
 
 
 @dataclass(frozen=True)
@@ -48,22 +59,41 @@ class _Index:
             start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         return _Index(places, start)
 
-    def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
-        start, numel, dtype = self.places[name]
-        return buffer[start : start + numel * dtype.itemsize].view(dtype)
+
+class _Shards:
+    """The shards of one rank at one time, one after the other in a buffer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.index = _Index({}, 0)
+        self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def fit(self, index: _Index) -> None:
+        """Make room for the tensors of ``index``. If they are others than before, the contents are lost."""
+        if index.nbytes != self.index.nbytes:
+            self.buffer = self.buffer.new_empty(0)  # Free the old buffer before the new one is allocated.
+            self.buffer = self.buffer.new_empty(index.nbytes)
+        self.index = index
+
+    def view(self, name: str) -> torch.Tensor:
+        start, numel, dtype = self.index.places[name]
+        return self.buffer[start : start + numel * dtype.itemsize].view(dtype)
 
 
 @dataclass
 class _Generation:
     """One copy: this rank's own shards, and those of the rank whose copy it keeps.
 
+    It has all that :meth:`NeighbourCopies.recover` needs, because the next copy may have other tensors.
+
     Attributes:
         step: the call of ``update()`` that it is of, once both are here; otherwise -1.
+        specs: of all tensors, by name.
     """
 
-    own: torch.Tensor
-    kept: torch.Tensor
+    own: _Shards
+    kept: _Shards
     step: int = -1
+    specs: dict[str, Spec] = field(default_factory=dict)
     told: Description | None = None
     whole: list[torch.Tensor] = field(default_factory=list)
 
@@ -82,8 +112,7 @@ class NeighbourCopies:
             train_step(batch)
             copies.update()                             # sends in the background, while the next step computes
         ...
-        group = dist.new_group(copies.ranks_left(), use_local_synchronization=True)     # after a death
-        step = copies.recover(DeviceMesh.from_group(group, "cpu"))
+        step = copies.recover()                         # after a death, on all ranks that are left
 
     The last copy stays valid until the next one has arrived on all ranks. So a death at any time leaves one step of which all
     shards exist, if no rank died together with the rank that keeps its copy.
@@ -99,116 +128,158 @@ class NeighbourCopies:
             host, as torchrun sets it, if the mesh has more ranks; otherwise 1.
 
     Raises:
-        ValueError: the model is not sharded, or has replicas; ``every`` or ``distance`` does not fit.
+        ValueError: the model is not sharded, or has replicas; ``every`` or ``distance`` does not fit, or differs between ranks.
+
+    Collectives: two all-reduces of up to 24 bytes, on the mesh. The copies have a process group of their own, with the timeout
+    of the mesh's group.
     """
+
+    _made: ClassVar[int] = 0
+    """The largest number of NeighbourCopies so far, of this rank and of those that it has made them with."""
 
     def __init__(self, model: nn.Module, optimizer: Any, *, every: int = 1, distance: int | None = None) -> None:
         self._model, self._optimizer, self._every = model, optimizer, every
-        dp = mesh_of_groups([group for state in checked_states(model) for group in state.groups])
+        dp = _mesh_of(checked_states(model))
         if dp.mesh.ndim != 1 or dp.ranks < 2 or not dp.is_member:
             raise ValueError(f"NeighbourCopies takes a 1-D mesh of at least 2 ranks, with this rank, got {dp.mesh}")
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        distance = (local if local < dp.ranks else 1) if distance is None else distance
-        if every < 1 or not 0 < distance < dp.ranks:
-            raise ValueError(
-                f"NeighbourCopies(every={every}, distance={distance}) on {dp.ranks} ranks: expected every >= 1 and a distance "
-                f"between 1 and {dp.ranks - 1}"
-            )
+        mesh_group = dp.shard_group
+        assert mesh_group is not None
+        self._device = device_of_messages(mesh_group)
+        with agreement([mesh_group], self._device, _CALL) as claim:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            distance = (local if local < dp.ranks else 1) if distance is None else distance
+            if every < 1 or not 0 < distance < dp.ranks:
+                raise ValueError(
+                    f"NeighbourCopies(every={every}, distance={distance}) on {dp.ranks} ranks: expected every >= 1 and a "
+                    f"distance between 1 and {dp.ranks - 1}"
+                )
+            claim.append(f"every={every}, distance={distance}")
+        announce()  # So that other ranks can ask whether this process lives.
+        self._mesh = dp.mesh
         self._ranks = tuple(dp.mesh.mesh.tolist())
         self._rank, self._distance = dist.get_rank(), distance
         place = self._ranks.index(self._rank)
         self._keeper, self._kept = self._ranks[(place + distance) % dp.ranks], self._ranks[place - distance]
-        self._group = group_of(sorted(self._ranks), f"neighbour copies {next(_numbers)}")
-        self._device = device_of_messages(self._group)
-        self._calls = self._updates = 0
-        self._index: dict[int, _Index] = {}
-        self._specs: dict[str, Spec] = {}
-        self._generations: list[_Generation] = []
+        # Ranks may have made different numbers of them before, with other ranks: the largest number names the group.
+        number = torch.tensor([-NeighbourCopies._made - 1], device=self._device)
+        reduce_min(number, mesh_group, _CALL)
+        NeighbourCopies._made = -int(number)
+        self._group = group_of(sorted(self._ranks), f"neighbour copies {NeighbourCopies._made}", mesh_group)
+        self._calls = 0
+        self._index, self._specs = _Index({}, 0), dict[str, Spec]()
+        # What the keeper knows of this rank, and this rank of the one whose copy it keeps.
+        self._told_index = self._kept_index = self._index
+        self._generations = [_Generation(_Shards(self._device), _Shards(self._device)) for _ in range(2)]
         self._handle: Handle | None = None
+        self._has_failed = False
+        self._left, self._deaths = self._ranks, 0
 
     @property
     def nbytes(self) -> int:
         """The bytes of all copies on this rank."""
-        return sum(each.own.nbytes + each.kept.nbytes for each in self._generations)
+        return sum(each.own.buffer.nbytes + each.kept.buffer.nbytes for each in self._generations)
 
     def update(self) -> None:
         """Copy the present state, and send it in the background. Call it after ``optimizer.step()``, on all ranks.
 
         Raises:
-            TransferError: the last copy failed, because a rank died.
+            TransferError: the last copy failed, because a rank died, or its ``update()`` raised.
+            RuntimeError: a copy has failed before.
+            ValueError: the model is on another mesh, after :func:`reshard_to` or :meth:`recover`. On all ranks, at once.
+            Exception: the state of this rank cannot be copied. The other ranks raise a TransferError in their next call.
 
-        Collectives: none that waits, but for two all-gathers of descriptions when tensors appear, such as at the first step.
+        Collectives: none that waits. In the background: messages to the keeper of the copy, and an all-reduce of 8 bytes.
         """
         self._calls += 1
         if self._calls % self._every:
             return
         self.wait()
-        move = self._move(None)
-        tensors = {name: each for name, each in move.source().items() if not name.startswith("gradient.")}
-        flats = {name: local_tensor(each).reshape(-1) for name, each in tensors.items()}
-        index = _Index.of(flats)
-        if self._index.get(self._rank) != index:
-            self._describe(index, {name: Spec.of(each) for name, each in tensors.items()})
-        generation = self._generations[self._updates % 2]
+        if self._has_failed:
+            raise RuntimeError(
+                "a copy has failed, and its process group is not usable: call recover(), and make new NeighbourCopies"
+            )
+        mesh = _mesh_of(checked_states(self._model, runs=True)).mesh
+        if mesh != self._mesh:
+            raise ValueError(
+                f"the model is on {mesh}, and its NeighbourCopies were made on {self._mesh}: make new ones after reshard_to() "
+                "or recover()"
+            )
+        # The older one, or one that was never complete: the last complete copy stays until this one is complete on all ranks.
+        generation = min(self._generations, key=lambda each: each.step)
         generation.step = -1
-        for name, flat in flats.items():
-            index.view(generation.own, name).copy_(flat)
-        generation.told = copy.deepcopy(move.description())
-        generation.whole = [tensor.detach().clone() for *_, tensor in move.whole_tensors()]
-        self._updates += 1
-        self._handle = in_background(self._group, self._device, functools.partial(self._send, generation, self._calls))
+        problem: Exception | None = None
+        try:
+            self._fill(generation)
+        except Exception as error:  # Any: the other ranks wait for this one's shards.
+            problem = error
+        self._handle = in_background(self._group, self._device, functools.partial(self._send, generation, self._calls, problem))
+        if problem is not None:
+            raise problem
 
     def wait(self) -> None:
         """Wait until the last copy has arrived on all ranks.
 
         Raises:
-            TransferError: it failed, because a rank died.
+            TransferError: it failed, because a rank died, or its ``update()`` raised.
         """
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
 
-    def ranks_left(self, patience: float = 10.0) -> list[int]:
-        """The ranks of the mesh that are left after a death, equal on all of them. Call it after the error.
+    def ranks_left(self, patience: float | None = None) -> list[int]:
+        """The ranks of the mesh that are left after a death, equal on all of them. Call it after each death.
 
-        It first ends all that is in flight here on process groups of the model, so that ranks that still wait for this one get
-        an error too. Then ranks report to the store of the default group.
+        Ranks report to the store of the default group. The call returns when each rank has reported, or its process has ended.
+        A rank that lives must call it too, so it gets an error: this call ends all that is in flight here on the process groups
+        of the model and, over gloo, on all groups with a dead rank. A rank that computes gets it in its next collective.
 
         Args:
-            patience: how many seconds the ranks wait for reports. A rank without a report counts as dead.
+            patience: how many seconds to wait for a rank that lives and does not report, such as one that is stopped. After
+                that, it counts as dead. None: the timeout of the model's process group, and 15 s for reports. Until then, each
+                collective that it waits in has failed.
 
         Raises:
             RuntimeError: this rank reported too late, and the others have gone on without it.
         """
         groups = {group.dp.shard_group for state in checked_states(self._model, runs=True) for group in state.groups}
         for group in {*groups, self._group}:
-            assert group is not None
-            end_messages(group, self._device)
-        store = dist.PrefixStore(f"torch_ragged/{self._group.group_name}", default_store())
-        keys = {rank: f"rank {rank}" for rank in self._ranks}
+            if group is not None:
+                end_messages(group, self._device)
+        if patience is None:
+            patience = timeout_of(self._group, self._device).total_seconds() + _REPORTING
+        self._deaths += 1
+        store = SharedStore(f"copies/{self._group.group_name}/{self._deaths}")
+        deadline = time.monotonic() + patience
+        keys = {rank: f"rank {rank}" for rank in self._left}
         store.set(keys[self._rank], "")
-        with contextlib.suppress(RuntimeError):
-            store.wait(list(keys.values()), timedelta(seconds=patience))
-        found = " ".join(str(rank) for rank, key in keys.items() if store.check([key]))
+        dead: set[int] = set()
+        while True:
+            missing = {rank for rank, key in keys.items() if not store.has(key)}
+            ended = {rank for rank, fate in fates_of(sorted(missing)).items() if not fate.is_alive}
+            _end_messages_with(ended - dead)
+            dead |= ended
+            if missing <= dead or time.monotonic() > deadline:
+                break
+            store.wait([keys[rank] for rank in missing - dead], min(_SLICE, patience))
         # The first to be done decides for all.
-        left = [int(rank) for rank in store.compare_set("left", "", found).decode().split()]
-        if self._rank not in left:
-            raise RuntimeError(f"rank {self._rank} has reported too late: ranks {left} have gone on without it")
-        return left
+        found = " ".join(str(rank) for rank in self._left if rank not in missing)
+        self._left = tuple(int(rank) for rank in store.first("left", found).split())
+        if self._rank not in self._left:
+            raise RuntimeError(f"rank {self._rank} has reported too late: ranks {list(self._left)} have gone on without it")
+        return list(self._left)
 
-    def recover(self, mesh: DeviceMesh, *, group: dist.ProcessGroup | None = None) -> int:
-        """Continue on the ranks that are left, with the last copy that all of them have.
+    def recover(self, mesh: DeviceMesh | None = None, *, group: dist.ProcessGroup | None = None) -> int:
+        """Continue on the ranks that are left, with the last copy that all of them have. All of them call it after the error.
 
-        After a death, the process groups of the old mesh are not usable. The ranks that are left make a group of their own::
-
-            group = dist.new_group(copies.ranks_left(), use_local_synchronization=True)
-            step = copies.recover(DeviceMesh.from_group(group, "cpu"))
+        After a death, the process groups of the old mesh are not usable. The ranks that are left make a group of their own. If
+        another rank dies before this call returns, it raises, and may be called again.
 
         Parameters, optimizers and buffers get the state of the copy, on ``mesh``, as :func:`reshard_to` would move them.
         Gradients are dropped. Then make new ``NeighbourCopies``.
 
         Args:
-            mesh: a 1-D mesh of ranks of the old mesh, of those that are left and call this.
+            mesh: a 1-D mesh of ranks of the old mesh, of those that are left and call this. None: of :meth:`ranks_left`, with a
+                process group that has the timeout of the old one.
             group: of these ranks; None: that of ``mesh``.
 
         Returns:
@@ -216,7 +287,12 @@ class NeighbourCopies:
 
         Raises:
             RuntimeError: there is no copy yet; or a rank and the rank with its copy are both gone. On all ranks that are left.
+                Or this rank took part too late: see :meth:`ranks_left`.
         """
+        if mesh is None:
+            # Not new_group(): it names the group after the number of this rank's groups, which may differ between ranks.
+            left = group_of(self.ranks_left(), f"left of {self._group.group_name}", self._group)
+            mesh = DeviceMesh.from_group(left, self._mesh.device_type)
         group = mesh.get_group() if group is None else group
         try:
             self.wait()
@@ -239,15 +315,14 @@ class NeighbourCopies:
         move.make_groups(generation.told)
         target = move.target(generation.told)
         target = {name: tensor for name, tensor in target.items() if not name.startswith("gradient.")}
-        buffers = {self._rank: generation.own, self._kept: generation.kept}
         source = {
-            RelocatedSide.key(name, rank): self._index[rank].view(buffer, name)
-            for rank, buffer in buffers.items()
-            for name in self._specs
+            RelocatedSide.key(name, rank): shards.view(name)
+            for rank, shards in ((self._rank, generation.own), (self._kept, generation.kept))
+            for name in generation.specs
             if holders[rank] == dist.get_rank()
         }
         with torch.no_grad():
-            transfer.plan(RelocatedSide(self._specs, holders), target, group=group).run(source, target)
+            transfer.plan(RelocatedSide(generation.specs, holders), target, group=group).run(source, target)
             for (*_, tensor), saved in zip(move.whole_tensors(), generation.whole):
                 tensor.copy_(saved)
         move.finish(generation.told, target, takes_told=True)
@@ -255,38 +330,73 @@ class NeighbourCopies:
 
     def _move(self, mesh: DeviceMesh | None) -> Move:
         states = checked_states(self._model)
-        old = mesh_of_groups([group for state in states for group in state.groups])
+        old = _mesh_of(states)
         return Move(self._model, states, self._optimizer, old, old if mesh is None else DataParallelMesh.of(mesh))
 
-    def _describe(self, index: _Index, specs: dict[str, Spec]) -> None:
-        """Tell the others what this rank has, and allocate buffers."""
-        answers: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(answers, (self._rank, index), group=self._group)
-        self._index, self._specs = dict(answers), specs
-        sizes = (index.nbytes, self._index[self._kept].nbytes)
-        self._generations = [_Generation(_buffer(sizes[0], self._device), _buffer(sizes[1], self._device)) for _ in range(2)]
+    def _fill(self, generation: _Generation) -> None:
+        """Copy this rank's state. No communication."""
+        move = self._move(None)
+        tensors = {name: each for name, each in move.source().items() if not name.startswith("gradient.")}
+        flats = {name: local_tensor(each).reshape(-1) for name, each in tensors.items()}
+        index = _Index.of(flats)
+        if index != self._index:  # Tensors have appeared, such as at the first step.
+            self._index, self._specs = index, {name: Spec.of(each) for name, each in tensors.items()}
+        generation.specs = self._specs
+        generation.own.fit(index)
+        for name, flat in flats.items():
+            generation.own.view(name).copy_(flat)
+        generation.told = copy.deepcopy(move.description())
+        generation.whole = [tensor.detach().clone() for *_, tensor in move.whole_tensors()]
 
-    def _send(self, generation: _Generation, step: int) -> None:
+    def _send(self, generation: _Generation, step: int, problem: Exception | None) -> None:
         watch = Watch(self._ranks, f"{self._group.group_name}/{step}", timeout_of(self._group, self._device), self._device)
         try:
-            messages = []
-            if generation.own.numel():
-                messages.append(dist.P2POp(dist.isend, generation.own, self._keeper, self._group))
-            if generation.kept.numel():
-                messages.append(dist.P2POp(dist.irecv, generation.kept, self._kept, self._group))
-            watch.wait(dist.batch_isend_irecv(messages) if messages else [])
+            if problem is not None:
+                raise problem
+            self._exchange_indices(generation, watch)
+            self._exchange(generation.own.buffer, generation.kept.buffer, watch)
             generation.step = step
             # The older generation is overwritten next: first, all ranks must have this one.
             done = torch.ones(1, dtype=torch.int64, device=self._device)
             watch.wait([dist.all_reduce(done, group=self._group, async_op=True)])
         except Exception as error:
+            self._has_failed = True
             failure = watch.failed(error, "NeighbourCopies.update()", ("the copy of each rank's shards",))
             end_messages(self._group, self._device)
             raise failure from error
 
+    def _exchange_indices(self, generation: _Generation, watch: Watch) -> None:
+        """Tell the keeper what this rank sends, if it is not what it sent before, and make room for what this rank keeps."""
+        index = generation.own.index
+        text = b"" if index == self._told_index else pickle.dumps(index)
+        sizes = torch.tensor([[len(text)], [0]], device=self._device)
+        self._exchange(sizes[0], sizes[1], watch)
+        received = torch.empty(int(sizes[1]), dtype=torch.uint8, device=self._device)
+        self._exchange(torch.tensor(list(text), dtype=torch.uint8, device=self._device), received, watch)
+        if received.numel():
+            self._kept_index = pickle.loads(bytes(received.tolist()))
+        self._told_index = index
+        generation.kept.fit(self._kept_index)
 
-def _buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    def _exchange(self, own: torch.Tensor, kept: torch.Tensor, watch: Watch) -> None:
+        """Send ``own`` to the keeper of this rank's copy, and receive ``kept`` from the rank whose copy this one keeps."""
+        messages = []
+        if own.numel():
+            messages.append(dist.P2POp(dist.isend, own, self._keeper, self._group))
+        if kept.numel():
+            messages.append(dist.P2POp(dist.irecv, kept, self._kept, self._group))
+        watch.wait(dist.batch_isend_irecv(messages) if messages else [])
+
+
+def _mesh_of(states: Sequence[FSDPState]) -> DataParallelMesh:
+    return mesh_of_groups([group for state in states for group in state.groups])
+
+
+def _end_messages_with(dead: Set[int]) -> None:
+    """End what is in flight on groups that can never be used again. Ranks that wait there for this one get an error."""
+    for group in process_groups():
+        if dead & set(dist.get_process_group_ranks(group)) and is_gloo(group, _CPU):
+            end_messages(group, _CPU)
 
 
 def _holders(left: Mapping[int, int], ranks: Sequence[int], distance: int) -> dict[int, int]:

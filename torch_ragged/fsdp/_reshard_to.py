@@ -110,7 +110,7 @@ def reshard_to(
         claim.append("ready to move")
     with torch.no_grad():
         transfer.plan(source, target, group=world).run(source, target)
-        _send_whole_tensors(move.whole_tensors(), old, new)
+        _send_whole_tensors(move.whole_tensors(), old, new, world)
     del source
     move.finish(told, target or {}, takes_told=not old.is_member)
 
@@ -351,14 +351,17 @@ def _whole_tensors(model: nn.Module, sharded: Container[torch.Tensor]) -> Iterat
 
 
 def _send_whole_tensors(
-    tensors: Iterable[tuple[str, nn.Module, str, torch.Tensor]], old: DataParallelMesh, new: DataParallelMesh
+    tensors: Iterable[tuple[str, nn.Module, str, torch.Tensor]],
+    old: DataParallelMesh,
+    new: DataParallelMesh,
+    world: dist.ProcessGroup,
 ) -> None:
     """Give buffers, and parameters in no group, of the lowest rank to ranks that join. One broadcast for each."""
     root, rank, device = min(_ranks(old.mesh)), dist.get_rank(), device_of(new.mesh)
     joining = sorted(set(_ranks(new.mesh)) - set(_ranks(old.mesh)))
     if not joining or rank not in (root, *joining):
         return
-    group = group_of(sorted([root, *joining]))
+    group = group_of(sorted([root, *joining]), parent=world)
     replaced: dict[torch.Tensor, torch.Tensor] = {}  # A tensor may have several names.
     for _, module, name, tensor in tensors:
         if tensor in replaced:

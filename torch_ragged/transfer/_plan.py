@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torch_ragged._agreement import agree
-from torch_ragged._groups import device_of_messages, group_of
-from torch_ragged._register._torch import timeout_of
+from torch_ragged._groups import device_of_messages, group_of, timeout_of
 from torch_ragged.transfer._background import Handle, in_background, in_turn
 from torch_ragged.transfer._changes import DELTAS, Delta
 from torch_ragged.transfer._check import check_memory, checked_shapes, completed, flat_of, local_tensors, side_of

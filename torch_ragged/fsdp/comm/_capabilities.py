@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from torch_ragged._register._torch import backend_of, has_multicast
+from torch_ragged._groups import backend_of
+from torch_ragged._register._torch import has_multicast
 from torch_ragged.fsdp.comm._peer_memory import host_of
 
 __all__ = ["Facts", "problems_of", "why_not"]

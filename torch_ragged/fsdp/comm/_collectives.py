@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, Optional, Protocol
 import torch
 import torch.distributed as dist
 
-from torch_ragged._groups import group_of, is_gloo
-from torch_ragged._register._torch import backend_of
+from torch_ragged._groups import backend_of, group_of, is_gloo
 from torch_ragged.fsdp.comm import _gloo
 from torch_ragged.fsdp.comm._call_log import wait_for
 
@@ -161,7 +160,7 @@ class ProcessGroupCollectives:
         for reducer in self.reducers:
             if reducer._group is not None:
                 ranks = dist.get_process_group_ranks(reducer._group)
-                reducer.separate_group = group_of(ranks, "reduce_scatter") if enable else None
+                reducer.separate_group = group_of(ranks, "reduce_scatter", reducer._group) if enable else None
 
     def memory_pool(self, device: torch.device, is_symmetric: bool) -> torch.cuda.MemPool | None:
         """A pool of the backend's own allocator, registered with the backend; None if there is no such allocator (gloo)."""

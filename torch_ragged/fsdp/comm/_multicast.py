@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_ragged._register._torch import timeout_of
+from torch_ragged._groups import timeout_of
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits, Reduction, Work, reduced
 from torch_ragged.fsdp.comm._peer_memory import StreamWork
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._agreement import problems_of_ranks
-from torch_ragged._register._torch import timeout_of
+from torch_ragged._groups import timeout_of
 from torch_ragged.fsdp.comm._collectives import Work
 
 __all__ = ["HostPeerMemory", "PeerMemory", "Step", "StreamWork", "SymmetricPeerMemory", "host_of"]

@@ -42,7 +42,7 @@ class Neighbours(Keeper):
     def among(cls, shards: dist.ProcessGroup, rank: int, size: int, log: MemoryLog) -> Neighbours:
         """The neighbours of ``rank`` in the process group of all shards. Making their process group is a collective."""
         first = rank - rank % size
-        group = group_of(dist.get_process_group_ranks(shards)[first : first + size])
+        group = group_of(dist.get_process_group_ranks(shards)[first : first + size], parent=shards)
         return cls(size, rank % size, group, log)
 
     @property
