@@ -12,7 +12,7 @@ from expecttest import TestCase
 from oracle import check_is_a_frozen_value, check_is_no_other_placement
 from torch.distributed.tensor import Shard
 
-from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged import RaggedShard
 from torch_ragged.placement_types import normalize_placements
 
 PLACEMENT = RaggedShard((0,), (1, 2, 0, 1))
@@ -108,7 +108,6 @@ class RaggedShardTest(TestCase):
             placement = RaggedShard(dims, (1, 1))
             self.assertIs(placement.is_shard(), True)
             self.assertEqual([placement.is_shard(dim) for dim in range(3)], [dim in cut for dim in range(3)])
-        self.assertTrue(StridedRaggedShard((0,), (1, 1), 2).is_shard(dim=0))
         self.assertExpectedInline(
             error_of(getattr, PLACEMENT, "dim"),
             """AttributeError: RaggedShard(dims=(0,), local_units=(1, 2, 0, 1)) has no dim, as it does not cut one dimension into chunks: use torch_ragged.owned_boxes(tensor), tensor.full_tensor(), or redistribute(placements=[Shard(dim)])""",  # noqa: E501

@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import error_of, run_ranks
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.common_utils import TestCase as ExpectTestCase
 
 from torch_ragged import RaggedShard
+from torch_ragged._groups import can_order_groups
 
 TOKENS = ((3, 1, 0, 4), (2, 2, 2, 2), (0, 0, 8, 0))
 
@@ -321,7 +322,19 @@ def check_errors():
     return "\n".join(f"{name}\n    {error_of(function, x)}" for name, function in ERRORS.items())
 
 
+def check_a_mesh_whose_ranks_do_not_ascend():
+    mesh, x = DeviceMesh("cpu", [0, 2, 1, 3]), torch.arange(32.0).view(8, 4)
+    place, w = [RaggedShard((0,), (1, 5, 0, 2))], torch.arange(12.0).view(4, 3)
+    ragged, whole = distribute_tensor(x, mesh, place), distribute_tensor(w, mesh, [Replicate()])
+    for op in (lambda x, w: x * 2, lambda x, w: x.sum(), lambda x, w: x @ w, lambda x, w: x[:, 1:], lambda x, w: x.argmax(0)):
+        assert torch.equal(op(ragged, whole).full_tensor(), op(x, w))
+
+
 class RowOpsTest(ExpectTestCase):
+    @unittest.skipUnless(can_order_groups, "torch sorts the ranks of a group")
+    def test_a_mesh_whose_ranks_do_not_ascend(self):
+        run_ranks(4, check_a_mesh_whose_ranks_do_not_ascend)
+
     def test_rows_need_no_communication_forward_and_backward(self):
         run_ranks(4, check_rows)
 

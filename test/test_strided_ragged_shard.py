@@ -59,6 +59,10 @@ class StridedRaggedShardTest(TestCase):
     def test_what_was_pickled_with_a_tuple_of_units_loads(self):
         self.assertEqual(pickle.loads(PICKLED_BEFORE), PLACEMENT)
 
+    def test_programs_that_ask_learn_that_each_rank_holds_a_part_only(self):
+        placement = StridedRaggedShard((0,), (1, 1), 2)
+        self.assertEqual([placement.is_shard(), placement.is_shard(dim=0), placement.is_shard(dim=1)], [True, True, False])
+
     def test_errors(self):
         self.assertExpectedInline(
             error_of(StridedRaggedShard, (0,), (1, 2), 0),
