@@ -17,6 +17,7 @@ EVERYWHERE = None
 
 # Private modules and names of torch that are imported outside _register/: where, and why.
 PRIVATE = {
+    "torch.utils._python_dispatch": (("_redistribute",), "a mesh's ranks are read while torch.compile traces"),
     "torch.utils._pytree": (EVERYWHERE, "operators' arguments nest; torch has no public way to walk them"),
     "torch.distributed.tensor.placement_types._StridedShard": (EVERYWHERE, "a placement that DTensor makes"),
     # What the patches of upstream/ have in common with this package: these modules are written to be torch's.

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_ragged._groups import can_order_groups, group_of
 from torch_ragged._ownership import Whole, owned
@@ -443,7 +444,8 @@ def mesh_group(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> dist.ProcessGrou
             f"redistribution over dimensions {mesh_dims} of {mesh}: its ranks are not in ascending order, and this version of "
             "torch sorts the ranks of each process group. Use a mesh whose ranks ascend, or torch 2.13"
         )
-    ranks = mesh.mesh[where].flatten().tolist()
+    with _disable_current_modes():
+        ranks = mesh.mesh[where].flatten().tolist()
     return group_of(ranks, parent=mesh.get_group(mesh_dims[0]) if len(mesh_dims) == 1 else None)
 
 
@@ -455,8 +457,9 @@ def ranks_ascend(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
     known = _ascending.setdefault(mesh, {})
     if mesh_dims not in known:
         order = (*(dim for dim in range(mesh.ndim) if dim not in mesh_dims), *mesh_dims)
-        lines = mesh.mesh.permute(order).reshape(-1, math.prod(mesh.size(dim) for dim in mesh_dims))
-        known[mesh_dims] = bool((lines.diff() > 0).all())
+        with _disable_current_modes():  # torch.compile traces on fake tensors, and the ranks are no part of the graph.
+            lines = mesh.mesh.permute(order).reshape(-1, math.prod(mesh.size(dim) for dim in mesh_dims))
+            known[mesh_dims] = bool((lines.diff() > 0).all())
     return known[mesh_dims]
 
 
