@@ -202,7 +202,7 @@ class _Tensors:
 
     def overwrite(self, tensor: torch.Tensor, local: torch.Tensor, how: str) -> None:
         own = tensor.to_local()
-        if how == "operator":
+        if how == "operator" and not any(isinstance(p, Partial) for p in tensor.placements):
             tensor.copy_(self.placed(local, tuple(tensor.shape), 0, tensor.placements))
         else:
             with torch.inference_mode(how == "inference"):
