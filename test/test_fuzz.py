@@ -37,10 +37,18 @@ class FuzzTest(unittest.TestCase):
     def test_some_random_programs_on_dtensors_have_the_values_of_plain_tensors(self):
         self.check("dtensor", 2, 6)
 
+    def test_some_random_transfers_are_right_bit_by_bit(self):
+        self.check("transfer", 4, 12)
+
     def test_a_wrong_division_of_gradients_is_found(self):
         for answers in run_ranks(2, fuzz_case.run_seeds, "fsdp", seeds_of("fsdp", 2, 4), "divisor"):
             self.assertEqual(answers[-1][1], "failed")
             self.assertIn("gradient of", answers[-1][2])
+
+    def test_a_checksum_that_sees_no_change_is_found(self):
+        for answers in run_ranks(4, fuzz_case.run_seeds, "transfer", seeds_of("transfer", 4, 12), "checksum"):
+            self.assertEqual(answers[-1][1], "failed")
+            self.assertIn("expected", answers[-1][2])
 
     def test_a_case_is_the_same_each_time_it_is_made(self):
         for kind in fuzz_case.KINDS:

@@ -339,7 +339,10 @@ def check_errors():
         assert error_of(call).startswith(text), (error_of(call), text)
     # One rank is wrong: the others name it.
     text = error_of(transfer.plan, w, to(dtype=torch.bfloat16) if rank == 3 else to())
-    assert "different ranks" in text and "w: shape (6, 2), torch.bfloat16" in text, text
+    assert text.startswith("ValueError: plan(target=): w differs between ranks: rank 0 has shape (6, 2), torch.float32"), text
+    assert "rank 3 has shape (6, 2), torch.bfloat16" in text, text
+    text = error_of(transfer.plan, w, {**to(), **to(name="v")} if rank == 3 else to())
+    assert text.startswith("ValueError: plan(target=): v is given on rank 3, and not on rank 0"), text
     text = error_of(transfer.plan, w, to(), max_bytes=-1 if rank == 2 else 1000)
     assert text.startswith("ValueError: plan(max_bytes=)" if rank == 2 else "RuntimeError: transfer.plan failed on rank 2"), (
         text
@@ -351,8 +354,11 @@ def check_errors():
     strided = DTensor.from_local(flipped, there, [Shard(0)], run_check=False) if rank in (1, 2) else target["w"]
     wrong = {
         "run(target=): w is missing": (w, {}),
-        "run(source=): w is torch.float64": ({"w": dtensor(torch.zeros(6, 2).double(), here, [Shard(0)])}, target),
-        "run(source=): w is torch.float32 (6, 2) under (Shard(dim=1),)": (
+        "run(source=): w has shape (6, 2), torch.float64": (
+            {"w": dtensor(torch.zeros(6, 2).double(), here, [Shard(0)])},
+            target,
+        ),
+        "run(source=): w has shape (6, 2), torch.float32, a mesh of shape (2,) of ranks 0, 1, (Shard(dim=1),)": (
             {"w": dtensor(torch.zeros(6, 2), here, [Shard(1)])},
             target,
         ),

@@ -20,15 +20,15 @@ WORLD = 8
 MESHES = ((1,), (2,), (3,), (4,), (5,), (6,), (8,), (2, 2), (2, 3), (2, 4), (4, 2), (2, 2, 2), (1, 4))
 
 
-def random_spec(rng, shape):
-    """Random placements on random ranks, in any order."""
+def random_spec(rng, shape, partial=False):
+    """Random placements on random ranks, in any order. If ``partial``, some may be Partial."""
     mesh_shape = rng.choice(MESHES)
     ranks = rng.sample(range(WORLD), math.prod(mesh_shape))
     if rng.random() < 0.7:
         ranks.sort()
     while True:
         placements = [random_placement(rng, shape, mesh_shape, dim, StridedRaggedShard) for dim in range(len(mesh_shape))]
-        placements = [Replicate() if isinstance(p, Partial) else p for p in placements]
+        placements = [Replicate() if isinstance(p, Partial) and not partial else p for p in placements]
         try:
             placements = normalize_placements(tuple(placements), shape, mesh_shape)
             return Spec(shape, torch.float32, torch.tensor(ranks).view(mesh_shape), placements)
@@ -41,7 +41,7 @@ def random_case(rng):
     pairs = {}
     for i in range(rng.choice((1, 1, 2, 3))):
         shape = tuple(0 if rng.random() < 0.03 else rng.choice(SIZES) for _ in range(rng.choice((0, 1, 2, 2, 3, 3))))
-        pairs[f"t{i}"] = (random_spec(rng, shape), random_spec(rng, shape))
+        pairs[f"t{i}"] = (random_spec(rng, shape, rng.random() < 0.3), random_spec(rng, shape))
     return pairs
 
 
@@ -61,12 +61,12 @@ def view(flat, part):
 class Simulation:
     """All ranks of a plan. ``mailboxes`` are the messages of one all-to-all: a list of elements per sender and receiver."""
 
-    def __init__(self, pairs, max_bytes):
+    def __init__(self, pairs, max_bytes, staged):
         sides = [TensorSide({name: pair[i] for name, pair in pairs.items()}) for i in (0, 1)]
         shapes = {name: pair[0].shape for name, pair in pairs.items()}
         budget, finer = max_bytes // 2, 1
         while True:
-            self.slices = [slices_of(*sides, shapes, rank, budget, finer) for rank in range(WORLD)]
+            self.slices = [slices_of(*sides, shapes, rank, budget, finer, staged) for rank in range(WORLD)]
             staging = torch.tensor([[each.staging for each in slices] for slices in self.slices]).t()
             if int(staging.max()) <= budget:
                 break
@@ -75,6 +75,13 @@ class Simulation:
         assert all(int(staging[round_.start : round_.stop].sum(0).max()) <= budget for round_ in self.rounds)
         assert [i for round_ in self.rounds for i in round_] == list(range(len(self.slices[0])))
         self.received = collections.Counter()
+        for rank, slices in enumerate(self.slices):
+            for each in slices:
+                check_stretches(each, rank, each.name in staged, pairs[each.name][0])
+        for name in staged:  # The ranks of a reduction stage equal intervals, in the same rounds.
+            spec = pairs[name][0]
+            for group in groups_of(spec):
+                assert len({tuple(s.stretches for s in self.slices[rank] if s.name == name) for rank in group}) == 1
 
     def run(self, before, after):
         for round_ in self.rounds:
@@ -123,6 +130,30 @@ class Simulation:
             view(flat, part).copy_(piece.view(part.sizes))
 
 
+def check_stretches(slice_, rank, is_staged, spec):
+    """What a slice reads of a local tensor lies in the interval that is staged, and the interval is not longer than needed."""
+    if not is_staged:
+        assert not slice_.stretches
+        return
+    read = [part for atom in slice_.atoms if atom.sender == rank for part in atom.source]
+    read += [box.part(0) for copy in slice_.copies for box in copy.boxes]
+    assert len(slice_.stretches) <= 1 and (slice_.stretches or not read)
+    for key, start, stop in slice_.stretches:
+        assert key is None and 0 <= start < stop
+        for part in read:
+            last = part.offset + sum((size - 1) * stride for size, stride in zip(part.sizes, part.strides))
+            assert start <= part.offset and last < stop, (spec, part, start, stop)
+
+
+def groups_of(spec):
+    """The ranks of ``spec`` that reduce with each other."""
+    table = torch.tensor(spec.mesh.ranks).view(spec.mesh.shape)
+    pending = [i for i, p in enumerate(spec.placements) if isinstance(p, Partial)]
+    others = [i for i in range(table.ndim) if i not in pending]
+    size = math.prod(table.shape[i] for i in pending)
+    return table.permute(*others, *pending).reshape(-1, size).tolist()
+
+
 def check(seed):
     rng = random.Random(seed)
     pairs = random_case(rng)
@@ -131,7 +162,8 @@ def check(seed):
     before = {name: locals_of(source, fulls[name]) for name, (source, _) in pairs.items()}
     wanted = {name: locals_of(target, fulls[name]) for name, (_, target) in pairs.items()}
     after = {name: {rank: torch.full_like(t, -1) for rank, t in ranks.items()} for name, ranks in wanted.items()}
-    simulation = Simulation(pairs, max_bytes)
+    everything = rng.random() < 0.2  # As if no source were contiguous.
+    simulation = Simulation(pairs, max_bytes, {name for name, (source, _) in pairs.items() if everything or source.has_partial})
     simulation.run(before, after)
     for name, ranks in wanted.items():
         for rank, tensor in ranks.items():

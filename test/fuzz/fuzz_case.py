@@ -1,4 +1,4 @@
-"""One case on this rank: its result as text, for both kinds. Also defects that are planted, to see that they are found."""
+"""One case on this rank: its result as text, for all kinds. Also defects that are planted, to see that they are found."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from typing import Any
 import fuzz_dtensor
 import fuzz_fsdp
 import fuzz_training
+import fuzz_transfer
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug
 
 from torch_ragged.fsdp.comm._collectives import Reduction
 from torch_ragged.fsdp.core import _gradients
+from torch_ragged.transfer import _execution
 
 __all__ = ["KINDS", "PLANTS", "describe", "forget_meshes", "run_case", "run_seeds", "size_of"]
 
-KINDS = {"fsdp": fuzz_fsdp, "dtensor": fuzz_dtensor}
+KINDS = {"fsdp": fuzz_fsdp, "dtensor": fuzz_dtensor, "transfer": fuzz_transfer}
 REFUSALS = (
     "needs a slot that another one uses",
     "which keeps parameters gathered",
@@ -51,6 +54,8 @@ def run_case(kind: str, seed: int) -> tuple[str, str]:
     try:
         if kind == "fsdp":
             digest, details = fuzz_training.Training(case).run(), ""
+        elif kind == "transfer":
+            digest, details = fuzz_transfer.run_case(case)
         else:
             digest, details = fuzz_dtensor.run_program(case)
     except Exception as error:
@@ -82,6 +87,7 @@ def forget_meshes() -> None:
     """Drop what has the meshes of a process group that is destroyed."""
     fuzz_training._meshes.clear()
     fuzz_dtensor._meshes.clear()
+    fuzz_transfer._meshes.clear()
     debug._clear_sharding_prop_cache()
 
 
@@ -119,4 +125,8 @@ def _endless() -> tuple[Any, str, Any]:
     return fuzz_dtensor, "random_case", _hang
 
 
-PLANTS = {"divisor": _wrong_divisor, "hang": _endless}
+def _blind() -> tuple[Any, str, Any]:
+    return _execution, "checksum", lambda *arguments: torch.zeros(2, dtype=torch.int64)
+
+
+PLANTS = {"divisor": _wrong_divisor, "hang": _endless, "checksum": _blind}

@@ -1,4 +1,4 @@
-"""Run random cases: ``python test/fuzz/run.py --cases 1000 --seed 0 --kind both --json out/fuzz.json``.
+"""Run random cases: ``python test/fuzz/run.py --cases 1000 --seed 0 --kind all --json out/fuzz.json``.
 
 ``--replay SEED --kind fsdp`` runs one case again, and prints it.
 """
@@ -90,14 +90,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=100, help="how many, of all kinds together")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--kind", choices=("fsdp", "dtensor", "both"), default="both")
+    parser.add_argument("--kind", choices=("fsdp", "dtensor", "transfer", "all"), default="all")
     parser.add_argument("--json", help="write the report to this file")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds per case; a longer one hangs")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run this case only, and print it")
     options = parser.parse_args()
     import torch
 
-    kinds = ["fsdp", "dtensor"] if options.kind == "both" else [options.kind]
+    kinds = ["fsdp", "dtensor", "transfer"] if options.kind == "all" else [options.kind]
     report: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     report |= {"cpus": os.cpu_count(), "command": " ".join(["python", *sys.argv]), "kinds": {}, "failures": []}
     if options.replay is not None:

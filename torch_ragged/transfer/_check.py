@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Union
 
 import torch
 import torch.distributed as dist
@@ -13,9 +15,13 @@ from torch_ragged._ownership import owned
 from torch_ragged._register._torch import local_tensor, waited
 from torch_ragged.placement_types import cuts_of
 from torch_ragged.transfer._engine_layout import EngineLayout, EngineSide
-from torch_ragged.transfer._sides import RelocatedSide, Side, Spec, TensorSide, specs_of
+from torch_ragged.transfer._sides import RelocatedSide, Side, Spec, TensorSide, merged_specs, named_values, specs_of
+from torch_ragged.transfer._staging import Staged, check_reductions, reductions_of
 
-__all__ = ["check_memory", "checked_shapes", "completed", "flat_of", "local_tensors", "side_of"]
+__all__ = ["check_memory", "checked_shapes", "completed", "local_tensors", "side_of"]
+
+Readable = Union[torch.Tensor, Staged]
+"""A flat local tensor, or a source that cannot be read in place."""
 
 
 def side_of(given: object, name: str) -> Side | None:
@@ -28,41 +34,69 @@ def side_of(given: object, name: str) -> Side | None:
         if name == "source":
             raise TypeError("plan(source=) takes DTensors or Specs: an EngineLayout can only be the target")
         return EngineSide(given)
-    side = TensorSide(specs_of(given, name))  # type: ignore[arg-type]
+    side = TensorSide(specs_of(given, name))
     for key, spec in side.specs.items():
         if name == "target" and spec.has_partial:
             raise ValueError(f"plan(target=): {key} has placements {spec.placements}: a target cannot be Partial")
+        check_reductions(f"plan({name}=): {key}", spec.dtype, spec.placements)
     return side
 
 
 def completed(
     known: Sequence[Side | None], numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[list[Side], list[int]]:
-    """Both sides on all ranks: a rank that does not know one gets it from the first rank that does.
+    """Both sides, equal on all ranks. Of different descriptions, each is broadcast by the first rank that gives it.
 
     Returns:
         the sides, and for each of ``numbers`` the largest of all ranks.
 
     Raises:
-        ValueError: no rank knows a side. On all ranks.
+        ValueError: no rank knows a side, or the descriptions contradict each other. On all ranks.
     """
     ranks = dist.get_process_group_ranks(group)
-    own = torch.tensor([*(side is not None for side in known), *numbers], dtype=torch.int64, device=device)
+    own = torch.tensor([*map(_digest, known), *numbers], dtype=torch.int64, device=device)
     everyone = [torch.empty_like(own) for _ in ranks]
     dist.all_gather(everyone, own, group=group)
     columns = torch.stack(everyone, dim=1).tolist()
     sides: list[Side] = []
     for i, (side, name) in enumerate(zip(known, ("source", "target"))):
-        owners = [rank for rank, has in zip(ranks, columns[i]) if has]
+        owners: dict[int, int] = {}
+        for rank, digest in zip(ranks, columns[i]):
+            owners.setdefault(digest, rank)
+        is_known = owners.pop(0, None) is None  # On all ranks.
         if not owners:
             raise ValueError(f"transfer.plan: no rank gave a {name}: at least one rank must")
-        if len(owners) < len(ranks):
+        given: dict[int, Side] = {}
+        for owner in owners.values() if len(owners) > 1 or not is_known else ():
             message = [side]
-            dist.broadcast_object_list(message, src=owners[0], group=group, device=device)
-            side = message[0] if side is None else side
+            dist.broadcast_object_list(message, src=owner, group=group, device=device)
+            assert message[0] is not None
+            given[owner] = message[0]
+        if given:
+            side = _merged(given, name)
         assert side is not None
         sides.append(side)
     return sides, [max(column) for column in columns[2:]]
+
+
+def _digest(side: Side | None) -> int:
+    """A number of a side that differs between sides; 0 for None."""
+    if side is None:
+        return 0
+    return 1 + int.from_bytes(hashlib.sha256("\n".join(side.lines()).encode()).digest()[:7], "big")
+
+
+def _merged(given: Mapping[int, Side], name: str) -> Side:
+    """One side of what different ranks give; all ranks call it with equal arguments."""
+    if len(given) == 1:
+        return next(iter(given.values()))
+    specs = {rank: side.specs for rank, side in given.items() if type(side) is TensorSide}
+    if len(specs) < len(given):
+        raise ValueError(
+            f"plan({name}=) differs between ranks {', '.join(map(str, given))}: of an EngineLayout or of relocated tensors, "
+            "give the same on all ranks"
+        )
+    return TensorSide(merged_specs(specs, name))
 
 
 def checked_shapes(source: Side, target: Side, ranks: Sequence[int], strict: bool) -> dict[str, tuple[int, ...]]:
@@ -107,15 +141,13 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
 
 
-def local_tensors(given: object, side: Side, which: str) -> dict[str, torch.Tensor]:
-    """The tensors that this rank holds: flat local tensors; a DTensor if it has a Partial, which is still to be reduced.
+def local_tensors(given: object, side: Side, which: str) -> dict[str, Readable]:
+    """The tensors that this rank holds: flat local tensors. Sources that cannot be read in place are to be staged.
 
     Raises:
         TypeError, ValueError: one is missing, or is not what the plan was made for.
     """
-    pairs = given.state_dict() if isinstance(given, nn.Module) else {} if given is None else given
-    if not isinstance(pairs, Mapping):
-        raise TypeError(f"run({which}=) takes a module or a mapping of names to tensors, got {type(given).__name__}")
+    pairs = {} if given is None else named_values(given, f"run({which}=)")
     if isinstance(side, EngineSide):
         return dict(_engine_tensors(pairs, side))
     assert isinstance(side, TensorSide)
@@ -131,12 +163,9 @@ def local_tensors(given: object, side: Side, which: str) -> dict[str, torch.Tens
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"run({which}=): {name} is {type(value).__name__}, expected a tensor")
         now = Spec.of(value) if isinstance(value, DTensor) else _replicated(value, spec)
-        if now != spec:
-            raise ValueError(f"run({which}=): {name} is {_text(now)}, and was planned as {_text(spec)}: make a new plan")
-        if spec.has_partial:
-            found[name] = value.detach()
-        else:
-            found[name] = flat_of(value, spec, f"run({which}=): {name}", is_written=which == "target")
+        if not spec.describes(now):
+            raise ValueError(f"run({which}=): {name} has {now}, and was planned with {spec}: make a new plan")
+        found[name] = _flat_of(value, spec, f"run({which}=): {name}", is_written=which == "target")
     return found
 
 
@@ -144,11 +173,7 @@ def _replicated(value: torch.Tensor, spec: Spec) -> Spec:
     return Spec(tuple(value.shape), value.dtype, spec.mesh, [Replicate()] * len(spec.mesh.shape))
 
 
-def _text(spec: Spec) -> str:
-    return f"{spec.dtype} {spec.shape} under {spec.placements} on {spec.mesh}"
-
-
-def _engine_tensors(pairs: Mapping[str, torch.Tensor], side: EngineSide) -> Iterator[tuple[str, torch.Tensor]]:
+def _engine_tensors(pairs: Mapping[str, torch.Tensor], side: EngineSide) -> Iterator[tuple[str, Readable]]:
     rank = dist.get_rank()
     for key, tensor in side.tensors.items():
         numel = side.local_numel(key, rank)
@@ -165,7 +190,7 @@ def _engine_tensors(pairs: Mapping[str, torch.Tensor], side: EngineSide) -> Iter
         yield key, _flat(value, f"run(target=): {key}", is_written=True)
 
 
-def flat_of(value: torch.Tensor, spec: Spec, what: str, is_written: bool) -> torch.Tensor:
+def _flat_of(value: torch.Tensor, spec: Spec, what: str, is_written: bool) -> Readable:
     """The flat local tensor of a tensor of ``spec``, without gradients."""
     local = waited(local_tensor(value)) if isinstance(value, DTensor) else value
     rank = spec.mesh.ranks.index(dist.get_rank())
@@ -176,10 +201,13 @@ def flat_of(value: torch.Tensor, spec: Spec, what: str, is_written: bool) -> tor
     numel = owned(spec.shape, spec.mesh.shape, cuts_of(spec.placements), tuple(reversed(coordinate))).numel
     if local.numel() != numel:
         raise ValueError(f"{what} has a local tensor of {local.numel()} elements, and its placements say {numel}")
-    return _flat(local, what, is_written)
+    flat = _flat(local, what, is_written)
+    if isinstance(value, DTensor) and spec.has_partial:
+        return Staged(local.detach(), reductions_of(value))
+    return flat
 
 
-def _flat(local: torch.Tensor, what: str, is_written: bool) -> torch.Tensor:
+def _flat(local: torch.Tensor, what: str, is_written: bool) -> Readable:
     if type(local) not in (torch.Tensor, nn.Parameter):
         raise TypeError(f"{what} has a local tensor of type {type(local).__name__}: expected plain tensors")
     if local.is_meta:
@@ -188,23 +216,29 @@ def _flat(local: torch.Tensor, what: str, is_written: bool) -> torch.Tensor:
         raise ValueError(f"{what} has a local tensor that is not contiguous: make it contiguous")
     if is_written and (local.is_conj() or local.is_neg()):
         raise ValueError(f"{what} has a local tensor that is conjugated or negated lazily: call resolve_conj().resolve_neg()")
-    flat = local.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    return flat.as_strided((flat.numel(),), (1,))  # torch keeps any stride of a single element, and calls it contiguous.
+    local = local.detach()
+    if not local.is_contiguous() or local.is_conj() or local.is_neg():
+        return Staged(local)
+    # torch keeps any stride of a single element, and calls it contiguous.
+    return local.view(-1).as_strided((local.numel(),), (1,))
 
 
-def check_memory(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], device: torch.device) -> None:
+def check_memory(source: Mapping[str, Readable], target: Mapping[str, Readable], device: torch.device) -> None:
     """Raise ``ValueError`` if a source and a target share memory, or one is not on the device of the messages."""
-    for name, tensor in (*source.items(), *target.items()):
-        if tensor.device.type != device.type:
-            raise ValueError(f"run(): {name} is on {tensor.device}, and this group's messages are on {device}: move it there")
-    intervals = sorted(
-        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, which, name)
-        for which, side in enumerate((source, target))
-        for name, tensor in side.items()
-        if tensor.numel() and not isinstance(tensor, DTensor)
-    )
+    intervals = []
+    for which, side in enumerate((source, target)):
+        for name, given in side.items():
+            tensor = given.local if isinstance(given, Staged) else given
+            if tensor.device.type != device.type:
+                raise ValueError(
+                    f"run(): {name} is on {tensor.device}, and this group's messages are on {device}: move it there"
+                )
+            if tensor.numel():
+                reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+                start = tensor.data_ptr()
+                intervals.append((str(tensor.device), start, start + reach * tensor.itemsize, which, name))
     furthest: list[tuple[str, int, str]] = [("", 0, ""), ("", 0, "")]
-    for where, start, stop, which, name in intervals:
+    for where, start, stop, which, name in sorted(intervals):
         other_where, other_stop, other = furthest[1 - which]
         if other_where == where and start < other_stop:
             names = (name, other) if which == 0 else (other, name)

@@ -6,23 +6,25 @@
     round 1              pack  send, receive ----------------------  pass on  unpack
 
 Two rounds are in flight, so each may use half of the staging memory. Large contiguous parts are not packed: they travel
-straight from one local tensor into another. All other atoms between two ranks are one message per round. The source is never
-written.
+straight from one local tensor into another. All other atoms between two ranks are one message per round. A source that cannot
+be read in place is staged: each round begins with copies of its windows. The source is never written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import torch
 import torch.distributed as dist
 
 from torch_ragged._redistribute import copy_into, part_view
+from torch_ragged._transfer import Part
 from torch_ragged.transfer._atoms import Atom, Copy
 from torch_ragged.transfer._changes import checksum
 from torch_ragged.transfer._rounds import Slice
+from torch_ragged.transfer._staging import Staged
 from torch_ragged.transfer._watch import Lost, Watch
 
 __all__ = ["Execution"]
@@ -39,6 +41,7 @@ class _Letter(NamedTuple):
 
 
 _Letters = list[tuple[Slice, Atom]]
+_Place = tuple[int, Union[str, None]]
 
 
 class _Packed(NamedTuple):
@@ -54,9 +57,11 @@ class _Mail:
 
     Attributes:
         atoms: those of this rank that travel in this round.
+        staged: the windows of the source that this round reads, by slice and key of the local tensor.
     """
 
     atoms: _Letters
+    staged: list[_Place]
     sent: _Packed
     received: _Packed
     works: list[dist.Work]
@@ -69,7 +74,7 @@ class Execution:
     Args:
         slices: of this rank, in the plan's order.
         rounds: ranges of slices.
-        source: flat local tensors by name. Tensors that this rank does not hold are missing.
+        source: flat local tensors by name, or those to be staged. Tensors that this rank does not hold are missing.
         target: flat local tensors by name, or by the names of an engine.
         group: carries the rounds.
         device: of the buffers.
@@ -81,7 +86,7 @@ class Execution:
 
     slices: Sequence[Slice]
     rounds: Sequence[range]
-    source: Mapping[str, torch.Tensor]
+    source: Mapping[str, torch.Tensor | Staged]
     target: Mapping[str, torch.Tensor]
     group: dist.ProcessGroup
     device: torch.device
@@ -92,6 +97,7 @@ class Execution:
     sent_bytes: int = 0
     peak_bytes: int = 0
     _held: int = 0
+    _windows: dict[_Place, tuple[torch.Tensor, int]] = field(default_factory=dict)  # With the first element's offset.
     _rank: int = field(default_factory=dist.get_rank)
 
     def run(self) -> None:
@@ -115,23 +121,27 @@ class Execution:
             torch.accelerator.current_stream().synchronize()
 
     def _send(self, round_: range) -> _Mail:
-        """Pack what this rank sends in a round, and issue its messages."""
+        """Stage and pack what this rank sends in a round, and issue its messages."""
+        self.on_their_way = tuple(dict.fromkeys(self.slices[i].name for i in round_))
+        staged = [place for i in round_ for place in self._stage(self.slices[i])]
         atoms = [(self.slices[i], atom) for i in round_ for atom in self.slices[i].atoms]
         if self.only_changed:
             atoms = self._changed(atoms)
         outbox = [_Letter(each, atom, atom.receivers[0]) for each, atom in atoms if atom.sender == self._rank]
         inbox = [_Letter(each, atom, atom.sender) for each, atom in atoms if atom.receivers[0] == self._rank]
-        self.on_their_way = tuple(dict.fromkeys(self.slices[i].name for i in round_))
 
         def pack(letter: _Letter, place: torch.Tensor) -> None:
-            flat, parts = self._source_of(letter), letter.atom.source
+            flat, parts = self._source_of(letter.slice_, letter.atom)
             for part, piece in zip(parts, place.split([part.numel for part in parts])):
                 piece.view(part.sizes).copy_(part_view(flat, part))
 
         def straight(letter: _Letter) -> torch.Tensor:
-            return part_view(self._source_of(letter), letter.atom.source[0])
+            flat, parts = self._source_of(letter.slice_, letter.atom)
+            return part_view(flat, parts[0])
 
-        return self._post(atoms, outbox, inbox, pack, straight)
+        mail = self._post(atoms, outbox, inbox, pack, straight)
+        mail.staged = staged
+        return mail
 
     def _receive(self, round_: range, mail: _Mail) -> None:
         """Wait for a round, pass on what is for other receivers too, and unpack."""
@@ -173,8 +183,7 @@ class Execution:
         known: dict[Hashable, torch.Tensor] = {}
         for each, atom in outbox:  # Receivers of equal elements have atoms of their own.
             if (key := (each.name, atom.source_key, atom.source)) not in known:
-                flat = self.source[atom.source_key or each.name]
-                known[key] = checksum(flat, atom.source, each.target_dtype)
+                known[key] = checksum(*self._source_of(each, atom), each.target_dtype)
         ours = self._rows([known[each.name, atom.source_key, atom.source] for each, atom in outbox])
         theirs, held = (
             torch.empty_like(ours),
@@ -227,7 +236,7 @@ class Execution:
             works = dist.batch_isend_irecv(messages) if messages else []
         except RuntimeError as error:
             raise Lost(str(error)) from error
-        return _Mail(atoms, sent, received, works)
+        return _Mail(atoms, [], sent, received, works)
 
     def _packed(self, letters: list[_Letter]) -> _Packed:
         """A buffer for the letters that are packed, and where each lies in it: peer by peer, each in the letters' order."""
@@ -238,14 +247,20 @@ class Execution:
             start += letter.atom.numel
         itemsize = small[0].slice_.dtype.itemsize if small else 1
         buffer = torch.empty(start, dtype=_CARRIERS[itemsize], device=self.device)
+        self._hold(buffer)
+        return _Packed(buffer, places)
+
+    def _hold(self, buffer: torch.Tensor) -> None:
         self._held += buffer.nbytes
         self.peak_bytes = max(self.peak_bytes, self._held)
-        return _Packed(buffer, places)
 
     def _wait(self, mail: _Mail) -> None:
         self.watch.wait(mail.works)
         self._held -= mail.sent.buffer.nbytes
         mail.works, mail.sent = [], _Packed(mail.sent.buffer.new_empty(0), [])
+        for place in mail.staged:  # This round's copies are made by now.
+            self._held -= self._windows.pop(place)[0].nbytes
+        mail.staged = []
 
     def _unpack(self, mail: _Mail) -> None:
         for letter, where in mail.received.places:
@@ -255,16 +270,38 @@ class Execution:
         mail.received = _Packed(mail.received.buffer.new_empty(0), [])
 
     def _copy(self, slice_: Slice, copy: Copy) -> None:
-        flats = (self.source[copy.source_key or slice_.name], self.target[copy.target_key or slice_.name])
+        flat, first = self._readable(slice_, copy.source_key)
+        flats, firsts = (flat, self.target[copy.target_key or slice_.name]), (first, 0)
         for box in copy.boxes:
             source, target = (
-                flat.as_strided(box.sizes, strides, flat.storage_offset() + offset)
-                for flat, offset, strides in zip(flats, box.offsets, box.strides)
+                flat.as_strided(box.sizes, strides, flat.storage_offset() + offset - first)
+                for flat, first, offset, strides in zip(flats, firsts, box.offsets, box.strides)
             )
             target.copy_(source)
 
-    def _source_of(self, letter: _Letter) -> torch.Tensor:
-        return self.source[letter.atom.source_key or letter.slice_.name]
+    def _stage(self, slice_: Slice) -> Iterator[_Place]:
+        """Copy the windows of a slice that cannot be read in place."""
+        for key, start, stop in slice_.stretches:
+            staged = self.source[key or slice_.name]
+            if isinstance(staged, Staged):
+                window = staged.window(start, stop, self.watch.wait)
+                self._hold(window)
+                self._windows[id(slice_), key] = (window, start)
+                yield id(slice_), key
+
+    def _readable(self, slice_: Slice, key: str | None) -> tuple[torch.Tensor, int]:
+        """A flat tensor with the elements that a slice needs of a local tensor, and the offset of its first element there."""
+        window = self._windows.get((id(slice_), key))
+        if window is not None:
+            return window
+        flat = self.source[key or slice_.name]
+        assert isinstance(flat, torch.Tensor)
+        return flat, 0
+
+    def _source_of(self, slice_: Slice, atom: Atom) -> tuple[torch.Tensor, Sequence[Part]]:
+        """Where the elements of an atom lie: a flat tensor, and its parts."""
+        flat, first = self._readable(slice_, atom.source_key)
+        return flat, [part._replace(offset=part.offset - first) for part in atom.source] if first else atom.source
 
     def _target_of(self, letter: _Letter) -> torch.Tensor:
         return self.target[letter.atom.target_key or letter.slice_.name]

@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import timedelta
-from typing import Union
+from typing import NamedTuple, Union
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torch_ragged._agreement import agree
 from torch_ragged._groups import device_of_messages, group_of, timeout_of
 from torch_ragged.transfer._background import Handle, in_background, in_turn
 from torch_ragged.transfer._changes import DELTAS, Delta
-from torch_ragged.transfer._check import check_memory, checked_shapes, completed, flat_of, local_tensors, side_of
+from torch_ragged.transfer._check import Readable, check_memory, checked_shapes, completed, local_tensors, side_of
 from torch_ragged.transfer._engine_layout import EngineLayout
 from torch_ragged.transfer._execution import Execution
 from torch_ragged.transfer._rounds import Slice, rounds_of, slices_of
 from torch_ragged.transfer._sides import RelocatedSide, Side, Spec, TensorSide
+from torch_ragged.transfer._staging import Staged
 from torch_ragged.transfer._watch import Watch, end_messages
 
 __all__ = ["Plan", "plan"]
 
-Tensors = Union[nn.Module, Mapping[str, torch.Tensor]]
+Tensors = Union[nn.Module, Mapping[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
+Described = Union[nn.Module, Mapping[str, Union[torch.Tensor, Spec]], Iterable[tuple[str, Union[torch.Tensor, Spec]]]]
 
 _counts = {"plans": 0, "failures": 0}
 """Of this process. After a failure, collectives may still be in flight on its group: later plans use a new group."""
 
 
 def plan(
-    source: Union[nn.Module, Mapping[str, torch.Tensor | Spec], RelocatedSide, None],
-    target: Union[nn.Module, Mapping[str, torch.Tensor | Spec], EngineLayout, None],
+    source: Union[Described, RelocatedSide, None],
+    target: Union[Described, EngineLayout, None],
     *,
     max_bytes: int = 1 << 28,
     group: dist.ProcessGroup | None = None,
@@ -50,11 +51,14 @@ def plan(
     All ranks of ``group`` must call it. A rank that does not know one side gives None for it, and gets it from the others.
 
     Args:
-        source: DTensors by name, or specs, or a module, whose ``state_dict()`` is taken. Meshes may exclude this rank. A
-            Partial is reduced onto owners when the plan runs. Plain tensors count as replicated on the mesh of the DTensors.
+        source: a module, whose ``state_dict()`` is taken; a mapping of names to DTensors or specs; or pairs of them, such as
+            ``model.named_parameters()``. Meshes may exclude this rank. A tensor may lie on another mesh on other ranks, without
+            common ranks, as under tensor parallelism: each mesh has all of it. A Partial is reduced when the plan runs. Plain
+            tensors count as replicated on all ranks of the DTensors. Extra states of modules are left out.
         target: the same, without Partial; or an :class:`EngineLayout`. A dtype may differ from the source's: a cast to fewer
             bytes is made before elements travel, others after.
-        max_bytes: the most bytes of buffers on one rank while the plan runs. A tensor that needs more is moved in pieces.
+        max_bytes: the most bytes of buffers on one rank while the plan runs, copies of sources that are not contiguous or
+            Partial included. A tensor that needs more is moved in pieces.
         group: the process group of all ranks that call; None: all ranks.
         timeout: how long a rank waits for one collective; None: the timeout of ``group``.
         strict: whether each source tensor must have a target. Each target must have a source in any case.
@@ -64,8 +68,8 @@ def plan(
             group; ``max_bytes`` is too small; a target has a Partial. On all ranks.
         TypeError: a dtype cannot be cast, or a value is no tensor. On all ranks, or a RuntimeError on others.
 
-    Collectives: three all-reduces of 24 bytes, an all-gather of two flags, an all-gather of 8 bytes per tensor and rank, and a
-    broadcast of each side that a rank does not know.
+    Collectives: three all-reduces of 24 bytes, an all-gather of 32 bytes, an all-gather of 8 bytes per tensor and rank, and a
+    broadcast of each description of a side, if ranks have different ones, or none.
     """
     group = dist.group.WORLD if group is None else group
     if group is None:
@@ -86,14 +90,21 @@ def plan(
     # The largest of all ranks: ranks may have made other plans before, or seen other failures.
     sides, counts = completed(known, [_counts["plans"] + 1, _counts["failures"]], group, device)
     _counts.update(plans=counts[0], failures=counts[1])
-    claim = "\n".join(line for side in sides for line in side.lines())
     problem = None
     try:
         shapes = checked_shapes(sides[0], sides[1], ranks, strict)
     except Exception as error:
         problem = error
-    agree([group], device, "transfer.plan", claim, problem)
+    agree([group], device, "transfer.plan", "", problem)
     return Plan(sides[0], sides[1], shapes, max_bytes, group, timeout)
+
+
+class _Schedule(NamedTuple):
+    """The slices of this rank, in rounds; windows of large tensors are cut ``finer`` by this factor."""
+
+    slices: list[Slice]
+    rounds: list[range]
+    finer: int
 
 
 class Plan:
@@ -131,37 +142,41 @@ class Plan:
         self._has_failed = False
         self._number = _counts["plans"]
         self._runs = 0
-        self._finer = 1
-        self._slices, self._rounds = self._schedule()
+        assert isinstance(source, TensorSide)
+        self._partial = frozenset(name for name in self.shapes if source.specs[name].has_partial)
+        self._schedules = {False: self._scheduled(self._partial)}  # True: for sources that are not contiguous.
 
     @property
     def rounds(self) -> int:
         """The number of rounds."""
-        return len(self._rounds)
+        return len(self._schedules[False].rounds)
 
     def slices_of(self, rank: int) -> list[Slice]:
         """What a rank sends, receives and copies of each tensor, or piece of a large one, in the order of the plan."""
-        return slices_of(self.source, self.target, self.shapes, rank, max(self.max_bytes // 2, 1), self._finer)
+        return self._slices_of(rank, self._schedules[False].finer, self._partial)
 
-    def _schedule(self) -> tuple[list[Slice], list[range]]:
+    def _slices_of(self, rank: int, finer: int, staged: Collection[str]) -> list[Slice]:
+        return slices_of(self.source, self.target, self.shapes, rank, max(self.max_bytes // 2, 1), finer, staged)
+
+    def _scheduled(self, staged: Collection[str]) -> _Schedule:
         """The slices of this rank, and rounds in which no rank needs more than its half of ``max_bytes``."""
-        budget = max(self.max_bytes // 2, 1)
+        budget, finer = max(self.max_bytes // 2, 1), 1
         while True:
             problem, slices = None, []
             try:
-                slices = self.slices_of(self._rank)
+                slices = self._slices_of(self._rank, finer, staged)
             except Exception as error:
                 problem = error
             agree([self._group], self._device, "transfer.plan", "", problem)
             if not slices:
-                return [], []
+                return _Schedule([], [], finer)
             mine = torch.tensor([each.staging for each in slices], dtype=torch.int64, device=self._device)
             everyone = [torch.empty_like(mine) for _ in self.ranks]
             dist.all_gather(everyone, mine, group=self._group)
             staging = torch.stack(everyone, dim=1).cpu()
             if int(staging.max()) <= budget:
-                return slices, rounds_of([each.dtype.itemsize for each in slices], staging, budget)
-            self._finer *= 2
+                return _Schedule(slices, rounds_of([each.dtype.itemsize for each in slices], staging, budget), finer)
+            finer *= 2
 
     def run(
         self,
@@ -174,9 +189,10 @@ class Plan:
         """Move all elements. All ranks of the group must call it.
 
         Args:
-            source: the tensors of the source by name, or a module. A rank that holds none of them may give None.
-            target: the tensors of the target by name, or a module, which are written in place. For an engine: plain local
-                tensors by the engine's names. They must not share memory with the source.
+            source: the tensors of the source, as for :func:`plan`: a module, a mapping or pairs. They may be others than
+                those of ``plan()`` that lie alike. A rank that holds none of them may give None.
+            target: the tensors of the target, which are written in place, also if they were made in inference mode. For an
+                engine: plain local tensors by the engine's names. They must not share memory with the source.
             delta: ``"checksum"``: send only what differs between source and target now. Senders and receivers compare
                 checksums of 128 bits of what they hold, cast to the target's dtype. So it does not matter how a tensor was
                 written, on which side, or whether it is a new tensor. It costs one pass over the source and over the target,
@@ -194,26 +210,30 @@ class Plan:
                 the timeout. The source is unchanged, and the target is not complete.
             RuntimeError: an earlier run of this plan has failed on its way.
 
-        Collectives: two all-reduces of 8 bytes, one of 24 bytes, reductions of a Partial, and messages between pairs of ranks:
-        per round one for all small parts, and one for each part of 64 KiB or more that is contiguous on both ends. With
+        Collectives: two all-reduces of 32 bytes, one of 24 bytes, all-reduces of the windows of a Partial, and messages between
+        pairs of ranks: per round one for all small parts, and one for each part of 64 KiB or more that is contiguous on both
+        ends. The first run with a source that is not contiguous also agrees on rounds for it. With
         ``delta``, also two all-to-alls per round, of 17 bytes for each part that one rank may send to another.
         """
         if self._has_failed:  # On all ranks. Collectives of the failed run may still be in flight on the group.
             raise RuntimeError("a run of this plan has failed, and its process group is not usable: make the plan anew")
-        given: list[dict[str, torch.Tensor]] = [{}, {}]
+        given: list[dict[str, Readable]] = [{}, {}]
         problem: Exception | None = None
         try:
             if delta is not None and delta not in DELTAS:
                 raise ValueError(f'run(delta=) takes None or "checksum", got {delta!r}')
             given = [local_tensors(source, self.source, "source"), local_tensors(target, self.target, "target")]
             check_memory(given[0], given[1], self._device)
-            if async_op and any(isinstance(tensor, DTensor) for tensor in given[0].values()):
+            if async_op and any(isinstance(each, Staged) and each.reductions for each in given[0].values()):
                 raise ValueError("run(async_op=True) cannot reduce a Partial in the background: redistribute the source first")
         except Exception as error:
             problem = error
         self._runs += 1
         self.is_complete = False
-        run = functools.partial(self._run, given[0], given[1], problem, delta, f"{self._number}/{self._runs}")
+        written = {
+            name: tensor for name, tensor in given[1].items() if isinstance(tensor, torch.Tensor)
+        }  # No target is staged.
+        run = functools.partial(self._run, given[0], written, problem, delta, f"{self._number}/{self._runs}")
         if async_op:
             return in_background(self._group, self._device, run)
         in_turn(self._group, run)
@@ -225,7 +245,7 @@ class Plan:
 
     def _run(
         self,
-        source: dict[str, torch.Tensor],
+        source: dict[str, Readable],
         target: dict[str, torch.Tensor],
         problem: Exception | None,
         delta: Delta | None,
@@ -234,9 +254,8 @@ class Plan:
         self.is_complete = False  # Again: an earlier run in the background may have ended since the call.
         watch = Watch(self.ranks, f"{self._group.group_name}/{key}", self._timeout, self._device)
         execution = Execution(
-            self._slices,
-            self._rounds,
-            {},
+            *self._schedules[False][:2],
+            source,
             target,
             self._group,
             self._device,
@@ -245,12 +264,16 @@ class Plan:
             sends_all=self._sends_all,
         )
         try:
-            with torch.no_grad():
-                # The last two tell whether ranks differ: the smallest is the largest.
-                fine = torch.tensor([problem is None, delta is None, delta is not None], dtype=torch.int64, device=self._device)
+            with torch.inference_mode():  # Only in this mode, tensors that were made in it may be written. Others may, too.
+                # Two answers on delta tell whether ranks differ: the smallest is the largest.
+                in_place = not any(isinstance(each, Staged) and name not in self._partial for name, each in source.items())
+                answers = [problem is None, delta is None, delta is not None, in_place]
+                fine = torch.tensor(answers, dtype=torch.int64, device=self._device)
                 watch.wait([dist.all_reduce(fine, dist.ReduceOp.MIN, self._group, async_op=True)])
-                if fine[0] and fine[1:].any():
-                    execution.source = {name: self._reduced(name, tensor) for name, tensor in source.items()}
+                if fine[0] and fine[1:3].any() and not fine[3]:
+                    problem = self._schedule_staged()
+                if fine[0] and fine[1:3].any() and problem is None:
+                    execution.slices, execution.rounds, _ = self._schedules[not fine[3]]
                     execution.run()
                     # A rank whose run is complete waits for the others: all ranks succeed, or all raise.
                     watch.wait([dist.all_reduce(fine, dist.ReduceOp.MIN, self._group, async_op=True)])
@@ -266,11 +289,11 @@ class Plan:
         self._sends_all = self._sends_all and delta is None
         self.is_complete = True
 
-    def _reduced(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The flat local tensor of a source, after the reduction of a Partial onto owners."""
-        if not isinstance(tensor, DTensor):
-            return tensor
-        assert isinstance(self.source, TensorSide)
-        spec = self.source.specs[name].reduced()
-        reduced = tensor.redistribute(placements=spec.placements)
-        return flat_of(reduced, spec, f"run(source=): {name}", is_written=False)
+    def _schedule_staged(self) -> Exception | None:
+        """Make the schedule for sources that are not contiguous; the problem on all ranks, if ``max_bytes`` is too small."""
+        if True not in self._schedules:
+            try:
+                self._schedules[True] = self._scheduled(self.shapes)
+            except ValueError as error:
+                return error
+        return None

@@ -9,12 +9,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from torch_ragged.transfer._atoms import Atom, Copy, atoms_of, windows_of
+from torch_ragged.transfer._atoms import Atom, Copy, Window, atoms_of, windows_of
 from torch_ragged.transfer._sides import Side
 
 __all__ = ["Slice", "rounds_of", "slices_of", "wire_dtype"]
@@ -28,7 +28,8 @@ class Slice(NamedTuple):
     """A tensor, or a window of a large one, as one rank sees it.
 
     ``dtype`` is that of the elements on their way, ``target_dtype`` that of the target. ``casts`` is whether the source or the
-    target has another one than ``dtype``. ``staging`` is the bytes that the rank needs for buffers.
+    target has another one than ``dtype``. ``stretches`` is what the rank stages of its local tensors, by their keys: intervals
+    ``[start, stop)`` of elements. ``staging`` is the bytes that the rank needs for all buffers.
     """
 
     name: str
@@ -37,7 +38,8 @@ class Slice(NamedTuple):
     atoms: tuple[Atom, ...]
     copies: tuple[Copy, ...]
     casts: bool
-    staging: int
+    stretches: tuple[tuple[str | None, int, int], ...] = ()
+    staging: int = 0
 
     def goes_straight(self, atom: Atom) -> bool:
         """Whether an atom travels from local tensor to local tensor without buffers. Equal on all its ranks."""
@@ -50,7 +52,13 @@ def wire_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:
 
 
 def slices_of(
-    source: Side, target: Side, shapes: Mapping[str, tuple[int, ...]], rank: int, budget: int, finer: int = 1
+    source: Side,
+    target: Side,
+    shapes: Mapping[str, tuple[int, ...]],
+    rank: int,
+    budget: int,
+    finer: int = 1,
+    staged: Collection[str] = (),
 ) -> list[Slice]:
     """The slices of all tensors; ranks have them in the same order, with their own atoms.
 
@@ -58,6 +66,7 @@ def slices_of(
         shapes: of the whole tensors, by name.
         budget: bytes of the buffers of one round. A tensor is cut if a rank might need more for it.
         finer: cut into smaller windows by this factor.
+        staged: the tensors whose windows are copied before they are read.
 
     Raises:
         ValueError: the budget is too small for one element.
@@ -69,26 +78,46 @@ def slices_of(
     for name in names:
         dtype, shape = wire_dtype(source.dtype(name), target.dtype(name)), shapes[name]
         # A spread element is sent and received at most twice on one rank; a direct one is sent to at most all replicas.
-        times = finer * (4 if spreads else 1 + target.replicas(name))
-        numel = budget // (times * dtype.itemsize)
+        needed = finer * (4 if spreads else 1 + target.replicas(name)) * dtype.itemsize
+        if name in staged:
+            needed += finer * source.dtype(name).itemsize
+        numel = budget // needed
         if numel == 0 and 0 not in shape:
             raise ValueError(
-                f"max_bytes is too small: {name} needs at least {2 * times * dtype.itemsize} bytes for one element "
+                f"max_bytes is too small: {name} needs at least {2 * needed} bytes for one element "
                 f"of {dtype}, sent to {target.replicas(name)} replicas"
             )
         for window in windows_of(shape, max(numel, 1)):
             key: object = (source.geometry(name), target.geometry(name), window)
             if key not in known:
                 known[key] = atoms_of(source, target, name, rank, window, spreads)
-            found = Slice(
-                name, dtype, target.dtype(name), *known[key], casts=source.dtype(name) != target.dtype(name), staging=0
-            )
-            staged = sum(_staged(atom, rank) for atom in found.atoms if not found.goes_straight(atom))
-            slices.append(found._replace(staging=dtype.itemsize * staged))
+            stretches = tuple(_stretches(source, name, rank, window)) if name in staged else ()
+            casts = source.dtype(name) != target.dtype(name)
+            found = Slice(name, dtype, target.dtype(name), *known[key], casts, stretches)
+            packed = sum(_packed(atom, rank) for atom in found.atoms if not found.goes_straight(atom))
+            copied = sum(stop - start for _, start, stop in stretches)
+            slices.append(found._replace(staging=dtype.itemsize * packed + source.dtype(name).itemsize * copied))
     return slices
 
 
-def _staged(atom: Atom, rank: int) -> int:
+def _stretches(source: Side, name: str, rank: int, window: Window | None) -> Iterator[tuple[str | None, int, int]]:
+    """Where the elements of a window lie in the local tensors of ``rank``: a window is one stretch of each."""
+    for holder in source.held_by(name, rank):
+        found = []
+        for box in holder.owned.boxes:
+            starts, stops = box.offsets, tuple(offset + size for offset, size in zip(box.offsets, box.sizes))
+            if window is not None:
+                starts = tuple(map(max, starts, window[0]))
+                stops = tuple(min(stop, offset + size) for stop, offset, size in zip(stops, *window))
+            if all(start < stop for start, stop in zip(starts, stops)):
+                for end in (starts, tuple(stop - 1 for stop in stops)):
+                    steps = zip(end, box.offsets, box.local_strides)
+                    found.append(box.local_offset + sum((i - offset) * stride for i, offset, stride in steps))
+        if found:
+            yield holder.key, min(found), max(found) + 1
+
+
+def _packed(atom: Atom, rank: int) -> int:
     """The elements in buffers of ``rank``: sent, received, and passed on."""
     if atom.sender != rank and atom.receivers[0] == rank:
         return atom.numel * len(atom.receivers)

@@ -13,19 +13,30 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._ownership import Cut, Owned, Whole, owned, owned_near
 from torch_ragged._redistribute import warn_of_order
 from torch_ragged.placement_types import cuts_of, normalize_placements
 
-__all__ = ["Holder", "Ranks", "RelocatedSide", "Side", "Spec", "TensorSide", "specs_of"]
+__all__ = [
+    "Holder",
+    "Ranks",
+    "RelocatedSide",
+    "Side",
+    "Spec",
+    "TensorSide",
+    "is_extra_state",
+    "merged_specs",
+    "named_values",
+    "specs_of",
+]
 
 
 class Holder(NamedTuple):
@@ -138,22 +149,20 @@ class Spec:
         """Whether a placement is Partial: the value is a reduction over ranks."""
         return any(isinstance(placement, Partial) for placement in self.placements)
 
-    def reduced(self) -> Spec:
-        """The spec after a reduction onto owners: each Partial becomes a cut of a dimension that no other placement cuts.
+    def describes(self, other: Spec) -> bool:
+        """Whether ``other`` is this spec, or one of the copies that this spec has on submeshes of its mesh."""
+        if other == self:
+            return True
+        copies, size = self.mesh.shape[:1], len(other.mesh.ranks)
+        return (
+            copies + other.mesh.shape == self.mesh.shape
+            and (Replicate(), *other.placements) == self.placements
+            and (self.shape, self.dtype) == (other.shape, other.dtype)
+            and any(self.mesh.ranks[i * size :][:size] == other.mesh.ranks for i in range(*copies))
+        )
 
-        If there is no such dimension, the Partial becomes Replicate.
-        """
-        placements = list(self.placements)
-        free = [d for d in range(len(self.shape)) if not any(getattr(p, "dim", None) == d for p in placements)]
-        if any(not isinstance(p, (Partial, Replicate, Shard)) for p in placements):
-            free = []
-        for mesh_dim, placement in enumerate(placements):
-            if isinstance(placement, Partial):
-                size = self.mesh.shape[mesh_dim]
-                best = max(free, key=lambda d: min(self.shape[d], size), default=None)
-                placements[mesh_dim] = Replicate() if best is None else Shard(best)
-                free = [d for d in free if d != best]
-        return Spec(self.shape, self.dtype, self.mesh, placements)
+    def __str__(self) -> str:
+        return f"shape {self.shape}, {self.dtype}, {self.mesh}, {self.placements}"
 
 
 _of_mesh: dict[int, tuple[DeviceMesh, Ranks]] = {}
@@ -167,36 +176,105 @@ def _ranks_of(mesh: DeviceMesh) -> Ranks:
     return known[1]
 
 
-def specs_of(tensors: nn.Module | Mapping[str, torch.Tensor | Spec], side: str) -> dict[str, Spec]:
-    """The spec of each tensor. Plain tensors, such as buffers, count as replicated on the mesh of the DTensors.
+def is_extra_state(name: str) -> bool:
+    """Whether a name of a ``state_dict()`` is of a module's ``get_extra_state()``: an object that lies on no mesh."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def named_values(given: object, what: str) -> dict[str, Any]:
+    """What is given to ``plan()`` or ``run()``, by name: a module's ``state_dict()``, a mapping, or pairs. No extra states.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    pairs = given.state_dict() if isinstance(given, nn.Module) else given
+    pairs = list(pairs.items() if isinstance(pairs, Mapping) else pairs if isinstance(pairs, Iterable) else [None])
+    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+        raise TypeError(
+            f"{what} takes a module, a mapping of names to tensors, or (name, tensor) pairs, got {type(given).__name__}"
+        )
+    return {name: value for name, value in pairs if not is_extra_state(name)}
+
+
+def specs_of(given: object, side: str) -> dict[str, Spec]:
+    """The spec of each tensor. Plain tensors, such as buffers, count as replicated on all ranks of the DTensors beside them.
 
     Raises:
         TypeError: a value is neither a tensor nor a spec.
-        ValueError: there are plain tensors, and no DTensor, or DTensors on several meshes.
+        ValueError: there are plain tensors, and no mesh of the DTensors beside them has all ranks of these DTensors.
     """
-    pairs = tensors.state_dict() if isinstance(tensors, nn.Module) else tensors
-    if not isinstance(pairs, Mapping):
-        raise TypeError(
-            f"plan({side}=) takes a module or a mapping of names to DTensors or Specs, got {type(tensors).__name__}"
-        )
-    meshes = {Spec.of(t).mesh if isinstance(t, DTensor) else t.mesh for t in pairs.values() if isinstance(t, (DTensor, Spec))}
     specs: dict[str, Spec] = {}
-    for name, value in pairs.items():
+    plain: dict[str, torch.Tensor] = {}
+    for name, value in (pairs := named_values(given, f"plan({side}=)")).items():
         if isinstance(value, Spec):
             specs[name] = value
         elif isinstance(value, DTensor):
-            specs[name] = Spec.of(value)
-        elif not isinstance(value, torch.Tensor):
-            raise TypeError(f"plan({side}=): {name} is {type(value).__name__}, expected a DTensor or a transfer.Spec")
-        elif len(meshes) != 1:
-            raise ValueError(
-                f"plan({side}=): {name} is a plain tensor, and the DTensors beside it are on {len(meshes)} meshes: give a "
-                "DTensor or a transfer.Spec, so that the ranks that hold it are known"
-            )
+            try:
+                specs[name] = Spec.of(value)
+            except ValueError as error:
+                raise ValueError(f"plan({side}=): {name}: {error}") from error
+        elif isinstance(value, torch.Tensor):
+            plain[name] = value
         else:
-            (mesh,) = meshes
+            raise TypeError(f"plan({side}=): {name} is {type(value).__name__}, expected a DTensor or a transfer.Spec")
+    if plain:
+        meshes = {spec.mesh for spec in specs.values()}
+        ranks = sorted({rank for mesh in meshes for rank in mesh.ranks})
+        if not any(len(mesh.ranks) == len(ranks) for mesh in meshes):
+            raise ValueError(
+                f"plan({side}=): {next(iter(plain))} is a plain tensor, and of {len(meshes)} meshes of the DTensors, none "
+                "has all ranks: give a DTensor or a transfer.Spec, so that the ranks that hold it are known"
+            )
+        mesh = meshes.pop() if len(meshes) == 1 else Ranks(tuple(ranks), (len(ranks),))
+        for name, value in plain.items():
             specs[name] = Spec(tuple(value.shape), value.dtype, mesh, [Replicate()] * len(mesh.shape))
-    return specs
+    return {name: specs[name] for name in pairs}
+
+
+def merged_specs(given: Mapping[int, Mapping[str, Spec]], side: str) -> dict[str, Spec]:
+    """One spec of each tensor, from what different ranks give.
+
+    A model with tensor parallelism has a mesh of its own on each rank: ``mesh["tp"]``, or ``mesh["dp"]`` for parameters
+    without it. Such meshes share no ranks, and each has the whole tensor. They become rows of one mesh::
+
+        ranks 0, 1 give      mesh (0, 1)             (Shard(0),)
+        ranks 2, 3 give      mesh (2, 3)             (Shard(0),)
+        merged               mesh ((0, 1), (2, 3))   (Replicate(), Shard(0))
+
+    Args:
+        given: specs by the first rank that gives them.
+
+    Raises:
+        ValueError: ranks give different names, or specs that differ otherwise.
+    """
+    first = min(given)
+    for rank, specs in given.items():
+        for name in (*specs, *given[first]):
+            if name not in specs or name not in given[first]:
+                has, lacks = (rank, first) if name in specs else (first, rank)
+                raise ValueError(
+                    f"plan({side}=): {name} is given on rank {has}, and not on rank {lacks}, which gives other tensors: "
+                    "give equal names on all ranks, or None"
+                )
+    merged = {}
+    for name in given[first]:
+        owners: dict[Spec, int] = {}
+        for rank in sorted(given):
+            owners.setdefault(given[rank][name], rank)
+        copies = list(owners)
+        ranks = tuple(rank for spec in copies for rank in spec.mesh.ranks)
+        alike = {(spec.shape, spec.dtype, spec.placements, spec.mesh.shape) for spec in copies}
+        if len(alike) > 1 or len(set(ranks)) < len(ranks):
+            (one, here), (other, there) = list(owners.items())[:2]
+            raise ValueError(
+                f"plan({side}=): {name} differs between ranks: rank {here} has {one}, rank {there} has {other}: give equal "
+                "tensors on all ranks, or tensors that lie alike on meshes without common ranks"
+            )
+        merged[name] = copies[0]
+        if len(copies) > 1:
+            mesh = Ranks(ranks, (len(copies), *copies[0].mesh.shape))
+            merged[name] = Spec(copies[0].shape, copies[0].dtype, mesh, (Replicate(), *copies[0].placements))
+    return merged
 
 
 @dataclass(frozen=True)
@@ -259,7 +337,7 @@ class TensorSide:
 
     def __init__(self, specs: Mapping[str, Spec]) -> None:
         self.specs = dict(specs)
-        self._layouts = {name: _layout_of(s.shape, s.mesh, s.reduced().placements) for name, s in self.specs.items()}
+        self._layouts = {name: _layout_of(s.shape, s.mesh, s.placements) for name, s in self.specs.items()}
 
     @property
     def names(self) -> Sequence[str]:
@@ -286,7 +364,7 @@ class TensorSide:
 
     def lines(self) -> Iterator[str]:
         for name, spec in self.specs.items():
-            yield f"{name}: shape {spec.shape}, {spec.dtype}, {spec.mesh}, {spec.placements}"
+            yield f"{name}: {spec}"
 
 
 class RelocatedSide(TensorSide):

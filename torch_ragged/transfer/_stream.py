@@ -3,20 +3,28 @@
 ::
 
     all-gather 0   all-gather 1 | yield 0   all-gather 2 | yield 1   ...      | is a wait, for the tensor that is yielded
+
+Each rank writes its shard into the whole tensor, and receives the others' beside it: shards of any sizes need no other buffer.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from torch_ragged._register._torch import waited
+from torch_ragged._groups import is_gloo
+from torch_ragged._redistribute import copy_into, part_view, plan
+from torch_ragged._register._torch import local_tensor, waited
+from torch_ragged._transfer import Gather, Part
+from torch_ragged.transfer._sides import is_extra_state
 
 __all__ = ["stream"]
 
@@ -44,9 +52,9 @@ def stream(
         model: a module, of which parameters and persistent buffers are taken, as in ``state_dict()``; a mapping; or pairs of
             names and tensors, which are read as they are needed. DTensors may have any placements. Plain tensors are yielded as
             they are. Names and their order must be equal on all ranks.
-        max_bytes: the most bytes of the yielded tensor and of the tensors in flight together. If one tensor alone is larger, it
-            is the only one. If model parallelism cuts a tensor too, unpacking takes its bytes once more. A tied tensor comes
-            once for each of its names.
+        max_bytes: the most bytes of the yielded tensor, of the tensors in flight, and of buffers, together. If one tensor alone
+            needs more, it is the only one. A tensor whose shards are not consecutive in memory (columns, or model parallelism
+            beside the shards) needs its bytes twice while it is unpacked. A tied tensor comes once for each of its names.
         dtype: the dtype of yielded floating-point tensors. They are cast before they are all-gathered. None: each its own.
 
     Yields:
@@ -61,7 +69,8 @@ def stream(
         TypeError: ``dtype`` is not a floating-point dtype.
 
     Source: TRL's and verl's loops over ``param.full_tensor()``, which gather one tensor at a time.
-    Collectives: for each DTensor, those of ``redistribute`` to ``Replicate()``: mostly one.
+    Collectives: for each DTensor and each mesh dimension that cuts it, one all-gather; over gloo, or if shards are uneven, one
+    broadcast per shard. For a Partial, those of ``redistribute`` to ``Replicate()``.
     """
     if not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < 1:
         raise ValueError(f"stream(max_bytes=) takes a positive number of bytes, got {max_bytes!r}")
@@ -75,36 +84,58 @@ def stream(
 def _named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     pairs = model.state_dict() if isinstance(model, nn.Module) else model
     pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
-    return ((name, value) for name, value in pairs if isinstance(value, torch.Tensor))  # A state dict may have other objects.
+    # A state dict may have other objects.
+    return ((name, value) for name, value in pairs if isinstance(value, torch.Tensor) and not is_extra_state(name))
 
 
 def _stream(
     tensors: Iterator[tuple[str, torch.Tensor]], max_bytes: int, gather: _Gather
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    in_flight: deque[tuple[str, torch.Tensor, int]] = deque()
+    in_flight: deque[tuple[str, _Issued, _Need]] = deque()
     upcoming, held = next(tensors, None), 0
+
+    def fits(need: _Need) -> bool:
+        # One tensor at a time is issued or unpacked.
+        beside = max([need.beside, *(each.beside for _, _, each in in_flight)])
+        return not in_flight or held + need.whole + beside <= max_bytes
+
     try:
         while True:
-            while upcoming is not None and (not in_flight or held + gather.nbytes(upcoming[1]) <= max_bytes):
+            while upcoming is not None and fits(need := gather.need(upcoming[1])):
                 name, tensor = upcoming
-                nbytes = gather.nbytes(tensor)
-                in_flight.append((name, gather.issue(tensor), nbytes))
-                upcoming, held = next(tensors, None), held + nbytes
+                in_flight.append((name, gather.issue(tensor), need))
+                upcoming, held = next(tensors, None), held + need.whole
             if not in_flight:
                 return
-            name, tensor, nbytes = in_flight.popleft()
+            name, issued, need = in_flight.popleft()
             # No local name may hold the tensor while it is yielded, or it would be alive while the next ones are gathered.
-            whole = [gather.wait(tensor)]
-            del tensor
+            whole = [gather.wait(issued)]
+            del issued
             yield name, whole.pop()
-            held -= nbytes
+            held -= need.whole
     except GeneratorExit:
-        for _, tensor, _ in in_flight:
-            gather.wait(tensor)
+        for _, issued, _ in in_flight:
+            gather.wait(issued)
         in_flight.clear()
         for tensor in () if upcoming is None else (upcoming[1], *(value for _, value in tensors)):
             gather.wait(gather.issue(tensor))
         raise
+
+
+class _Need(NamedTuple):
+    """The bytes of a whole tensor that is gathered, and those that are needed ``beside`` it while it is issued or unpacked."""
+
+    whole: int
+    beside: int
+
+
+class _Issued(NamedTuple):
+    """A tensor on its way: ``received``, which is unpacked by ``receives`` if shards are not consecutive in memory."""
+
+    received: torch.Tensor
+    works: Sequence[dist.Work] = ()
+    receives: tuple[Part, ...] = ()
+    shape: tuple[int, ...] | None = None
 
 
 class _Gather:
@@ -113,29 +144,95 @@ class _Gather:
     def __init__(self, dtype: torch.dtype | None, issuing: torch.Stream | None) -> None:
         self._dtype, self._issuing = dtype, issuing
 
-    def nbytes(self, tensor: torch.Tensor) -> int:
-        """The bytes that gathering ``tensor`` allocates; 0 for a tensor that this rank holds."""
-        if not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements):
-            return 0
-        return tensor.numel() * self._dtype_of(tensor).itemsize
+    def need(self, tensor: torch.Tensor) -> _Need:
+        """What gathering ``tensor`` allocates, equal on all ranks; nothing for a tensor that this rank holds."""
+        nbytes = tensor.numel() * self._dtype_of(tensor).itemsize
+        gathers = _gathers(tensor)
+        if gathers is None:  # A reduction, or an exchange: its input, output and a packed buffer.
+            return _Need(nbytes, 2 * nbytes)
+        if not gathers:
+            return _Need(nbytes if self._dtype_of(tensor) != tensor.dtype else 0, 0)
+        return _Need(nbytes, 0 if len(gathers) == 1 and _is_everything(gathers[0].receives) else nbytes)
 
-    def issue(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Issue the collectives; the result may be in flight."""
+    def issue(self, tensor: torch.Tensor) -> _Issued:
+        """Issue the collectives; those of the last step are in flight."""
         with torch.no_grad(), self._issuing or contextlib.nullcontext():
-            tensor = tensor.detach().to(self._dtype_of(tensor))
+            tensor, dtype, gathers = tensor.detach(), self._dtype_of(tensor), _gathers(tensor)
             if not isinstance(tensor, DTensor):
-                return tensor
+                return _Issued(tensor.to(dtype))
             mesh = tensor.device_mesh
-            if tensor.device.type != mesh.device_type:  # Offloaded: the process group has no collectives of CPU tensors.
-                tensor = tensor.to(mesh.device_type)
-            return tensor.redistribute(placements=[Replicate()] * mesh.ndim, async_op=True).to_local()
+            if gathers is None:
+                placed = tensor.to(dtype).to(mesh.device_type)
+                return _Issued(placed.redistribute(placements=[Replicate()] * mesh.ndim, async_op=True).to_local())
+            local = waited(local_tensor(tensor))
+            if not gathers:
+                return _Issued(local.to(dtype).to(mesh.device_type))
+            for step in gathers[:-1]:
+                local = self._completed(_gather(local, step, mesh, dtype))
+            return _gather(local, gathers[-1], mesh, dtype)
 
-    def wait(self, tensor: torch.Tensor) -> torch.Tensor:
+    def wait(self, issued: _Issued) -> torch.Tensor:
         with self._issuing or contextlib.nullcontext():
-            tensor = waited(tensor)
+            tensor = self._completed(issued)
         if self._issuing is not None:
             self._issuing.synchronize()
         return tensor
 
+    def _completed(self, issued: _Issued) -> torch.Tensor:
+        for work in issued.works:
+            work.wait()
+        tensor = waited(issued.received)
+        if issued.receives and not _is_everything(issued.receives):
+            result = tensor.new_empty(tensor.numel())
+            copy_into(result, tensor, issued.receives)
+            tensor = result
+        return tensor if issued.shape is None else tensor.view(issued.shape)
+
     def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _gathers(tensor: torch.Tensor) -> list[Gather] | None:
+    """The all-gathers that make a tensor whole; None if it takes other steps, too."""
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(
+            f"stream() gets a tensor on {mesh}, which does not have this rank {dist.get_rank()}: leave it out here"
+        )
+    steps = plan(tuple(tensor.shape), tuple(mesh.shape), tensor.placements, (Replicate(),) * mesh.ndim, tuple(coordinate))
+    gathers = [step for step in steps if isinstance(step, Gather)]
+    return gathers if len(gathers) == len(steps) else None
+
+
+def _is_everything(parts: Sequence[Part]) -> bool:
+    """Whether the packed parts are the whole in its order."""
+    return len(parts) == 0 or (len(parts) == 1 and parts[0].is_contiguous)
+
+
+def _gather(local: torch.Tensor, step: Gather, mesh: DeviceMesh, dtype: torch.dtype) -> _Issued:
+    """Issue one all-gather: of ``received``, each rank writes its part, cast, and gets the others'."""
+    where = list(mesh.get_coordinate() or ())
+    rank, splits = where[step.mesh_dim], tuple(step.splits)
+    ranks = mesh.mesh[tuple(slice(None) if i == step.mesh_dim else here for i, here in enumerate(where))].tolist()
+    device = local.device if local.device.type == mesh.device_type else torch.device(mesh.device_type)  # Offloaded shards.
+    received = torch.empty(sum(splits), dtype=dtype, device=device)
+    own = received.split(splits)[rank]
+    if _is_everything(step.sends):
+        own.view(local.shape).copy_(local)
+    else:
+        flat = local.contiguous().view(-1)
+        for part, place in zip(step.sends, own.split([part.numel for part in step.sends])):
+            place.view(part.sizes).copy_(part_view(flat, part))
+    group = mesh.get_group(step.mesh_dim)
+    pieces = received.view(torch.uint8).split([split * dtype.itemsize for split in splits])
+    # Of a mesh whose ranks do not ascend, the group has another order. gloo's all-gather fills memory of its own first.
+    if len(set(splits)) == 1 and ranks == sorted(ranks) and not is_gloo(group, received.device):
+        works = [dist.all_gather_into_tensor(received.view(torch.uint8), pieces[rank], group=group, async_op=True)]
+    else:
+        works = [
+            dist.broadcast(piece, source, group=group, async_op=True) for source, piece in zip(ranks, pieces) if piece.numel()
+        ]
+    return _Issued(received, works, step.receives, step.local_shape)
