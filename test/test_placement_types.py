@@ -108,9 +108,12 @@ class RaggedShardTest(TestCase):
             placement = RaggedShard(dims, (1, 1))
             self.assertIs(placement.is_shard(), True)
             self.assertEqual([placement.is_shard(dim) for dim in range(3)], [dim in cut for dim in range(3)])
-        self.assertExpectedInline(
-            error_of(getattr, PLACEMENT, "dim"),
-            """AttributeError: RaggedShard(dims=(0,), local_units=(1, 2, 0, 1)) has no dim, as it does not cut one dimension into chunks: use torch_ragged.owned_boxes(tensor), tensor.full_tensor(), or redistribute(placements=[Shard(dim)])""",  # noqa: E501
+        text = error_of(getattr, PLACEMENT, "dim")
+        self.assertTrue(
+            text.startswith("AttributeError: RaggedShard(dims=(0,), local_units=(1, 2, 0, 1)) has no dim, as it does"), text
+        )
+        self.assertRegex(
+            text, r"use [\w.]+\.owned_boxes\(tensor\), tensor.full_tensor\(\), or redistribute\(placements=\[Shard\(dim\)\]\)"
         )
 
     def test_what_was_normalized_before_does_not_matter(self):

@@ -136,9 +136,8 @@ class Plan:
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self._timeout = timeout or timeout_of(group, self._device)
         self._sends_all = False
-        self._group = group_of(
-            self.ranks, f"transfer {_counts['failures']}"
-        )  # Its own communicator: a run may be in the background.
+        # Its own communicator: a run may be in the background.
+        self._group = group_of(self.ranks, f"transfer {_counts['failures']}", group)
         self._has_failed = False
         self._number = _counts["plans"]
         self._runs = 0
