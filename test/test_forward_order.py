@@ -20,6 +20,16 @@ class Member:
         self.events.append(("post", self.name, is_last))
 
 
+def run(order, skipped):
+    """What the root does with the events that backward has skipped."""
+    for position, is_pre_backward in skipped:
+        member = order.states[position]
+        if is_pre_backward:
+            member.pre_backward(order, position)
+        else:
+            member.post_backward(order.is_first(position))
+
+
 def forward(order, members, rng, depth=0):
     """Random calls inside each other; returns the events that autograd may reach, in the order of forward."""
     watched = []
@@ -54,12 +64,12 @@ def backward(order, watched, reached, rng):
         if position not in reached or (member.is_optional and not is_exit and rng.random() < 0.5):
             continue
         if is_exit:
-            order.begin(position)
+            run(order, order.begin(position))
             member.pre_backward(order, position)
         else:
-            order.end(position)
+            run(order, order.end(position))
             member.post_backward(first[member] == position)
-    order.finish()
+    run(order, order.finish())
     return list(events)
 
 
@@ -105,17 +115,15 @@ class ForwardOrderTest(unittest.TestCase):
         self.assertTrue(second.is_first)
 
     def test_an_order_that_backward_has_not_reached_has_nothing_to_finish(self):
-        events = []
         order = ForwardOrder()
-        order.watch_exit(order.enter(Member("a", events)))
-        order.finish()
-        self.assertEqual(events, [])
+        order.watch_exit(order.enter(Member("a", [])))
+        self.assertEqual(order.finish(), [])
 
     def test_an_event_may_reach_further_ones(self):
         class Reentrant(Member):
             def pre_backward(self, order, position):
                 super().pre_backward(order, position)
-                order.finish()
+                run(order, order.finish())
 
         events = []
         order = ForwardOrder()
@@ -124,7 +132,7 @@ class ForwardOrderTest(unittest.TestCase):
             order.watch_entry(position)
             order.watch_exit(position)
         order.restart()
-        order.finish()
+        run(order, order.finish())
         once = [("pre", 0), ("pre", 1), ("pre", 2), ("post", "a", True), ("post", "b", True), ("post", "c", True)]
         self.assertEqual(sorted(events), sorted(once))
 
@@ -136,10 +144,10 @@ class ForwardOrderTest(unittest.TestCase):
             order.watch_entry(position)
             order.watch_exit(position)
         order.restart()
-        order.begin(0)
-        order.begin(1)  # Late: autograd reaches it after an earlier call.
-        order.finish()
-        order.finish()
+        run(order, order.begin(0))
+        run(order, order.begin(1))  # Late: autograd reaches it after an earlier call.
+        run(order, order.finish())
+        run(order, order.finish())
         self.assertEqual(events, [("pre", 1), ("post", "b", True)])
 
 

@@ -309,28 +309,17 @@ class CommContextTest(unittest.TestCase):
         self.assertTrue(context.may_gather_ahead)
 
     def test_reductions_are_finished_in_the_order_of_issue(self):
-        class Gradients:
-            def __init__(self, name):
-                self.wait_for_second_buffer = lambda: calls.append(f"wait {name}")
-                self.finish_reduction = lambda: calls.append(f"finish {name}")
-
-        calls, context = [], FSDPCommContext()
-        a, b, c, d = map(Gradients, "abcd")
+        context: FSDPCommContext[object] = FSDPCommContext()
+        a, b, c, d = (object() for _ in range(4))
         for entry in ([a, b], [c], [d]):
             context.add_reduction(entry)
-        context.wait_for_room(4)
-        context.finish_reductions(4)
-        self.assertEqual(calls, [])
-        context.wait_for_room(3)
-        self.assertEqual(calls, ["wait a", "wait b"])
+        self.assertEqual((context.beyond(4), context.beyond(3), context.beyond(2)), ([], [a, b], [a, b, c]))
         context.forget([c])
-        self.assertEqual(context.reducing, [[a, b], [d]])
-        calls.clear()
-        context.finish_reductions(2)
-        self.assertEqual((calls, context.reducing), (["finish a", "finish b"], [[d]]))
+        self.assertEqual((context.reducing, context.beyond(2)), ([[a, b], [d]], [a, b]))
+        context.forget(context.beyond(2))
+        self.assertEqual(context.reducing, [[d]])
         context.forget([a])
-        context.wait_for_room(1)
-        self.assertEqual((calls[2:], context.reducing), (["wait d"], [[d]]))
+        self.assertEqual((context.beyond(2), context.beyond(1)), ([], [d]))
 
 
 class NameTest(OneRankTest):

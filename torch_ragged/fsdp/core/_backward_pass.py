@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from torch.autograd import Variable
 
 from torch_ragged._register._torch import backward_id, dynamo_disabled
-from torch_ragged.fsdp.core._forward_order import ForwardOrder
+from torch_ragged.fsdp.core._forward_order import Event, ForwardOrder
 from torch_ragged.fsdp.core._spmd_types import untyped
 
 __all__ = ["BackwardPass"]
@@ -24,6 +24,9 @@ class Root(Protocol):
 
     def drop_raised_backward(self) -> None:
         """Drop the gradients of a pass that raised."""
+
+    def run_skipped(self, order: ForwardOrder, events: Sequence[Event]) -> None:
+        """Run events that backward has skipped on this rank."""
 
     def root_post_backward(self) -> None:
         """Autograd has reached the end of the pass."""
@@ -112,8 +115,10 @@ class BackwardPass:
 
     def finish_orders(self) -> None:
         """Backward reaches no further call of the orders that it has reached."""
+        root = self._root()
         for order in self._orders:
-            order.finish()
+            assert root is not None  # Autograd holds it in a pass.
+            root.run_skipped(order, order.finish())
 
     def pause(self) -> None:
         """The pass is over; others may follow before ``finalize_backward``."""

@@ -1,28 +1,21 @@
 """FSDPCommContext: the limits on the communication of the groups that share it.
 
-It issues no collective: groups ask it before they all-gather ahead of use, allocate gradients, or reduce.
+It issues no collective and waits for none: it answers whether one may be issued, and which ones have to end before.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Generic, TypeVar
 
-__all__ = ["FSDPCommContext", "InFlight"]
+__all__ = ["FSDPCommContext"]
 
-
-class InFlight(Protocol):
-    """A reduce-scatter that was issued: the gradients of a group."""
-
-    def wait_for_second_buffer(self) -> None:
-        """If it holds a second buffer, wait for it."""
-
-    def finish_reduction(self) -> None:
-        """Wait for it, and free its input."""
+Reduction = TypeVar("Reduction")
+"""A reduce-scatter that was issued: the gradients of a group."""
 
 
-class FSDPCommContext:
+class FSDPCommContext(Generic[Reduction]):
     """Limits for all groups under a root, or under several roots (``share_comm_ctx``).
 
     Attributes:
@@ -34,7 +27,7 @@ class FSDPCommContext:
         self.max_gathers = 2
         # Weak references: a module that outlives its model must not keep the shards of a prefetched module.
         self._gathering: list[weakref.ref[object]] = []
-        self.reducing: list[Sequence[InFlight]] = []
+        self.reducing: list[Sequence[Reduction]] = []
 
     @property
     def may_gather_ahead(self) -> bool:
@@ -53,30 +46,19 @@ class FSDPCommContext:
         self._gathering = [each for each in self._gathering if each() is not state]
         return len(self._gathering) < count
 
-    def wait_for_room(self, max_reductions: int) -> None:
-        """Before gradients are allocated: wait for the oldest reductions until fewer than ``max_reductions`` are in flight.
+    def beyond(self, max_reductions: int) -> list[Reduction]:
+        """The oldest reductions in flight, which must end so that fewer than ``max_reductions`` are in flight.
 
-        This waits only for reductions that hold a second buffer, as over gloo. On a GPU it would block the stream and save no
-        memory.
+        The oldest first: collectives end in the order of issue.
         """
-        # Do not finish them: finishing issues HSDP's all-reduce, and all ranks must issue that at the same moment.
-        excess = len(self.reducing) - max_reductions + 1
-        for entry in self.reducing[: max(0, excess)]:
-            for gradients in entry:
-                gradients.wait_for_second_buffer()
+        excess = max(0, len(self.reducing) - max_reductions + 1)
+        return [gradients for entry in self.reducing[:excess] for gradients in entry]
 
-    def add_reduction(self, entry: Sequence[InFlight]) -> None:
+    def add_reduction(self, entry: Sequence[Reduction]) -> None:
         """The groups of a module have issued their reduce-scatters."""
         self.reducing.append(entry)
 
-    def finish_reductions(self, max_reductions: int) -> None:
-        """Before a reduce-scatter is issued: finish the oldest ones until fewer than ``max_reductions`` are in flight."""
-        # The oldest first: collectives end in the order of issue.
-        while len(self.reducing) >= max_reductions:
-            for gradients in self.reducing.pop(0):
-                gradients.finish_reduction()
-
-    def forget(self, gradients: Sequence[InFlight]) -> None:
+    def forget(self, gradients: Sequence[Reduction]) -> None:
         """These groups have finished or dropped their reductions."""
         mine = {id(each) for each in gradients}
         self.reducing = [entry for entry in self.reducing if not mine.intersection(map(id, entry))]

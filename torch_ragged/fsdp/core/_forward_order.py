@@ -1,27 +1,31 @@
-"""ForwardOrder: the calls in one forward of the root, and the order in which backward reaches them on all ranks."""
+"""ForwardOrder: the calls in one forward of the root, and the order in which backward reaches them on all ranks.
+
+It calls nothing: it says which events a rank has to run, and the root runs them.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Call", "ForwardOrder"]
+__all__ = ["Call", "Event", "ForwardOrder"]
 
 
 class Member(Protocol):
-    """The methods of a state that the order calls."""
+    """What the order reads of a state."""
 
     reduces_unused: bool
     is_optional: bool
 
-    def pre_backward(self, order: ForwardOrder | None, position: int) -> None:
-        """Unshard for the backward of a call."""
 
-    def post_backward(self, is_last: bool) -> None:
-        """Reshard, and reduce after the last call."""
+class Event(NamedTuple):
+    """What a rank has to run for a call that its own backward does not reach: pre-backward, or post-backward."""
+
+    position: int
+    is_pre_backward: bool
 
 
 NONE_HANDLED = (id(None), id(None))
@@ -135,29 +139,28 @@ class ForwardOrder:
             events.at = len(events)
         self._skipped: set[int] = set()
 
-    def begin(self, position: int) -> None:
-        """Backward begins with a call."""
-        self._advance_to(*self._exits[position])
+    def begin(self, position: int) -> list[Event]:
+        """Backward begins with a call; returns the events of later calls, which it has skipped on this rank."""
+        return self._advance_to(*self._exits[position])
 
-    def end(self, position: int) -> None:
-        """Backward has finished a call."""
-        self._advance_to(*self._entries[position])
+    def end(self, position: int) -> list[Event]:
+        """Backward has finished a call; returns the events of calls inside it that it has skipped."""
+        return self._advance_to(*self._entries[position])
 
-    def finish(self) -> None:
-        """Backward reaches no further call."""
-        for events in self._threads.values():
-            self._advance_to(events, -1)
+    def finish(self) -> list[Event]:
+        """Backward reaches no further call; returns the events of all calls that it has skipped."""
+        return [event for events in self._threads.values() for event in self._advance_to(events, -1)]
 
-    def _advance_to(self, events: _Events, event: int) -> None:
+    def _advance_to(self, events: _Events, event: int) -> list[Event]:
         # From the latest event to earlier ones: the order in which other ranks, which have these gradients, run their hooks.
-        while events.at > event + 1:
-            events.at -= 1  # Before the calls below, which may call this method.
-            position, is_exit = events[events.at]
+        skipped = []
+        for position, is_exit in reversed(events[event + 1 : events.at]):
             state = self.states[position]
             if is_exit and state.reduces_unused:
                 self._skipped.add(position)
-                state.pre_backward(self, position)
+                skipped.append(Event(position, is_pre_backward=True))
             # For calls that this rank has reached, autograd calls it; but not if an optional module's inputs have no gradient.
             elif position in self._skipped or (state.is_optional and not is_exit):
-                state.post_backward(is_last=self.is_first(position))
-        events.at = min(events.at, event)
+                skipped.append(Event(position, is_pre_backward=False))
+        events.at = min(events.at, max(event, 0))
+        return skipped

@@ -28,6 +28,7 @@ from torch_ragged.fsdp.core._dormant_group import check_awake
 from torch_ragged.fsdp.core._forward_order import Call, ForwardOrder
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state_context import FSDPStateContext
+from torch_ragged.fsdp.core._gradients import GradientBuffers
 from torch_ragged.fsdp.core._pipeline_state import PipelineState
 from torch_ragged.fsdp.core._roll_call import call_log_of, roll_call_of
 from torch_ragged.fsdp.core._spmd_types import untyped
@@ -119,16 +120,16 @@ class FSDPState(PipelineState):
         return context
 
     @property
-    def comm(self) -> FSDPCommContext:
+    def comm(self) -> FSDPCommContext[GradientBuffers]:
         return self._comm
 
-    def share_comm(self, comm: FSDPCommContext) -> None:
+    def share_comm(self, comm: FSDPCommContext[GradientBuffers]) -> None:
         """Let ``comm`` limit this state's communication."""
         self._comm = comm
         for group in self.groups:
             group.gradients.comm = comm
 
-    def _share(self, context: FSDPStateContext, comm: FSDPCommContext) -> None:
+    def _share(self, context: FSDPStateContext, comm: FSDPCommContext[GradientBuffers]) -> None:
         # By a weak reference: a module that outlives its model must not keep the shards of all others.
         self._context = weakref.ref(context)
         self.share_comm(comm)
@@ -436,7 +437,7 @@ class FSDPState(PipelineState):
         if call.order is not None:
             # First, take part for later calls that backward skips here: other ranks unshard and reduce for them now.
             context.backward.reach(call.order)
-            call.order.begin(call.position)
+            context.run_skipped(call.order, call.order.begin(call.position))
         self.pre_backward(call.order, call.position)
 
     def pre_backward(self, order: ForwardOrder | None, position: int) -> None:
@@ -491,7 +492,7 @@ class FSDPState(PipelineState):
         """Autograd has the gradients of all inputs of a call."""
         if self._in_backward:
             if call.order is not None and self.context.backward.is_in(call.order):
-                call.order.end(call.position)
+                self.context.run_skipped(call.order, call.order.end(call.position))
             self.post_backward(call.is_first)
 
     def post_backward(self, is_last: bool) -> None:
@@ -521,7 +522,10 @@ class FSDPState(PipelineState):
         if not groups:
             return
         # This limits the memory of gradients in flight. All ranks reach it in one order, as HSDP's all-reduces need it.
-        self.comm.finish_reductions(self.max_reductions)
+        oldest = self.comm.beyond(self.max_reductions)
+        self.comm.forget(oldest)
+        for gradients in oldest:
+            gradients.finish_reduction()
         for group in groups:
             group.reduce_gradients()
         self.comm.add_reduction([group.gradients for group in groups])

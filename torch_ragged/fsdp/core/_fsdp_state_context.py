@@ -15,7 +15,7 @@ from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.core._backward_pass import BackwardPass
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
-from torch_ragged.fsdp.core._forward_order import ForwardOrder
+from torch_ragged.fsdp.core._forward_order import Event, ForwardOrder
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._roll_call import RollCall
 from torch_ragged.fsdp.core._used_params import used_anywhere
@@ -33,7 +33,7 @@ class State(Protocol):
     post_optim_event: torch.Event | None
 
     @property
-    def comm(self) -> FSDPCommContext: ...
+    def comm(self) -> FSDPCommContext[Any]: ...
     def refresh(self) -> None: ...
     def reshard(self) -> None: ...
     def post_backward(self, is_last: bool) -> None: ...
@@ -99,7 +99,16 @@ class FSDPStateContext:
             if state.comm.forget_gathering(state):
                 state.reshard()
 
-    # -- the end of backward ---------------------------------------------------------------------------------------
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def run_skipped(self, order: ForwardOrder, events: Sequence[Event]) -> None:
+        """Run the events of calls that backward has skipped on this rank: other ranks unshard and reduce for them now."""
+        for position, is_pre_backward in events:
+            state: Any = order.states[position]
+            if is_pre_backward:
+                state.pre_backward(order, position)
+            else:
+                state.post_backward(order.is_first(position))
 
     def root_post_backward(self) -> None:
         """Autograd has reached the end of a backward pass."""

@@ -78,7 +78,7 @@ class GradientBuffers:
         self.may_hold_sum = False
         self.is_accumulating = self.was_reached = self.is_unhooked = False
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.comm = FSDPCommContext()
+        self.comm: FSDPCommContext[GradientBuffers] = FSDPCommContext()
         self.backward: BackwardPass
         self.max_reductions = 1
         self.pool: MemoryPool | None = None
@@ -285,8 +285,11 @@ class GradientBuffers:
         """Allocate ``buffer``, or a new one if it is None, and return it."""
         if buffer is not None and buffer.is_allocated:
             return buffer
-        # Other groups' reductions may have to end first, so that their memory is free.
-        self.comm.wait_for_room(self.max_reductions)
+        # Other groups' reductions may have to end first, so that their memory is free. They are waited for if they hold a
+        # second buffer, as over gloo: on a GPU, waiting would block the stream and save no memory. They are not finished, as
+        # that issues HSDP's all-reduce: all ranks must issue it at the same moment, and they allocate at different ones.
+        for gradients in self.comm.beyond(self.max_reductions):
+            gradients.wait_for_second_buffer()
         if buffer is None:
             buffer = self._partial(dtype, pool=self.pool)
         else:

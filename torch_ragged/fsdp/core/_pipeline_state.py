@@ -34,7 +34,7 @@ class PipelineState:
         raise NotImplementedError
 
     @property
-    def comm(self) -> FSDPCommContext:
+    def comm(self) -> FSDPCommContext[Any]:
         raise NotImplementedError
 
     @property
@@ -42,7 +42,7 @@ class PipelineState:
         return self.context
 
     @property
-    def _comm_ctx(self) -> FSDPCommContext:
+    def _comm_ctx(self) -> FSDPCommContext[Any]:
         return self.comm
 
     @property
