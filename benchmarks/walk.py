@@ -26,7 +26,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from common import print_table, write_json
 from fake_world import PACKAGES, fake_world, make_mesh
 from torch import nn
 
@@ -162,6 +161,8 @@ def walks(package: str) -> dict[str, Walk]:
 
 
 def main() -> None:
+    from common import print_table, write_json  # Not above: a test imports this module beside its own ``common``.
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--upward", action="store_true", help="list the upward calls")
     parser.add_argument("--json", help="write the results to this file too")

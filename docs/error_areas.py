@@ -66,14 +66,13 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
     "Forward, backward and step": (
         (
             "fsdp.core",
-            "fsdp.core._backward_pass",
             "fsdp.core._dbuffer",
             "fsdp.core._dormant_group",
             "fsdp.core._fsdp_param_group",
             "fsdp.core._fsdp_state",
             "fsdp.core._group_state",
             "fsdp.core._pipeline_state",
-            "fsdp.core._reduction_handle",
+            "fsdp.core._root",
             "fsdp.core._weight_gradient",
         ),
         """

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import ZERO2, fully_shard
-from torch_ragged.fsdp.core._backward_pass import BackwardPass
+from torch_ragged.fsdp.core._root import BackwardPass
 
 
 class Watched(torch.autograd.Function):

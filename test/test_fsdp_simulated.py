@@ -31,8 +31,8 @@ from torch_ragged.fsdp import (
     plan_layout,
     rows,
 )
-from torch_ragged.fsdp.core._backward_pass import BackwardPass
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._root import BackwardPass
 
 RANKS = 256
 

@@ -26,7 +26,7 @@ from torch_ragged.fsdp.core._load_state_dict import before_load
 from torch_ragged.fsdp.core._mesh import device_of
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._persistent_buffers import SLOTS, allocator, check_ready, make_persistent, make_transient
-from torch_ragged.fsdp.core._reduction_handle import GradientReductionHandle
+from torch_ragged.fsdp.core._root import GradientReductionHandle
 from torch_ragged.fsdp.core._untrained import warn_of_unsharded
 
 __all__ = ["FSDPModule", "check_reshard_after_forward", "make_fsdp_module", "share_comm_ctx"]

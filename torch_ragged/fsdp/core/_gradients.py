@@ -8,16 +8,15 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import Partial, Shard
 
 from torch_ragged._kernels.casts import scaled_copy_
-from torch_ragged._register._torch import as_plain_tensors, dynamo_disabled_in_backward, profiler_range
+from torch_ragged._register._torch import as_plain_tensors, backward_id, dynamo_disabled_in_backward, profiler_range
 from torch_ragged.fsdp.comm._collectives import Collectives, Reduction, Work, wait_all
 from torch_ragged.fsdp.comm._wide_gradients import WideGradients
-from torch_ragged.fsdp.core._backward_pass import BackwardPass
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool, in_buffer_form
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
@@ -29,6 +28,16 @@ from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.fsdp.layout._rows_layout import RowsLayout
 
 __all__ = ["GradientBuffers"]
+
+
+class Pass(Protocol):
+    """The backward pass of the modules under a root."""
+
+    def start(self) -> None:
+        """A pass has begun, if it is not known."""
+
+    def drop_raised(self) -> None:
+        """If the last pass raised, drop its gradients."""
 
 
 class GradientBuffers:
@@ -79,7 +88,8 @@ class GradientBuffers:
         self.is_accumulating = self.was_reached = self.is_unhooked = False
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.comm: FSDPCommContext[GradientBuffers] = FSDPCommContext()
-        self.backward: BackwardPass
+        self.backward: Pass
+        self._reached_in = -1  # The number of the autograd pass whose pre-backward has reached the group last.
         self.max_reductions = 1
         self.pool: MemoryPool | None = None
         self.collectives: Collectives
@@ -213,7 +223,7 @@ class GradientBuffers:
 
     def expect(self, is_trainable: bool) -> None:
         """Backward has reached the group, on this rank or on another one."""
-        self.was_reached = True
+        self.was_reached, self._reached_in = True, backward_id()
         self.needs_reduction |= is_trainable
 
     def end_pass(self, is_accumulating: bool) -> None:
@@ -222,6 +232,8 @@ class GradientBuffers:
 
     def _start_backward(self) -> None:
         """Before a gradient is written: the gradients of a pass that raised are dropped."""
+        if self._reached_in == backward_id():  # Mostly: pre-backward has started this pass.
+            return
         if self.was_reached or self.is_unhooked:
             self.backward.start()
         else:

@@ -15,26 +15,18 @@ from torch_ragged._register._torch import GradientUse, gradient_use
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
 from torch_ragged.fsdp.core._forward_order import Call
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._module_state import ModuleState
 
 __all__ = ["PipelineState"]
 
 
-class PipelineState:
+class PipelineState(ModuleState):
     """The part of :class:`FSDPState` that other programs know. Attributes are those of ``FSDPState``."""
 
-    groups: list[FSDPParamGroup]
-    mp_policy: MixedPrecisionPolicy
-    requires_gradient_sync: bool
-    is_last_backward: bool
-    finalizes_manually: bool
     _probe: torch.Tensor | None = None
 
     @property
     def context(self) -> Any:
-        raise NotImplementedError
-
-    @property
-    def comm(self) -> FSDPCommContext[Any]:
         raise NotImplementedError
 
     @property
@@ -80,7 +72,7 @@ class PipelineState:
         Raises:
             RuntimeError: the parameters are sharded in a backward that computes the gradients of inputs only.
         """
-        root = self.context.states[0]
+        root = self.root_state
         is_pipeline = not self.requires_gradient_sync and (root.finalizes_manually or not root.is_last_backward)
         if not is_pipeline or torch.is_grad_enabled() or call.probe is None:
             return

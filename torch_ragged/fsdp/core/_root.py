@@ -1,0 +1,353 @@
+"""FSDPStateContext: what the states under one root share, and the start and the end of an iteration and of a backward pass.
+
+It decides when, and the states do it. It has no hooks on modules: those of ``FSDPState`` ask it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from torch_ragged._register._torch import backward_id, dynamo_disabled, profiler_range
+from torch_ragged.fsdp.comm._call_log import CallLog
+from torch_ragged.fsdp.core._forward_order import Event, ForwardOrder
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._module_state import ModuleState
+from torch_ragged.fsdp.core._roll_call import RollCall
+from torch_ragged.fsdp.core._spmd_types import untyped
+
+__all__ = ["BackwardPass", "FSDPStateContext", "GradientReductionHandle"]
+
+
+class FSDPStateContext:
+    """The data that the states under one root share.
+
+    Each state has its own context until the root's first forward. From then on, all states under the root share one.
+
+    Attributes:
+        states: the states under the root, in the order of ``modules()``; the root's is the first.
+        is_initialized: whether the root has run its first forward.
+        order: the calls of the root's current or last forward.
+        last_order: the calls of the forward before it. Prefetching follows ``last_order``.
+        backward: the backward pass.
+        log: compares calls between ranks; None if there is one rank, or if nothing is communicated.
+        roll_call: lets ranks take part in optional modules; None if there are none.
+    """
+
+    def __init__(self, states: Sequence[ModuleState], is_initialized: bool) -> None:
+        self.states, self.is_initialized = states, is_initialized
+        self.order, self.last_order = ForwardOrder(), ForwardOrder()
+        self.backward = BackwardPass(self)
+        self.log: CallLog | None = None
+        self.roll_call: RollCall | None = None
+
+    @property
+    def groups(self) -> list[FSDPParamGroup]:
+        return [group for state in self.states for group in state.groups]
+
+    @property
+    def all_states(self) -> Sequence[ModuleState]:
+        """``states`` under FSDP2's name, which the pipeline schedules of torch 2.11 to 2.13 read."""
+        return self.states
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether the root is in its forward."""
+        return bool(self.states[0].calls)
+
+    def start_iteration(self) -> None:
+        """The root's forward begins."""
+        if self.log is not None:
+            self.log.start()
+        for state in self.states:
+            # An optimizer on another stream may still write to the shards that the next all-gathers read.
+            event, state.post_optim_event = state.post_optim_event, None
+            if event is not None:
+                event.wait()
+            state.refresh()
+        # Prefetching follows the last forward: all ranks have completed it, in the same order.
+        self.last_order, self.order = self.order, ForwardOrder()
+
+    def drop_unused_prefetches(self) -> None:
+        """After a forward without backward: reshard modules that were prefetched and did not run."""
+        # All ranks prefetch in the same order. So they have issued, and drop, the same all-gathers.
+        for state in self.states:
+            if state.comm.forget_gathering(state):
+                state.reshard()
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def run_skipped(self, order: ForwardOrder, events: Sequence[Event]) -> None:
+        """Run the events of calls that backward has skipped on this rank: other ranks unshard and reduce for them now."""
+        for position, is_pre_backward in events:
+            state: Any = order.states[position]
+            if is_pre_backward:
+                state.pre_backward(order, position)
+            else:
+                state.post_backward(order.is_first(position))
+
+    def root_post_backward(self) -> None:
+        """Autograd has reached the end of a backward pass."""
+        if self.states[0].finalizes_manually:
+            self.pause_backward()
+        else:
+            self.end_backward()
+
+    def pause_backward(self) -> None:
+        """A backward pass is over; others may follow before ``finalize_backward``."""
+        # Other ranks may have reached modules that backward did not reach here: take part in their collectives.
+        self.backward.finish_orders()
+        for state in self.states:
+            state.post_backward(is_last=True)
+        # Even if gradients were reduced: the next pass uses the same parameters, so resident ones stay.
+        self._end_pass(is_accumulating=True)
+        self.backward.pause()
+
+    def start_reductions(self) -> None:
+        """Reduce the gradients that no module's post-backward has reduced."""
+        self.backward.finish_orders()
+        # In the order of modules, not of gradients: autograd's order may differ between ranks.
+        for state in reversed(self.states):
+            state.post_backward(is_last=True)
+            state.expect_unsharded()
+            state.reduce_gradients()
+
+    def end_backward(self) -> None:
+        """End a backward pass: reduce all other gradients, agree on unused parameters, set ``.grad``, reshard.
+
+        Collectives: the reductions not issued yet, and per mesh one all-reduce of a byte per parameter.
+        """
+        with profiler_range("root_post_backward_callback", self.states[0].fqn), self.backward.raised_on_error():
+            self.start_reductions()
+            # These groups do not set .grad now. Finish their reductions, too: none stays in flight after its backward.
+            for group in self.groups:
+                if group.gradients.keeps_shards:
+                    group.gradients.finish_reduction()
+            # Equal on all ranks, as are the collectives below: a group is reduced if pre-backward ran on any rank.
+            reduced = [group for group in self.groups if group.gradients.was_reduced]
+            for mesh in dict.fromkeys(group.dp.key for group in reduced):
+                members = [group for group in reduced if group.dp.key == mesh]
+                used = _used_anywhere(members)
+                for group in members:
+                    group.finish_gradients([next(used) for _ in group.params])
+            self._end_pass(not reduced and any(group.is_trainable for group in self.groups))
+            for state in self.states:
+                state.end_backward()
+            # Last: if anything above raises, the pass counts as one that raised, and its gradients are dropped.
+            self.backward.finish()
+
+    def _end_pass(self, is_accumulating: bool) -> None:
+        for group in self.groups:
+            group.gradients.end_pass(is_accumulating)
+
+    def drop_raised_backward(self) -> None:
+        """If the last backward raised, drop its gradients: the next pass must not add to them."""
+        if self.backward.has_raised and self.drop_backward():
+            warnings.warn(
+                "a backward pass raised: its gradients, and those accumulated without gradient sync, are dropped", stacklevel=2
+            )
+
+    def drop_backward(self) -> bool:
+        """Drop reductions in flight and gradients that are not in ``.grad`` yet; return whether there were any."""
+        self.backward.forget()
+        had_any = False
+        for state in self.states:
+            had_any |= state.drop_backward()
+        return had_any
+
+
+def _used_anywhere(groups: Sequence[FSDPParamGroup]) -> Iterator[bool]:
+    """For each parameter, whether any rank has a gradient for it. One small all-reduce.
+
+    A rank reads the result only if it has a parameter without a gradient. Otherwise it need not block on a GPU.
+    """
+    # Issue it on all ranks, also if this rank has all gradients: another rank may need this rank's answer.
+    local = [param.was_used for group in groups for param in group.params]
+    flags = torch.ones(len(local), dtype=torch.uint8, device=groups[0].device)
+    start = 0
+    for is_used, run in itertools.groupby(local):  # Fills: a copy from the host would block, and break a capture.
+        stop = start + len(list(run))
+        if not is_used:
+            flags[start:stop].zero_()
+        start = stop
+    with profiler_range("unused_parameters_all_reduce", groups[0].fqn):
+        groups[0].named.all_reduce_max(flags).wait()
+    if all(local) or flags.is_meta:  # A memory report runs a step on the meta device, without other ranks.
+        return iter(local)
+    # A frozen parameter has no gradient on any rank.
+    trainable = [param.sharded.requires_grad for group in groups for param in group.params]
+    if all(used or not needed for used, needed in zip(local, trainable)):
+        return iter(local)
+    return iter([bool(flag) for flag in flags.tolist()])
+
+
+# -- the backward pass ---------------------------------------------------------------------------------------------------
+
+
+class BackwardPass:
+    """The backward pass of the modules under one root; one object for all passes, one after the other.
+
+    ::
+
+        start()          a hook of autograd runs; the first one in a pass has autograd call the root at its end
+        reach(order)     its events are those of one forward of the root
+        root_post_backward() of the root
+        finish()         gradients are in ``.grad``; or pause(), if ``finalize_backward`` ends it
+
+    Args:
+        root: the context of the modules, with the root post-backward callback. The pass has a weak reference to it: groups hold
+            the pass, and a module that outlives its model must not keep the other modules alive.
+
+    Attributes:
+        is_unfinished: whether a pass has ended, and ``finalize_backward`` has not been called since then.
+        handle: the handle of a ``finalize_backward`` that was not waited for yet.
+    """
+
+    def __init__(self, root: FSDPStateContext) -> None:
+        self._root = weakref.ref(root)
+        # Only autograd holds the running pass, and drops it if backward raises. So a dead reference means: it raised.
+        self._running: Callable[[], _Running | None] | None = None
+        self.is_unfinished = False
+        self.handle: object | None = None
+        self._closed = ""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this code runs in a backward pass of these modules that has not raised."""
+        return self._running is not None and self._running() is not None and backward_id() != -1
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether the last pass was started and did not reach its end."""
+        return self._running is not None and not self.is_running
+
+    def start(self) -> None:
+        """Let autograd call the root at the end of the current pass. If the pass was started before, do nothing.
+
+        Raises:
+            RuntimeError: the root module was deleted, or :meth:`close` was called.
+        """
+        if self._closed:
+            raise RuntimeError(self._closed)
+        # Any hook may be the first of a pass, and ranks may differ in it. So all hooks call this method.
+        if self.is_running:
+            return
+        root = self._root()
+        if root is None:
+            raise RuntimeError("the root of this fully_shard module was deleted: run the module's forward before backward")
+        # A pass that raised has left gradients. This pass must not add to them.
+        root.drop_raised_backward()
+        running = _Running(root)
+        self._running = weakref.ref(running)
+        Variable._execution_engine.queue_callback(running)
+
+    def drop_raised(self) -> None:
+        """If the last pass raised, drop its gradients."""
+        root = self._root()
+        if root is not None and self.has_raised:
+            root.drop_raised_backward()
+
+    @property
+    def _orders(self) -> list[ForwardOrder]:
+        """The orders that the pass has reached."""
+        running = None if self._running is None else self._running()
+        return [] if running is None else running.orders
+
+    def reach(self, order: ForwardOrder) -> None:
+        """Backward has reached a call in ``order``, so it has finished all later forwards."""
+        # Autograd runs later forwards first: on every rank, the calls of orders reached before are finished.
+        if order not in self._orders:
+            self.finish_orders()
+            order.restart()
+            self._orders.append(order)
+
+    def is_in(self, order: ForwardOrder) -> bool:
+        """Whether backward has reached a call in ``order``."""
+        return order in self._orders
+
+    def finish_orders(self) -> None:
+        """Backward reaches no further call of the orders that it has reached."""
+        root = self._root()
+        for order in self._orders:
+            assert root is not None  # Autograd holds it in a pass.
+            root.run_skipped(order, order.finish())
+
+    def pause(self) -> None:
+        """The pass is over; others may follow before ``finalize_backward``."""
+        # Not running: the next backward queues a callback of its own.
+        self.is_unfinished, self._running = True, None
+
+    def finish(self) -> None:
+        """The pass is over, and ``.grad`` is set."""
+        self.is_unfinished, self._running = False, None
+
+    @contextlib.contextmanager
+    def raised_on_error(self) -> Iterator[None]:
+        """If the block raises, set ``has_raised``, also if the block runs outside of autograd."""
+        try:
+            yield
+        except BaseException:
+            self._running = _none_runs
+            raise
+
+    def close(self, why: str) -> None:
+        """From now on, a pass raises ``why``: the memory of the forward that it belongs to is freed."""
+        self._closed = why
+
+    def forget(self) -> None:
+        """Return to the state before any pass."""
+        self._running = self.handle = None
+        self.is_unfinished = False
+
+
+def _none_runs() -> None:
+    """A dead reference, as to a pass that autograd has dropped."""
+
+
+class _Running:
+    """The running pass, which autograd calls at its end. It holds the states of all modules, so it must not live longer."""
+
+    def __init__(self, root: FSDPStateContext) -> None:
+        self._root = root
+        self.orders: list[ForwardOrder] = []
+
+    @dynamo_disabled
+    @untyped
+    def __call__(self) -> None:
+        self._root.root_post_backward()
+
+
+class GradientReductionHandle:
+    """A handle on reductions that :meth:`FSDPModule.finalize_backward` has issued."""
+
+    def __init__(self, context: FSDPStateContext) -> None:
+        self._context: FSDPStateContext | None = context
+        if context.backward.handle is not None:
+            raise RuntimeError("wait for the handle of the last finalize_backward before finalizing backward again")
+        if not context.is_initialized:  # No forward has run.
+            self._context = None
+            return
+        with context.backward.raised_on_error():
+            context.start_reductions()
+        context.backward.handle = self
+
+    def wait(self) -> None:
+        """Finish the reductions, set ``.grad`` and reshard. A second call does nothing.
+
+        Raises:
+            RuntimeError: ``reset_iter_state`` has dropped the reductions.
+        """
+        context, self._context = self._context, None
+        if context is None:
+            return
+        if context.backward.handle is not self:
+            raise RuntimeError("the gradients of this handle were dropped by reset_iter_state")
+        context.backward.handle = None
+        context.end_backward()
