@@ -18,16 +18,15 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import add_malloc, on_ranks, print_table, write_json
+from peak import peak_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.profiler import ProfilerActivity, profile
 
 from torch_ragged import _ownership, _transfer, transfer
 from torch_ragged.fsdp import rows
@@ -196,18 +195,6 @@ def wire(plan: transfer.Plan) -> None:
 def check(target: dict[str, DTensor], wanted: dict[str, DTensor]) -> None:
     for name, tensor in wanted.items():
         assert torch.equal(target[name].to_local(), tensor.to_local()), name
-
-
-def peak_of(function: Callable[[], Any]) -> int:
-    """The most bytes that one call holds at a time, as the allocator's events say."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        function()
-    held = peak = 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
 
 
 def largest_of_ranks(value: int) -> int:

@@ -59,6 +59,7 @@ class Walk:
         return {**calls, "upward": self.upward.total(), "depth": self.depth}
 
 
+@functools.cache
 def imports_of(root: Path) -> dict[str, set[str]]:
     """For each file of a package, the files of the package that it imports when it is imported, directly or not."""
     package = ".".join(root.parts[root.parts.index("torch") if "torch" in root.parts else -1 :])
@@ -86,7 +87,7 @@ def imports_of(root: Path) -> dict[str, set[str]]:
 def traced(package: str, action: Callable[[], Any]) -> Walk:
     """Run ``action`` and see which functions of ``package`` it calls."""
     root, walk = str(ROOTS[package]), Walk()
-    imports = _imports(package)
+    imports = imports_of(ROOTS[package])
 
     @functools.cache
     def is_own(file: str, name: str) -> bool:
@@ -124,11 +125,6 @@ def traced(package: str, action: Callable[[], Any]) -> Walk:
     finally:
         sys.setprofile(None)
     return walk
-
-
-@functools.cache
-def _imports(package: str) -> dict[str, set[str]]:
-    return imports_of(ROOTS[package])
 
 
 def walks(package: str) -> dict[str, Walk]:

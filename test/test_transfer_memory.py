@@ -1,33 +1,26 @@
 """max_bytes bounds what runs of plans and stream() allocate, as torch's allocator counts it."""
 
 import math
+import sys
 import time
 import unittest
+from pathlib import Path
 
 import torch
 from common import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torch_ragged import RaggedShard, StridedRaggedShard, owned_boxes, transfer
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # Last: both folders have a module ``common``.
+
+from peak import peak_of
+
 SMALL = 20_000  # Bytes of counters, flags and checksums.
-
-
-def peak_of(function):
-    """The most bytes that one call holds at a time, beside what was there before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        function()
-    held = peak = 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
 
 
 class Live(TorchDispatchMode):

@@ -44,6 +44,7 @@ from torch_ragged._transfer import Exchange, Fill, Gather, Move, Part, Reduce, R
 from torch_ragged.placement_types import cuts_of, has_ragged
 
 __all__ = [
+    "CARRIED",
     "REDUCTIONS",
     "Pending",
     "all_to_all",
@@ -65,9 +66,9 @@ REDUCTIONS = frozenset(_IDENTITY)
 """The reductions of a Partial that this module redistributes."""
 
 
-# The dtypes that every backend sends and reduces.
-_CARRIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-_CARRIED |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+CARRIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+CARRIED |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+"""The dtypes that every backend sends and reduces."""
 
 
 # --- planning ------------------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def redistribute_local(
         ValueError: the type of a placement is unknown, a Partial averages integers, or a Partial reduces numbers of a dtype
             without that order, or of a dtype that no backend adds.
     """
-    if local.dtype not in _CARRIED:
+    if local.dtype not in CARRIED:
         return _redistribute_as_carried(local, mesh, shape, source, target)
     pairs = [p for p, q in (*zip(source, target), *zip(target, source)) if p != q and isinstance(p, Partial)]
     if any(p.reduce_op == "avg" for p in pairs) and not (local.is_floating_point() or local.is_complex()):

@@ -32,6 +32,9 @@ _PAUSE = 4.0  # Seconds, and 5 ms more for each rank.
 _NOTICE = 1.5  # Seconds.
 """How long the rank that has found a standstill waits for the others to log it, before connections close."""
 
+_LOOKS = 4
+"""So often a rank that has found a standstill looks, a period apart, while other ranks are in calls and may go on."""
+
 _ADVICE = (
     "All ranks must make the same calls in the same order: the same number of forwards and backwards, and of calls that "
     "communicate, such as barrier, clip_grad_norm_, full_tensor or save. Let all ranks run an evaluation, or let one rank run "
@@ -153,10 +156,15 @@ class _Watch:
             return False
         if store.swap("asked", asked, str(now)) != str(now):
             return False
-        fates = fates_of(range(size))
-        stuck = standstill(fates)
-        if dist.get_rank() not in stuck:
-            return False
+        for _ in range(_LOOKS):
+            fates = fates_of(range(size))
+            stuck = standstill(fates)
+            if dist.get_rank() not in stuck:
+                return False
+            # A rank that has come to its call a moment later waits in vain, too, and is to be named.
+            if not any(fate.where is not None and fate.where.call and rank not in stuck for rank, fate in fates.items()):
+                break
+            time.sleep(_PERIOD)
         store.set("text", _text(fates, stuck))
         time.sleep(_NOTICE)
         return True

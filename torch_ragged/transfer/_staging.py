@@ -20,16 +20,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 
 from torch_ragged._ownership import boxes_of_interval
-from torch_ragged._redistribute import REDUCTIONS, mesh_group
+from torch_ragged._redistribute import CARRIED, REDUCTIONS, mesh_group
 
 __all__ = ["Staged", "check_reductions", "reductions_of"]
 
 Reduction = tuple[str, dist.ProcessGroup]
 Wait = Callable[[Sequence[dist.Work]], None]
-
-_REDUCED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-_REDUCED |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
-"""The dtypes that every backend reduces. Complex numbers are summed as pairs of real ones."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +76,7 @@ def check_reductions(what: str, dtype: torch.dtype, placements: Sequence[object]
     """Raise ``ValueError`` if a Partial among ``placements`` cannot be reduced: before any rank waits for a reduction."""
     for operation in (placement.reduce_op for placement in placements if isinstance(placement, Partial)):
         averages = operation != "avg" or dtype.is_floating_point or dtype.is_complex
-        adds = dtype in _REDUCED or (dtype.is_complex and operation in ("sum", "avg"))
+        # Complex numbers are summed as pairs of real ones.
+        adds = dtype in CARRIED or (dtype.is_complex and operation in ("sum", "avg"))
         if operation not in REDUCTIONS or not averages or not adds:
             raise ValueError(f"{what} has placements {tuple(placements)}: cannot reduce {dtype} by {operation}: cast it")

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from torch_ragged._groups import is_gloo
-from torch_ragged._redistribute import copy_into, part_view, plan
+from torch_ragged._redistribute import copy_into, part_view, plan, warn_of_order
 from torch_ragged._register._torch import local_tensor, waited
 from torch_ragged._transfer import Gather, Part
 from torch_ragged.transfer._sides import is_extra_state
@@ -202,6 +202,7 @@ def _gathers(tensor: torch.Tensor) -> list[Gather] | None:
         raise ValueError(
             f"stream() gets a tensor on {mesh}, which does not have this rank {dist.get_rank()}: leave it out here"
         )
+    warn_of_order(mesh, tensor.placements)
     steps = plan(tuple(tensor.shape), tuple(mesh.shape), tensor.placements, (Replicate(),) * mesh.ndim, tuple(coordinate))
     gathers = [step for step in steps if isinstance(step, Gather)]
     return gathers if len(gathers) == len(steps) else None
