@@ -6,7 +6,10 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # Last: both folders have a module ``common``.
 
-from walk import imports_of, walks
+from torch import nn
+from walk import imports_of, traced, walks
+
+from torch_ragged.fsdp.core import _fsdp_state
 
 
 class WalkTest(unittest.TestCase):
@@ -19,13 +22,16 @@ class WalkTest(unittest.TestCase):
         self.assertEqual(list(found["forward of two Linears"].upward), [("_tensors.py:_map_leaf", "_fsdp_state.py:<lambda>")])
 
     def test_a_call_to_a_file_above_is_seen(self):
-        """FSDP2's groups call their state's module, and a file knows what it imports, also over others."""
-        fsdp = Path(__file__).resolve().parents[1] / "torch_ragged/fsdp/core"
-        above = imports_of(fsdp.parents[1])
-        state, group, gradients = (str(fsdp / f"{name}.py") for name in ("_fsdp_state", "_fsdp_param_group", "_gradients"))
-        self.assertLessEqual({group, gradients}, above[state])
+        core = Path(_fsdp_state.__file__).parent
+        above = imports_of(core.parents[1])
+        state, group, gradients = (str(core / f"{name}.py") for name in ("_fsdp_state", "_fsdp_param_group", "_gradients"))
+        self.assertLessEqual({group, gradients}, above[state])  # Also what it imports over others.
         self.assertNotIn(state, above[group] | above[gradients])
-        self.assertGreater(walks("FSDP2")["backward of two Linears"].upward.total(), 0)
+        names: dict = {}
+        exec(compile("def calls_up(function, *arguments): return function(*arguments)", gradients, "exec"), names)
+        walk = traced("torch_ragged", lambda: names["calls_up"](_fsdp_state.state_of, nn.Linear(1, 1)))
+        self.assertEqual(dict(walk.upward), {("_gradients.py:calls_up", "_fsdp_state.py:state_of"): 1})
+        self.assertEqual(walk.row(), {"files": 2, "functions": 2, "calls": 2, "upward": 1, "depth": 2})
 
 
 if __name__ == "__main__":
