@@ -150,11 +150,8 @@ def check_weight_gradients_in_place():
         model, copied = build("ragged"), []
     groups = [group for state in model._ragged_states(True) for group in state.groups]
     for group in groups:
-        take = group.gradients._take
-        group.gradients._take = lambda i, unsharded, group=group, take=take: (
-            copied.append(group.params[i].fqn) if unsharded.grad is not None else None,
-            take(i, unsharded),
-        )
+        add = group.add_gradient
+        group.add_gradient = lambda i, gradient, group=group, add=add: (copied.append(group.params[i].fqn), add(i, gradient))
     for step, sync in enumerate((False, True)):
         model.set_requires_gradient_sync(sync)
         loss_of(model, batch(step, False)).backward()

@@ -319,7 +319,7 @@ def wide_gradients(middle, is_kept):
     for step in range(2):
         model.set_requires_gradient_sync(step == 1)
         (model(inputs[dist.get_rank(), step]) ** 2).sum().backward()
-    assert group.gradients.dtype == (torch.bfloat16 if is_kept else torch.float32)
+    assert group.grad_buffer.dtype == (torch.bfloat16 if is_kept else torch.float32)
     params = list(plain.parameters())
     grads = [[torch.autograd.grad((plain(x.bfloat16()) ** 2).sum(), params) for x in mine] for mine in inputs]
     for index, (name, param) in enumerate(model.named_parameters()):
@@ -350,13 +350,13 @@ def adopted_gradients(policy):
         (group,) = table._ragged_fsdp_state.groups
         group.unshard()
         group.params[0].unsharded.register_hook(lambda gradient, name=name: kept.update({name: gradient.detach()}))
-        inner = group.gradients.done
+        inner = group.grad_buffer.mark
 
         def look(index, group=group, name=name, inner=inner):
-            sources[name] = group.gradients.buffers()["gradients"][0].flat.data_ptr()
+            sources[name] = group.grad_buffer.buffers()[0].flat.data_ptr()
             inner(index)
 
-        group.gradients.done = look
+        group.grad_buffer.mark = look
     for step in range(2):  # They add up.
         model.set_requires_gradient_sync(step == 1)
         model(tokens).backward()
@@ -401,11 +401,12 @@ def gradient_beside_a_reduction():
     model.set_reduce_scatter_max_input_buffers(2)
     model(torch.ones(2, DIM)).sum().backward()
     groups = [layer._ragged_groups(False)[0] for layer in model]
-    assert all(group.gradients._output is not None for group in groups)
+    assert all(group.reduction._output is not None for group in groups)
     collectives = groups[0].collectives
     with mock.patch.object(collectives, "all_reduce", side_effect=AssertionError("an all-reduce")):
         if dist.get_rank() == 0:
-            groups[0].gradients.views()
+            groups[0].before_gradient()
+            assert groups[0].grad_buffer.views()
     model.finalize_backward()
     found = [param.grad.full_tensor() for param in model.parameters()]
     plain = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(2)))

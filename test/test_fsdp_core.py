@@ -330,11 +330,9 @@ class NameTest(OneRankTest):
         for module in (*model, model):
             fully_shard(module, mesh=self.mesh)
         self.assertEqual([group.fqn for group in groups_of(model)], [""] * 3)
-        self.assertEqual([group.gradients.fqn for group in groups_of(model)], [""] * 3)
         model(torch.randn(2, WIDTH))
         names = ["0", "1", "1[1]"]
         self.assertEqual([group.fqn for group in groups_of(model)], names)
-        self.assertEqual([group.gradients.fqn for group in groups_of(model)], names)
         self.assertEqual([group.named.fqn for group in groups_of(model)], names)
 
     def test_a_state_of_several_modules_has_all_their_names(self):

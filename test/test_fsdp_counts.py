@@ -227,7 +227,7 @@ class CountTest(unittest.TestCase):
 
         class Work:
             def wait(self):
-                waits.append(group.gradients._unreduced.is_allocated)
+                waits.append(group.grad_buffer.buffers()[0].is_allocated)
 
         model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=init_device_mesh("cpu", (8,)))
         (group,) = groups_of(model)

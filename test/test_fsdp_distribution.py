@@ -14,9 +14,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.fsdp import blocks, elements, fully_shard, plan_layout, rows
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
 from torch_ragged.fsdp.core._distribution import Distribution
-from torch_ragged.fsdp.core._group_state import GradientState
+from torch_ragged.fsdp.core._grad_reduction import ReductionSettings
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, groups_of
 from torch_ragged.fsdp.core._regroup import check_kept, check_movable, copy_settings, keep_as, kept_by, mesh_of_groups
 
@@ -346,13 +346,13 @@ class RegroupTest(unittest.TestCase):
     @fake_group(8)
     def test_neighbours_keep_parts_if_they_are_neither_one_nor_all(self):
         mesh = init_device_mesh("cpu", (8,))
-        names = {None: "Keeper", 1: "Keeper", 2: "Neighbours", 4: "Neighbours", 8: "Keeper", "all": "Resident"}
+        names = {None: "NoneType", 1: "NoneType", 2: "Neighbours", 4: "Neighbours", 8: "NoneType", "all": "Resident"}
         for kept, name in names.items():
             (group,) = fully_shard(nn.Linear(4, 4), mesh=mesh)._ragged_groups(recurse=True)
             keep_as(group, kept)
             self.assertEqual(type(group.keeper).__name__, name, kept)
-            self.assertEqual(kept_by(group), kept if name != "Keeper" else None)
-            if isinstance(kept, int) and name != "Keeper":
+            self.assertEqual(kept_by(group), kept if name != "NoneType" else None)
+            if isinstance(kept, int) and name != "NoneType":
                 self.assertRegex(
                     error_of(check_kept, group, DataParallelMesh.of(DeviceMesh("cpu", [0, 1, 2]))), "divide 3 shards"
                 )
@@ -369,15 +369,15 @@ class RegroupTest(unittest.TestCase):
         old.set_all_reduce_hook(hook), old.set_requires_all_reduce(False), old.set_gradient_divide_factor(3.0)
         old.set_reduce_scatter_max_input_buffers(5)
         (before,), (after,) = (model._ragged_groups(recurse=True) for model in (old, new))
-        before.fqn = "layer"
+        before.named.join("layer", None)
         copy_settings(before, after)
-        self.assertEqual((after.fqn, after.gradients.fqn), ("layer", "layer"))
+        self.assertEqual(after.fqn, "layer")
         self.assertEqual(
             (after.process_groups.custom_all_gather, after.process_groups.custom_reduce_scatter), (gather, reduce_scatter)
         )
-        for name in ("reduction", "requires_all_reduce", "reduce_hook", "max_reductions"):
-            self.assertEqual(getattr(after.gradients, name), getattr(before.gradients, name), name)
-        self.assertEqual((after.gradients.max_reductions, after.gradients.requires_all_reduce), (5, False))
+        self.assertEqual(after.settings, before.settings)
+        self.assertIsNot(after.settings, before.settings)
+        self.assertEqual(after.settings, ReductionSettings(Reduction(3.0), False, hook, 5))
 
     @fake_group(4)
     def test_groups_of_several_meshes_are_refused(self):
@@ -406,9 +406,9 @@ class RegroupTest(unittest.TestCase):
             module = nn.Linear(4, 4)
         (group,) = fully_shard(module, mesh=mesh["dp"])._ragged_groups(recurse=True)
         self.assertRegex(error_of(check_movable, group), "RuntimeError: weight and 1 more on the meta device: materialize")
-        for pending in ("is_accumulating", "_state"):
+        for pending in ("is_accumulating", "needs_reduction"):
             group = self.group(mesh["dp"])
-            setattr(group.gradients, pending, True if pending == "is_accumulating" else GradientState.ACCUMULATING)
+            group.add_gradient(0, torch.ones(4, 4)) if pending == "needs_reduction" else group.end_pass(is_accumulating=True)
             self.assertRegex(error_of(check_movable, group), "RuntimeError: .*has gradients that are not reduced yet")
         group = self.group(mesh["dp"])
         group.collectives = ProcessGroupCollectives(group.dp.shard_group, None)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import ZERO2, fully_shard
 from torch_ragged.fsdp.core._root import BackwardPass
+from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
 
 
 class Watched(torch.autograd.Function):
@@ -98,9 +99,9 @@ class GradientTest(OneRankTest):
         model = fully_shard(Model(WIDTH, WIDTH), mesh=self.mesh)
         loss = model(torch.randn(2, WIDTH, requires_grad=True)).sum()
         model.set_requires_gradient_sync(False)  # Not known in forward.
-        self.assertFalse(any(group.gradients.may_hold_sum for group in groups_of(model)))
+        self.assertFalse(any(group.may_hold_sum for group in groups_of(model)))
         self.assertIn("boom", error_of(loss.backward))
-        self.assertTrue(all(group.gradients.may_hold_sum for group in groups_of(model)))
+        self.assertTrue(all(group.may_hold_sum for group in groups_of(model)))
 
     def test_a_backward_that_raised_is_told_if_one_of_several_groups_had_gradients(self):
         class Model(nn.Linear):
@@ -119,7 +120,7 @@ class GradientTest(OneRankTest):
         for smallest in (1, 2**62):  # Written by the matmul, or copied.
             with mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", smallest):
                 model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=self.mesh, reshard_after_forward=False)
-            self.assertEqual(groups_of(model)[0].writes_gradients, smallest == 1)
+            self.assertEqual(isinstance(groups_of(model)[0].params[0].unsharded, ComputeParameter), smallest == 1)
             sharded, loss = model.weight, model(torch.ones(1, WIDTH)).sum()
             sharded.requires_grad_(False)
             loss.backward()
@@ -132,7 +133,7 @@ class GradientTest(OneRankTest):
         (state,) = model._ragged_states(recurse=False)
         model(torch.ones(1, WIDTH)).sum().backward()
         self.assertEqual((state.comm.reducing, state.comm.may_gather_ahead), ([], True))
-        self.assertFalse(any(group.gradients.may_hold_sum or group.gradients.is_pending for group in groups_of(model)))
+        self.assertFalse(any(group.may_hold_sum or group.is_pending for group in groups_of(model)))
 
     def test_a_backward_after_one_that_raised_has_its_own_gradients_only(self):
         class Model(nn.Linear):
@@ -163,9 +164,9 @@ class GradientTest(OneRankTest):
         model.set_requires_gradient_sync(False)
         model[0](torch.ones(1, WIDTH)).sum().backward()
         (group,) = groups_of(model)
-        self.assertTrue(group.gradients.is_pending)
+        self.assertTrue(group.is_pending)
         model.reset_iter_state()
-        self.assertFalse(group.gradients.is_pending)
+        self.assertFalse(group.is_pending)
 
     def test_nothing_is_told_of_a_backward_that_raised_before_any_gradient(self):
         class Model(nn.Linear):
@@ -237,10 +238,10 @@ class GradientTest(OneRankTest):
 
     def test_the_first_of_two_wide_gradients_does_not_change(self):
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        gradients = groups_of(self.sharded(nn.Linear(WIDTH, WIDTH, bias=False), mp_policy=mixed))[0].gradients
+        gradients = groups_of(self.sharded(nn.Linear(WIDTH, WIDTH, bias=False), mp_policy=mixed))[0].grad_buffer
         first = torch.ones(WIDTH, WIDTH)
-        gradients._collect(0, first)
-        gradients._collect(0, torch.ones(WIDTH, WIDTH))
+        gradients.add(0, first)
+        gradients.add(0, torch.ones(WIDTH, WIDTH))
         self.assertTrue(torch.equal(first, torch.ones(WIDTH, WIDTH)))
 
     def test_a_module_stays_unsharded_if_only_an_opaque_output_may_reach_backward(self):
@@ -269,14 +270,14 @@ class GradientTest(OneRankTest):
 
     def test_a_gradient_is_added_to_one_that_is_the_buffer(self):
         model = self.sharded(nn.Linear(8, 16, bias=False))  # It fills its buffer.
-        gradients, one = groups_of(model)[0].gradients, torch.ones(16, 8)
+        group, one = groups_of(model)[0], torch.ones(16, 8)
         for step in range(3):
             first = one.t().contiguous().t() if step == 0 else one * 2  # Only in memory order, it can be the buffer.
-            gradients._collect(0, first)
-            self.assertEqual(gradients._unreduced.is_borrowed, step > 0)
-            gradients._collect(0, one * 3)
-            gradients.start_reduction()
-            gradients.finish([True])
+            group.add_gradient(0, first)
+            self.assertEqual(group.grad_buffer.buffers()[0].is_borrowed, step > 0)
+            group.add_gradient(0, one * 3)
+            group.reduce_gradients()
+            group.finish_gradients([True])
             self.assertTrue(torch.equal(model[0].weight.grad.full_tensor(), one * (4 + 5 * step)))
 
     def test_a_module_becomes_a_root_when_its_root_is_deleted(self):
@@ -305,18 +306,18 @@ class GradientTest(OneRankTest):
     def test_gradients_that_would_be_rounded_are_pending_too(self):
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = self.sharded(nn.Linear(WIDTH, WIDTH, bias=False), mp_policy=mixed)
-        gradients = groups_of(model)[0].gradients
+        group = groups_of(model)[0]
         wide = torch.full((WIDTH, WIDTH), 1 + 2**-20)
-        gradients._collect(0, wide.clone())
-        self.assertTrue(gradients.drop())
-        self.assertFalse(gradients.is_pending or gradients.drop())
-        gradients._collect(0, wide.clone())
-        self.assertTrue(gradients.is_pending)
-        gradients._collect(0, wide.clone())
-        gradients.start_reduction()
-        gradients.finish([True])
+        group.add_gradient(0, wide.clone())
+        self.assertTrue(group.drop_gradients())
+        self.assertFalse(group.is_pending or group.drop_gradients())
+        group.add_gradient(0, wide.clone())
+        self.assertTrue(group.is_pending)
+        group.add_gradient(0, wide.clone())
+        group.reduce_gradients()
+        group.finish_gradients([True])
         self.assertTrue(torch.equal(model[0].weight.grad.full_tensor(), 2 * wide))
-        self.assertFalse(gradients.is_pending)
+        self.assertFalse(group.is_pending)
 
     def test_gradients_of_inputs_have_gradients(self):
         """Two backward passes, of which the second reads parameters that the first has freed."""

@@ -175,7 +175,7 @@ def check_failed_finalize_backward(dtype, accumulates):
     step(other)
     for mine, wanted in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine.grad.to_local(), wanted.grad.to_local())
-    assert not any(group.gradients.is_pending for group in model._ragged_groups(True))
+    assert not any(group.is_pending for group in model._ragged_groups(True))
     return error
 
 

@@ -32,7 +32,6 @@ from torch_ragged.fsdp import (
     rows,
 )
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._gradients import GradientBuffers
 
 RANKS = 256
 
@@ -92,13 +91,13 @@ def simulate(block, mesh, **knobs):
         with mock.patch.multiple(FSDPParamGroup, _restore_changed=lambda self: [], _is_in_place=lambda self, index: True):
             dim = model.norm1.weight.shape[0]
             held = []
-            start = GradientBuffers._start_backward  # Called before each gradient.
+            before = FSDPParamGroup.before_gradient  # Called before each gradient.
 
-            def sample(gradients):
+            def sample(group):
                 held.append(resident(group))
-                start(gradients)
+                before(group)
 
-            with mock.patch.object(GradientBuffers, "_start_backward", sample):
+            with mock.patch.object(FSDPParamGroup, "before_gradient", sample):
                 model(torch.randn(2, dim, device="meta", dtype=torch.bfloat16)).sum().backward()
     return model, group, counted, max(held)
 

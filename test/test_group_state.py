@@ -9,7 +9,7 @@ from common import run_ranks
 from torch import nn
 
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp.core._group_state import GradientState, ShardedState, moved
+from torch_ragged.fsdp.core._group_state import ShardedState, moved
 
 
 def states_in_a_step():
@@ -21,7 +21,7 @@ def states_in_a_step():
     seen = []
 
     def see(when):
-        seen.append((when, group._sharded_state.name, group.gradients._state.name))
+        seen.append((when, group._sharded_state.name, group.reduction.state.name))
 
     x = torch.ones(2, 8, requires_grad=True)
     x.register_hook(lambda gradient: see("gradient of the input"))
@@ -39,7 +39,7 @@ def states_in_a_step():
     model.set_manual_backward_finalization(True)
     model(x).sum().backward()
     see("backward with gradient sync")
-    group.gradients.wait_for_reduction()
+    group.reduction.wait()
     see("its reduce-scatter waited for")
     model.finalize_backward()
     see("finalize_backward")
@@ -72,23 +72,13 @@ class GroupStateTest(unittest.TestCase):
             ("GATHERING", "UNSHARDED"),
             ("GATHERING", "SHARDED"),
             ("UNSHARDED", "SHARDED"),
-            ("EMPTY", "ACCUMULATING"),
-            ("EMPTY", "REDUCING"),
-            ("ACCUMULATING", "REDUCING"),
-            ("ACCUMULATING", "EMPTY"),
-            ("REDUCING", "REDUCED"),
-            ("REDUCING", "EMPTY"),
-            ("REDUCED", "ACCUMULATING"),
-            ("REDUCED", "REDUCING"),
-            ("REDUCED", "EMPTY"),
         }
-        for kind in (ShardedState, GradientState):
-            for state, following in itertools.product(kind, kind):
-                if (state.name, following.name) in legal:
-                    self.assertIs(moved(lambda: "weight", state, following), following)
-                    continue
-                with self.assertRaisesRegex(RuntimeError, f"^weight cannot go from {state.name} to {following.name}$"):
-                    moved(lambda: "weight", state, following)
+        for state, following in itertools.product(ShardedState, ShardedState):
+            if (state.name, following.name) in legal:
+                self.assertIs(moved(lambda: "weight", state, following), following)
+                continue
+            with self.assertRaisesRegex(RuntimeError, f"^weight cannot go from {state.name} to {following.name}$"):
+                moved(lambda: "weight", state, following)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "torch_ragged"
 FSDP = f"{PACKAGE}.fsdp"
-MOST_LINES = 600
+MOST_LINES = 900
 MOST_ARROWS = 30
 EVERYWHERE = None
 

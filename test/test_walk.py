@@ -24,13 +24,13 @@ class WalkTest(unittest.TestCase):
     def test_a_call_to_a_file_above_is_seen(self):
         core = Path(_fsdp_state.__file__).parent
         above = imports_of(core.parents[1])
-        state, group, gradients = (str(core / f"{name}.py") for name in ("_fsdp_state", "_fsdp_param_group", "_gradients"))
+        state, group, gradients = (str(core / f"{name}.py") for name in ("_fsdp_state", "_fsdp_param_group", "_grad_buffer"))
         self.assertLessEqual({group, gradients}, above[state])  # Also what it imports over others.
         self.assertNotIn(state, above[group] | above[gradients])
         names: dict = {}
         exec(compile("def calls_up(function, *arguments): return function(*arguments)", gradients, "exec"), names)
         walk = traced("torch_ragged", lambda: names["calls_up"](_fsdp_state.state_of, nn.Linear(1, 1)))
-        self.assertEqual(dict(walk.upward), {("_gradients.py:calls_up", "_fsdp_state.py:state_of"): 1})
+        self.assertEqual(dict(walk.upward), {("_grad_buffer.py:calls_up", "_fsdp_state.py:state_of"): 1})
         self.assertEqual(walk.row(), {"files": 2, "functions": 2, "calls": 2, "upward": 1, "depth": 2})
 
 

@@ -303,18 +303,24 @@ def count_gradients(model):
     moved, written = Counter(), Counter()
     for number, module in enumerate([*model.blocks, model]):
         for group in module._ragged_states(recurse=False)[0].groups:
-            take, begin, names = group.gradients._take, group.gradients.begin, [param.fqn for param in group.params]
+            add, names = group.add_gradient, [param.fqn for param in group.params]
 
-            def counted_take(index, unsharded, take=take, names=names):
-                moved[names[index]] += unsharded.grad is not None
-                take(index, unsharded)
+            def counted_add(index, gradient, add=add, names=names):
+                moved[names[index]] += 1
+                add(index, gradient)
 
-            def counted_begin(index, begin=begin, names=names, number=number):
-                place = begin(index)
-                written[f"{number}.{names[index]}"] += place is not None
-                return place
+            group.add_gradient = counted_add
+            for param in group.params:
+                target = getattr(param.unsharded, "gradient_target", None)
+                if target is None:
+                    continue
 
-            group.gradients._take, group.gradients.begin = counted_take, counted_begin
+                def counted_begin(begin=target.begin, name=f"{number}.{param.fqn}"):
+                    place = begin()
+                    written[name] += place is not None
+                    return place
+
+                target.begin = counted_begin
     return moved, written
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import logging
 import pprint
@@ -23,7 +22,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import debug
 
 from torch_ragged.fsdp.comm._collectives import Reduction
-from torch_ragged.fsdp.core import _gradients
+from torch_ragged.fsdp.core import _fsdp_param_group
+from torch_ragged.fsdp.core._grad_reduction import ReductionSettings
 from torch_ragged.transfer import _execution
 
 __all__ = ["KINDS", "PLANTS", "describe", "forget_meshes", "run_case", "run_seeds", "size_of"]
@@ -113,7 +113,7 @@ def planted(defect: str) -> Iterator[None]:
 
 
 def _wrong_divisor() -> tuple[Any, str, Any]:
-    return _gradients, "Reduction", lambda: dataclasses.replace(Reduction(), divisor=1.0)
+    return _fsdp_param_group, "ReductionSettings", lambda: ReductionSettings(Reduction(divisor=1.0))
 
 
 def _hang(seed: int) -> Any:

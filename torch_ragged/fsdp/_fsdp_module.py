@@ -21,7 +21,6 @@ from torch_ragged.fsdp.comm._choice import Traffic, check_name, choose
 from torch_ragged.fsdp.core._errors import checks_bools
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, state_of
-from torch_ragged.fsdp.core._keeper import Keeper
 from torch_ragged.fsdp.core._load_state_dict import before_load
 from torch_ragged.fsdp.core._mesh import device_of
 from torch_ragged.fsdp.core._neighbours import Neighbours
@@ -185,7 +184,7 @@ class FSDPModule(TorchFSDPModule):
             for group in state.groups:
                 if isinstance(group.keeper, Neighbours):
                     group.keeper.drop()
-                    group.keeper = Keeper()
+                    group.keeper = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are resharded after backward.
@@ -214,7 +213,7 @@ class FSDPModule(TorchFSDPModule):
         reduces over replicas sets ``.grad``. On a 1-D mesh this changes nothing.
         """
         for group in self._ragged_groups(recurse):
-            group.gradients.requires_all_reduce = requires_all_reduce
+            group.settings.requires_all_reduce = requires_all_reduce
 
     def set_max_all_gathers_ahead(self, max_all_gathers: int) -> None:
         """How many modules' all-gathers may be issued before these modules run. The default is 2. FSDP1's rate limiter.
@@ -258,7 +257,7 @@ class FSDPModule(TorchFSDPModule):
         if not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"the gradient divide factor must be a positive number, got {factor!r}")
         for group in self._ragged_groups(recurse=False):
-            group.gradients.reduction = dataclasses.replace(group.gradients.reduction, divisor=factor)
+            group.settings.reduction = dataclasses.replace(group.settings.reduction, divisor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Deprecated name of :meth:`set_gradient_divide_factor`."""
@@ -268,7 +267,7 @@ class FSDPModule(TorchFSDPModule):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Whether to reduce with sums and to divide separately, also if the backend (NCCL) can average."""
         for group in self._ragged_groups(recurse=False):
-            group.gradients.reduction = dataclasses.replace(group.gradients.reduction, sum_only=enable)
+            group.settings.reduction = dataclasses.replace(group.settings.reduction, sum_only=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether a group without gradients on this rank takes part in collectives, with zeros. The default is True.
@@ -294,10 +293,8 @@ class FSDPModule(TorchFSDPModule):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        for state in self._ragged_states(recurse):
-            state.max_reductions = max_input_buffers
-            for group in state.groups:
-                group.gradients.max_reductions = max_input_buffers
+        for group in self._ragged_groups(recurse):
+            group.settings.max_reductions = max_input_buffers
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call ``hook`` with each reduced shard of this module's gradients: a flat tensor, which the hook may change in place.
@@ -311,7 +308,7 @@ class FSDPModule(TorchFSDPModule):
         if stream is not None:
             raise ValueError("set_all_reduce_hook runs the hook in the current stream: pass no stream")
         for group in self._ragged_groups(recurse=False):
-            group.gradients.reduce_hook = hook
+            group.settings.reduce_hook = hook
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward of the root wait for ``event``, which was recorded after an optimizer step on another stream.
@@ -445,7 +442,7 @@ class FSDPModule(TorchFSDPModule):
         groups = self._ragged_groups(recurse=False)
         _check_no_custom_collectives(groups)
         for group in groups:
-            if group.gradients.is_pending:
+            if group.is_pending:
                 raise RuntimeError(f"{group.names} has gradients that are not in .grad yet: choose buffers between steps")
         for group in groups:
             pool = group.process_groups.memory_pool(group.device, is_symmetric) if enable else None
@@ -488,7 +485,7 @@ def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
     states = _states_of(modules)
     for state in states:
         for each in state.context.states:
-            each.share_comm(states[0].comm)
+            each.join(each.context, states[0].comm)
 
 
 def _check_root(state: FSDPState, text: str) -> None:

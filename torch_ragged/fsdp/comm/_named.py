@@ -61,7 +61,6 @@ class NamedCollectives:
         inner: as above; it may be replaced.
         number: of the group among those of its process group; 0 before :meth:`take_number`.
         fqn: the name of the group's module; empty before the root's first forward.
-        before_all_gather: called before each all-gather; it may raise.
     """
 
     def __init__(
@@ -79,7 +78,11 @@ class NamedCollectives:
         self._issued: dict[dist.ProcessGroup | None, Issued | None] = {}
         self._is_debug = is_debug()
         self.number = 0
-        self.before_all_gather: Callable[[], None] | None = None
+        self._before_all_gather: Callable[[], None] | None = None
+
+    def join(self, fqn: str, before_all_gather: Callable[[], None] | None) -> None:
+        """The group has a name under its root. Before each all-gather, call a function, which may raise."""
+        self.fqn, self._before_all_gather = fqn, before_all_gather
 
     def take_number(self) -> None:
         """Take the next number of the process group. Ranks call this when they have agreed on the group, in the same order.
@@ -101,8 +104,8 @@ class NamedCollectives:
         return f"{self._own_parameters} in {self.fqn or f'group {self.number}'}"
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
-        if self.before_all_gather is not None and (group or self._shards) is not None:
-            self.before_all_gather()
+        if self._before_all_gather is not None and (group or self._shards) is not None:
+            self._before_all_gather()
         with self._compared("all-gather", [group or self._shards], shard, output) as named:
             return _NamedWork(named, self.inner.all_gather(output, shard, group))
 

@@ -1,6 +1,6 @@
 """Gradients in a wider dtype than their group's: a second reduce-scatter reduces them, beside the one in the narrow dtype.
 
-Nothing here decides whether gradients are reduced like this: ``core/_gradients.py`` does.
+Nothing here knows whether gradients have accumulated, which needs the wide dtype: the group does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from torch_ragged.fsdp.comm._collectives import Collectives, Reduction, Work
+from torch_ragged.fsdp.comm._collectives import Collectives, Reduction, Work, wait_all
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
 __all__ = ["WideGradients"]
@@ -47,34 +47,44 @@ class WideGradients:
     def __contains__(self, index: int) -> bool:
         return index in self._indices
 
-    def __bool__(self) -> bool:
-        """Whether any rank has an element of these gradients. Equal on all ranks."""
-        return self._part > 0
-
     def are_many(self, gradients: Iterable[torch.Tensor]) -> bool:
         """Whether a wide buffer for the whole group costs less than keeping ``gradients`` beside it."""
         # A rank decides this alone: it changes where the rank accumulates, and no collective.
         return sum(gradient.numel() for gradient in gradients) > self._layout.numel * _LARGEST_PART
 
-    def reduce(
-        self, gradients: dict[int, torch.Tensor], output: torch.Tensor, collectives: Collectives, reduction: Reduction
+    def allow_narrow(self, collectives: Collectives, device: torch.device) -> bool:
+        """Whether ``collectives`` send gradients in their narrow dtype and add them in the wide one. Equal on all ranks.
+
+        If not, gradients have to be cast to the wide dtype before the reduce-scatter.
+        """
+        return self.are_few and collectives.reduce_scatter_traits(device).adds_wide
+
+    def reduce_scatter(
+        self,
+        collectives: Collectives,
+        output: torch.Tensor,
+        buffer: torch.Tensor,
+        wide: dict[int, torch.Tensor],
+        reduction: Reduction,
     ) -> Work:
-        """Reduce this rank's wide gradients by one reduce-scatter in the dtype of ``output``; ``wait()`` adds them to it.
+        """Reduce ``buffer`` and, by a second reduce-scatter, this rank's wide gradients. ``wait()`` adds both in ``output``.
 
         Args:
-            gradients: this rank's gradients by parameter. A missing one counts as zeros.
-            output: this rank's shard (S elements). The group's own reduce-scatter must have filled it before ``wait()``.
-            collectives: the group's collectives.
-            reduction: the same as that of the group's own reduce-scatter.
+            output: gets this rank's shard (S elements), in the wide dtype.
+            buffer: all gradients (ranks * S elements), in the narrow dtype.
+            wide: this rank's wide gradients by parameter. A missing one counts as zeros.
         """
+        narrow = collectives.reduce_scatter(output, buffer, reduction)
+        if not self._part:  # No rank has an element of a wide gradient.
+            return narrow
         received = output.new_empty(self._part)
         # Zeros: a rank without some of the gradients must still take part for the other ranks.
         packed = received.new_zeros(len(self._intervals) * self._part)
         for part, intervals in zip(packed.split(self._part), self._intervals):
             for index, offset, start, stop in intervals:
-                if index in gradients:
-                    part[offset : offset + stop - start] = gradients[index].reshape(-1)[start:stop]
-        return _Added(self, collectives.reduce_scatter(received, packed, reduction), received, output)
+                if index in wide:
+                    part[offset : offset + stop - start] = wide[index].reshape(-1)[start:stop]
+        return wait_all([narrow, _Added(self, collectives.reduce_scatter(received, packed, reduction), received, output)])
 
     def add(self, received: torch.Tensor, output: torch.Tensor) -> None:
         """Add this rank's reduced part to its shard."""

@@ -39,6 +39,10 @@ class TypeShards(Shards):
     def __init__(self, layout: RowsLayout, rank: int) -> None:
         super().__init__(layout, rank)
         self._locals: dict[int, torch.Tensor] = {}
+        self.params: Sequence[FSDPParam] = ()
+
+    def attach(self, params: Sequence[FSDPParam]) -> None:
+        self.params = params
 
     def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> None:
         super().allocate(dtype, device, is_pinned)

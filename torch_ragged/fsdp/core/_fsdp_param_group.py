@@ -7,22 +7,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from torch_ragged._register._torch import as_plain_tensors, fsdp2_keeps_wide_gradients, profiler_range
+from torch_ragged._register._torch import (
+    as_plain_tensors,
+    backward_id,
+    dynamo_disabled_in_backward,
+    fsdp2_keeps_wide_gradients,
+    profiler_range,
+)
+from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.comm._collectives import Collectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.comm._named import NamedCollectives
+from torch_ragged.fsdp.core._comm_context import FSDPCommContext
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
 from torch_ragged.fsdp.core._distribution import has_extension, local_of
 from torch_ragged.fsdp.core._encoding import Encoding
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
-from torch_ragged.fsdp.core._gradients import GradientBuffers
+from torch_ragged.fsdp.core._grad_buffer import GradBuffer
+from torch_ragged.fsdp.core._grad_reduction import GradientState, GradReduction, ReductionSettings
 from torch_ragged.fsdp.core._group_plan import FoundParam, GroupPlan
 from torch_ragged.fsdp.core._group_state import ShardedState, moved
 from torch_ragged.fsdp.core._keeper import Keeper
@@ -44,6 +55,16 @@ SMALLEST_WRITTEN_IN_PLACE = 2**16
 all_groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
 
 
+class Pass(Protocol):
+    """The backward pass of the modules under a root."""
+
+    def start(self) -> None:
+        """A pass has begun, if it is not known."""
+
+    def drop_raised(self) -> None:
+        """If the last pass raised, drop its gradients."""
+
+
 class FSDPParamGroup:
     """Buffers and collectives of one group. From :meth:`register_sharded` on, its parameters are registered in the modules.
 
@@ -53,7 +74,9 @@ class FSDPParamGroup:
            | all-gather (reads them in place; a cast or a copy from the CPU goes straight into the slot)
         encoding    Encoding, param_dtype             the gathered buffer; forward and backward compute with views of it
            | backward
-        gradients   GradientBuffers                   reduced to ``.grad`` of the sharded parameters
+        grad_buffer GradBuffer                        matmuls and hooks of autograd write gradients into it
+           | reduce-scatter
+        reduction   GradReduction                     sets ``.grad`` of the sharded parameters
 
     Parameters on the meta device have buffers there until :meth:`convert` or :meth:`load_replaced` materializes them.
 
@@ -64,35 +87,45 @@ class FSDPParamGroup:
 
     Attributes:
         named: the collectives, with errors that name this group.
-        keeper: what stays gathered after reshard. Nothing, unless ``fully_shard`` sets another keeper.
+        keeper: keeps gathered parameters after reshard; None: nothing stays gathered.
         memory: the log of this group's memory, for monitors and memory reports.
-        fqn: the name of the group's module; empty before the root's first forward.
+        settings: what the user has set of reductions.
         is_hidden: whether the parameters are temporarily deregistered from their modules.
         has_registered_memory: whether the buffers lie in memory that the collectives have registered.
+        needs_reduction: whether backward has reached the group since the last reduction, on any rank. Equal on all ranks after
+            pre-backward, which sets it and runs on all ranks.
+        was_reached: whether pre-backward of the current pass has reached the group, on any rank.
+        is_accumulating: whether the last backward left its gradients unreduced, for a later one.
+        may_hold_sum: whether gradients may have accumulated since the last reduction, on any rank. Equal on all ranks: they
+            make the same calls of :meth:`note_accumulation`, also if their own backward raises.
+        is_unhooked: whether backward may reach the group without a pre-backward, because forward returned a parameter, or
+            tensors inside an object that is no container. Equal on all ranks.
     """
 
     def __init__(self, plan: GroupPlan, shards: Shards, encoding: Encoding) -> None:
         self.dp, self.layout, self.plan = plan.dp, plan.layout, plan
         self.rank = plan.dp.rank
-        self.shards, self.encoding, self.keeper, self.memory = shards, encoding, Keeper(), GroupMemory()
+        self.shards, self.encoding, self.memory = shards, encoding, GroupMemory()
+        self.keeper: Keeper | None = None
         self.process_groups = ProcessGroupCollectives(plan.dp.shard_group, plan.dp.replicate_group)
-        self.fqn = ""
+        self.settings = ReductionSettings()
+        self.comm: FSDPCommContext[GradReduction] = FSDPCommContext()
+        self._backward: Pass | None = None
         self._sharded_state = ShardedState.SHARDED
         self.is_hidden = False
         self.has_registered_memory = False
-        self._pool: MemoryPool | None = None  # Where unsharded parameters are allocated.
+        self.needs_reduction = self.was_reached = self.is_accumulating = self.may_hold_sum = self.is_unhooked = False
+        self._reached_in = -1  # The number of the autograd pass whose pre-backward has reached the group last.
+        self._pools: tuple[MemoryPool | None, MemoryPool | None] = (None, None)  # Of unsharded parameters, and of gradients.
         self._all_gather: Work | None = None  # In flight, in the state GATHERING.
         self._gathered_versions: list[int] = []
         first = plan.params[0].value
         self._allocate(local_of(first).device, first.dtype)
         self.params = [self._init_param(index, found) for index, found in enumerate(plan.params)]
-        self.shards.params = self.params
-        # Before the unsharded parameters: matmuls with these write into the gradient buffer.
-        self.gradients = GradientBuffers(self.params, self.layout, self.rank, plan.dp.has_replicas, self.memory)
-        self.gradients.place(self.device, self.param_dtype, self.reduce_dtype, self.sharded)
+        self.shards.attach(self.params)
         groups = plan.dp.shard_group, plan.dp.replicate_group
         self.named = NamedCollectives(self.process_groups, plan.dp.mesh, *groups, self.names, self.layout)
-        self.gradients.collectives = self.named
+        self._init_gradients()
         self._init_unsharded_params()
         all_groups.add(self)
 
@@ -108,7 +141,23 @@ class FSDPParamGroup:
         home = device if offload is None else torch.device("cpu")
         is_pinned = offload is not None and offload.pin_memory and device.type != "cpu"
         self.shards.allocate(dtype, home, is_pinned)
-        self.encoding.make_buffers(self.param_dtype, device, self._pool, self.memory.gathered)
+        self.encoding.make_buffers(self.param_dtype, device, self._pools[0], self.memory.gathered)
+
+    def _init_gradients(self) -> None:
+        """Make the gradient buffer and its reduction. All gradients of earlier ones are in ``.grad``, or are dropped."""
+        self.needs_reduction = False
+        dtypes, pool = (self.param_dtype, self.reduce_dtype), self._pools[1]
+        self.grad_buffer = GradBuffer(self.params, self.layout, self.rank, self.device, *dtypes, pool, self.memory.gradients)
+        self.reduction = GradReduction(
+            self.params,
+            self.grad_buffer,
+            self.sharded,
+            self.device,
+            self.named,
+            self.dp.has_replicas,
+            self.settings,
+            self.memory.reduced,
+        )
 
     def _init_param(self, index: int, found: FoundParam) -> FSDPParam:
         """Store this rank's shard of a parameter, and make the DTensor to register."""
@@ -132,7 +181,7 @@ class FSDPParamGroup:
         has_gradients = self.param_dtype.is_floating_point or self.param_dtype.is_complex
         if self._is_written_in_place(param, value):
             param.unsharded = compute = ComputeParameter(value)
-            compute.gradient_target = self.gradients.target(index)
+            compute.gradient_target = _Target(weakref.ref(self), index)
         else:
             param.unsharded = nn.Parameter(value, requires_grad=has_gradients)
         if has_gradients:  # torch refuses hooks on tensors without gradients.
@@ -140,7 +189,8 @@ class FSDPParamGroup:
             if keeps_wide and not self.encoding.makes_params:
                 param.unsharded.grad_dtype = None  # The copy into the gradient buffer casts.
                 param.may_be_wide = not isinstance(param.unsharded, ComputeParameter)
-            self.gradients.register_hook(index)
+            # Autograd's hooks are invisible to the garbage collector, so this one must not hold the group.
+            _register_last(param.unsharded, functools.partial(_take, weakref.ref(self), index))
         param.unsharded.requires_grad_(param.requires_grad)
         param.distribution.annotate(param.unsharded)
 
@@ -168,7 +218,7 @@ class FSDPParamGroup:
     def _is_written_in_place(self, param: FSDPParam, value: torch.Tensor) -> bool:
         """Whether matmuls with ``value`` write its gradient into the buffer: if that costs less than one copy."""
         is_matrix = value.ndim in (2, 3) and value.numel() >= SMALLEST_WRITTEN_IN_PLACE and value.is_floating_point()
-        has_layout = self.encoding.computes_in_buffer and self.param_dtype == self.gradients.dtype
+        has_layout = self.encoding.computes_in_buffer and self.param_dtype == self.grad_buffer.dtype
         return is_matrix and has_layout and not param.distribution.reduces_gradient and allows_split_backward()
 
     @property
@@ -179,6 +229,16 @@ class FSDPParamGroup:
     @collectives.setter
     def collectives(self, collectives: Collectives) -> None:
         self.named.inner = collectives
+
+    @property
+    def fqn(self) -> str:
+        """The name of the group's module; empty before the root's first forward."""
+        return self.named.fqn
+
+    def join(self, fqn: str, comm: FSDPCommContext[GradReduction], backward: Pass, log: CallLog | None) -> None:
+        """The group has another root: a name under it, its limits on communication, its backward pass, and its log of calls."""
+        self.comm, self._backward = comm, backward
+        self.named.join(fqn, None if log is None else log.before_collective)
 
     @property
     def names(self) -> str:
@@ -203,20 +263,20 @@ class FSDPParamGroup:
     @property
     def has_own_memory(self) -> bool:
         """Whether the user has chosen where buffers are, or that they stay allocated."""
-        return self._pool is not None or self.encoding.keeps_storage
+        return self._pools[0] is not None or self.encoding.keeps_storage
 
     @property
     def is_trainable(self) -> bool:
         return any(param.sharded.requires_grad for param in self.params)
 
-    @property
-    def writes_gradients(self) -> bool:
-        """Whether matmuls write weight gradients to the gradient buffer themselves."""
-        return any(isinstance(param.unsharded, ComputeParameter) for param in self.params)
-
     def buffers(self) -> dict[str, list[DBuffer]]:
         """The buffers of this group by their contents, also freed ones. ``.grad`` is not in them."""
-        return {"sharded": [self.sharded], "gathered": self.encoding.buffers(), **self.gradients.buffers()}
+        return {
+            "sharded": [self.sharded],
+            "gathered": self.encoding.buffers(),
+            "gradients": self.grad_buffer.buffers(),
+            "reduced": self.reduction.buffers(),
+        }
 
     # -- unshard and reshard ---------------------------------------------------------------------------------------
 
@@ -250,18 +310,22 @@ class FSDPParamGroup:
             # Before the shards are read: a later write makes the group outdated, also while the all-gather is in flight.
             self._gathered_versions = [param.sharded._version for param in self.params]
             with self._sharded_after_error(), profiler_range("all_gather", self.fqn):
-                versions = self._gathered_versions
-                self._all_gather = self.keeper.all_gather(self.shards, self.encoding, versions, self.named)
+                if self.keeper is None:
+                    self._all_gather = self.encoding.all_gather(self.shards, self.named)
+                else:
+                    versions = self._gathered_versions
+                    self._all_gather = self.keeper.all_gather(self.shards, self.encoding, versions, self.named)
             self._move_to(ShardedState.GATHERING)
         if wait and not self.is_unsharded:
             with self._sharded_after_error():
                 self._wait_for_all_gather()
-                made = self.encoding.decode(self.shards, self.keeper.keeps_buffer)
+                made = self.encoding.decode(self.shards, self._keeps_buffer)
                 if made is not None:
                     with torch.inference_mode(False):  # Later forwards train them.
                         for index, (param, value) in enumerate(zip(self.params, made)):
                             self._init_unsharded_param(index, param, param.distribution.gathered(value))
-            self.keeper.drop()  # The all-gather has read it.
+            if self.keeper is not None:
+                self.keeper.drop()  # The all-gather has read it.
             self._move_to(ShardedState.UNSHARDED)
             # Registered last: if anything above raises, the modules still have the sharded parameters.
             with as_plain_tensors():
@@ -276,8 +340,8 @@ class FSDPParamGroup:
             yield
         except BaseException:
             self._all_gather, self._sharded_state = None, ShardedState.SHARDED
-            self.keeper.invalidate()
-            self._free_unsharded()
+            self.invalidate_kept()
+            self.encoding.free(self._keeps_buffer)
             raise
 
     def _wait_for_all_gather(self) -> None:
@@ -292,8 +356,17 @@ class FSDPParamGroup:
         ``dcp.load`` and writes to ``.data`` or local tensors change no version counter, and may happen on one rank only. So all
         ranks all-gather again.
         """
-        if not self.is_gathered and not self.gradients.is_accumulating:
+        if not self.is_gathered and not self.is_accumulating:
+            self.invalidate_kept()
+
+    def invalidate_kept(self) -> None:
+        """Parameters that stay gathered may be out of date: the next all-gather starts from the shards."""
+        if self.keeper is not None:
             self.keeper.invalidate()
+
+    @property
+    def _keeps_buffer(self) -> bool:
+        return self.keeper is not None and self.keeper.keeps_buffer
 
     @property
     def is_outdated(self) -> bool:
@@ -318,14 +391,15 @@ class FSDPParamGroup:
         if self._all_gather is not None:
             with self._sharded_after_error():
                 self._wait_for_all_gather()
-        self.keeper.drop()
+        if self.keeper is not None:
+            self.keeper.drop()
+            if keep and was_unsharded:
+                self.keeper.keep(self.encoding)
         if not was_gathered:
             return
-        if keep and was_unsharded:
-            self.keeper.keep(self.encoding)
         with as_plain_tensors():
             changed = self._restore_changed() if was_unsharded else []
-        self._free_unsharded()
+        self.encoding.free(self._keeps_buffer)
         self.register_sharded()
         # Raised at the end, so that the group is sharded and can be used again.
         if changed:
@@ -334,38 +408,15 @@ class FSDPParamGroup:
                 "the change is lost. Change parameters while they are sharded: after backward, or after reshard()"
             )
 
-    def _free_unsharded(self) -> None:
-        self.encoding.free(self.keeper.keeps_buffer)
-
     def set_memory_pools(self, gathered: MemoryPool | None, gradients: MemoryPool | None) -> None:
         """From now on, allocate unsharded parameters and gradients from these pools. All gradients must be in ``.grad``."""
         self.reshard()
-        self.keeper.invalidate()
+        self.invalidate_kept()
         self.encoding.free_replaced()
-        self._pool = gathered
+        self._pools = gathered, gradients
         self.encoding.make_buffers(self.param_dtype, self.device, gathered, self.memory.gathered)
-        self.gradients.set_pool(gradients)
+        self._init_gradients()
         self._init_unsharded_params()
-
-    def reduce_gradients(self) -> None:
-        """Issue one reduce-scatter of the gradients; before it, cast them, unless the collectives add them in a wider dtype."""
-        with profiler_range("reduce_scatter", self.fqn):
-            self.gradients.start_reduction(self.reduces_narrow)
-
-    @property
-    def reduces_narrow(self) -> bool:
-        """Whether gradients are sent in the dtype of backward, and summed in ``reduce_dtype``. Equal on all ranks.
-
-        It requires that each pass all-gathers the group: then all ranks have run the same passes since the last reduction. If a
-        group stays unsharded, ranks may have accumulated the gradients of different numbers of passes.
-        """
-        return self.keeper.gathers_each_pass and self.gradients.can_reduce_narrow
-
-    def finish_gradients(self, used_anywhere: list[bool]) -> None:
-        """Set ``.grad``. After this an optimizer may change the parameters."""
-        self.gradients.finish(used_anywhere)
-        # All ranks set .grad in the same pass, so what they keep gathered is out of date on all of them.
-        self.keeper.invalidate()
 
     @property
     def has_slot(self) -> bool:
@@ -375,7 +426,7 @@ class FSDPParamGroup:
     @property
     def kept_nbytes(self) -> int:
         """Bytes of gathered parameters outside of the buffers."""
-        return self.encoding.nbytes_beside + self.keeper.nbytes
+        return self.encoding.nbytes_beside + (0 if self.keeper is None else self.keeper.nbytes)
 
     def _restore_changed(self) -> list[str]:
         """Make all unsharded parameters views of the buffer again; return the names of those that the user has changed."""
@@ -391,6 +442,110 @@ class FSDPParamGroup:
             if not is_intact or is_written or param.registered is not unsharded:
                 changed.append(param.fqn)
         return changed
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are gradients that are not in ``.grad`` yet."""
+        return self.reduction.state is not GradientState.EMPTY
+
+    def expect_gradients(self) -> None:
+        """Backward has reached the group, on this rank or on another one: all ranks will reduce."""
+        self.was_reached, self._reached_in = True, backward_id()
+        self.needs_reduction |= self.is_trainable
+
+    def note_accumulation(self) -> None:
+        """A backward pass leaves its gradients unreduced, on this rank or on another one."""
+        self.may_hold_sum = True
+
+    def before_gradient(self) -> None:
+        """A gradient is about to be written: drop those of a pass that raised, and let nothing read the gradient buffer."""
+        if self._reached_in != backward_id() and self._backward is not None:  # Mostly, pre-backward has started this pass.
+            if self.was_reached or self.is_unhooked:
+                self._backward.start()
+            else:
+                self._backward.drop_raised()
+        # A reduce-scatter in flight still reads the buffer. Ranks may wait at different times: waiting issues no collective.
+        self.reduction.wait()
+
+    def _make_room(self) -> None:
+        """A buffer of gradients is allocated next: other groups' reductions end first, so that their memory is free."""
+        # They are waited for if they hold a second buffer, as over gloo: on a GPU, waiting would block the stream and save no
+        # memory. They are not finished, as that issues HSDP's all-reduce: all ranks must issue it at the same moment, and they
+        # allocate at different ones.
+        for reduction in self.comm.beyond(self.settings.max_reductions):
+            reduction.wait_for_second_buffer()
+
+    def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        """Add autograd's gradient of an unsharded parameter to the gradient buffer."""
+        self.before_gradient()
+        has_graph = gradient.requires_grad
+        prepared = self.grad_buffer.prepared(index, gradient)
+        if prepared is None:
+            return
+        if has_graph or not self.grad_buffer.borrow(prepared):
+            if not self.grad_buffer.is_allocated:
+                self._make_room()
+            self.grad_buffer.add(index, prepared)
+        self.note_gradient()
+
+    def note_gradient(self) -> None:
+        """There is a gradient to reduce: in this pass, or in a later one that other ranks reach, too."""
+        # A parameter that was unsharded by hand may be used outside of forward, on this rank alone: then no rank expects its
+        # gradient in this pass. It waits for the next pass that reaches the group, as in FSDP2.
+        self.needs_reduction |= self.was_reached or self.is_unhooked
+
+    def collect_assigned(self) -> None:
+        """Collect gradients that a program has assigned to ``.grad`` of unsharded parameters.
+
+        No hook runs for them. Pipeline schedules that split backward in two (zero bubble) compute them by
+        ``torch.autograd.grad`` and assign them.
+        """
+        for index, param in enumerate(self.params):
+            gradient = _popped_gradient(param.unsharded)
+            if gradient is not None:
+                self.add_gradient(index, gradient)
+
+    def accumulate_gradients(self) -> None:
+        """End of a backward pass that reduces nothing: gradients accumulate in ``reduce_dtype``, as many narrow sums round."""
+        self.note_accumulation()
+        if self.reduction.state is not GradientState.REDUCING:  # There is no new gradient since then.
+            self._make_room()
+            self.grad_buffer.widen()
+
+    def reduce_gradients(self) -> None:
+        """Issue one reduce-scatter of the gradients. A parameter without a gradient on this rank contributes zeros."""
+        with profiler_range("reduce_scatter", self.fqn):
+            self.needs_reduction = False
+            # An earlier reduction of this group: results are added in the order of the reductions.
+            self.reduction.finish()
+            # Equal on all ranks: if gradients may have accumulated, or if parameters stay gathered, so that ranks may have run
+            # different numbers of passes since the last reduction, all ranks send the wide dtype.
+            is_one_pass = not self.may_hold_sum and self.keeper is None
+            self.reduction.start(is_one_pass and self.can_send_narrow)
+            self.may_hold_sum = False
+
+    @property
+    def can_send_narrow(self) -> bool:
+        """Whether the collectives send the gradients of one pass in their narrow dtype. Equal on all ranks."""
+        buffer = self.grad_buffer
+        return buffer.dtype != self.reduce_dtype and buffer.wide_gradients.allow_narrow(self.named, self.device)
+
+    def finish_gradients(self, used_anywhere: list[bool]) -> None:
+        """Set ``.grad``. After this an optimizer may change the parameters."""
+        self.reduction.set_grads(used_anywhere)
+        # All ranks set .grad in the same pass, so what they keep gathered is out of date on all of them.
+        self.invalidate_kept()
+
+    def end_pass(self, is_accumulating: bool) -> None:
+        """A backward pass has ended."""
+        self.was_reached, self.is_accumulating = False, is_accumulating
+
+    def drop_gradients(self) -> bool:
+        """Drop the gradients that are not in ``.grad`` yet; return whether there were any."""
+        self.needs_reduction = self.is_accumulating = self.was_reached = False
+        return self.reduction.drop()
 
     # -- sharded parameters ----------------------------------------------------------------------------------------
 
@@ -531,7 +686,7 @@ class FSDPParamGroup:
             raise ValueError(f"{self.names} is sharded in a buffer and cannot be moved to shared memory")
         if probe.dtype != self.orig_dtype and self.encoding.makes_params:
             raise ValueError(f"{self.names} is of a type with its own all-gather: convert it before fully_shard")
-        if probe.dtype != self.orig_dtype and self.gradients.is_pending:
+        if probe.dtype != self.orig_dtype and self.is_pending:
             raise RuntimeError(
                 f"{self.names} has gradients that are not in .grad yet and would be lost in {probe.dtype}: convert the module "
                 "after a backward that reduces them, or drop them with reset_iter_state()"
@@ -578,8 +733,9 @@ class FSDPParamGroup:
         """Make new buffers, and copy ``values`` into them, the local tensor of each parameter."""
         self.encoding.free_replaced()
         self._allocate(device, dtype)
-        self.keeper.reset()
-        self.gradients.place(self.device, self.param_dtype, self.reduce_dtype, self.sharded)
+        if self.keeper is not None:
+            self.keeper.reset()
+        self._init_gradients()
         for index, value in enumerate(values or ()):
             self.shards.load(index, value)
         self._init_unsharded_params()
@@ -592,3 +748,70 @@ class FSDPParamGroup:
         if home.type == device_type:
             return home
         return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+# -- autograd's hooks --------------------------------------------------------------------------------------------------
+
+
+@dynamo_disabled_in_backward
+@untyped
+def _take(reference: weakref.ref[FSDPParamGroup], index: int, unsharded: torch.Tensor) -> None:
+    """Copy a gradient that autograd has accumulated into the gradient buffer, and free autograd's tensor."""
+    # At most one gradient exists outside of the buffer. If there is none, a matmul has written it into the buffer. It is out of
+    # ``.grad`` first, because starting a pass may drop old gradients.
+    gradient, group = _popped_gradient(unsharded), reference()
+    if gradient is not None:
+        assert group is not None
+        group.add_gradient(index, gradient)
+
+
+def _popped_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """``param.grad``, which is None afterwards."""
+    with as_plain_tensors():
+        gradient, param.grad = param.grad, None
+        return gradient
+
+
+def _register_last(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Register a post-accumulate hook that stays the last one: hooks that the model registers later see the gradient."""
+    own = param.register_post_accumulate_grad_hook(hook)
+    register = functools.partial(_register_before, weakref.ref(param), own.id)
+    param.register_post_accumulate_grad_hook = register  # type: ignore[method-assign]
+
+
+def _register_before(param: weakref.ref[torch.Tensor], own: int, hook: Callable[[torch.Tensor], None]) -> Any:
+    """``param.register_post_accumulate_grad_hook(hook)``, before the hook with the id ``own``."""
+    tensor = param()
+    assert tensor is not None
+    handle = torch.Tensor.register_post_accumulate_grad_hook(tensor, hook)
+    hooks = tensor._post_accumulate_grad_hooks
+    hooks[own] = hooks.pop(own)  # Not move_to_end: autograd iterates over the dict below the OrderedDict.
+    return handle
+
+
+class _Target:
+    """Where a matmul writes the gradient of one parameter. Autograd saves it, so it has only a weak reference to the group."""
+
+    def __init__(self, group: weakref.ref[FSDPParamGroup], index: int) -> None:
+        self._group, self._index = group, index
+
+    def begin(self) -> tuple[torch.Tensor, bool] | None:
+        group = self._group()
+        if group is None:
+            return None
+        param = group.params[self._index]
+        with as_plain_tensors():
+            param.sync_requires_grad()
+            hooks = getattr(param.unsharded, "_post_accumulate_grad_hooks", None) or {}
+            if not param.requires_grad or param.unsharded._backward_hooks or len(hooks) > 1:  # One hook is ours.
+                return None
+        group.before_gradient()
+        if not group.grad_buffer.is_allocated:
+            group._make_room()
+        return param.distribution.gathered(group.grad_buffer.views()[self._index]), param.has_gradient
+
+    def done(self) -> None:
+        group = self._group()
+        assert group is not None
+        group.grad_buffer.mark(self._index)
+        group.note_gradient()

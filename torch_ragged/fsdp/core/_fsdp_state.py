@@ -27,7 +27,7 @@ from torch_ragged.fsdp.core._comm_context import FSDPCommContext
 from torch_ragged.fsdp.core._dormant_group import check_awake
 from torch_ragged.fsdp.core._forward_order import Call
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._gradients import GradientBuffers
+from torch_ragged.fsdp.core._grad_reduction import GradReduction
 from torch_ragged.fsdp.core._module_state import numbered
 from torch_ragged.fsdp.core._pipeline_state import PipelineState
 from torch_ragged.fsdp.core._roll_call import call_log_of, roll_call_of
@@ -60,8 +60,8 @@ class FSDPState(PipelineState):
     ) -> None:
         super().__init__(modules, groups, mp_policy, reshard_after_forward, is_optional)
         # The root owns the context; before the first forward, each state owns one.
-        self._owned_context: FSDPStateContext | None = FSDPStateContext([self], is_initialized=False)
-        self._share(self._owned_context, self.comm)
+        self._owned_context: FSDPStateContext | None = FSDPStateContext([self])
+        self.join(self._owned_context, self.comm)
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, always_call=True)
@@ -73,16 +73,17 @@ class FSDPState(PipelineState):
         """The context that this state shares with the others under its root."""
         context = self._context()
         if context is None:  # The root was deleted: this module may become a root.
-            context = self._owned_context = FSDPStateContext([self], is_initialized=False)
-            self._share(context, FSDPCommContext())
+            context = self._owned_context = FSDPStateContext([self])
+            self.join(context, FSDPCommContext())
         return context
 
-    def _share(self, context: FSDPStateContext, comm: FSDPCommContext[GradientBuffers]) -> None:
+    def join(self, context: FSDPStateContext, comm: FSDPCommContext[GradReduction]) -> None:
+        """Share the context of a root, and the limits on communication of this root or of several."""
         # By a weak reference: a module that outlives its model must not keep the shards of all others.
-        self._context, self._root_state = weakref.ref(context), weakref.ref(context.states[0])
-        self.share_comm(comm)
-        for group in self.groups:
-            group.gradients.backward = context.backward
+        self._context, self._root_state, self.comm = weakref.ref(context), weakref.ref(context.states[0]), comm
+        for index, group in enumerate(self.groups):
+            name = f"{self.fqn}[{index}]" if self.fqn and index else self.fqn
+            group.join(name, comm, context.backward, context.log)
 
     def replace_groups(self, groups: list[FSDPParamGroup]) -> None:
         """Use other groups of the same parameters, registered by their caller. A root is found anew by the next forward.
@@ -96,8 +97,8 @@ class FSDPState(PipelineState):
         self.groups, self.is_root = numbered(groups), False
         self.calls.clear()
         self._in_backward, self._must_refresh, self._still_to_run = False, False, set(self.modules)
-        self._owned_context = FSDPStateContext([self], is_initialized=False)
-        self._share(self._owned_context, self.comm)
+        self._owned_context = FSDPStateContext([self])
+        self.join(self._owned_context, self.comm)
 
     def _lazy_init(self) -> None:
         """Make this module the root, as its forward runs first. All states under it share its context from now on."""
@@ -112,31 +113,23 @@ class FSDPState(PipelineState):
         check_awake(group for state in states for group in state.groups)
         for group in [group for state in states for group in state.groups]:
             group.check_late_extensions()
-        context = self._owned_context = FSDPStateContext(states, is_initialized=True)
+        log, roll_call = call_log_of(states), roll_call_of(self.modules, states)
+        context = self._owned_context = FSDPStateContext(states, True, log, roll_call)
         self.is_root = True
+        for name, module in (pair for root in self.modules for pair in root.named_modules()):
+            if own := state_of(module):
+                own.fqn = own.fqn or name or "root"  # Unless another module of this state has set it.
         if self.reshard_after_forward is None:
             self.reshard_after_forward = False  # Backward needs the root's parameters first.
         for state in states:
-            state._share(context, self.comm)
+            state.join(context, self.comm)
             if state is not self:
                 state._owned_context = None
             if state.reshard_after_forward is None:
                 state.reshard_after_forward = True
-        context.log, context.roll_call = call_log_of(states), roll_call_of(self.modules, states)
-        for group in context.groups:
-            group.named.before_all_gather = None if context.log is None else context.log.before_collective
-        for name, module in (pair for root in self.modules for pair in root.named_modules()):
-            if own := state_of(module):
-                own._set_name(name or "root")
         note_root(self.modules)
         if torch.is_grad_enabled():
             warn_of_unsharded(self.modules, context.groups)
-
-    def _set_name(self, fqn: str) -> None:
-        """Set the name, unless another module of this state has set it."""
-        self.fqn = self.fqn or fqn
-        for index, group in enumerate(self.groups):
-            group.fqn = group.gradients.fqn = group.named.fqn = f"{self.fqn}[{index}]" if index else self.fqn
 
     def reset(self) -> None:
         """Return to the state before the current forward and backward."""
@@ -257,7 +250,7 @@ class FSDPState(PipelineState):
         if output is not None or not self.calls or not self.calls[-1].has_raised:  # Otherwise, other ranks do not wait for it.
             needs_backward, must_stay = self._meet(is_exit=True, stays_unsharded=must_stay)
         for group in self.groups:
-            group.gradients.is_unhooked |= must_stay
+            group.is_unhooked |= must_stay
         call = self.calls.pop() if self.calls else Call(None, self)
         if self.is_optional:
             self._watch_optional_exit(call, needs_backward)

@@ -10,15 +10,13 @@ __all__ = ["Keeper"]
 
 
 class Keeper:
-    """Keeps nothing: each all-gather starts from the shards. Subclasses keep something.
+    """What the group calls. Without a keeper, each all-gather starts from the shards.
 
     Attributes:
         keeps_buffer: whether the gathered buffer itself stays allocated.
-        gathers_each_pass: whether each pass all-gathers the group from the shards. Equal on all ranks.
     """
 
     keeps_buffer = False
-    gathers_each_pass = True
 
     @property
     def nbytes(self) -> int:
@@ -31,8 +29,8 @@ class Keeper:
         return False
 
     def all_gather(self, shards: Shards, encoding: Encoding, versions: list[int], collectives: Collectives) -> Work:
-        """Fill the gathered buffer with the parameters in the given ``versions``. One all-gather."""
-        return encoding.all_gather(shards, collectives)
+        """Fill the gathered buffer with the parameters in the given ``versions``. At most one all-gather of the shards."""
+        raise NotImplementedError
 
     def keep(self, encoding: Encoding) -> None:
         """Forward is over: keep a part of the gathered parameters for backward."""

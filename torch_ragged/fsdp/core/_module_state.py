@@ -17,7 +17,7 @@ from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
 from torch_ragged.fsdp.core._forward_order import Call, ForwardOrder
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._gradients import GradientBuffers
+from torch_ragged.fsdp.core._grad_reduction import GradReduction
 
 __all__ = ["ModuleState", "numbered"]
 
@@ -38,7 +38,7 @@ class ModuleState:
         groups: the groups of their parameters: several if these differ in mesh, dtype or kind of placement.
         calls: the forward calls that run now; the innermost is the last.
         reduces_last_only: whether gradients stay unreduced until the root's ``is_last_backward`` (``ZERO1``).
-        max_reductions: how many modules' reduce-scatters may be in flight.
+        comm: the limits on communication, which the states under one root share.
         unshard_in_backward: whether backward needs the parameters.
         is_optional: whether ranks may skip the module in forward. So are the modules inside an optional one.
         reduces_unused: whether a group without gradients on this rank takes part in collectives.
@@ -62,7 +62,6 @@ class ModuleState:
         self.reduces_last_only = False
         self.is_last_backward = True
         self.finalizes_manually = False
-        self.max_reductions = 1
         self.unshard_in_backward = True
         self.reduces_unused = True
         self.post_optim_event: torch.Event | None = None
@@ -75,7 +74,7 @@ class ModuleState:
         self._must_refresh = False  # Unsharded parameters may be out of date in the next iteration.
         self.fqn = ""
         self._root_state = weakref.ref(self)
-        self.share_comm(FSDPCommContext())
+        self.comm: FSDPCommContext[GradReduction] = FSDPCommContext()
 
     @property
     def name(self) -> str:
@@ -84,16 +83,6 @@ class ModuleState:
     @property
     def root_state(self) -> ModuleState:
         return self._root_state() or self  # If the root was deleted, this module may become one.
-
-    @property
-    def comm(self) -> FSDPCommContext[GradientBuffers]:
-        return self._comm
-
-    def share_comm(self, comm: FSDPCommContext[GradientBuffers]) -> None:
-        """Let ``comm`` limit this state's communication."""
-        self._comm = comm
-        for group in self.groups:
-            group.gradients.comm = comm
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -107,7 +96,7 @@ class ModuleState:
         for group in self.groups:
             group.load_replaced()
             group.expire_resident()
-            group.gradients.is_unhooked = False
+            group.is_unhooked = False
 
     def unshard(self) -> None:
         """All-gather the parameters, unless they are unsharded, and register them in the modules."""
@@ -124,7 +113,7 @@ class ModuleState:
         for group in self.groups:
             group.reshard(keep)
         # A kept part has the current values. If a new forward begins before backward, it drops the part.
-        self._must_refresh = any(group.keeper.holds_part for group in self.groups)
+        self._must_refresh = any(group.keeper is not None and group.keeper.holds_part for group in self.groups)
 
     def _prefetch(
         self, chosen: Sequence[ModuleState] | None, order: ForwardOrder | None, position: int, step: int
@@ -177,7 +166,7 @@ class ModuleState:
     def _expect_gradients(self) -> None:
         """This rank or another one may get gradients: all ranks will reduce."""
         for group in self.groups:
-            group.gradients.expect(group.is_trainable)
+            group.expect_gradients()
         self._note_accumulation()
 
     def expect_unsharded(self) -> None:
@@ -185,13 +174,13 @@ class ModuleState:
         # Equal on all ranks, as unshard() is. A rank without gradients contributes zeros.
         if self.reduces_unused:
             for group in self.groups:
-                if group.is_unsharded and not group.gradients.was_reached:
-                    group.gradients.expect(group.is_trainable)
+                if group.is_unsharded and not group.was_reached:
+                    group.expect_gradients()
 
     def _note_accumulation(self) -> None:
         if self._accumulates:
             for group in self.groups:
-                group.gradients.note_accumulation()
+                group.note_accumulation()
 
     def post_backward(self, is_last: bool) -> None:
         """Reshard after the backward of a call; after the last call in backward, reduce the gradients of all calls."""
@@ -208,36 +197,35 @@ class ModuleState:
 
     def reduce_gradients(self) -> None:
         """Issue the reduce-scatters of groups that backward has reached; or let their gradients accumulate."""
-        groups = [group for group in self.groups if group.gradients.needs_reduction]
+        groups = [group for group in self.groups if group.needs_reduction]
         for group in groups:
-            group.gradients.collect_assigned()
+            group.collect_assigned()
         if self._accumulates:
-            # Gradients accumulate in reduce_dtype: many passes in a narrow dtype would lose precision.
             for group in groups:
-                group.gradients.note_accumulation()
-                group.gradients.widen()
+                group.accumulate_gradients()
             return
         if not groups:
             return
         # This limits the memory of gradients in flight. All ranks reach it in one order, as HSDP's all-reduces need it.
-        oldest = self.comm.beyond(self.max_reductions)
+        oldest = self.comm.beyond(groups[0].settings.max_reductions)
         self.comm.forget(oldest)
-        for gradients in oldest:
-            gradients.finish_reduction()
+        for reduction in oldest:
+            reduction.finish()
         for group in groups:
             group.reduce_gradients()
-        self.comm.add_reduction([group.gradients for group in groups])
+        self.comm.add_reduction([group.reduction for group in groups])
 
     @property
     def _accumulates(self) -> bool:
         """Whether backward leaves gradients unreduced, for a later pass."""
-        root = self.root_state
-        return (self.reduces_last_only and not root.is_last_backward) or not self.requires_gradient_sync
+        if not self.requires_gradient_sync:
+            return True
+        return self.reduces_last_only and not self.root_state.is_last_backward
 
     def end_backward(self) -> None:
         """The pass is over, and ``.grad`` is set."""
-        self.comm.forget([group.gradients for group in self.groups])
-        if self.root_state.calls and self._must_refresh:  # Forward itself ran this backward, and uses the parameters.
+        self.comm.forget([group.reduction for group in self.groups])
+        if self._must_refresh and self.root_state.calls:  # Forward itself ran this backward, and uses the parameters.
             return
         if self.reshard_after_backward or not all(group.is_unsharded for group in self.groups):
             self.reshard()
@@ -248,6 +236,6 @@ class ModuleState:
         """Drop the gradients of the backward pass; return whether there were any."""
         self._in_backward = False
         self._must_refresh = True
-        self.comm.forget([group.gradients for group in self.groups])
-        dropped = [group.gradients.drop() for group in self.groups]
+        self.comm.forget([group.reduction for group in self.groups])
+        dropped = [group.drop_gradients() for group in self.groups]
         return any(dropped)

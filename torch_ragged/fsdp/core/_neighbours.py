@@ -32,8 +32,6 @@ class Neighbours(Keeper):
         log: records the bytes that are kept.
     """
 
-    gathers_each_pass = False
-
     def __init__(self, size: int, index: int, group: dist.ProcessGroup, log: MemoryLog) -> None:
         self.size, self.group, self._index, self._log = size, group, index, log
         self._kept: torch.Tensor | None = None

@@ -28,7 +28,7 @@ def check_ready(groups: Sequence[FSDPParamGroup]) -> None:
     for group in groups:
         if group.is_meta:
             raise RuntimeError(f"{group.names} on the meta device: materialize parameters before choosing their memory")
-        if group.gradients.is_pending:
+        if group.is_pending:
             raise RuntimeError(f"{group.names} has gradients that are not in .grad yet: choose buffers between steps")
 
 
@@ -59,12 +59,12 @@ def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSD
     for group, (gathered, gradients) in slots_of_group.items():
         for dtype, numel in group.encoding.numel_by_dtype.items():
             gathered.reserve(dtype, numel)
-        for dtype in (group.gradients.dtype, group.reduce_dtype):
+        for dtype in (group.grad_buffer.dtype, group.reduce_dtype):
             gradients.reserve(dtype, group.layout.numel)
     for group, (gathered, gradients) in slots_of_group.items():
         group.set_memory_pools(gathered, gradients)
         if group.is_trainable:  # Now: allocating may be a collective, and the order of gradients may differ between ranks.
-            for dtype in dict.fromkeys((group.gradients.dtype, group.reduce_dtype)):
+            for dtype in dict.fromkeys((group.grad_buffer.dtype, group.reduce_dtype)):
                 gradients.slab(dtype, group.layout.numel)
 
 

@@ -64,7 +64,7 @@ def check_movable(group: FSDPParamGroup) -> None:
         raise ValueError(f"{group.names} is of a type with its own all-gather, which reshard_to does not support")
     if group.dp.is_member and group.is_meta:
         raise RuntimeError(f"{group.names} on the meta device: materialize parameters before reshard_to")
-    if group.gradients.is_pending or group.gradients.is_accumulating:
+    if group.is_pending or group.is_accumulating:
         raise RuntimeError(
             f"{group.names} has gradients that are not reduced yet, and would be lost: run a backward that reduces them, or "
             "drop them with reset_iter_state(), before reshard_to"
@@ -115,9 +115,8 @@ def _stand_in(param: FSDPParam, device: torch.device) -> nn.Parameter:
 
 def copy_settings(old: FSDPParamGroup, new: FSDPParamGroup) -> None:
     """Give ``new`` what the user has set on ``old`` by methods of ``FSDPModule``."""
-    new.fqn = new.gradients.fqn = old.fqn
-    for name in ("reduction", "requires_all_reduce", "reduce_hook", "max_reductions"):
-        setattr(new.gradients, name, getattr(old.gradients, name))
+    new.named.join(old.fqn, None)
+    vars(new.settings).update(vars(old.settings))
     new.process_groups.custom_all_gather = old.process_groups.custom_all_gather
     new.process_groups.custom_reduce_scatter = old.process_groups.custom_reduce_scatter
 

@@ -31,8 +31,6 @@ class Resident(Keeper):
         log: records the bytes that are kept.
     """
 
-    gathers_each_pass = False
-
     def __init__(self, levels: Levels, log: MemoryLog) -> None:
         self.levels, self._log = levels, log
         self.keeps_buffer = levels.within is None

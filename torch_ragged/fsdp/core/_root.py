@@ -41,12 +41,16 @@ class FSDPStateContext:
         roll_call: lets ranks take part in optional modules; None if there are none.
     """
 
-    def __init__(self, states: Sequence[ModuleState], is_initialized: bool) -> None:
-        self.states, self.is_initialized = states, is_initialized
+    def __init__(
+        self,
+        states: Sequence[ModuleState],
+        is_initialized: bool = False,
+        log: CallLog | None = None,
+        roll_call: RollCall | None = None,
+    ) -> None:
+        self.states, self.is_initialized, self.log, self.roll_call = states, is_initialized, log, roll_call
         self.order, self.last_order = ForwardOrder(), ForwardOrder()
         self.backward = BackwardPass(self)
-        self.log: CallLog | None = None
-        self.roll_call: RollCall | None = None
 
     @property
     def groups(self) -> list[FSDPParamGroup]:
@@ -128,10 +132,10 @@ class FSDPStateContext:
             self.start_reductions()
             # These groups do not set .grad now. Finish their reductions, too: none stays in flight after its backward.
             for group in self.groups:
-                if group.gradients.keeps_shards:
-                    group.gradients.finish_reduction()
+                if group.reduction.keeps_shards:
+                    group.reduction.finish()
             # Equal on all ranks, as are the collectives below: a group is reduced if pre-backward ran on any rank.
-            reduced = [group for group in self.groups if group.gradients.was_reduced]
+            reduced = [group for group in self.groups if group.reduction.was_reduced]
             for mesh in dict.fromkeys(group.dp.key for group in reduced):
                 members = [group for group in reduced if group.dp.key == mesh]
                 used = _used_anywhere(members)
@@ -145,7 +149,7 @@ class FSDPStateContext:
 
     def _end_pass(self, is_accumulating: bool) -> None:
         for group in self.groups:
-            group.gradients.end_pass(is_accumulating)
+            group.end_pass(is_accumulating)
 
     def drop_raised_backward(self) -> None:
         """If the last backward raised, drop its gradients: the next pass must not add to them."""

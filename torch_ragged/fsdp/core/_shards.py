@@ -26,14 +26,15 @@ class Shards:
 
     Attributes:
         buffer: the shards. ``.grad`` has the buffer's dtype and device, and is pinned if the buffer is.
-        params: the parameters of the group. The group sets them after it has made them.
     """
 
     buffer: DBuffer
-    params: Sequence[FSDPParam]
 
     def __init__(self, layout: BufferLayout, rank: int) -> None:
         self._layout, self._rank = layout, rank
+
+    def attach(self, params: Sequence[FSDPParam]) -> None:
+        """These parameters were made of the shards. Plain shards need not know them."""
 
     def allocate(self, dtype: torch.dtype, device: torch.device, is_pinned: bool) -> None:
         """Make a new buffer for parameters of ``dtype``."""

@@ -164,7 +164,7 @@ def _has_ranks() -> bool:
 def _of_unreduced(params: Sequence[torch.Tensor]) -> str:
     if backward_id() != -1:  # Optimizers that step in backward do so while other groups reduce.
         return ""
-    pending = (group for group in all_groups if group.gradients.is_pending)
+    pending = (group for group in all_groups if group.is_pending)
     owners = {id(param.sharded): param.registered_names[0] for group in pending for param in group.params}
     names = _names(owners[id(param)] for param in params if id(param) in owners)
     if not names:

@@ -30,11 +30,9 @@ _COPIED_FROM_STATE = (
     "requires_gradient_sync",
     "reduces_last_only",
     "is_last_backward",
-    "max_reductions",
     "unshard_in_backward",
     "reduces_unused",
 )
-_COPIED_FROM_GRADIENTS = ("max_reductions", "requires_all_reduce")
 
 
 def highest_moment(states: dict[str, FSDPState], order: Sequence[FSDPState]) -> tuple[str, dict[str, int]]:
@@ -120,8 +118,8 @@ class _Replay:
             twin.keeper = Neighbours(group.keeper.size, 0, group.dp.shard_group, twin.memory.gathered)
         elif isinstance(group.keeper, Resident):
             twin.keeper = Resident(group.keeper.levels, twin.memory.gathered)
-        for knob in _COPIED_FROM_GRADIENTS:
-            setattr(twin.gradients, knob, getattr(group.gradients, knob))
+        twin.settings.max_reductions = group.settings.max_reductions
+        twin.settings.requires_all_reduce = group.settings.requires_all_reduce
         memory = twin.memory
         traits = group.collectives.reduce_scatter_traits(group.device)
         twin.collectives = _NoCollectives(traits, memory.gradients)
@@ -159,13 +157,13 @@ class _Replay:
         """Whether a backward leaves gradients for a later one, on this rank or, with HSDP, in each replica."""
         unsynced = any(not state.requires_gradient_sync for state in self._made.values())
         waiting = any(state.reduces_last_only and not state.is_last_backward for state in self._made.values())
-        return unsynced or waiting or any(g.gradients.keeps_shards for state in self._made.values() for g in state.groups)
+        return unsynced or waiting or any(g.reduction.keeps_shards for state in self._made.values() for g in state.groups)
 
     def _reduce_from_now_on(self) -> None:
         for state in self._made.values():
             state.requires_gradient_sync = state.is_last_backward = True
             for group in state.groups:
-                group.gradients.requires_all_reduce = True
+                group.settings.requires_all_reduce = True
 
     def _pass(self, calls: Sequence[_Call]) -> None:
         """One forward and one backward."""

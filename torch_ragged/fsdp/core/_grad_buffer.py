@@ -1,0 +1,256 @@
+"""GradBuffer: the gradients of a group before they are reduced. It holds them and adds to them; it reduces nothing."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial
+
+from torch_ragged._kernels.casts import scaled_copy_
+from torch_ragged._register._torch import as_plain_tensors
+from torch_ragged.fsdp.comm._wide_gradients import WideGradients
+from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool, in_buffer_form
+from torch_ragged.fsdp.core._fsdp_param import FSDPParam
+from torch_ragged.fsdp.core._memory_log import MemoryLog
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+from torch_ragged.fsdp.layout._rows_layout import RowsLayout
+
+__all__ = ["GradBuffer"]
+
+
+class GradBuffer:
+    """The unreduced gradients of a group, in one buffer of the layout of its parameters.
+
+    ::
+
+        unreduced  DBuffer Partial(), dtype            matmuls write weight gradients into its views; other gradients are
+                                                       copied (cast, added) into them once
+           | only if reduce_dtype is wider than dtype, and if the collectives do not add in reduce_dtype or if gradients have
+           | accumulated: one cast or one addition of the whole buffer, which is then freed
+        widened    DBuffer Partial(), reduce_dtype     gradients in a wider dtype are added here
+
+    It is allocated by the first gradient. Its user must not write to it while a collective reads it.
+
+    Args:
+        params: the parameters of the group. Each one's ``has_gradient`` and ``was_used`` are kept here.
+        layout: the offset of each gradient.
+        rank: this rank among the shards.
+        device: of the computation.
+        param_dtype: the dtype that the model computes with.
+        reduce_dtype: the dtype that gradients are added in, over passes and over ranks.
+        pool: the memory pool of the buffers; None: the allocator.
+        log: records when they are allocated and freed.
+
+    Attributes:
+        dtype: the dtype that gradients are written in: the narrower one of the two.
+        holds_gradients: whether a gradient was written since the buffer was freed.
+    """
+
+    def __init__(
+        self,
+        params: list[FSDPParam],
+        layout: BufferLayout,
+        rank: int,
+        device: torch.device,
+        param_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        pool: MemoryPool | None,
+        log: MemoryLog,
+    ) -> None:
+        self._params, self._layout, self._rank, self._device = params, layout, rank, device
+        self._pool, self._log, self._has_rows = pool, log, isinstance(layout, RowsLayout)
+        self.reduce_dtype = reduce_dtype
+        self.dtype = param_dtype if reduce_dtype.itemsize > param_dtype.itemsize else reduce_dtype
+        self.holds_gradients = False
+        self._unreduced: DBuffer | None = None
+        self._widened: DBuffer | None = None
+        self._views: list[torch.Tensor] = []  # Of ``_unreduced``, one per parameter.
+        self._wide: dict[int, torch.Tensor] = {}  # Gradients of this backward pass that would be rounded, by parameter.
+
+    @functools.cached_property
+    def wide_gradients(self) -> WideGradients:
+        """The gradients that may have a wider dtype than ``dtype``."""
+        indices = [index for index, param in enumerate(self._params) if param.may_be_wide]
+        return WideGradients(self._layout, self._rank, indices)
+
+    def buffers(self) -> list[DBuffer]:
+        """All buffers, freed ones too."""
+        return [buffer for buffer in (self._unreduced, self._widened) if buffer is not None]
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether a gradient can be written without an allocation."""
+        unreduced = self._unreduced
+        return unreduced is not None and unreduced.is_allocated and not unreduced.is_borrowed
+
+    # -- gradients in ------------------------------------------------------------------------------------------------
+
+    def views(self) -> list[torch.Tensor]:
+        """The view of each parameter, to write to. The buffer is allocated if necessary."""
+        if self._views and self.is_allocated:
+            return self._views
+        before = self._unreduced
+        is_borrowed = before is not None and before.is_borrowed
+        unreduced = self._unreduced = self._allocated(None if is_borrowed else before, self.dtype)
+        if before is not None and is_borrowed:  # Its owner, such as a user's hook, may read it later.
+            unreduced.flat.copy_(before.flat)
+            before.free()
+            self._views = []
+        if not self._views:
+            self._views = [unreduced.tensor(index) for index in range(len(self._params))]
+        return self._views
+
+    def prepared(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Autograd's gradient of a parameter in the form of the buffer; None if the parameter was frozen after forward.
+
+        If the model has distributed the parameter, this may issue a collective on the model's mesh dimensions.
+        """
+        param = self._params[index]
+        with as_plain_tensors():
+            param.sync_requires_grad()
+        if not param.requires_grad:
+            return None
+        # create_graph=True: as with FSDP2, ``.grad`` itself has no graph.
+        gradient = param.distribution.gradient(gradient.detach() if gradient.requires_grad else gradient)
+        return in_buffer_form(gradient, self._layout, index) if self._has_rows else gradient
+
+    def borrow(self, gradient: torch.Tensor) -> bool:
+        """If autograd's gradient fills the buffer, as a large embedding's may, use it as the buffer; return whether it does.
+
+        The gradient is only read: a hook of the user may have kept it. After the reduction the reference is dropped.
+        """
+        is_all = len(self._params) == 1 and gradient.numel() == self._layout.numel and gradient.dtype == self.dtype
+        if not is_all or type(gradient) is not torch.Tensor or gradient.layout != torch.strided or self._pool is not None:
+            return False
+        if self.reduce_dtype == torch.float16:  # Its reduction divides the buffer in place, against overflow.
+            return False
+        is_storage = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
+        if not is_storage or (self._unreduced is not None and self._unreduced.is_allocated):
+            return False
+        self._unreduced = self._made(self.dtype, borrowed=gradient)
+        self._views = [self._unreduced.tensor(0)]
+        self.mark(0)
+        return True
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Copy a prepared gradient into the buffer, or add it."""
+        if gradient.dtype.itemsize > self.dtype.itemsize and self.dtype != self.reduce_dtype:
+            self._keep_wide(index, gradient)
+            return
+        # The one copy on a gradient's way: it casts too.
+        view = self.views()[index]
+        if self._params[index].has_gradient:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+        self.mark(index)
+
+    def mark(self, index: int) -> None:
+        """The view of a parameter holds its gradient now."""
+        self._params[index].has_gradient = self.holds_gradients = True
+
+    def _keep_wide(self, index: int, gradient: torch.Tensor) -> None:
+        """Keep a wide gradient outside of the unreduced buffer, which would round it.
+
+        Norms compute such gradients, and these are few. If they become many, all gradients are kept in ``reduce_dtype``.
+        """
+        self.views()
+        kept = self._wide.get(index)
+        # Not in place: a hook of the user may have kept the first gradient.
+        self._wide[index] = gradient.to(self.reduce_dtype) if kept is None else kept + gradient.to(self.reduce_dtype)
+        self._params[index].was_used = self.holds_gradients = True
+        # A rank decides this alone: it changes where the rank accumulates, and no collective.
+        if not self.wide_gradients.are_few and self.wide_gradients.are_many(self._wide.values()):
+            self.widen()
+            self.dtype, self._unreduced, self._widened, self._views = self.reduce_dtype, self._widened, None, []
+            for param in self._params:
+                param.has_gradient = param.was_used
+
+    # -- gradients out -----------------------------------------------------------------------------------------------
+
+    def widen(self) -> None:
+        """Cast the gradients of a backward pass to ``reduce_dtype``, or add them to those of earlier passes."""
+        if self.dtype == self.reduce_dtype or self._unreduced is None or not self._unreduced.is_allocated:
+            return
+        self._close()
+        holds_sum = self._widened is not None and self._widened.is_allocated
+        self._widened = self._allocated(self._widened, self.reduce_dtype)
+        scaled_copy_(self._widened.flat, self._unreduced.flat, accumulate=holds_sum)
+        self._free_unreduced()
+        for index, gradient in self._wide.items():
+            self._widened.tensor(index).add_(gradient)
+        self._wide.clear()
+
+    def completed(self, widens: bool) -> DBuffer:
+        """The buffer to reduce. A parameter without a gradient on this rank contributes zeros.
+
+        Args:
+            widens: whether it has ``reduce_dtype``. Otherwise it has ``dtype``, and :meth:`popped_wide` has the rest.
+        """
+        holds_sum = self._widened is not None and self._widened.is_allocated
+        assert widens or not holds_sum, "gradients of earlier passes have accumulated"
+        # All ranks reduce, so a rank without gradients allocates a buffer of zeros.
+        if not holds_sum and (self._unreduced is None or not self._unreduced.is_allocated):
+            self.views()
+        if widens and self.dtype != self.reduce_dtype:
+            self.widen()
+            source = self._widened
+        else:
+            self._close()
+            source = self._unreduced
+            # Other ranks expect wide gradients of some parameters only: round the rest, of matmuls that write in place.
+            for index in [index for index in self._wide if index not in self.wide_gradients]:
+                self.views()[index].add_(self._wide.pop(index))
+        assert source is not None and source.is_allocated
+        return source
+
+    def popped_wide(self) -> dict[int, torch.Tensor]:
+        """The wide gradients of this pass, by parameter. They are not in the buffer, and are dropped here."""
+        wide, self._wide = self._wide, {}
+        return wide
+
+    def _close(self) -> None:
+        """Write zeros for parameters without a gradient on this rank."""
+        for param, view in zip(self._params, self._views):
+            if not param.has_gradient:
+                view.zero_()
+            param.was_used, param.has_gradient = param.was_used or param.has_gradient, False
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def free(self) -> None:
+        """Free the memory. Reduced gradients are elsewhere."""
+        self.holds_gradients = False
+        self._free_unreduced()
+        if self._widened is not None:
+            self._widened.free()
+
+    def drop(self) -> None:
+        """Forget all gradients. :meth:`free` follows, when no collective reads the buffer."""
+        self.holds_gradients = False
+        self._wide.clear()
+        for param in self._params:
+            param.has_gradient = param.was_used = False
+            param.unsharded.grad = None  # A program may have assigned it.
+
+    def _free_unreduced(self) -> None:
+        if self._unreduced is not None:
+            self._unreduced.free()
+            if self._unreduced.is_borrowed:
+                self._unreduced, self._views = None, []
+
+    def _allocated(self, buffer: DBuffer | None, dtype: torch.dtype) -> DBuffer:
+        """Allocate ``buffer``, or a new one if it is None, and return it."""
+        if buffer is None:
+            buffer = self._made(dtype, pool=self._pool)
+        elif buffer.is_allocated:
+            return buffer
+        else:
+            buffer.allocate()
+        buffer.zero_padding()
+        return buffer
+
+    def _made(self, dtype: torch.dtype, **memory: Any) -> DBuffer:
+        return DBuffer(self._layout, Partial(), self._rank, dtype, self._device, log=self._log, **memory)

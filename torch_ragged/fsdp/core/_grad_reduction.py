@@ -1,0 +1,244 @@
+"""GradReduction: the reduction of a group's gradients, from the gradient buffer to ``.grad``.
+
+It does not decide when to reduce, or in which dtype gradients are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch.distributed.tensor import Shard
+
+from torch_ragged._kernels.casts import scaled_copy_
+from torch_ragged._register._torch import profiler_range
+from torch_ragged.fsdp.comm._collectives import Reduction, Work
+from torch_ragged.fsdp.comm._named import NamedCollectives
+from torch_ragged.fsdp.core._dbuffer import DBuffer
+from torch_ragged.fsdp.core._fsdp_param import FSDPParam
+from torch_ragged.fsdp.core._grad_buffer import GradBuffer
+from torch_ragged.fsdp.core._memory_log import MemoryLog
+
+__all__ = ["GradReduction", "GradientState", "ReductionSettings"]
+
+
+class GradientState(Enum):
+    """Where a group's gradients are, on their way from autograd to ``.grad``.
+
+    ::
+
+        EMPTY  --a gradient-->  ACCUMULATING  --start()-->  REDUCING  --wait()-->  REDUCED  --set_grads()-->  EMPTY
+          `--------------------------------------start()-------^                      |
+                                ACCUMULATING <--a later gradient----------------------|
+                                                            REDUCING <--start()-------'
+
+    ``drop()`` leads to EMPTY from each state. The state may differ between ranks: a rank may have no gradient.
+    """
+
+    EMPTY = auto()
+    """All gradients are in ``.grad``."""
+    ACCUMULATING = auto()
+    """Gradients are in the gradient buffer."""
+    REDUCING = auto()
+    """A reduce-scatter that reads the gradient buffer is in flight."""
+    REDUCED = auto()
+    """The reduced shard is complete, and the gradient buffer is free. An all-reduce over replicas may be in flight."""
+
+
+@dataclass
+class ReductionSettings:
+    """What the user has set of a group's reductions.
+
+    Attributes:
+        reduction: the divisor and kind of the reduction.
+        requires_all_reduce: whether backward reduces over replicas.
+        reduce_hook: is called with each reduced shard.
+        max_reductions: how many modules' reduce-scatters may be in flight.
+    """
+
+    reduction: Reduction = field(default_factory=Reduction)
+    requires_all_reduce: bool = True
+    reduce_hook: Callable[[torch.Tensor], None] | None = None
+    max_reductions: int = 1
+
+
+class GradReduction:
+    """The reductions of a group, one after the other.
+
+    ::
+
+        GradBuffer
+           | start(): one reduce-scatter; if it sends the narrow dtype, a second one for gradients in a wider dtype
+        output     DBuffer Shard(0), reduce_dtype
+           | finish(): an all-reduce over replicas (HSDP)
+        reduced    DBuffer Shard(0), reduce_dtype      the sum of all reductions since ``.grad`` was set
+           | set_grads(): a cast, a copy to the CPU, or nothing
+        .grad      views of a DBuffer Shard(0)         DTensors placed as their parameters
+
+    Args:
+        params: the parameters of the group.
+        buffer: their unreduced gradients. It is freed when a reduce-scatter has read it.
+        sharded: the buffer of the shards. ``.grad`` gets its layout, dtype and device.
+        device: of the computation.
+        collectives: the collectives that reduce.
+        has_replicas: whether gradients are reduced over replicas, too.
+        settings: what the user has set.
+        log: records when reduced shards are allocated and freed.
+    """
+
+    def __init__(
+        self,
+        params: list[FSDPParam],
+        buffer: GradBuffer,
+        sharded: DBuffer,
+        device: torch.device,
+        collectives: NamedCollectives,
+        has_replicas: bool,
+        settings: ReductionSettings,
+        log: MemoryLog,
+    ) -> None:
+        self._params, self._buffer, self._sharded, self._device = params, buffer, sharded, device
+        self._collectives, self._has_replicas, self._settings, self._log = collectives, has_replicas, settings, log
+        self._reduce_scatter: Work | None = None  # In flight.
+        self._output: DBuffer | None = None  # Its output, also after it has ended.
+        self._all_reduce: tuple[Work, DBuffer] | None = None  # In flight, with the buffer that it reduces in place.
+        self._reduced: DBuffer | None = None  # Reduced over all ranks.
+        self._kept: DBuffer | None = None  # Reduced within each replica only.
+
+    @property
+    def state(self) -> GradientState:
+        """Where the gradients are."""
+        if self._reduce_scatter is not None:
+            return GradientState.REDUCING
+        if self._buffer.holds_gradients:
+            return GradientState.ACCUMULATING
+        return GradientState.REDUCED if self.buffers() else GradientState.EMPTY
+
+    def buffers(self) -> list[DBuffer]:
+        """The reduced shards that are not in ``.grad`` yet."""
+        in_all_reduce = None if self._all_reduce is None else self._all_reduce[1]
+        return [buffer for buffer in (self._reduced, self._kept, self._output, in_all_reduce) if buffer is not None]
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether reduced shards wait for a later backward that reduces over replicas: see ``requires_all_reduce``."""
+        return self._has_replicas and not self._settings.requires_all_reduce
+
+    @property
+    def was_reduced(self) -> bool:
+        """Whether this backward pass reduced gradients over all ranks."""
+        return not (self._output is self._all_reduce is self._reduced is None)
+
+    def start(self, sends_narrow: bool) -> None:
+        """Issue one reduce-scatter. A parameter without a gradient on this rank contributes zeros.
+
+        Args:
+            sends_narrow: send gradients in the dtype of backward, and wide gradients in a second reduce-scatter. Equal on all
+                ranks.
+        """
+        buffer, like, reduction = self._buffer, self._sharded, self._settings.reduction
+        source = buffer.completed(widens=not sends_narrow)
+        output = DBuffer(like.layout, Shard(0), like.rank, buffer.reduce_dtype, self._device, log=self._log)
+        if sends_narrow:
+            wide = buffer.popped_wide()
+            work = buffer.wide_gradients.reduce_scatter(self._collectives, output.flat, source.flat, wide, reduction)
+        else:
+            work = self._collectives.reduce_scatter(output.flat, source.flat, reduction)
+        self._reduce_scatter, self._output = work, output
+
+    def wait(self) -> None:
+        """Wait for the reduce-scatter in flight and free its input. It issues no collective and calls no user hook."""
+        if self._reduce_scatter is None:
+            return
+        work, self._reduce_scatter = self._reduce_scatter, None
+        output, self._output = self._output, None  # If the wait raises, there is no output.
+        try:
+            with profiler_range("reduce_scatter_wait", self._collectives.fqn):
+                work.wait()
+        finally:  # Also if the wait raises: the next backward pass must not add to these gradients.
+            self._buffer.free()
+        self._output = output
+
+    def wait_for_second_buffer(self) -> None:
+        """If the reduce-scatter in flight holds a second buffer, wait for it."""
+        if self._collectives.reduce_scatter_traits(self._device).holds_second_buffer:
+            self.wait()
+
+    def finish(self) -> None:
+        """Wait for the reduce-scatter in flight, free its input, and issue the all-reduce of the shard (HSDP)."""
+        self.wait()
+        output, self._output = self._output, None
+        if output is None:
+            return
+        # The all-reduce of an earlier reduction of this group: results are added in the order of the reductions.
+        self._finish_all_reduce()
+        if self._kept is not None:
+            output.flat.add_(self._kept.flat)
+            self._log.note(-self._kept.nbytes)
+            self._kept = None
+        if self.keeps_shards:
+            self._kept = output
+        elif self._has_replicas:
+            with profiler_range("all_reduce", self._collectives.fqn):
+                self._all_reduce = (self._collectives.all_reduce(output.flat, self._settings.reduction), output)
+        else:
+            self._add_reduced(output)
+
+    def _finish_all_reduce(self) -> None:
+        if self._all_reduce is not None:
+            (work, output), self._all_reduce = self._all_reduce, None
+            with profiler_range("all_reduce_wait", self._collectives.fqn):
+                work.wait()
+            self._add_reduced(output)
+
+    def _add_reduced(self, output: DBuffer) -> None:
+        if self._settings.reduce_hook is not None:
+            self._settings.reduce_hook(output.flat)
+        if self._reduced is None:
+            self._reduced = output
+        else:
+            self._reduced.flat.add_(output.flat)
+            self._log.note(-output.nbytes)
+
+    def set_grads(self, used_anywhere: list[bool]) -> None:
+        """At the end of backward: add the reduced shard to ``.grad`` of every parameter that some rank used."""
+        self.finish()
+        self._finish_all_reduce()
+        reduced, self._reduced = self._reduced, None
+        assert reduced is not None
+        like = self._sharded
+        if (reduced.flat.dtype, reduced.flat.device) != (like.flat.dtype, like.flat.device):
+            placing = (like.layout, Shard(0), like.rank, like.flat.dtype, like.flat.device, like.is_pinned)
+            moved = DBuffer(*placing, log=self._log)
+            scaled_copy_(moved.flat, reduced.flat)  # This blocks: an optimizer on the CPU may read it at once.
+            self._log.note(-reduced.nbytes)
+            reduced = moved
+        for index, (param, is_used) in enumerate(zip(self._params, used_anywhere)):
+            param.was_used = False
+            sharded = param.sharded
+            if not is_used:
+                continue
+            gradient = param.distribution.sharded_like(reduced.tensor(index), sharded)  # type: ignore[arg-type]
+            sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
+            for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
+                hook(sharded)
+
+    def drop(self) -> bool:
+        """Drop the gradients that are not in ``.grad`` yet; return whether there were any."""
+        had_any = self.state is not GradientState.EMPTY
+        # Forget everything before the waits: waiting for a collective that failed raises.
+        in_flight = [self._reduce_scatter, None if self._all_reduce is None else self._all_reduce[0]]
+        for shard in self.buffers():
+            self._log.note(-shard.nbytes)
+        self._reduce_scatter = self._output = self._all_reduce = self._reduced = self._kept = None
+        self._buffer.drop()
+        # Other ranks take part in these collectives, so they must end here, too. Their input is freed after that.
+        try:
+            for work in in_flight:
+                if work is not None:
+                    work.wait()
+        finally:
+            self._buffer.free()
+        return had_any
