@@ -71,7 +71,6 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
             "fsdp.core._fsdp_param_group",
             "fsdp.core._fsdp_state",
             "fsdp.core._group_state",
-            "fsdp.core._pipeline_state",
             "fsdp.core._root",
             "fsdp.core._weight_gradient",
         ),

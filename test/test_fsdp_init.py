@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.core._fsdp_init import find_params
 from torch_ragged.fsdp.core._fsdp_state import state_of
-from torch_ragged.fsdp.core._roll_call import OptionalCall, RollCall, roll_call_of
+from torch_ragged.fsdp.core._roll_call import RollCall, roll_call_of
+from torch_ragged.fsdp.core._root import FSDPStateContext, ModuleState
 
 
 class Tied(nn.Module):
@@ -105,25 +106,27 @@ class RollCallTest(unittest.TestCase):
             for grad in (False, True):
                 for stays in (False, True):
                     with torch.set_grad_enabled(grad):
-                        self.assertEqual(roll_call.meet(event, stays), (grad, stays))  # The other rank agrees.
+                        self.assertEqual(roll_call.agree(event, stays), (event, (grad, stays)))  # The other rank agrees.
                         for other in ((False, False), (True, False), (False, True), (True, True)):
                             vote = [2 * own + (not needed) for needed in other]
                             with mock.patch.object(dist, "all_reduce", self.another(vote)):
-                                self.assertEqual(roll_call.meet(event, stays), (grad or other[0], stays or other[1]))
+                                needs = grad or other[0], stays or other[1]
+                                self.assertEqual(roll_call.agree(event, stays), (event, needs))
 
     @fake_group(2)
     def test_a_rank_takes_part_in_the_events_of_others(self):
         events, roll_call = self.of_three_events()
         votes = [[1, 1], [3, 2], [2, 2], [2, 3], [100, 100]]
         with mock.patch.object(dist, "all_reduce", self.another(*votes)):
-            self.assertEqual(roll_call.meet(events[2], True), (True, True))
-        self.assertEqual(events[0][0].method_calls, [mock.call.enter_call(False)])
+            context = FSDPStateContext([state for state, _ in events], roll_call=roll_call)
+            self.assertEqual(context.meet(events[2], True), (True, True))
+        self.assertEqual(events[0][0].method_calls, [mock.call.enter_call(context, False)])
         leaves = [mock.call.leave_call(False, True), mock.call.leave_call(True, True), mock.call.leave_call(True, False)]
         self.assertEqual(events[1][0].method_calls, leaves)
         self.assertEqual(events[2][0].method_calls, [])
 
     def of_three_events(self):
-        events = [(mock.create_autospec(OptionalCall, instance=True), is_exit) for is_exit in (False, True, False)]
+        events = [(mock.create_autospec(ModuleState, instance=True), is_exit) for is_exit in (False, True, False)]
         return events, RollCall(events, [dist.group.WORLD], torch.device("cpu"))
 
     def another(self, *votes):

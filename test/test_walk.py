@@ -13,13 +13,12 @@ from torch_ragged.fsdp.core import _fsdp_state
 
 
 class WalkTest(unittest.TestCase):
-    def test_backward_calls_nothing_above(self):
+    def test_a_step_calls_nothing_above(self):
         found = walks("torch_ragged")
-        for name in ("backward of two Linears", "backward of one small parameter", "forward of one small parameter"):
-            self.assertGreater(found[name].functions.total(), 50, name)  # It has been traced.
-            self.assertEqual(dict(found[name].upward), {}, name)
-        # A function that is passed down.
-        self.assertEqual(list(found["forward of two Linears"].upward), [("_tensors.py:_map_leaf", "_fsdp_state.py:<lambda>")])
+        for name, walk in found.items():
+            if name != "fully_shard(Linear)":
+                self.assertGreater(walk.functions.total(), 50, name)  # It has been traced.
+                self.assertEqual(dict(walk.upward), {}, name)
 
     def test_a_call_to_a_file_above_is_seen(self):
         core = Path(_fsdp_state.__file__).parent

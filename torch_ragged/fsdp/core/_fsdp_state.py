@@ -13,30 +13,38 @@ It moves no data: its groups do.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
 
-from torch_ragged._register._torch import backward_id, dynamo_disabled, dynamo_disabled_in_backward, profiler_range
+from torch_ragged._register._torch import (
+    GradientUse,
+    backward_id,
+    dynamo_disabled,
+    dynamo_disabled_in_backward,
+    gradient_use,
+)
 from torch_ragged.fsdp.core._comm_context import FSDPCommContext
 from torch_ragged.fsdp.core._dormant_group import check_awake
 from torch_ragged.fsdp.core._forward_order import Call
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._grad_reduction import GradReduction
-from torch_ragged.fsdp.core._module_state import numbered
-from torch_ragged.fsdp.core._pipeline_state import PipelineState
 from torch_ragged.fsdp.core._roll_call import call_log_of, roll_call_of
-from torch_ragged.fsdp.core._root import FSDPStateContext
-from torch_ragged.fsdp.core._spmd_types import untyped
-from torch_ragged.fsdp.core._tensors import map_tensors, tensors_in
+from torch_ragged.fsdp.core._root import FSDPStateContext, ModuleState, numbered
+from torch_ragged.fsdp.core._spmd_types import annotated_as, untyped
 from torch_ragged.fsdp.core._untrained import note_root, warn_of_unsharded
 
-__all__ = ["STATE", "FSDPState", "state_of"]
+__all__ = ["STATE", "FSDPState", "map_tensors", "state_of", "tensors_in"]
 
 STATE = "_ragged_fsdp_state"
 """The attribute under which a module keeps its state."""
@@ -47,8 +55,10 @@ def state_of(module: nn.Module) -> FSDPState | None:
     return module.__dict__.get(STATE)
 
 
-class FSDPState(PipelineState):
+class FSDPState(ModuleState):
     """A :class:`ModuleState` with the hooks on its modules, which ask the root when to do what."""
+
+    _probe: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -162,9 +172,9 @@ class FSDPState(PipelineState):
                 self.refresh()
         if self.is_root:
             args, kwargs = self._to_device(args, kwargs)
-        self.enter_call(self._meet(is_exit=False)[0])
+        call = self.enter_call(context, needs_backward=self._meet(is_exit=False)[0])
         if torch.is_grad_enabled():
-            args, kwargs = self._watch_inputs(args, kwargs, self.calls[-1])
+            args, kwargs = self._watch_inputs(args, kwargs, call)
         return args, kwargs
 
     def _meet(self, is_exit: bool, stays_unsharded: bool = False) -> tuple[bool, bool]:
@@ -183,45 +193,15 @@ class FSDPState(PipelineState):
         if context.roll_call is not None:
             context.log.before_collective()
         if self.is_optional:
-            assert context.roll_call is not None
-            return context.roll_call.meet((self, is_exit), stays_unsharded)
+            return context.meet((self, is_exit), stays_unsharded)
         # The end of other calls issues no collective.
         if context.roll_call is not None and is_exit is self.is_root:
-            context.roll_call.meet(None)
+            context.meet(None)
         if not is_exit:
             context.log.add(self.fqn)
         elif self.is_root:
             context.log.finish()
         return own
-
-    def enter_call(self, needs_backward: bool) -> None:
-        """A call begins, on this rank or, if the module is optional, on another one: unshard, and prefetch the next module."""
-        context = self.context
-        call = Call(context.order if self.is_root or context.in_forward else None, self)
-        self.calls.append(call)
-        with profiler_range("pre_forward", self.fqn):
-            if self.groups:
-                self.unshard()
-                self._must_refresh = True
-                # After the wait for this module, whose all-gather must not be delayed by the next one's.
-                for neighbour in self._prefetch(self.forward_prefetch, context.last_order, call.position, step=1):
-                    neighbour._must_refresh = True  # It may never be called.
-        if needs_backward:
-            # Here and in backward: if backward raises here, this rank still knows that other ranks accumulate gradients.
-            self._note_accumulation()
-            if self.is_optional and call.order is not None:
-                call.order.watch_entry(call.position)
-
-    def leave_call(self, needs_backward: bool, stays_unsharded: bool) -> None:
-        """The call of an optional module on another rank ends: reshard as that rank does."""
-        self._watch_optional_exit(self.calls.pop(), needs_backward)
-        if not stays_unsharded and (self.reshard_after_forward or not needs_backward):
-            self.reshard(keep=needs_backward)
-
-    def _watch_optional_exit(self, call: Call, needs_backward: bool) -> None:
-        # On all ranks, whether or not their backward reaches the call: their orders must have the same events.
-        if call.order is not None and needs_backward:
-            call.order.watch_exit(call.position)
 
     def _to_device(self, args: Any, kwargs: Any) -> Any:
         """The root's inputs on the device of its parameters. On the CPU they stay where they are, as with FSDP2."""
@@ -253,7 +233,7 @@ class FSDPState(PipelineState):
             group.is_unhooked |= must_stay
         call = self.calls.pop() if self.calls else Call(None, self)
         if self.is_optional:
-            self._watch_optional_exit(call, needs_backward)
+            self.watch_optional_exit(call, needs_backward)
         if torch.is_grad_enabled():
             self._watch_outputs(tensors, context, call)
         # Modules that share their groups reshard once, after the last of them.
@@ -342,6 +322,68 @@ class FSDPState(PipelineState):
                 self.context.run_skipped(call.order, call.order.end(call.position))
             self.post_backward(call.is_first)
 
+    # -- pipelines -------------------------------------------------------------------------------------------------
+
+    def probe(self) -> torch.Tensor | None:
+        """A leaf without elements, an input of each call whose inputs have gradients. A pass for those alone leaves it out."""
+        if self._probe is None and self.groups:
+            with torch.inference_mode(False):
+                self._probe = torch.empty(0, device=self.groups[0].device, requires_grad=True)
+        return self._probe
+
+    def check_split_backward(self, call: Call) -> None:
+        """Raise if a pipeline schedule that splits backward would lose gradients of this module.
+
+        Such a schedule (zero bubble) looks up the registered parameters, computes the gradients of inputs, and later those of
+        the parameters that it has found. It does not find unsharded parameters if they are not registered before backward.
+
+        Raises:
+            RuntimeError: the parameters are sharded in a backward that computes the gradients of inputs only.
+        """
+        root = self.root_state
+        is_pipeline = not self.requires_gradient_sync and (root.finalizes_manually or not root.is_last_backward)
+        if not is_pipeline or torch.is_grad_enabled() or call.probe is None:
+            return
+        if gradient_use(get_gradient_edge(call.probe).node) is not GradientUse.NONE:
+            return
+        for group in self.groups:
+            if group.is_trainable and not group.is_unsharded:
+                raise RuntimeError(
+                    f"{group.names} was resharded after forward, and this backward computes the gradients of inputs only: a "
+                    "pipeline schedule that computes the gradients of parameters later, such as ZBVZeroBubble, would lose "
+                    "them. Pass reshard_after_forward=False to fully_shard"
+                )
+
+    # What other programs read and call by FSDP2's private names. The schedules of torch 2.11 to 2.13 reduce gradients by them;
+    # those of 2.15 call methods of ``FSDPModule``.
+
+    @property
+    def _state_ctx(self) -> Any:
+        return self.context
+
+    @property
+    def _comm_ctx(self) -> FSDPCommContext[Any]:
+        return self.comm
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        """NeMo AutoModel computes the logits in the dtype of its head's policy."""
+        return self.mp_policy
+
+    @property
+    def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
+        """Empty: :meth:`_root_post_backward_final_callback` reduces the gradients of all groups."""
+        return []
+
+    @property
+    def _fsdp_param_group(self) -> _Reduction | None:
+        """Programs call its ``post_backward()`` for each state under a root, and some do not call the root's callback then."""
+        return _Reduction(self.context) if self.context.states[0] is self else None
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce the gradients that micro-batches have accumulated, set ``.grad`` and reshard."""
+        self.context.end_backward()
+
 
 class _PostBackward(torch.autograd.Function):
     """Identity on a module's inputs. Its backward runs when autograd has the gradients of all of them."""
@@ -369,3 +411,76 @@ def _has_history(tensor: torch.Tensor) -> bool:
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
+
+
+class _Reduction:
+    """In place of FSDP2's group, of the root's state only: it reduces the gradients of all states under the root."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def post_backward(self) -> None:
+        self._context.end_backward()
+
+
+# -- tensors in inputs and outputs -----------------------------------------------------------------------------------------
+
+_WITHOUT_TENSORS = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply ``function`` to each tensor in ``value``: in pytree's containers, sets, packed sequences and dataclasses.
+
+    Containers in the result are new, of the same type. Other objects are not changed. A result has its tensor's annotation of
+    ``spmd_types``: ``function`` must not change values, but for their dtype.
+    """
+    return pytree.tree_map(lambda leaf: _map_leaf(function, leaf), value, is_leaf=_is_packed)
+
+
+def tensors_in(value: Any) -> tuple[list[torch.Tensor], bool]:
+    """The tensors that :func:`map_tensors` finds, in its order; and whether other objects may hide more tensors."""
+    tensors: list[torch.Tensor] = []
+    opaque: list[Any] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    for leaf in pytree.tree_leaves(value, is_leaf=_is_packed):
+        _map_leaf(collect, leaf, opaque)
+    return tensors, bool(opaque)
+
+
+def _is_packed(value: Any) -> bool:
+    """To pytree a packed sequence is a tuple of four tensors, but ``batch_sizes`` must stay on the CPU."""
+    return isinstance(value, PackedSequence)
+
+
+def _is_container(leaf: Any) -> bool:
+    is_dataclass = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+    return is_dataclass or isinstance(leaf, (set, frozenset, PackedSequence))
+
+
+def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any, opaque: list[Any] | None = None) -> Any:
+    """:func:`map_tensors` of a pytree leaf. Objects that are not changed, and may hold tensors, are appended to ``opaque``."""
+    if isinstance(leaf, torch.Tensor):
+        return annotated_as(leaf, function(leaf))
+    if not _is_container(leaf):
+        if opaque is not None and not isinstance(leaf, _WITHOUT_TENSORS):
+            opaque.append(leaf)
+        return leaf
+
+    def inside(part: Any) -> Any:
+        return pytree.tree_map(lambda inner: _map_leaf(function, inner, opaque), part, is_leaf=_is_packed)
+
+    if isinstance(leaf, PackedSequence):
+        data = annotated_as(leaf.data, function(leaf.data))
+        orders = [None if order is None else order.to(data.device) for order in (leaf.sorted_indices, leaf.unsorted_indices)]
+        return PackedSequence(data, leaf.batch_sizes, *orders)
+    if isinstance(leaf, (set, frozenset)):
+        return type(leaf)(inside(part) for part in leaf)
+    result = copy.copy(leaf)
+    for field in dataclasses.fields(leaf):
+        if hasattr(leaf, field.name):
+            object.__setattr__(result, field.name, inside(getattr(leaf, field.name)))  # It may be frozen.
+    return result

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from torch_ragged.fsdp.core._tensors import map_tensors, tensors_in
+from torch_ragged.fsdp.core._fsdp_state import map_tensors, tensors_in
 
 __all__ = ["OptimizerStates", "Told"]
 

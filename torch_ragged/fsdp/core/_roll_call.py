@@ -1,6 +1,6 @@
 """RollCall: ranks agree on the next optional module, so that those that skip it take part in its collectives.
 
-It holds no parameters: states unshard and reshard.
+It holds no parameters and calls nothing: it answers which event is next, and the root takes part in it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ __all__ = ["OptionalCall", "RollCall", "call_log_of", "roll_call_of"]
 
 
 class OptionalCall(Protocol):
-    """The members of a state that a roll call uses; the methods run on ranks that skip its module."""
+    """What a roll call reads of a state."""
 
     modules: tuple[nn.Module, ...]
     groups: list[FSDPParamGroup]
     is_optional: bool
 
-    def enter_call(self, needs_backward: bool) -> object:
-        """Unshard, as pre-forward does."""
 
-    def leave_call(self, needs_backward: bool, stays_unsharded: bool) -> None:
-        """Reshard, as post-forward does."""
+OptionalEvent = tuple[OptionalCall, bool]
+"""A state and whether its call ends: its pre-forward, or its post-forward."""
 
 
 class RollCall:
@@ -49,44 +47,38 @@ class RollCall:
     comes first in the tree of modules. A rank with another event takes part in it, and asks again.
 
     Args:
-        events: ``(state, is_exit)`` for each optional module: its pre-forward, the events inside it, its post-forward.
+        events: of each optional module: its pre-forward, the events inside it, its post-forward.
         groups: the process groups that together connect all ranks.
         device: the device of the all-reduce.
     """
 
-    def __init__(
-        self, events: Sequence[tuple[OptionalCall, bool]], groups: Sequence[dist.ProcessGroup], device: torch.device
-    ) -> None:
+    def __init__(self, events: Sequence[OptionalEvent], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         self._events, self._groups, self._device = list(events), list(groups), device
         self._index = {event: index for index, event in enumerate(self._events)}
 
-    def meet(self, event: tuple[OptionalCall, bool] | None, stays_unsharded: bool = False) -> tuple[bool, bool]:
-        """Return when ``event`` is next on all ranks that have it. ``None``: when no rank has an event of an optional module.
+    def agree(
+        self, event: OptionalEvent | None, stays_unsharded: bool = False
+    ) -> tuple[OptionalEvent | None, tuple[bool, bool]]:
+        """The event that is next: ``event`` itself, or that of another rank, after which this rank asks again.
 
-        One all-reduce of 16 bytes per process group for each event that ranks agree on. The host waits for it.
+        One all-reduce of 16 bytes per process group. The host waits for it.
 
         Args:
+            event: the rank's own event; None: that of a module that is not optional, which is after those of all others.
             stays_unsharded: whether this rank must not reshard at this post-forward.
 
         Returns:
-            whether gradients are enabled, and whether the module stays unsharded, on any rank that has the event.
+            the event, and whether gradients are enabled, and the module stays unsharded, on any rank that has it.
         """
         own = len(self._events) if event is None else self._index[event]
-        while True:
-            # The lowest number wins: the earliest event, and each thing that at least one of the ranks that have it needs.
-            votes = [2 * own + (not needed) for needed in (torch.is_grad_enabled(), stays_unsharded)]
-            vote = torch.tensor(votes, device=self._device)
-            for group in self._groups:
-                reduce_min(vote, group, "the call of an optional module")
-            grad, stays = vote.tolist()
-            agreed, needs = grad // 2, (grad % 2 == 0, stays % 2 == 0)
-            if agreed == own:
-                return needs
-            state, is_exit = self._events[agreed]
-            if is_exit:
-                state.leave_call(*needs)
-            else:
-                state.enter_call(needs[0])
+        # MIN picks the earliest event. Its last bit is 0 if any rank at that event needs it, so MIN is the OR of needs, too.
+        votes = [2 * own + (not needed) for needed in (torch.is_grad_enabled(), stays_unsharded)]
+        vote = torch.tensor(votes, device=self._device)
+        for group in self._groups:
+            reduce_min(vote, group, "the call of an optional module")
+        grad, stays = vote.tolist()
+        agreed = grad // 2
+        return (None if agreed == len(self._events) else self._events[agreed]), (grad % 2 == 0, stays % 2 == 0)
 
 
 def roll_call_of(modules: Sequence[nn.Module], states: Sequence[OptionalCall]) -> RollCall | None:
@@ -101,7 +93,7 @@ def roll_call_of(modules: Sequence[nn.Module], states: Sequence[OptionalCall]) -
         ValueError: the root is optional, or one state has several modules inside an optional module.
     """
     by_module = {module: state for state in states for module in state.modules}
-    events: list[tuple[OptionalCall, bool]] = []
+    events: list[OptionalEvent] = []
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, is_optional: bool) -> None:
