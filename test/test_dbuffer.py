@@ -12,8 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch_ragged.fsdp import BufferLayout, TensorSpec
 from torch_ragged.fsdp.comm._collectives import done
 from torch_ragged.fsdp.comm._hierarchical import Levels
-from torch_ragged.fsdp.core._dbuffer import DBuffer, in_buffer_form
-from torch_ragged.fsdp.core._memory_log import MemoryLog, allocate_storage, free_storage, high_water
+from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, allocate_storage, free_storage, high_water, in_buffer_form
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._resident import Resident
 from torch_ragged.fsdp.core._slots import Slot

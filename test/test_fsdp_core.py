@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from torch_ragged.fsdp import ZERO2, Float8Policy, fully_shard
-from torch_ragged.fsdp.core._comm_context import FSDPCommContext
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPCommContext
 
 
 class Branches(nn.Module):

@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.fsdp import blocks, elements, fully_shard, plan_layout, rows
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
-from torch_ragged.fsdp.core._distribution import Distribution
+from torch_ragged.fsdp.core._fsdp_param import Distribution
 from torch_ragged.fsdp.core._grad_reduction import ReductionSettings
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, groups_of
 from torch_ragged.fsdp.core._regroup import check_kept, check_movable, copy_settings, keep_as, kept_by, mesh_of_groups

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp.core._distribution import Distribution
+from torch_ragged.fsdp.core._fsdp_param import Distribution
 from torch_ragged.fsdp.core._fsdp_state import map_tensors
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core._spmd_types import is_annotated

@@ -9,7 +9,7 @@ from common import run_ranks
 from torch import nn
 
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp.core._group_state import ShardedState, moved
+from torch_ragged.fsdp.core._fsdp_param import ShardedState, moved
 
 
 def states_in_a_step():

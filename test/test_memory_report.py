@@ -32,7 +32,7 @@ from torch_ragged.fsdp import (
 )
 from torch_ragged.fsdp._fully_shard import named_groups as groups_of
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits
-from torch_ragged.fsdp.core._memory_log import MemoryLog
+from torch_ragged.fsdp.core._dbuffer import MemoryLog
 from torch_ragged.fsdp.plan import Model, ModelPlanner, granularity_policy
 from torch_ragged.fsdp.plan._memory import Precision, zero_memory
 from torch_ragged.fsdp.plan._models import module_groups

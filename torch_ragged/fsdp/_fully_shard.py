@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
@@ -17,23 +18,19 @@ from torch_ragged._agreement import agree, agreement
 from torch_ragged._register._torch import flatten
 from torch_ragged.fsdp._fsdp_module import FSDPModule, check_reshard_after_forward, make_fsdp_module
 from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
-from torch_ragged.fsdp.core._arguments import check_function, check_mp_policy, check_offload_policy
-from torch_ragged.fsdp.core._distribution import has_extension
-from torch_ragged.fsdp.core._errors import InvalidArgument, check_bool
 from torch_ragged.fsdp.core._float8 import Float8Policy
-from torch_ragged.fsdp.core._fsdp_api import BufferPlacements
+from torch_ragged.fsdp.core._fsdp_api import BufferPlacements, InvalidArgument, check_bool
 from torch_ragged.fsdp.core._fsdp_init import RegisteredNames, ShardPlacementFn, find_params, make_group, plan_groups
-from torch_ragged.fsdp.core._fsdp_param import owner_of
-from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._fsdp_param import has_extension, owner_of
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
-from torch_ragged.fsdp.core._group_plan import GroupPlan
-from torch_ragged.fsdp.core._load_state_dict import take_parts
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, agree_on_groups, device_of, groups_of
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._resident import Resident
+from torch_ragged.fsdp.core._state_dict import take_parts
 from torch_ragged.fsdp.core._untrained import note_ignored, note_replaced, sharded_originals, watch_optimizers
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
-from torch_ragged.granularity import OrigParamPolicy
+from torch_ragged.granularity import Granularity, OrigParamPolicy
 
 __all__ = ["buffer_layouts", "fully_shard", "module_states", "named_groups"]
 
@@ -139,14 +136,14 @@ def fully_shard(
     agree_on_groups(mesh)
     with agreement(ranks, device, "fully_shard") as claim:
         modules, ignored = _root_modules(module), _parameters(ignored_params)
-        check_offload_policy(offload_policy)
+        _check_offload_policy(offload_policy)
         check_bool("fully_shard", "optional", optional)
         if optional and len(modules) > 1:
             raise ValueError(f"optional=True expects one module, got {len(modules)}: call fully_shard for each of them")
         ranks += _model_groups(modules, mesh)
-        check_mp_policy(mp_policy)
-        check_function("orig_param_policy", orig_param_policy)
-        check_function("shard_placement_fn", shard_placement_fn)
+        _check_mp_policy(mp_policy)
+        _check_function("orig_param_policy", orig_param_policy)
+        _check_function("shard_placement_fn", shard_placement_fn)
         DataParallelMesh.check(mesh, dp_mesh_dims)
         makes_groups = _check_placements(mesh, dp_mesh_dims, placements) or dp_mesh_dims is not None
         if isinstance(mp_policy, Float8Policy) and placements is not None and placements.stay_gathered:
@@ -435,3 +432,75 @@ def _claim(plans: Sequence[GroupPlan], names: Sequence[str], *options: Any) -> l
         lines.append(f"a buffer of {layout.tensors[0].name} and others with {casts}, in {where}{names}")
         lines += [f"{spec.name} {spec.shape} at {offset}" for spec, offset in zip(layout.tensors, layout.offsets)]
     return lines
+
+
+_EXAMPLES = {
+    "orig_param_policy": ("fqn, parameter", "rows(32)"),
+    "shard_placement_fn": ("parameter", "Shard(0)"),
+}
+"""By argument of ``fully_shard``: the arguments of such a function, and what it may return."""
+
+
+def _check_mp_policy(mp_policy: Any) -> None:
+    """Raise if ``mp_policy`` is no policy, or has a dtype that parameters cannot have.
+
+    Raises:
+        TypeError: it is.
+    """
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        example = mp_policy if isinstance(mp_policy, torch.dtype) else torch.bfloat16
+        raise TypeError(
+            f"mp_policy={mp_policy!r} is no policy: pass mp_policy=MixedPrecisionPolicy(param_dtype={example}), which "
+            "torch.distributed.fsdp has"
+        )
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(mp_policy, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                f"{name}={dtype!r} of mp_policy is no floating-point dtype of torch: pass one, such as {name}=torch.bfloat16, "
+                "or None"
+            )
+
+
+def _check_offload_policy(offload_policy: Any) -> None:
+    """Raise if ``offload_policy`` is no policy, such as the class of one. FSDP2 would ignore it; it takes None, too.
+
+    Raises:
+        TypeError: it is.
+    """
+    if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(
+            f"offload_policy={offload_policy!r} is no policy: pass offload_policy=CPUOffloadPolicy(), which "
+            "torch.distributed.fsdp has, or leave it out"
+        )
+
+
+def _check_function(name: str, function: Any) -> None:
+    """Raise if ``function`` cannot be called as the argument ``name`` of ``fully_shard`` is.
+
+    Raises:
+        TypeError: it is no function, or takes other arguments.
+    """
+    if function is None:
+        return
+    arguments, result = _EXAMPLES[name]
+    example = f"{name}=lambda {arguments}: {result}"
+    if isinstance(function, Granularity):
+        raise TypeError(
+            f"{name}={function.text} is a granularity: pass a function that returns one for each parameter, {name}=lambda "
+            f"{arguments}: {function.text}"
+        )
+    if not callable(function):
+        raise TypeError(f"{name}={function!r} is no function: pass one of ({arguments}), such as {example}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # It is written in C.
+        return
+    try:
+        signature.bind(*arguments.split(", "))
+    except TypeError as error:
+        given = f"{getattr(function, '__name__', type(function).__name__)}{signature}"
+        raise TypeError(
+            f"{name} got {given}, which fully_shard cannot call with ({arguments}): {error}. Pass a function of these "
+            f"arguments, such as {example}"
+        ) from error

@@ -18,11 +18,9 @@ from torch_ragged._agreement import agreement
 from torch_ragged._groups import device_of_messages, group_of
 from torch_ragged.fsdp._fully_shard import module_states
 from torch_ragged.fsdp.core._fsdp_init import make_group
-from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
-from torch_ragged.fsdp.core._group_plan import GroupPlan
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
-from torch_ragged.fsdp.core._optimizer_states import OptimizerStates, Told
 from torch_ragged.fsdp.core._regroup import (
     Kept,
     check_kept,
@@ -33,6 +31,7 @@ from torch_ragged.fsdp.core._regroup import (
     mesh_of_groups,
     plan_on,
 )
+from torch_ragged.fsdp.core._state_dict import OptimizerStates, Told
 
 __all__ = ["Description", "Move", "checked_states", "reshard_to"]
 

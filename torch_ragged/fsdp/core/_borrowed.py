@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import Replicate
 
-from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
+from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool
 from torch_ragged.fsdp.core._encoding import Encoding
-from torch_ragged.fsdp.core._memory_log import MemoryLog
 from torch_ragged.fsdp.core._shards import Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from torch_ragged._register._torch import storage_ids
-from torch_ragged.fsdp.core._dbuffer import MemoryPool
-from torch_ragged.fsdp.core._distribution import Distribution
+from torch_ragged.fsdp.core._dbuffer import MemoryLog, MemoryPool, allocate_storage, free_storage
 from torch_ragged.fsdp.core._encoding import Encoding
-from torch_ragged.fsdp.core._memory_log import MemoryLog, allocate_storage, free_storage
+from torch_ragged.fsdp.core._fsdp_param import Distribution
 from torch_ragged.fsdp.core._shards import Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 

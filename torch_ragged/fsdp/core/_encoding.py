@@ -11,9 +11,8 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
-from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
+from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
-from torch_ragged.fsdp.core._memory_log import MemoryLog
 from torch_ragged.fsdp.core._shards import Shards
 from torch_ragged.fsdp.core._slots import Slot
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout

@@ -13,17 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from torch_ragged._register._torch import preserved_versions, storage_ids
 from torch_ragged.fsdp.comm._collectives import Collectives, Work, wait_all
-from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
-from torch_ragged.fsdp.core._distribution import Distribution, local_of
+from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool, allocate_storage, free_storage
 from torch_ragged.fsdp.core._encoding import Encoding
-from torch_ragged.fsdp.core._fsdp_param import FSDPParam
-from torch_ragged.fsdp.core._group_plan import GroupPlan
-from torch_ragged.fsdp.core._memory_log import MemoryLog, allocate_storage, free_storage
+from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, FSDPParam, local_of
 from torch_ragged.fsdp.core._shards import Shards
 from torch_ragged.fsdp.layout._rows_layout import RowsLayout
 
@@ -124,6 +122,8 @@ class TypeEncoding(Encoding):
 
     If there is only one tensor to send, or only one rank, nothing is packed: the all-gather writes to the output.
 
+    The types' methods get ``mesh``, the 1-D mesh of the shards, and ``mp_policy``.
+
     Gradients are as in other groups: one buffer, one reduce-scatter. If the number of ranks does not divide the rows, shards
     are padded here, and the types do not see the padding.
     """
@@ -132,11 +132,13 @@ class TypeEncoding(Encoding):
     makes_params = True
     _layout: RowsLayout
 
-    def __init__(self, plan: GroupPlan) -> None:
-        super().__init__(plan.layout, plan.dp.rank)
-        self._mesh, self._mp_policy = plan.dp.shard_mesh, plan.mp_policy
-        shapes = [torch.Size(found.distribution.local_shape) for found in plan.params]
-        modules = [found.registered_names[0][0] for found in plan.params]
+    def __init__(
+        self, layout: RowsLayout, rank: int, params: Sequence[FoundParam], mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy
+    ) -> None:
+        super().__init__(layout, rank)
+        self._mesh, self._mp_policy = mesh, mp_policy
+        shapes = [torch.Size(found.distribution.local_shape) for found in params]
+        modules = [found.registered_names[0][0] for found in params]
         self._of_params = list(zip(modules, shapes))
 
     def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:

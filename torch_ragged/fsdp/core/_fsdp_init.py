@@ -14,13 +14,12 @@ from torch.distributed.tensor import Shard
 
 from torch_ragged.fsdp.core._borrowed import BorrowedEncoding
 from torch_ragged.fsdp.core._contiguous import ContiguousEncoding
-from torch_ragged.fsdp.core._distribution import Distribution, has_extension
 from torch_ragged.fsdp.core._dormant_group import DormantGroup
 from torch_ragged.fsdp.core._encoding import Encoding
 from torch_ragged.fsdp.core._extension import TypeEncoding, TypeShards, TypeStandIn
 from torch_ragged.fsdp.core._float8 import Float8Encoding, Float8Policy
-from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._group_plan import FoundParam, GroupPlan
+from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, has_extension
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core._shards import Shards
 from torch_ragged.fsdp.layout._advice import PADDING_LIMIT
@@ -117,7 +116,8 @@ def make_group(plan: GroupPlan) -> FSDPParamGroup:
         if not plan.dp.is_member and not plan.runs_on_meta:
             return DormantGroup(plan)
         if isinstance(layout, RowsLayout) and not plan.runs_on_meta:
-            return FSDPParamGroup(plan, TypeShards(layout, rank), TypeEncoding(plan))
+            types = TypeEncoding(layout, rank, plan.params, plan.dp.shard_mesh, plan.mp_policy)
+            return FSDPParamGroup(plan, TypeShards(layout, rank), types)
         shards = Shards(layout, rank)
         if isinstance(layout, RowsLayout):
             encoding: Encoding = TypeStandIn(layout, rank)

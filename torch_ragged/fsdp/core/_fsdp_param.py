@@ -1,19 +1,360 @@
-"""FSDPParam: one parameter of a group, sharded and unsharded."""
+"""FSDPParam: one parameter of a group: how its elements are distributed, and its sharded and unsharded forms."""
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from torch_ragged.fsdp.core._distribution import Distribution
+from torch_ragged._register._torch import dtensor_like, local_tensor
+from torch_ragged.fsdp.core._fsdp_api import InvalidArgument
+from torch_ragged.fsdp.core._mesh import DataParallelMesh
+from torch_ragged.fsdp.core._spmd_types import AnnotatedParam, is_annotated
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
+from torch_ragged.granularity import Granularity
+from torch_ragged.placement_types import RaggedShard
+from torch_ragged.strided_placement_types import StridedRaggedShard
 
-__all__ = ["FSDPParam", "owner_of"]
+__all__ = ["Distribution", "FSDPParam", "FoundParam", "ShardedState", "has_extension", "local_of", "moved", "owner_of"]
+
+
+class ShardedState(Enum):
+    """Which parameters are registered in a group's modules, and whether the unsharded ones are allocated.
+
+    ::
+
+        SHARDED  --unshard(wait=False)-->  GATHERING  --unshard()-->  UNSHARDED  --reshard()-->  SHARDED
+                                               `----------------reshard()---------------------------^
+
+    Equal on all ranks between the hooks of modules.
+    """
+
+    following: tuple[ShardedState, ...]
+
+    SHARDED = auto()
+    """The sharded DTensors are registered; the unsharded buffer is free."""
+    GATHERING = auto()
+    """The same, with an all-gather in flight."""
+    UNSHARDED = auto()
+    """The unsharded parameters are registered."""
+
+
+# A tuple on the member itself, not a dict of members: looking these up calls Enum.__hash__, several times a step.
+ShardedState.SHARDED.following = (ShardedState.GATHERING,)
+ShardedState.GATHERING.following = (ShardedState.UNSHARDED, ShardedState.SHARDED)
+ShardedState.UNSHARDED.following = (ShardedState.SHARDED,)
+
+
+def moved(names: Callable[[], str], state: ShardedState, following: ShardedState) -> ShardedState:
+    """The state after ``state``: ``following``, if that is legal.
+
+    Args:
+        names: returns the names of the group's parameters, for the error.
+
+    Raises:
+        RuntimeError: a group must not go from ``state`` to ``following``.
+    """
+    if following not in state.following:
+        raise RuntimeError(f"{names()} cannot go from {state.name} to {following.name}")
+    return following
+
+
+class Distribution:
+    """How the elements of a parameter are distributed, and its forms in the buffers of its group.
+
+    A group works on ``local_shape``: the whole parameter or, if it is a DTensor (tensor or expert parallelism), this rank's
+    piece of it. The sharded parameter is a DTensor on a mesh of both: first the data-parallel shards, then the model's
+    placements::
+
+        plain                   (RaggedShard,)
+        HSDP                    (Replicate(), RaggedShard)
+        Shard(0) by the model   (StridedRaggedShard, Shard(0))    cut by the model first, and each piece by the group
+        Shard(d) by the model   (RaggedShard, Shard(d))           whole slices of the dimensions before d
+        _StridedShard(d), d > 0 (RaggedShard, _StridedShard(d))   as Shard(d): joined weights under tensor parallelism
+
+    Args:
+        fqn: the parameter's name, for errors.
+        param: a plain tensor, or a DTensor as the model has distributed it; or a plain tensor whose annotations of
+            ``spmd_types`` say how the model has distributed it: see :class:`AnnotatedParam`.
+        shard_dim: the dimension of a ``Shard`` placement; None: a ragged placement.
+
+    Raises:
+        ValueError: the parameter is a DTensor that data parallelism has sharded already, or is a Partial or unevenly cut
+            DTensor, or a DTensor on a mesh without names; or is a plain tensor without annotation on a mesh with
+            ``dp_mesh_dims``, or has no dimension ``shard_dim``; or its annotation is not as in :class:`AnnotatedParam`.
+    """
+
+    def __init__(self, fqn: str, param: torch.Tensor, dp: DataParallelMesh, shard_dim: int | None = None) -> None:
+        self._annotated = AnnotatedParam(fqn, param, dp) if is_annotated(param) else None
+        param = param if self._annotated is None else self._annotated.value
+        self.fqn, self.shape = fqn, param.shape
+        self.is_dtensor = isinstance(param, DTensor)
+        if isinstance(param, DTensor):
+            _check_model_placements(fqn, param, dp)
+            self._model_mesh, self._model_placements = param.device_mesh, param.placements
+        elif dp.spmd is not None:
+            raise ValueError(
+                f"When dp_mesh_dims is provided, all parameters must be DTensors on the full mesh, but {fqn} is plain: "
+                "distribute it (distribute_tensor, distribute_module), with Replicate() on data-parallel mesh dimensions"
+            )
+        self.local_shape = tuple(local_of(param).shape)
+        try:
+            self.mesh, self._template = dp.place(param if isinstance(param, DTensor) else None)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{fqn} is a DTensor on {self._model_mesh}, which cannot be joined with the mesh of fully_shard, {dp.mesh}: "
+                f"{error}. Make one mesh, init_device_mesh(..., mesh_dim_names=('dp', 'tp')), and use its slices: mesh['tp'] "
+                "for the model, mesh['dp'] for fully_shard"
+            ) from error
+        self._dp_dims, self._ranks = dp.spmd_dims, dp.ranks
+        self._rank = dp.rank if dp.is_member else dp.ranks  # Behind the last rank, there is nothing.
+        if shard_dim is not None and not -len(self.local_shape) <= shard_dim < len(self.local_shape):
+            raise InvalidArgument(
+                f"shard_placement_fn returned Shard({shard_dim}) for {fqn} of shape {tuple(self.shape)}: return Shard(d) with "
+                f"a dimension d below {len(self.local_shape)}, a granularity or None"
+            )
+        self.shard_dim = None if shard_dim is None else shard_dim % len(self.local_shape)
+
+    @property
+    def text(self) -> str:
+        """A description, equal on all ranks."""
+        cut = "" if self.shard_dim is None else f" cut along dimension {self.shard_dim}"
+        model = ""
+        if self.is_dtensor:
+            model = f" placed by the model as {self._model_placements} on {tuple(self._model_mesh.shape)}"
+            model += f" {self._model_mesh.mesh_dim_names}"
+        return f"{tuple(self.shape)}{cut}{model or ' plain'}"
+
+    # -- for the planner -------------------------------------------------------------------------------------------
+
+    def tensor_spec(self, granularity: Granularity) -> TensorSpec:
+        """The planner's input. If the model cuts a later dimension than the first, shards must be whole slices, too."""
+        spec = granularity.tensor_spec(self.fqn, self.local_shape)
+        cut = min((dim for dim in self._cuts() if dim > 0), default=None)
+        if cut is None or not spec.numel:
+            return spec
+        unit = math.prod(self.local_shape[cut:])
+        block = min(math.lcm(spec.block, unit), spec.period if spec.period % unit == 0 and spec.period else spec.numel)
+        period = spec.period if spec.period % unit == 0 else 0
+        return TensorSpec(self.fqn, self.local_shape, spec.dims[:cut], block, period)
+
+    def rows_spec(self) -> TensorSpec:
+        """The planner's description of a parameter that is cut by ``Shard(shard_dim)``."""
+        shape = self.local_shape if self.shard_dim == 0 else (math.prod(self.local_shape),)
+        return TensorSpec(self.fqn, shape, (0,), max(1, self._row_numel))
+
+    def even_layout(self, ranks: int) -> BufferLayout:
+        """The layout of a buffer of this parameter alone, cut by ``Shard(shard_dim)``: the pieces in the order of ranks."""
+        assert self.shard_dim is not None
+        row = self._row_numel
+        shard = max(1, self._rows * row)
+        spec = self.rows_spec()
+        why = f"Shard({self.shard_dim}) of {self.fqn}"
+        return BufferLayout((spec,), (0,), shard, ranks, 1, lower_bound=shard, forced_by=why, order="even")
+
+    # -- forms -----------------------------------------------------------------------------------------------------
+
+    def flat(self, param: torch.Tensor) -> torch.Tensor:
+        """The elements of this rank's piece of ``param``, 1-D, in the order of the buffer."""
+        return self._in_buffer_order(local_of(param)).reshape(-1)
+
+    def _in_buffer_order(self, whole: torch.Tensor) -> torch.Tensor:
+        if not self.shard_dim:
+            return whole
+        return torch.cat([piece.reshape(-1) for piece in whole.split(max(1, self._rows), self.shard_dim)])
+
+    def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of each rank's piece, given all elements in the order of the buffer.
+
+        Concatenated along ``shard_dim``, they are the parameter.
+        """
+        assert self.shard_dim is not None
+        if not flat.numel():
+            return [flat.view(self.local_shape)]
+        return [self._local(piece) for piece in flat.split(self._rows * self._row_numel)]
+
+    def sharded(self, flat: torch.Tensor, layout: BufferLayout, index: int) -> DTensor:
+        """The sharded DTensor, as a view of ``flat``, which holds this rank's elements."""
+        local = self._local(flat)
+        if self.shard_dim is not None:
+            return self.shaped(local)
+        placements = [self._ragged_placement(layout, index) if p is None else p for p in self._template]
+        return DTensor.from_local(local, self.mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
+
+    def sharded_like(self, flat: torch.Tensor, parameter: DTensor) -> DTensor:
+        """As :meth:`sharded`, with the placements of ``parameter``: it is slow to make placements of many ranks."""
+        return dtensor_like(self._local(flat), parameter)
+
+    def _local(self, flat: torch.Tensor) -> torch.Tensor:
+        """The local tensor of a sharded parameter, as a view of ``flat``."""
+        if self.shard_dim is not None:
+            shape, row = list(self.local_shape), self._row_numel
+            # Of a tensor without elements, too, each rank has a part of the dimension.
+            before = self._rank * self._rows
+            shape[self.shard_dim] = flat.numel() // row if row else min(max(shape[self.shard_dim] - before, 0), self._rows)
+            return flat.view(shape)
+        return flat if None in self._template else flat.view(self.local_shape)
+
+    def shaped(self, local: torch.Tensor) -> DTensor:
+        """The DTensor cut along ``shard_dim`` with the local tensor ``local``."""
+        split = math.prod(self._cuts().get(self.shard_dim, ()))  # type: ignore[arg-type]
+        shard = _StridedShard(self.shard_dim, split_factor=split) if split > 1 else Shard(self.shard_dim)  # type: ignore[arg-type]
+        placements = [shard if placement is None else placement for placement in self._template]
+        return DTensor.from_local(local, self.mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
+
+    def gathered(self, view: torch.Tensor) -> torch.Tensor:
+        """The tensor that the model computes with, given a ``view`` of all elements in ``local_shape``."""
+        if not self.is_dtensor or self._annotated is not None:
+            return view
+        mesh, placements = self._model_mesh, self._model_placements
+        return DTensor.from_local(view, mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
+
+    def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a gradient, as a tensor in the order of the buffer.
+
+        A DTensor is first redistributed to the model's placements: perhaps a collective on the model's mesh dimensions. Its
+        placements on data-parallel mesh dimensions are ignored, as in FSDP2: each rank's local tensor is its own contribution,
+        and the group reduces it. ``weight.to_local()``, for example, gives such gradients Replicate().
+        """
+        if self._annotated is not None:
+            gradient = self._annotated.gradient(gradient)
+        if self.is_dtensor:
+            assert isinstance(gradient, DTensor)
+            wanted = list(self._model_placements)
+            for dim in self._dp_dims:
+                wanted[dim] = gradient.placements[dim]
+            gradient = local_of(gradient if list(gradient.placements) == wanted else gradient.redistribute(placements=wanted))
+        return self._in_buffer_order(gradient)
+
+    @property
+    def reduces_gradient(self) -> bool:
+        """Whether :meth:`gradient` may issue a collective: the gradient that autograd computes is not yet this rank's piece."""
+        if self._annotated is None:
+            return self.is_dtensor
+        given = enumerate(self._annotated.gradient_placements)
+        return any(each != self._model_placements[dim] for dim, each in given if dim not in self._dp_dims)
+
+    def annotate(self, unsharded: torch.Tensor) -> None:
+        """Give the unsharded parameter the annotation of the user's parameter, if there is one."""
+        if self._annotated is not None:
+            self._annotated.annotate(unsharded)
+
+    # -- placements ------------------------------------------------------------------------------------------------
+
+    def _ragged_placement(self, layout: BufferLayout, index: int) -> Placement:
+        cuts = self._cuts()
+        ragged = layout.placement(index)
+        if 0 not in cuts:
+            return ragged
+        return StridedRaggedShard(ragged.dims, ragged.units, split_factor=math.prod(cuts[0]))
+
+    def _cuts(self) -> dict[int, list[int]]:
+        """The dimensions that the model cuts, with the sizes of the mesh dimensions. Only those after the shards' count."""
+        cuts: dict[int, list[int]] = {}
+        behind = self._template.index(None) + 1 if None in self._template else len(self._template)
+        for dim in range(behind, len(self._template)):
+            placement = self._template[dim]
+            if isinstance(placement, (Shard, _StridedShard)):
+                cuts.setdefault(placement.dim, []).append(self.mesh.size(dim))
+        return cuts
+
+    @property
+    def _rows(self) -> int:
+        """The size of the first rank's piece along ``shard_dim``. Later ranks hold as much or less."""
+        assert self.shard_dim is not None
+        return -(-self.local_shape[self.shard_dim] // self._ranks)
+
+    @property
+    def _row_numel(self) -> int:
+        """Elements of one slice along ``shard_dim``."""
+        assert self.shard_dim is not None
+        return math.prod(size for dim, size in enumerate(self.local_shape) if dim != self.shard_dim)
+
+
+def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> None:
+    if dp.spmd is not None:
+        if param.device_mesh != dp.spmd:
+            raise ValueError(f"{fqn} is on {param.device_mesh}, expected it on the mesh passed to fully_shard, {dp.spmd}")
+        for dim in dp.spmd_dims:
+            if param.placements[dim] != Replicate():
+                raise ValueError(
+                    f"Expected Replicate() on data-parallel mesh dimension {dim} but {fqn} is placed as {param.placements}"
+                )
+    sizes = list(param.shape)
+    for dim, placement in enumerate(param.placements):
+        if type(placement) is Shard or (type(placement) is _StridedShard and placement.dim > 0):
+            if sizes[placement.dim] % (param.device_mesh.size(dim) * getattr(placement, "split_factor", 1)):
+                raise ValueError(
+                    f"{fqn} of shape {tuple(param.shape)} is cut unevenly by {placement} over {param.device_mesh.size(dim)} "
+                    "ranks of model parallelism: pad it, or choose a size that is a multiple of the number of ranks"
+                )
+            sizes[placement.dim] //= param.device_mesh.size(dim)
+        elif not isinstance(placement, Replicate):
+            hint = (
+                "is sharded by fully_shard already" if isinstance(placement, (RaggedShard, StridedRaggedShard)) else "unknown"
+            )
+            raise ValueError(
+                f"{fqn} is a DTensor placed as {param.placements} ({hint}): fully_shard takes plain parameters, and DTensors "
+                "with Shard and Replicate of tensor or expert parallelism, or _StridedShard of a later dimension than the first"
+            )
+    shared = [name for name in dp.mesh.mesh_dim_names or () if name in (param.device_mesh.mesh_dim_names or ())]
+    if shared and dp.spmd is None:
+        rest = [name for name in dp.mesh.mesh_dim_names or () if name not in shared]
+        raise ValueError(
+            f"{fqn} is a DTensor on the mesh dimension {shared[0]!r}, and fully_shard got {dp.mesh}, which has this dimension, "
+            f"too: pass the data-parallel dimensions only, mesh[{(rest or ['dp'])[0]!r}]; or distribute all parameters over "
+            "the whole mesh, and name its data-parallel dimensions with dp_mesh_dims"
+        )
+    if param.device_mesh.mesh_dim_names is None or dp.mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"{fqn} is a DTensor on {param.device_mesh}, and fully_shard got {dp.mesh}: make both from one mesh whose "
+            "dimensions have names, such as init_device_mesh(..., mesh_dim_names=('dp', 'tp'))"
+        )
+
+
+def has_extension(param: torch.Tensor) -> bool:
+    """Whether ``param``, or its local tensor, has the methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+
+    Raises:
+        AssertionError: it has only one of the two, as in FSDP2.
+    """
+    inner = local_of(param) if isinstance(param, DTensor) else param
+    pre, post = (hasattr(inner, f"fsdp_{when}_all_gather") for when in ("pre", "post"))
+    if pre != post:
+        raise AssertionError(f"Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined for {type(inner)}")
+    return pre
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor; a plain tensor is returned detached."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    return local_tensor(tensor)
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
 
 _owners: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
 """By ``id`` of a sharded parameter: torch swaps the contents of tensors only if they have no weak references."""
+
+
+@dataclass(frozen=True, eq=False)
+class FoundParam:
+    """A parameter as the user made it, with the modules and names it is registered under (several if tied)."""
+
+    fqn: str
+    registered_names: list[tuple[nn.Module, str]]
+    value: nn.Parameter
+    distribution: Distribution
 
 
 @dataclass

@@ -9,12 +9,13 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from torch_ragged._register._torch import (
@@ -27,22 +28,69 @@ from torch_ragged._register._torch import (
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.comm._collectives import Collectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.comm._named import NamedCollectives
-from torch_ragged.fsdp.core._comm_context import FSDPCommContext
-from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool
-from torch_ragged.fsdp.core._distribution import has_extension, local_of
+from torch_ragged.fsdp.core._dbuffer import DBuffer, GroupMemory, MemoryPool
 from torch_ragged.fsdp.core._encoding import Encoding
-from torch_ragged.fsdp.core._fsdp_param import FSDPParam
+from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, ShardedState, has_extension, local_of, moved
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer
 from torch_ragged.fsdp.core._grad_reduction import GradientState, GradReduction, ReductionSettings
-from torch_ragged.fsdp.core._group_plan import FoundParam, GroupPlan
-from torch_ragged.fsdp.core._group_state import ShardedState, moved
 from torch_ragged.fsdp.core._keeper import Keeper
-from torch_ragged.fsdp.core._memory_log import GroupMemory
+from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core._shards import Shards
 from torch_ragged.fsdp.core._spmd_types import attributes_of, untyped
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter, allows_split_backward
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
-__all__ = ["FSDPParamGroup", "all_groups"]
+__all__ = ["FSDPCommContext", "FSDPParamGroup", "GroupPlan", "all_groups"]
+
+
+class FSDPCommContext:
+    """Limits for all groups under a root, or under several roots (``share_comm_ctx``).
+
+    Attributes:
+        max_gathers: how many modules' all-gathers may be issued ahead of use.
+        reducing: the reduce-scatters in flight, the oldest first. An entry holds those of the groups of one module.
+    """
+
+    def __init__(self) -> None:
+        self.max_gathers = 2
+        # Weak references: a module that outlives its model must not keep the shards of a prefetched module.
+        self._gathering: list[weakref.ref[object]] = []
+        self.reducing: list[Sequence[GradReduction]] = []
+
+    @property
+    def may_gather_ahead(self) -> bool:
+        """Whether one more all-gather may be issued ahead of use. Equal on all ranks: garbage collection does not change it."""
+        return len(self._gathering) < self.max_gathers
+
+    def add_gathering(self, state: object) -> None:
+        """The all-gathers of a state were issued ahead of use."""
+        self._gathering.append(weakref.ref(state))
+
+    def forget_gathering(self, state: object) -> bool:
+        """The all-gathers of a state were used or dropped; return whether they had been issued ahead of use."""
+        if not self._gathering:  # Mostly: asked whenever a module is unsharded or resharded.
+            return False
+        count = len(self._gathering)
+        self._gathering = [each for each in self._gathering if each() is not state]
+        return len(self._gathering) < count
+
+    def beyond(self, max_reductions: int) -> list[GradReduction]:
+        """The oldest reductions in flight, which must end so that fewer than ``max_reductions`` are in flight.
+
+        The oldest first: collectives end in the order of issue.
+        """
+        excess = max(0, len(self.reducing) - max_reductions + 1)
+        return [reduction for entry in self.reducing[:excess] for reduction in entry]
+
+    def add_reduction(self, entry: Sequence[GradReduction]) -> None:
+        """The groups of a module have issued their reduce-scatters."""
+        self.reducing.append(entry)
+
+    def forget(self, gradients: Sequence[GradReduction]) -> None:
+        """These groups have finished or dropped their reductions."""
+        mine = {id(each) for each in gradients}
+        self.reducing = [entry for entry in self.reducing if not mine.intersection(map(id, entry))]
+
 
 # Since torch 2.15, FSDP2 does not round gradients to param_dtype. Autograd leaves them in the dtype of their computation, and
 # without a reduce_dtype they are reduced in the parameters' own dtype. Results are those of the installed FSDP2.
@@ -53,6 +101,28 @@ SMALLEST_WRITTEN_IN_PLACE = 2**16
 
 
 all_groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPlan:
+    """The input of one group: parameters of one dtype and one compute dtype, on one mesh.
+
+    Attributes:
+        param_dtype, reduce_dtype: as in the mixed precision policy.
+        offload: whether shards are on the CPU.
+        tile: if not None, parameters are all-gathered as float8 in these tiles.
+        runs_on_meta: whether the group trains on the meta device, as memory reports do.
+    """
+
+    params: list[FoundParam]
+    dp: DataParallelMesh
+    layout: BufferLayout
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    offload: OffloadPolicy
+    mp_policy: MixedPrecisionPolicy
+    tile: tuple[int, int] | None = None
+    runs_on_meta: bool = False
 
 
 class Pass(Protocol):
@@ -109,7 +179,7 @@ class FSDPParamGroup:
         self.keeper: Keeper | None = None
         self.process_groups = ProcessGroupCollectives(plan.dp.shard_group, plan.dp.replicate_group)
         self.settings = ReductionSettings()
-        self.comm: FSDPCommContext[GradReduction] = FSDPCommContext()
+        self.comm: FSDPCommContext = FSDPCommContext()
         self._backward: Pass | None = None
         self._sharded_state = ShardedState.SHARDED
         self.is_hidden = False
@@ -235,7 +305,7 @@ class FSDPParamGroup:
         """The name of the group's module; empty before the root's first forward."""
         return self.named.fqn
 
-    def join(self, fqn: str, comm: FSDPCommContext[GradReduction], backward: Pass, log: CallLog | None) -> None:
+    def join(self, fqn: str, comm: FSDPCommContext, backward: Pass, log: CallLog | None) -> None:
         """The group has another root: a name under it, its limits on communication, its backward pass, and its log of calls."""
         self.comm, self._backward = comm, backward
         self.named.join(fqn, None if log is None else log.before_collective)

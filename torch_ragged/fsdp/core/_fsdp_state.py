@@ -34,11 +34,9 @@ from torch_ragged._register._torch import (
     dynamo_disabled_in_backward,
     gradient_use,
 )
-from torch_ragged.fsdp.core._comm_context import FSDPCommContext
 from torch_ragged.fsdp.core._dormant_group import check_awake
 from torch_ragged.fsdp.core._forward_order import Call
-from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._grad_reduction import GradReduction
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch_ragged.fsdp.core._roll_call import call_log_of, roll_call_of
 from torch_ragged.fsdp.core._root import FSDPStateContext, ModuleState, numbered
 from torch_ragged.fsdp.core._spmd_types import annotated_as, untyped
@@ -87,7 +85,7 @@ class FSDPState(ModuleState):
             self.join(context, FSDPCommContext())
         return context
 
-    def join(self, context: FSDPStateContext, comm: FSDPCommContext[GradReduction]) -> None:
+    def join(self, context: FSDPStateContext, comm: FSDPCommContext) -> None:
         """Share the context of a root, and the limits on communication of this root or of several."""
         # By a weak reference: a module that outlives its model must not keep the shards of all others.
         self._context, self._root_state, self.comm = weakref.ref(context), weakref.ref(context.states[0]), comm
@@ -362,7 +360,7 @@ class FSDPState(ModuleState):
         return self.context
 
     @property
-    def _comm_ctx(self) -> FSDPCommContext[Any]:
+    def _comm_ctx(self) -> FSDPCommContext:
         return self.comm
 
     @property

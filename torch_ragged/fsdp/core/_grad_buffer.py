@@ -11,9 +11,8 @@ from torch.distributed.tensor import Partial
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import as_plain_tensors
 from torch_ragged.fsdp.comm._wide_gradients import WideGradients
-from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryPool, in_buffer_form
+from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool, in_buffer_form
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
-from torch_ragged.fsdp.core._memory_log import MemoryLog
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.fsdp.layout._rows_layout import RowsLayout
 

@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from torch_ragged._groups import group_of
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
+from torch_ragged.fsdp.core._dbuffer import MemoryLog
 from torch_ragged.fsdp.core._encoding import Encoding
 from torch_ragged.fsdp.core._keeper import Keeper
-from torch_ragged.fsdp.core._memory_log import MemoryLog
 from torch_ragged.fsdp.core._shards import Shards
 
 __all__ = ["Neighbours"]

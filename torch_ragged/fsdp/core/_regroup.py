@@ -13,11 +13,9 @@ import torch
 from torch import nn
 
 from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
-from torch_ragged.fsdp.core._distribution import Distribution
 from torch_ragged.fsdp.core._fsdp_init import layout_of
-from torch_ragged.fsdp.core._fsdp_param import FSDPParam
-from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._group_plan import FoundParam, GroupPlan
+from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, FSDPParam
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._resident import Resident

@@ -7,9 +7,9 @@ import torch
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged.fsdp.comm._collectives import Collectives, Work, done, wait_all
 from torch_ragged.fsdp.comm._hierarchical import Levels
+from torch_ragged.fsdp.core._dbuffer import MemoryLog
 from torch_ragged.fsdp.core._encoding import Encoding
 from torch_ragged.fsdp.core._keeper import Keeper
-from torch_ragged.fsdp.core._memory_log import MemoryLog
 from torch_ragged.fsdp.core._shards import Shards
 
 __all__ = ["Resident"]

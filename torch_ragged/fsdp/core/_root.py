@@ -26,10 +26,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_ragged._register._torch import backward_id, dynamo_disabled, profiler_range
 from torch_ragged.fsdp.comm._call_log import CallLog
-from torch_ragged.fsdp.core._comm_context import FSDPCommContext
 from torch_ragged.fsdp.core._forward_order import Call, Event, ForwardOrder
-from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.core._grad_reduction import GradReduction
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch_ragged.fsdp.core._roll_call import RollCall
 from torch_ragged.fsdp.core._spmd_types import untyped
 
@@ -88,7 +86,7 @@ class ModuleState:
         self._must_refresh = False  # Unsharded parameters may be out of date in the next iteration.
         self.fqn = ""
         self._root_state = weakref.ref(self)
-        self.comm: FSDPCommContext[GradReduction] = FSDPCommContext()
+        self.comm: FSDPCommContext = FSDPCommContext()
 
     @property
     def name(self) -> str:

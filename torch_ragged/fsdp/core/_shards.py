@@ -8,8 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_ragged.fsdp.core._dbuffer import DBuffer
-from torch_ragged.fsdp.core._distribution import Distribution
-from torch_ragged.fsdp.core._fsdp_param import FSDPParam
+from torch_ragged.fsdp.core._fsdp_param import Distribution, FSDPParam
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
 __all__ = ["Shards"]

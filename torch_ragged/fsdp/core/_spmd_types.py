@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torch_ragged.fsdp.core._errors import InvalidArgument
+from torch_ragged.fsdp.core._fsdp_api import InvalidArgument
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 
 __all__ = ["AnnotatedParam", "annotated_as", "attributes_of", "is_annotated", "untyped"]

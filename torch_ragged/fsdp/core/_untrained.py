@@ -20,9 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged._register._torch import backward_id
-from torch_ragged.fsdp.core._distribution import local_of
+from torch_ragged.fsdp.core._fsdp_param import FoundParam, local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
-from torch_ragged.fsdp.core._group_plan import FoundParam
 
 __all__ = ["note_ignored", "note_replaced", "note_root", "sharded_originals", "warn_of_unsharded", "watch_optimizers"]
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_ragged.fsdp.comm._collectives import ReduceScatterTraits, Reduction, Work, done
+from torch_ragged.fsdp.core._dbuffer import MemoryLog, high_water
 from torch_ragged.fsdp.core._fsdp_init import make_group
+from torch_ragged.fsdp.core._fsdp_param import FoundParam
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
-from torch_ragged.fsdp.core._group_plan import FoundParam
-from torch_ragged.fsdp.core._memory_log import MemoryLog, high_water
 from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._resident import Resident
 
