@@ -34,14 +34,13 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         (
             "fsdp",
             "fsdp._fully_shard",
-            "fsdp.core._arguments",
-            "fsdp.core._distribution",
-            "fsdp.core._float8",
+            "fsdp.core._fsdp_param",
+            "fsdp.core.encodings._float8",
             "fsdp.core._fsdp_api",
             "fsdp.core._fsdp_init",
             "fsdp.core._mesh",
-            "fsdp.core._roll_call",
-            "fsdp.core._spmd_types",
+            "fsdp.core.optional._roll_call",
+            "fsdp.core.encodings._spmd_types",
         ),
         """
         The module, the mesh or a policy cannot be used together as they were given. Nothing was changed: correct the
@@ -50,7 +49,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         """,
     ),
     "Methods of a sharded module": (
-        ("fsdp._fsdp_module", "fsdp.core._errors", "fsdp.core._persistent_buffers", "fsdp.core._slots"),
+        ("fsdp._fsdp_module", "fsdp.core._persistent_buffers", "fsdp.core._slots"),
         """
         A method of `FSDPModule` got a value that it does not take, or was called at a time when it cannot act, such
         as inside a backward. Call methods between steps, with the values that the message names.
@@ -70,7 +69,6 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
             "fsdp.core._dormant_group",
             "fsdp.core._fsdp_param_group",
             "fsdp.core._fsdp_state",
-            "fsdp.core._group_state",
             "fsdp.core._root",
             "fsdp.core._weight_gradient",
         ),
@@ -108,7 +106,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         """,
     ),
     "reshard_to() and NeighbourCopies": (
-        ("fsdp._neighbour_copies", "fsdp._reshard_to", "fsdp.core._optimizer_states", "fsdp.core._regroup"),
+        ("fsdp.elastic._neighbour_copies", "fsdp.elastic._reshard_to", "fsdp.elastic._regroup"),
         """
         The model cannot move to the other mesh as it is. Model and optimizer are unchanged on all ranks. [Moving
         weights](moving_weights.md) has the conditions; where the message asks for a checkpoint, load the last one.

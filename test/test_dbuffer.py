@@ -13,9 +13,9 @@ from torch_ragged.fsdp import BufferLayout, TensorSpec
 from torch_ragged.fsdp.comm._collectives import done
 from torch_ragged.fsdp.comm._hierarchical import Levels
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, allocate_storage, free_storage, high_water, in_buffer_form
-from torch_ragged.fsdp.core._neighbours import Neighbours
-from torch_ragged.fsdp.core._resident import Resident
 from torch_ragged.fsdp.core._slots import Slot
+from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
+from torch_ragged.fsdp.core.keepers._resident import Resident
 from torch_ragged.fsdp.layout._rows_layout import RowsLayout, rows_layout
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reducti
 from torch_ragged.fsdp.core._fsdp_param import Distribution
 from torch_ragged.fsdp.core._grad_reduction import ReductionSettings
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, groups_of
-from torch_ragged.fsdp.core._regroup import check_kept, check_movable, copy_settings, keep_as, kept_by, mesh_of_groups
+from torch_ragged.fsdp.elastic._regroup import check_kept, check_movable, copy_settings, keep_as, kept_by, mesh_of_groups
 
 
 def whole(*shape):

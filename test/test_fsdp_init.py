@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.core._fsdp_init import find_params
 from torch_ragged.fsdp.core._fsdp_state import state_of
-from torch_ragged.fsdp.core._roll_call import RollCall, roll_call_of
 from torch_ragged.fsdp.core._root import FSDPStateContext, ModuleState
+from torch_ragged.fsdp.core.optional._roll_call import RollCall, roll_call_of
 
 
 class Tied(nn.Module):

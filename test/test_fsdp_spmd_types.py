@@ -19,7 +19,7 @@ from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.core._fsdp_param import Distribution
 from torch_ragged.fsdp.core._fsdp_state import map_tensors
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.core._spmd_types import is_annotated
+from torch_ragged.fsdp.core.encodings._spmd_types import is_annotated
 
 HAS_SPMD = bool(importlib.util.find_spec("spmd_types")) and hasattr(torch_fsdp, "DataParallelMeshDims")
 FSDP2_HAS_IT = hasattr(FSDPParam, "_resolve_spmd_types_for_storage")

@@ -27,11 +27,11 @@ from torch.distributed.fsdp import (
 
 from torch_ragged.fsdp._fsdp_module import FSDPModule, share_comm_ctx
 from torch_ragged.fsdp._fully_shard import buffer_layouts, fully_shard
-from torch_ragged.fsdp._neighbour_copies import NeighbourCopies
-from torch_ragged.fsdp._reshard_to import reshard_to
 from torch_ragged.fsdp.core._dbuffer import DBuffer
-from torch_ragged.fsdp.core._float8 import Float8Policy
 from torch_ragged.fsdp.core._fsdp_api import HIERARCHICAL, ZERO1, ZERO2, ZERO3, BufferPlacements
+from torch_ragged.fsdp.core.encodings._float8 import Float8Policy
+from torch_ragged.fsdp.elastic._neighbour_copies import NeighbourCopies
+from torch_ragged.fsdp.elastic._reshard_to import reshard_to
 from torch_ragged.fsdp.layout._advice import advise
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._planner import plan_layout

@@ -22,11 +22,11 @@ from torch_ragged.fsdp.core._fsdp_api import checks_bools
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState, state_of
 from torch_ragged.fsdp.core._mesh import device_of
-from torch_ragged.fsdp.core._neighbours import Neighbours
 from torch_ragged.fsdp.core._persistent_buffers import SLOTS, allocator, check_ready, make_persistent, make_transient
 from torch_ragged.fsdp.core._root import GradientReductionHandle
 from torch_ragged.fsdp.core._state_dict import before_load
 from torch_ragged.fsdp.core._untrained import warn_of_unsharded
+from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
 
 __all__ = ["FSDPModule", "check_reshard_after_forward", "make_fsdp_module", "share_comm_ctx"]
 

@@ -18,17 +18,17 @@ from torch_ragged._agreement import agree, agreement
 from torch_ragged._register._torch import flatten
 from torch_ragged.fsdp._fsdp_module import FSDPModule, check_reshard_after_forward, make_fsdp_module
 from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
-from torch_ragged.fsdp.core._float8 import Float8Policy
 from torch_ragged.fsdp.core._fsdp_api import BufferPlacements, InvalidArgument, check_bool
 from torch_ragged.fsdp.core._fsdp_init import RegisteredNames, ShardPlacementFn, find_params, make_group, plan_groups
 from torch_ragged.fsdp.core._fsdp_param import has_extension, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, agree_on_groups, device_of, groups_of
-from torch_ragged.fsdp.core._neighbours import Neighbours
-from torch_ragged.fsdp.core._resident import Resident
 from torch_ragged.fsdp.core._state_dict import take_parts
 from torch_ragged.fsdp.core._untrained import note_ignored, note_replaced, sharded_originals, watch_optimizers
+from torch_ragged.fsdp.core.encodings._float8 import Float8Policy
+from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
+from torch_ragged.fsdp.core.keepers._resident import Resident
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.granularity import Granularity, OrigParamPolicy
 

@@ -1,6 +1,6 @@
 """Reduce-scatters in two steps for ``HIERARCHICAL``: within each node, then across nodes.
 
-All-gathers stay one collective over all ranks here; ``core/_resident.py`` gathers within and across nodes.
+All-gathers stay one collective over all ranks here; ``core/keepers/_resident.py`` gathers within and across nodes.
 """
 
 from __future__ import annotations

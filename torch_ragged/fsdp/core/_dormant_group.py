@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from torch_ragged.fsdp.core._encoding import Encoding
 from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
 from torch_ragged.fsdp.core._mesh import device_of
-from torch_ragged.fsdp.core._shards import Shards
-from torch_ragged.fsdp.core._spmd_types import attributes_of
+from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
+from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of
 
 __all__ = ["DormantGroup", "check_awake"]
 

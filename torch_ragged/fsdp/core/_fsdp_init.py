@@ -12,16 +12,15 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
-from torch_ragged.fsdp.core._borrowed import BorrowedEncoding
-from torch_ragged.fsdp.core._contiguous import ContiguousEncoding
 from torch_ragged.fsdp.core._dormant_group import DormantGroup
-from torch_ragged.fsdp.core._encoding import Encoding
-from torch_ragged.fsdp.core._extension import TypeEncoding, TypeShards, TypeStandIn
-from torch_ragged.fsdp.core._float8 import Float8Encoding, Float8Policy
 from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, has_extension
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.core._shards import Shards
+from torch_ragged.fsdp.core.encodings._borrowed import BorrowedEncoding
+from torch_ragged.fsdp.core.encodings._contiguous import ContiguousEncoding
+from torch_ragged.fsdp.core.encodings._float8 import Float8Encoding, Float8Policy
+from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
+from torch_ragged.fsdp.core.encodings._tensor_types import TypeEncoding, TypeShards, TypeStandIn
 from torch_ragged.fsdp.layout._advice import PADDING_LIMIT
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._planner import plan_layout

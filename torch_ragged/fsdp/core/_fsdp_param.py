@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch_ragged._register._torch import dtensor_like, local_tensor
 from torch_ragged.fsdp.core._fsdp_api import InvalidArgument
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.core._spmd_types import AnnotatedParam, is_annotated
+from torch_ragged.fsdp.core.encodings._spmd_types import AnnotatedParam, is_annotated
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity
 from torch_ragged.placement_types import RaggedShard

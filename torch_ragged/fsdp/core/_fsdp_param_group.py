@@ -29,15 +29,14 @@ from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.comm._collectives import Collectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.comm._named import NamedCollectives
 from torch_ragged.fsdp.core._dbuffer import DBuffer, GroupMemory, MemoryPool
-from torch_ragged.fsdp.core._encoding import Encoding
 from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, ShardedState, has_extension, local_of, moved
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer
 from torch_ragged.fsdp.core._grad_reduction import GradientState, GradReduction, ReductionSettings
-from torch_ragged.fsdp.core._keeper import Keeper
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
-from torch_ragged.fsdp.core._shards import Shards
-from torch_ragged.fsdp.core._spmd_types import attributes_of, untyped
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter, allows_split_backward
+from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
+from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of, untyped
+from torch_ragged.fsdp.core.keepers._keeper import Keeper
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
 __all__ = ["FSDPCommContext", "FSDPParamGroup", "GroupPlan", "all_groups"]

@@ -37,10 +37,10 @@ from torch_ragged._register._torch import (
 from torch_ragged.fsdp.core._dormant_group import check_awake
 from torch_ragged.fsdp.core._forward_order import Call
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPCommContext, FSDPParamGroup
-from torch_ragged.fsdp.core._roll_call import call_log_of, roll_call_of
 from torch_ragged.fsdp.core._root import FSDPStateContext, ModuleState, numbered
-from torch_ragged.fsdp.core._spmd_types import annotated_as, untyped
 from torch_ragged.fsdp.core._untrained import note_root, warn_of_unsharded
+from torch_ragged.fsdp.core.encodings._spmd_types import annotated_as, untyped
+from torch_ragged.fsdp.core.optional._roll_call import call_log_of, roll_call_of
 
 __all__ = ["STATE", "FSDPState", "map_tensors", "state_of", "tensors_in"]
 

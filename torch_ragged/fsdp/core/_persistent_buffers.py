@@ -8,8 +8,8 @@ import torch
 
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
-from torch_ragged.fsdp.core._resident import Resident
 from torch_ragged.fsdp.core._slots import Slot, SlotRing
+from torch_ragged.fsdp.core.keepers._resident import Resident
 
 __all__ = ["SLOTS", "allocator", "check_ready", "make_persistent", "make_transient"]
 

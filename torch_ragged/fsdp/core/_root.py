@@ -28,8 +28,8 @@ from torch_ragged._register._torch import backward_id, dynamo_disabled, profiler
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.core._forward_order import Call, Event, ForwardOrder
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPCommContext, FSDPParamGroup
-from torch_ragged.fsdp.core._roll_call import RollCall
-from torch_ragged.fsdp.core._spmd_types import untyped
+from torch_ragged.fsdp.core.encodings._spmd_types import untyped
+from torch_ragged.fsdp.core.optional._roll_call import RollCall
 
 __all__ = ["BackwardPass", "FSDPStateContext", "GradientReductionHandle", "ModuleState"]
 

@@ -19,8 +19,8 @@ from torch_ragged.fsdp.core._fsdp_init import make_group
 from torch_ragged.fsdp.core._fsdp_param import FoundParam
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
-from torch_ragged.fsdp.core._neighbours import Neighbours
-from torch_ragged.fsdp.core._resident import Resident
+from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
+from torch_ragged.fsdp.core.keepers._resident import Resident
 
 __all__ = ["highest_moment"]
 

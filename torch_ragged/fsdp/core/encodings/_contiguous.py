@@ -6,9 +6,8 @@ import torch
 
 from torch_ragged._register._torch import storage_ids
 from torch_ragged.fsdp.core._dbuffer import MemoryLog, MemoryPool, allocate_storage, free_storage
-from torch_ragged.fsdp.core._encoding import Encoding
 from torch_ragged.fsdp.core._fsdp_param import Distribution
-from torch_ragged.fsdp.core._shards import Shards
+from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
 __all__ = ["ContiguousEncoding"]

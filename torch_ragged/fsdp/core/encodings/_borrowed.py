@@ -9,8 +9,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool
-from torch_ragged.fsdp.core._encoding import Encoding
-from torch_ragged.fsdp.core._shards import Shards
+from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
 __all__ = ["BorrowedEncoding"]

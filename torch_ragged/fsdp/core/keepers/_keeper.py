@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
-from torch_ragged.fsdp.core._encoding import Encoding
-from torch_ragged.fsdp.core._shards import Shards
+from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 
 __all__ = ["Keeper"]
 

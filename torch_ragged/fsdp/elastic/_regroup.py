@@ -17,9 +17,9 @@ from torch_ragged.fsdp.core._fsdp_init import layout_of
 from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, FSDPParam
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
-from torch_ragged.fsdp.core._neighbours import Neighbours
-from torch_ragged.fsdp.core._resident import Resident
-from torch_ragged.fsdp.core._spmd_types import attributes_of
+from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of
+from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
+from torch_ragged.fsdp.core.keepers._resident import Resident
 
 __all__ = ["Kept", "check_kept", "check_movable", "copy_settings", "keep_as", "kept_by", "mesh_of_groups", "plan_on"]
 

@@ -8,9 +8,8 @@ from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged.fsdp.comm._collectives import Collectives, Work, done, wait_all
 from torch_ragged.fsdp.comm._hierarchical import Levels
 from torch_ragged.fsdp.core._dbuffer import MemoryLog
-from torch_ragged.fsdp.core._encoding import Encoding
-from torch_ragged.fsdp.core._keeper import Keeper
-from torch_ragged.fsdp.core._shards import Shards
+from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
+from torch_ragged.fsdp.core.keepers._keeper import Keeper
 
 __all__ = ["Resident"]
 

@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch_ragged._register._torch import preserved_versions, storage_ids
 from torch_ragged.fsdp.comm._collectives import Collectives, Work, wait_all
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool, allocate_storage, free_storage
-from torch_ragged.fsdp.core._encoding import Encoding
 from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, FSDPParam, local_of
-from torch_ragged.fsdp.core._shards import Shards
+from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.layout._rows_layout import RowsLayout
 
 __all__ = ["TypeEncoding", "TypeShards", "TypeStandIn"]

@@ -21,7 +21,8 @@ from torch_ragged.fsdp.core._fsdp_init import make_group
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
-from torch_ragged.fsdp.core._regroup import (
+from torch_ragged.fsdp.core._state_dict import OptimizerStates, Told
+from torch_ragged.fsdp.elastic._regroup import (
     Kept,
     check_kept,
     check_movable,
@@ -31,7 +32,6 @@ from torch_ragged.fsdp.core._regroup import (
     mesh_of_groups,
     plan_on,
 )
-from torch_ragged.fsdp.core._state_dict import OptimizerStates, Told
 
 __all__ = ["Description", "Move", "checked_states", "reshard_to"]
 

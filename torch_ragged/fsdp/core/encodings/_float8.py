@@ -15,8 +15,7 @@ from torch_ragged._kernels import float8
 from torch_ragged._kernels.tiles import TileRun, TileTable, matrix_runs
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool
-from torch_ragged.fsdp.core._encoding import Encoding
-from torch_ragged.fsdp.core._shards import Shards
+from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity, blocks, elements
 

@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch_ragged._groups import group_of
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
 from torch_ragged.fsdp.core._dbuffer import MemoryLog
-from torch_ragged.fsdp.core._encoding import Encoding
-from torch_ragged.fsdp.core._keeper import Keeper
-from torch_ragged.fsdp.core._shards import Shards
+from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
+from torch_ragged.fsdp.core.keepers._keeper import Keeper
 
 __all__ = ["Neighbours"]
 
