@@ -70,7 +70,7 @@ def widening():
 @contextlib.contextmanager
 def reduced_dtypes(log):
     """Note the dtype of every buffer that a reduce-scatter over gloo, or by the copy engine, reads."""
-    exchange, copies = implementation._exchange_and_sum, CopyEngineCollectives._sum
+    exchange, copies = implementation._gloo.reduce_scatter, CopyEngineCollectives._sum
 
     def noted_exchange(output, buffer, *others, **options):
         log.append(buffer.dtype)
@@ -81,7 +81,7 @@ def reduced_dtypes(log):
         return copies(collectives, output, buffer, *others, **options)
 
     with (
-        mock.patch.object(implementation, "_exchange_and_sum", noted_exchange),
+        mock.patch.object(implementation._gloo, "reduce_scatter", noted_exchange),
         mock.patch.object(CopyEngineCollectives, "_sum", noted_copies),
     ):
         yield

@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._groups import is_gloo
-from torch_ragged._peers import Peers, name_of, peers_named, wait_for
+from torch_ragged._peers import Peers, issued_on, name_of, peers_named, wait_for
 from torch_ragged._register._torch import default_store
 from torch_ragged._standstill import announce
 from torch_ragged._store import SharedStore
-from torch_ragged._whereabouts import issued_on
 
 __all__ = ["agree", "agree_on_group", "agreement", "problems_of_ranks", "reduce_min"]
 

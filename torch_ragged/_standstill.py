@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._groups import end_messages, is_gloo
-from torch_ragged._peers import STANDSTILL, Fate, Peers, fates_of, listen
+from torch_ragged._peers import STANDSTILL, Fate, Peers, Whereabouts, fates_of, listen, tracker
 from torch_ragged._register._torch import process_groups
 from torch_ragged._store import SharedStore
-from torch_ragged._whereabouts import Whereabouts, tracker
 
 __all__ = ["announce", "standstill"]
 

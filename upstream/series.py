@@ -97,7 +97,6 @@ SERIES = (
             "_process.py",
             "_standstill.py",
             "_store.py",
-            "_whereabouts.py",
             "_register/_torch.py",
             "transfer/*.py",
             "_kernels/*.py",

@@ -1,33 +1,44 @@
 """The collectives of a parameter group: the protocol, and its implementation over a process group (gloo, NCCL).
 
-Nothing here knows of parameters, or of the layout of a buffer.
+Nothing here knows of parameters, or of the layout of a buffer, but for the names in errors (:class:`NamedCollectives`).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import itertools
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from torch_ragged._agreement import agree
 from torch_ragged._groups import backend_of, group_of, is_gloo
+from torch_ragged._peers import Issued, issued_on, peers_named
 from torch_ragged.fsdp.comm import _gloo
 from torch_ragged.fsdp.comm._call_log import wait_for
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
 __all__ = [
     "Collectives",
+    "NamedCollectives",
     "ProcessGroupCollectives",
     "ReduceScatterTraits",
     "Reduction",
     "Work",
     "as_real",
+    "division_of",
     "done",
-    "reduced",
+    "is_debug",
     "wait_all",
 ]
+
 
 CustomCollective = Callable[..., Optional[dist.Work]]
 """FSDP2's ``AllGather`` and ``ReduceScatter``: called as torch's collectives of the same name; None if synchronous."""
@@ -118,6 +129,7 @@ class ProcessGroupCollectives:
         self.custom_all_gather: CustomCollective | None = None
         self.custom_reduce_scatter: CustomCollective | None = None
         self.separate_group: dist.ProcessGroup | None = None
+        self._over_gloo: dict[tuple[dist.ProcessGroup, str], bool] = {}
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         group, custom = group or self._group, self.custom_all_gather
@@ -129,9 +141,9 @@ class ProcessGroupCollectives:
         if shard.dtype.itemsize == 1:  # gloo does not support float8, and an all-gather only moves bytes.
             output, shard = output.view(torch.uint8), shard.view(torch.uint8)
         # Broadcasts do not match an all-gather of another rank. All ranks decide alike: their shards have the same size.
-        if custom is None and _gloo.is_worth_broadcasts(shard, group) and is_gloo(group, shard.device):
+        if custom is None and self._is_gloo(group, shard.device) and _gloo.is_worth_broadcasts(shard, group):
             return _gloo.all_gather(as_real(output), as_real(shard), group)
-        return _issue(_all_gather, custom, output, shard, group=group)
+        return self._issue(_all_gather, custom, output, shard, group=group)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
         group, custom = self.separate_group or self._group, self.custom_reduce_scatter
@@ -139,11 +151,13 @@ class ProcessGroupCollectives:
             torch.div(buffer, reduction.divisor or 1, out=output)
             return done
         assert group is not None
-        if custom is None and is_gloo(group, buffer.device):
-            issue = functools.partial(_exchange_and_sum, output, buffer, group)
-        else:
-            issue = functools.partial(_issue_divided, _reduce_scatter, custom, output, buffer, group=group)
-        return reduced(issue, group, buffer, output, reduction)
+        how = division_of(group, output.dtype, reduction)
+        if how.before > 1:
+            buffer.div_(how.before)  # On the current stream: the collective is issued behind it.
+        if custom is None and self._is_gloo(group, buffer.device):
+            return _gloo.reduce_scatter(as_real(output), as_real(buffer), group, how.after)
+        work = self._issue(_reduce_scatter, custom, output, buffer, op=how.op, group=group)
+        return work if how.after == 1 else _ScaledWork(work, output, how.after)
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         """Over gloo, a reduce-scatter is an all-to-all and a local sum: see ``_gloo.reduce_scatter``."""
@@ -151,7 +165,7 @@ class ProcessGroupCollectives:
         # If there are several reducers, wait() issues the next collective. Ranks wait for a second buffer at different moments,
         # so such a reduction must not report one.
         is_one = self.custom_reduce_scatter is None and len(self.reducers) == 1
-        is_exchange = is_one and group is not None and group.size() > 1 and is_gloo(group, device)
+        is_exchange = is_one and group is not None and group.size() > 1 and self._is_gloo(group, device)
         return ReduceScatterTraits(adds_wide=is_exchange, holds_second_buffer=is_exchange)
 
     def separate_reductions(self, enable: bool) -> None:
@@ -177,43 +191,66 @@ class ProcessGroupCollectives:
         reduction = Reduction(None if reduction.divisor is None else 1.0, reduction.sum_only)
         if _is_alone(self._replicas):
             return done
-        issue = functools.partial(_issue_divided, dist.all_reduce, None, tensor, group=self._replicas)
-        return reduced(issue, self._replicas, tensor, tensor, reduction)
+        how = division_of(self._replicas, tensor.dtype, reduction)
+        if how.before > 1:
+            tensor.div_(how.before)
+        work = self._issue(dist.all_reduce, None, tensor, op=how.op, group=self._replicas)
+        return work if how.after == 1 else _ScaledWork(work, tensor, how.after)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         work: Work = done
         for group in (self._group, self._replicas):
             if not _is_alone(group):
                 work.wait()  # The second all-reduce reads what the first one writes.
-                work = _issue(dist.all_reduce, None, tensor, op=dist.ReduceOp.MAX, group=group)
+                assert group is not None
+                work = self._issue(dist.all_reduce, None, tensor, op=dist.ReduceOp.MAX, group=group)
         return work
 
+    def _is_gloo(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Whether tensors on ``device`` go over gloo. Asked several times per collective, and slow to find out."""
+        key = (group, device.type)
+        if key not in self._over_gloo:
+            self._over_gloo[key] = is_gloo(group, device)
+        return self._over_gloo[key]
 
-def reduced(
-    issue: Callable[..., Work], group: dist.ProcessGroup, source: torch.Tensor, output: torch.Tensor, reduction: Reduction
-) -> Work:
-    """Choose the op and the divisors of a reduction, and issue it.
+    def _issue(
+        self, collective: Any, custom: CustomCollective | None, *tensors: torch.Tensor, group: dist.ProcessGroup, **options: Any
+    ) -> Work:
+        """Issue ``custom`` if it is set, otherwise ``collective``. Complex tensors are sent as pairs of real numbers."""
+        tensors = tuple(map(as_real, tensors))
+        if custom is not None:
+            return custom(*tensors, **options, group=group, async_op=True) or done  # A synchronous one returns None.
+        work: dist.Work | None = collective(*tensors, **options, group=group, async_op=True)
+        assert work is not None, "this rank is not part of the collective's process group"
+        return _GlooWork(work) if self._is_gloo(group, tensors[0].device) else work
 
-    Args:
-        issue: called with ``op`` and ``divisor``; reduces ``source`` to ``output``, then divides ``output`` by ``divisor``.
-        group: the process group of the reduction.
-        source: the input. For float16 it is divided in place.
-        output: the result.
-        reduction: the user's divisor, and whether averages are allowed.
+
+class Division(NamedTuple):
+    """How a reduction divides.
+
+    Attributes:
+        op: the op of the collective.
+        before: what the input is divided by, in place, before the collective.
+        after: what the output is divided by after it.
     """
+
+    op: dist.ReduceOp.RedOpType
+    before: int
+    after: float
+
+
+def division_of(group: dist.ProcessGroup, dtype: torch.dtype, reduction: Reduction) -> Division:
+    """How ``group`` divides in a reduction whose output has ``dtype``. Equal on all ranks: backend, dtypes and settings are."""
     size = group.size()
     divisor = size if reduction.divisor is None else reduction.divisor
-    # The op must be equal on all ranks. It is, because it depends on the backend, on dtypes and on settings.
     averages = dist.get_backend(group) == dist.Backend.NCCL and not reduction.sum_only
     # NCCL's AVG divides inside the collective, which saves a kernel over the output.
-    if averages and divisor == size and output.dtype != torch.float16 and size > 1:
-        return issue(op=dist.ReduceOp.AVG, divisor=1)
+    if averages and divisor == size and dtype != torch.float16 and size > 1:
+        return Division(dist.ReduceOp.AVG, 1, 1)
     # A sum of many float16 values may overflow, and dividing all of them first may underflow. So about the square root of the
     # divisor is applied before the sum, and the rest after it.
-    before = _power_of_two_near_root(divisor) if output.dtype == torch.float16 else 1
-    if before > 1:
-        source.div_(before)  # On the current stream: the collective is issued behind it.
-    return issue(op=dist.ReduceOp.SUM, divisor=divisor / before)
+    before = _power_of_two_near_root(divisor) if dtype == torch.float16 else 1
+    return Division(dist.ReduceOp.SUM, before, divisor / before)
 
 
 class _Done:
@@ -247,10 +284,6 @@ def _is_alone(group: dist.ProcessGroup | None, custom: CustomCollective | None =
     return group is None or (group.size() == 1 and custom is None)
 
 
-def _exchange_and_sum(output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, op: Any, divisor: float) -> Work:
-    return _gloo.reduce_scatter(as_real(output), as_real(buffer), group, divisor)
-
-
 class _ScaledWork:
     """A collective whose output is divided when the collective has finished."""
 
@@ -260,19 +293,8 @@ class _ScaledWork:
     def wait(self) -> None:
         # With NCCL, wait() orders the current stream behind the collective, so the division runs on complete sums.
         self._work.wait()
-        if self._divisor != 1:
-            self._output.div_(self._divisor)
+        self._output.div_(self._divisor)
         self._divisor = 1  # A second wait() must not divide again.
-
-
-def _issue(collective: Any, custom: CustomCollective | None, *tensors: torch.Tensor, **options: Any) -> Work:
-    """Issue ``custom`` if it is set, otherwise ``collective``. Complex tensors are sent as pairs of real numbers."""
-    tensors = tuple(map(as_real, tensors))
-    if custom is not None:
-        return custom(*tensors, **options, async_op=True) or done  # A synchronous one returns None.
-    work = collective(*tensors, **options, async_op=True)
-    assert work is not None, "this rank is not part of the collective's process group"
-    return _GlooWork(work) if is_gloo(options["group"], tensors[0].device) else work
 
 
 class _GlooWork:
@@ -283,13 +305,6 @@ class _GlooWork:
 
     def wait(self) -> None:
         wait_for(self._work)
-
-
-def _issue_divided(
-    collective: Any, custom: CustomCollective | None, output: torch.Tensor, *inputs: torch.Tensor, divisor: float, **how: Any
-) -> Work:
-    """As :func:`_issue`; ``wait()`` then divides ``output`` by ``divisor``."""
-    return _ScaledWork(_issue(collective, custom, output, *inputs, **how), output, divisor)
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -303,3 +318,150 @@ def _power_of_two_near_root(divisor: float) -> int:
     while divisor % factor == 0 and divisor / factor > factor:
         factor *= 2
     return factor
+
+
+_CALL = "a collective (TORCH_RAGGED_DEBUG=1)"
+_ADVICE = (
+    "all ranks must use equal models and policies, and run the same fully_shard modules in the same order. If a rank may skip "
+    "a module, shard it with fully_shard(module, optional=True)"
+)
+
+_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""The number of collectives that this rank has compared on a process group."""
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""The number of the groups of parameters that a process group has."""
+
+
+def is_debug() -> bool:
+    """Whether ranks compare each collective: ``TORCH_RAGGED_DEBUG=1``. It must be equal on all ranks."""
+    return os.environ.get("TORCH_RAGGED_DEBUG", "0") not in ("", "0")
+
+
+class NamedCollectives:
+    """The collectives of one group of parameters.
+
+    If a collective fails because of another rank, or of the network, it raises :class:`torch_ragged.PeerError`.
+
+    With ``TORCH_RAGGED_DEBUG=1``, before each collective the ranks of its process group compare its number, its kind, the
+    group's parameters and layout, and shapes and dtypes: one more all-reduce of 24 bytes, which the host waits for.
+
+    Args:
+        inner: what carries them.
+        mesh: the mesh of the shards and the replicas.
+        shards, replicas: its process groups; None if there is none.
+        parameters: the first parameter's name and the number of the others.
+        layout: the layout of their buffer.
+
+    Attributes:
+        inner: as above; it may be replaced.
+        number: of the group among those of its process group; 0 before :meth:`take_number`.
+        fqn: the name of the group's module; empty before the root's first forward.
+        parameters: what the collectives carry, for errors.
+    """
+
+    def __init__(
+        self,
+        inner: Collectives,
+        mesh: DeviceMesh,
+        shards: dist.ProcessGroup | None,
+        replicas: dist.ProcessGroup | None,
+        parameters: str,
+        layout: BufferLayout,
+    ) -> None:
+        self.inner, self.fqn = inner, ""
+        self._mesh, self._shards, self._replicas = mesh, shards, replicas
+        self._own_parameters, self._layout = parameters, layout
+        self._issued: dict[dist.ProcessGroup | None, Issued | None] = {None: None}
+        self._is_debug = is_debug()
+        self.number = 0
+        self.join("", None)
+
+    def join(self, fqn: str, before_all_gather: Callable[[], None] | None) -> None:
+        """The group has a name under its root. Before each all-gather, call a function, which may raise."""
+        self.fqn, self._before_all_gather = fqn, before_all_gather
+        self.parameters = f"{self._own_parameters} in {fqn or f'group {self.number}'}"
+
+    def take_number(self) -> None:
+        """Take the next number of the process group. Ranks call this when they have agreed on the group, in the same order.
+
+        Before the root's first forward, groups have no other name that tells them apart.
+        """
+        key = self._shards or self._replicas
+        if key is not None:
+            self.number = next(_groups.setdefault(key, itertools.count(1)))
+        self.join(self.fqn, self._before_all_gather)
+
+    def ranks(self) -> list[int]:
+        """The global ranks of the mesh."""
+        ranks: list[int] = self._mesh.mesh.flatten().tolist()
+        return ranks
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
+        if self._before_all_gather is not None and (group or self._shards) is not None:
+            self._before_all_gather()
+        with self._compared("all-gather", [group or self._shards], shard, output) as named:
+            named.work = self.inner.all_gather(output, shard, group)
+        return named
+
+    def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
+        with self._compared("reduce-scatter", [self._shards], buffer, output) as named:
+            named.work = self.inner.reduce_scatter(output, buffer, reduction)
+        return named
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
+        with self._compared("all-reduce", [self._replicas], tensor) as named:
+            named.work = self.inner.all_reduce(tensor, reduction)
+        return named
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> Work:
+        with self._compared("all-reduce of used parameters", [self._shards, self._replicas], tensor) as named:
+            named.work = self.inner.all_reduce_max(tensor)
+        return named
+
+    def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
+        return self.inner.reduce_scatter_traits(device)
+
+    def _compared(self, collective: str, groups: Sequence[dist.ProcessGroup | None], *tensors: torch.Tensor) -> _NamedWork:
+        """Note the collective that is issued next and, in debug mode, compare it. The context names the ranks if it fails.
+
+        Raises:
+            ValueError: ranks issue different collectives.
+        """
+        parameters, tickets = self.parameters, []
+        # None on the meta device: a memory report runs there, on one rank alone.
+        for group in () if tensors[0].is_meta else groups:
+            if group is not None and group not in self._issued:
+                self._issued[group] = issued_on(group) if group.size() > 1 else None  # Without other ranks, there is none.
+            issued = self._issued[group]
+            if issued is not None:
+                if self._is_debug and group is not None:
+                    self._compare(collective, group, tensors)
+                tickets.append(issued.issue(collective, parameters))
+        return _NamedWork(collective, parameters, self.ranks, tickets)
+
+    @functools.cached_property
+    def _layout_text(self) -> str:
+        """Equal for equal parameters, granularities and ranks; different otherwise."""
+        parts = (self._layout.tensors, self._layout.offsets, self._layout.shard_numel, self._layout.ranks)
+        return hashlib.sha1(repr(parts).encode(), usedforsecurity=False).hexdigest()[:12]
+
+    def _compare(self, collective: str, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+        shapes = " and ".join(f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in tensors)
+        number = _counts[group] = _counts.get(group, 0) + 1
+        claim = f"collective {number} of process group {group.group_name}: {collective} of {self.parameters}, {shapes}"
+        agree([group], tensors[0].device, _CALL, f"{claim}, layout {self._layout_text}", None, _ADVICE)
+
+
+class _NamedWork(peers_named):
+    """A collective that is issued and waited for in this context, so that its errors name it.
+
+    Attributes:
+        work: the collective in flight.
+    """
+
+    work: Work
+
+    def wait(self) -> None:
+        with self:
+            self.work.wait()

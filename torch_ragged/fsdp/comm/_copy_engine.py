@@ -6,7 +6,6 @@ Nothing here allocates or maps memory: ``PeerMemory`` does.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch_ragged.fsdp.comm._collectives import (
     Reduction,
     Work,
     as_real,
-    reduced,
+    division_of,
     wait_all,
 )
 from torch_ragged.fsdp.comm._gloo import sum_parts
@@ -69,16 +68,18 @@ class CopyEngineCollectives:
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
         if self._process_groups.custom_reduce_scatter is not None:
             return self._process_groups.reduce_scatter(output, buffer, reduction)
-        issue = functools.partial(self._sum, as_real(output), as_real(buffer))
-        # Over NCCL, reduced() might choose AVG, which the sum below does not implement.
-        return reduced(issue, self._group, buffer, output, dataclasses.replace(reduction, sum_only=True))
+        # Over NCCL, it might choose AVG, which the sum below does not implement.
+        how = division_of(self._group, output.dtype, dataclasses.replace(reduction, sum_only=True))
+        if how.before > 1:
+            buffer.div_(how.before)
+        return self._sum(as_real(output), as_real(buffer), how.after)
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         # No second buffer: a rank receives parts in its slots, which stay allocated.
         adds_wide = device.type == "cpu" and self._process_groups.custom_reduce_scatter is None
         return ReduceScatterTraits(adds_wide, holds_second_buffer=False)
 
-    def _sum(self, output: torch.Tensor, buffer: torch.Tensor, op: object, divisor: float) -> Work:
+    def _sum(self, output: torch.Tensor, buffer: torch.Tensor, divisor: float) -> Work:
         memory = self._reductions
         # A slot receives a piece from every rank, itself included. Each piece has whole elements, so that it can be added.
         piece = memory.slot_nbytes // (memory.size * buffer.element_size())

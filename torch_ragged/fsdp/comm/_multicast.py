@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._groups import timeout_of
-from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits, Reduction, Work, reduced
+from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits, Reduction, Work, division_of
 from torch_ragged.fsdp.comm._peer_memory import StreamWork
 
 __all__ = ["MulticastCollectives", "SymmetricSlabs"]
@@ -82,15 +82,17 @@ class MulticastCollectives:
         handle = self._slabs.handle(buffer) if buffer.dtype in _TYPES else None
         if handle is None or self._process_groups.custom_reduce_scatter is not None:
             return self._process_groups.reduce_scatter(output, buffer, reduction)
-        issue = functools.partial(self._load_sum, handle, output)
         # The switch computes sums only.
-        return reduced(issue, self._group, buffer, output, dataclasses.replace(reduction, sum_only=True))
+        how = division_of(self._group, output.dtype, dataclasses.replace(reduction, sum_only=True))
+        if how.before > 1:
+            buffer.div_(how.before)
+        return self._load_sum(handle, output, how.after)
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         # The load instruction returns the dtype that it reads. A rank receives sums only, straight in the output.
         return ReduceScatterTraits(adds_wide=False, holds_second_buffer=False)
 
-    def _load_sum(self, handle: Any, output: torch.Tensor, op: object, divisor: float) -> Work:
+    def _load_sum(self, handle: Any, output: torch.Tensor, divisor: float) -> Work:
         stream = self._stream("reduce_scatter", output.device, priority=0)
         with torch.cuda.stream(stream):
             # Each rank's barrier is behind the kernels that write its gradients: after it, all ranks' gradients are complete.

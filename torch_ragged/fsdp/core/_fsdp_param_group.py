@@ -26,8 +26,7 @@ from torch_ragged._register._torch import (
     profiler_range,
 )
 from torch_ragged.fsdp.comm._call_log import CallLog
-from torch_ragged.fsdp.comm._collectives import Collectives, ProcessGroupCollectives, Work
-from torch_ragged.fsdp.comm._named import NamedCollectives
+from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, GroupMemory, MemoryPool
 from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, ShardedState, has_extension, local_of, moved
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer

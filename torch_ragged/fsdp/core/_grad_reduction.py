@@ -14,8 +14,7 @@ from torch.distributed.tensor import Shard
 
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import profiler_range
-from torch_ragged.fsdp.comm._collectives import Reduction, Work
-from torch_ragged.fsdp.comm._named import NamedCollectives
+from torch_ragged.fsdp.comm._collectives import NamedCollectives, Reduction, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer

@@ -19,7 +19,7 @@ from torch_ragged._agreement import agree_on_group
 from torch_ragged._groups import timeout_of
 from torch_ragged._redistribute import ranks_ascend
 from torch_ragged._register._torch import concatenate, flatten
-from torch_ragged.fsdp.comm._named import is_debug
+from torch_ragged.fsdp.comm._collectives import is_debug
 
 __all__ = ["DataParallelMesh", "agree_on_groups", "device_of", "groups_of"]
 
