@@ -368,13 +368,13 @@ class RowsTest(unittest.TestCase):
 
     def test_empty_tensors_take_no_memory(self):
         layout = rows_layout(self.specs([(0, 3), (4, 0), (4, 2)]), 2)
-        self.assertEqual((layout.shard_numel, layout.gaps()), (4, ()))
+        self.assertEqual((layout.shard_numel, layout.gaps), (4, ()))
         self.assertEqual([layout.local_range(index, 1) for index in range(3)], [(0, 0), (0, 0), (4, 8)])
         whole = DBuffer(layout, Partial(), 0, torch.float32, CPU)
         for index, shape in enumerate([(0, 3), (4, 0), (4, 2)]):
             whole.tensor(index).copy_(in_buffer_form(torch.zeros(shape), layout, index))
         nothing = rows_layout(self.specs([(0, 3)]), 2)
-        self.assertEqual((nothing.shard_numel, nothing.gaps()), (1, ((0, 2),)))
+        self.assertEqual((nothing.shard_numel, nothing.gaps), (1, ((0, 2),)))
         self.assertEqual(sum(nothing.placement(0).local_units), 1)
 
     def test_shards_without_room_or_order_are_refused(self):

@@ -296,23 +296,25 @@ class OutputDtypeTest(OneRankTest):
 
 
 class CommContextTest(unittest.TestCase):
-    def test_what_was_issued_ahead_is_known_until_it_is_forgotten(self):
-        context, states = FSDPCommContext(), [nn.Module() for _ in range(3)]
-        self.assertFalse(context.forget_gathering(states[0]))
-        for state in states[:2]:
-            self.assertTrue(context.may_gather_ahead)
-            context.add_gathering(state)
-        self.assertFalse(context.may_gather_ahead)
-        self.assertFalse(context.forget_gathering(states[2]))
-        self.assertTrue(context.forget_gathering(states[0]))
-        self.assertFalse(context.forget_gathering(states[0]))
-        self.assertTrue(context.may_gather_ahead)
+    @fake_group(2)
+    def test_what_was_issued_ahead_is_known_until_it_ends(self):
+        layers, mesh = [nn.Linear(2, 2) for _ in range(4)], init_device_mesh("cpu", (2,))
+        first, *others = [fully_shard(layer, mesh=mesh)._ragged_states(recurse=False)[0] for layer in layers]
+        self.assertFalse(others[0].end_gathering())
+        started = first._prefetch([*others], None, 0, step=1)  # Two, the most.
+        self.assertEqual((started, first.comm.gathers), (others[:2], 2))
+        self.assertFalse(others[2].end_gathering())
+        others[0].join(others[0].context, FSDPCommContext())  # The count is in the limits that have it.
+        self.assertTrue(others[0].end_gathering())
+        self.assertFalse(others[0].end_gathering())
+        self.assertEqual((first.comm.gathers, others[0].comm.gathers), (1, 0))
+        self.assertEqual(first._prefetch(others[2:], None, 0, step=1), others[2:])
 
     def test_reductions_are_finished_in_the_order_of_issue(self):
-        context: FSDPCommContext[object] = FSDPCommContext()
+        context = FSDPCommContext()
         a, b, c, d = (object() for _ in range(4))
         for entry in ([a, b], [c], [d]):
-            context.add_reduction(entry)
+            context.reducing.append(entry)
         self.assertEqual((context.beyond(4), context.beyond(3), context.beyond(2)), ([], [a, b], [a, b, c]))
         context.forget([c])
         self.assertEqual((context.reducing, context.beyond(2)), ([[a, b], [d]], [a, b]))

@@ -369,7 +369,7 @@ class RegroupTest(unittest.TestCase):
         old.set_all_reduce_hook(hook), old.set_requires_all_reduce(False), old.set_gradient_divide_factor(3.0)
         old.set_reduce_scatter_max_input_buffers(5)
         (before,), (after,) = (model._ragged_groups(recurse=True) for model in (old, new))
-        before.named.join("layer", None)
+        before.join("layer", before.comm)
         copy_settings(before, after)
         self.assertEqual(after.fqn, "layer")
         self.assertEqual(

@@ -132,7 +132,7 @@ class GradientTest(OneRankTest):
         model.set_reduce_scatter_max_input_buffers(3)
         (state,) = model._ragged_states(recurse=False)
         model(torch.ones(1, WIDTH)).sum().backward()
-        self.assertEqual((state.comm.reducing, state.comm.may_gather_ahead), ([], True))
+        self.assertEqual((state.comm.reducing, state.comm.gathers), ([], 0))
         self.assertFalse(any(group.may_hold_sum or group.is_pending for group in groups_of(model)))
 
     def test_a_backward_after_one_that_raised_has_its_own_gradients_only(self):

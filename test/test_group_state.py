@@ -5,11 +5,12 @@ import unittest
 
 import torch
 import torch.distributed as dist
-from common import run_ranks
+from common import fake_group, run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp.core._fsdp_param import ShardedState, moved
+from torch_ragged.fsdp.core._fsdp_param import ShardedState
 
 
 def states_in_a_step():
@@ -73,12 +74,18 @@ class GroupStateTest(unittest.TestCase):
             ("GATHERING", "SHARDED"),
             ("UNSHARDED", "SHARDED"),
         }
+        with fake_group(2):
+            model = fully_shard(nn.Linear(2, 2, bias=False), mesh=init_device_mesh("cpu", (2,)))
+            (group,) = model._ragged_groups(recurse=False)
         for state, following in itertools.product(ShardedState, ShardedState):
+            group._sharded_state = state
             if (state.name, following.name) in legal:
-                self.assertIs(moved(lambda: "weight", state, following), following)
+                group._move_to(following)
+                self.assertIs(group._sharded_state, following)
                 continue
             with self.assertRaisesRegex(RuntimeError, f"^weight cannot go from {state.name} to {following.name}$"):
-                moved(lambda: "weight", state, following)
+                group._move_to(following)
+            self.assertIs(group._sharded_state, state)
 
 
 if __name__ == "__main__":

@@ -266,7 +266,7 @@ class PlannerTest(unittest.TestCase):
                 for rank in range(ranks):
                     start, stop = layout.local_range(index, rank)
                     self.assertEqual(owned(one.shape, (ranks,), (placement.cut,), (rank,)).local_shape, (stop - start,))
-            used = sum(t.numel for t in tensors) + sum(stop - start for start, stop in layout.gaps())
+            used = sum(t.numel for t in tensors) + sum(stop - start for start, stop in layout.gaps)
             self.assertEqual(used, layout.numel)
 
     def test_element_granularity_is_at_the_trivial_bound(self):
@@ -282,7 +282,7 @@ class PlannerTest(unittest.TestCase):
         self.assertEqual(layout.padding_fraction, 11 / 13)
         self.assertEqual(layout.bound_fraction, (2 * 8 - 13) / 13)
         self.assertEqual(layout.granularity_fraction, 2 * (12 - 8) / 13)  # Single elements would take 2 shards of 8.
-        self.assertEqual(layout.gaps(), ((0, 4), (12, 15), (20, 24)))
+        self.assertEqual(layout.gaps, ((0, 4), (12, 15), (20, 24)))
         self.assertEqual([tuple(layout.placement(i).local_units) for i in range(3)], [(8, 0), (1, 0), (0, 5)])
         self.assertEqual([layout.local_range(0, rank) for rank in (0, 1)], [(0, 8), (8, 8)])
         self.assertEqual([layout.local_range(2, rank) for rank in (0, 1)], [(0, 0), (0, 5)])
@@ -292,8 +292,8 @@ class PlannerTest(unittest.TestCase):
         )
         empty = BufferLayout((spec(0, 1, "e"),), (0,), 4, 2, 4, 4, "", "given")
         self.assertEqual((empty.padding_fraction, empty.bound_fraction, empty.granularity_fraction), (8, 8, 0))
-        self.assertEqual(empty.gaps(), ((0, 8),))
-        self.assertEqual(BufferLayout((spec(8, 1, "f"),), (0,), 4, 2, 4, 4, "", "given").gaps(), ())
+        self.assertEqual(empty.gaps, ((0, 8),))
+        self.assertEqual(BufferLayout((spec(8, 1, "f"),), (0,), 4, 2, 4, 4, "", "given").gaps, ())
         small = BufferLayout((spec(3, 1, "s"),), (0,), 4, 2, 4, 4, "", "given")
         self.assertEqual(small.granularity_fraction, 0)
         one = BufferLayout((spec(1, 1, "o"),), (0,), 4, 2, 4, 4, "", "given")

@@ -183,8 +183,7 @@ class FSDPModule(TorchFSDPModule):
             state.reshard_after_forward = reshard_after_forward
             for group in state.groups:
                 if isinstance(group.keeper, Neighbours):
-                    group.keeper.drop()
-                    group.keeper = None
+                    group.keep(None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are resharded after backward.

@@ -329,7 +329,7 @@ def _keep_parts(groups: Sequence[FSDPParamGroup], size: int) -> bool:
     for group in groups:
         shards = group.dp.shard_group
         if group.encoding.computes_in_buffer and 1 < size < group.dp.ranks and shards is not None:
-            group.keeper = Neighbours.among(shards, group.rank, size, group.memory.gathered)
+            group.keep(Neighbours.among(shards, group.rank, size, group.memory.gathered))
     return size > 1
 
 
@@ -374,7 +374,7 @@ def _with_levels(dp: DataParallelMesh, placements: BufferPlacements | None) -> t
 def _stay_gathered(groups: Sequence[FSDPParamGroup], levels: Levels) -> None:
     for group in groups:
         if not group.encoding.makes_params:  # A tensor type with its own all-gather keeps nothing.
-            group.keeper = Resident(levels, group.memory.gathered)
+            group.keep(Resident(levels, group.memory.gathered))
         if levels.within is not None and group.dp.shard_group is not None:
             group.process_groups = group.collectives = HierarchicalCollectives(levels, group.dp.shard_group)
 

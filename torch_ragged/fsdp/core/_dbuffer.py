@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Union
 
 import torch
@@ -173,11 +173,8 @@ class DBuffer:
         if borrowed is not None:
             self.flat = borrowed.view(-1)
             return
-        with self._from_pool():
+        with torch.cuda.use_mem_pool(pool) if isinstance(pool, torch.cuda.MemPool) else nullcontext():
             self.flat = torch.empty(numel, dtype=dtype, device=device, pin_memory=is_pinned)
-
-    def _from_pool(self) -> AbstractContextManager[None]:
-        return torch.cuda.use_mem_pool(self.pool) if isinstance(self.pool, torch.cuda.MemPool) else nullcontext()
 
     @property
     def nbytes(self) -> int:
@@ -212,7 +209,7 @@ class DBuffer:
         if self._slab is not None:
             self._slab.claim(self)
         else:
-            with self._from_pool():
+            with torch.cuda.use_mem_pool(self.pool) if isinstance(self.pool, torch.cuda.MemPool) else nullcontext():
                 self.flat.untyped_storage().resize_(self._nbytes)
         if self._log is not None:
             self._log.note(self._nbytes)
@@ -232,15 +229,20 @@ class DBuffer:
         """The part of tensor ``index`` in this buffer, as a view with its own version counter."""
         flat = self.flat.data  # Autograd must not see that the buffer is filled again: it may have saved the view.
         if self.is_sharded:
-            start, stop = self.layout.local_range(index, self.rank)
-            begin = self.layout.local_offset(index, self.rank)
-            return flat[begin : begin + stop - start] if stop > start else flat[:0]
+            begin, end = self.interval(index)
+            return flat[begin:end]
         tensor = self.layout.tensors[index]
         offset = self.layout.offsets[index]
         if isinstance(self.layout, RowsLayout):
             sizes = self.layout.sizes(index)
             return flat.view(self.layout.ranks, -1)[:, offset : offset + math.prod(sizes[1:])].view(sizes)
         return flat[offset : offset + tensor.numel].view(tensor.shape)
+
+    def interval(self, index: int) -> tuple[int, int]:
+        """Where the part of tensor ``index`` that this rank holds begins and ends in its shard."""
+        start, stop = self.layout.local_range(index, self.rank)
+        begin = self.layout.local_offset(index, self.rank)
+        return (begin, begin + stop - start) if stop > start else (0, 0)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, or a tensor that it wraps, lies in the memory of this buffer."""
@@ -261,7 +263,7 @@ class DBuffer:
     def zero_padding(self) -> None:
         """Fill the padding with zeros, so that reductions do not read undefined values."""
         start = self.rank * self.layout.shard_numel if self.is_sharded else 0
-        for begin, end in self.layout.gaps():
+        for begin, end in self.layout.gaps:
             begin, end = max(begin - start, 0), min(end - start, self.flat.numel())
             if begin < end:
                 self.flat[begin:end].zero_()

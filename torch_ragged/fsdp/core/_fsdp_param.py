@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -22,7 +21,7 @@ from torch_ragged.granularity import Granularity
 from torch_ragged.placement_types import RaggedShard
 from torch_ragged.strided_placement_types import StridedRaggedShard
 
-__all__ = ["Distribution", "FSDPParam", "FoundParam", "ShardedState", "has_extension", "local_of", "moved", "owner_of"]
+__all__ = ["Distribution", "FSDPParam", "FoundParam", "ShardedState", "has_extension", "local_of", "owner_of"]
 
 
 class ShardedState(Enum):
@@ -50,20 +49,6 @@ class ShardedState(Enum):
 ShardedState.SHARDED.following = (ShardedState.GATHERING,)
 ShardedState.GATHERING.following = (ShardedState.UNSHARDED, ShardedState.SHARDED)
 ShardedState.UNSHARDED.following = (ShardedState.SHARDED,)
-
-
-def moved(names: Callable[[], str], state: ShardedState, following: ShardedState) -> ShardedState:
-    """The state after ``state``: ``following``, if that is legal.
-
-    Args:
-        names: returns the names of the group's parameters, for the error.
-
-    Raises:
-        RuntimeError: a group must not go from ``state`` to ``following``.
-    """
-    if following not in state.following:
-        raise RuntimeError(f"{names()} cannot go from {state.name} to {following.name}")
-    return following
 
 
 class Distribution:
@@ -163,11 +148,12 @@ class Distribution:
 
     def flat(self, param: torch.Tensor) -> torch.Tensor:
         """The elements of this rank's piece of ``param``, 1-D, in the order of the buffer."""
-        return self._in_buffer_order(local_of(param)).reshape(-1)
+        whole = local_of(param)
+        return (self._in_buffer_order(whole) if self.shard_dim else whole).reshape(-1)
 
     def _in_buffer_order(self, whole: torch.Tensor) -> torch.Tensor:
-        if not self.shard_dim:
-            return whole
+        """The pieces of all ranks, one after the other, of a tensor that is cut along a later dimension than the first."""
+        assert self.shard_dim
         return torch.cat([piece.reshape(-1) for piece in whole.split(max(1, self._rows), self.shard_dim)])
 
     def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -231,7 +217,7 @@ class Distribution:
             for dim in self._dp_dims:
                 wanted[dim] = gradient.placements[dim]
             gradient = local_of(gradient if list(gradient.placements) == wanted else gradient.redistribute(placements=wanted))
-        return self._in_buffer_order(gradient)
+        return self._in_buffer_order(gradient) if self.shard_dim else gradient
 
     @property
     def reduces_gradient(self) -> bool:

@@ -28,7 +28,7 @@ from torch_ragged._register._torch import (
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, GroupMemory, MemoryPool
-from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, ShardedState, has_extension, local_of, moved
+from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, ShardedState, has_extension, local_of
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer
 from torch_ragged.fsdp.core._grad_reduction import GradientState, GradReduction, ReductionSettings
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
@@ -44,33 +44,17 @@ __all__ = ["FSDPCommContext", "FSDPParamGroup", "GroupPlan", "all_groups"]
 class FSDPCommContext:
     """Limits for all groups under a root, or under several roots (``share_comm_ctx``).
 
+    It issues no collective and waits for none: it says whether one may be issued, and which ones have to end before.
+
     Attributes:
         max_gathers: how many modules' all-gathers may be issued ahead of use.
+        gathers: how many are now. Equal on all ranks: garbage collection does not change it.
         reducing: the reduce-scatters in flight, the oldest first. An entry holds those of the groups of one module.
     """
 
     def __init__(self) -> None:
-        self.max_gathers = 2
-        # Weak references: a module that outlives its model must not keep the shards of a prefetched module.
-        self._gathering: list[weakref.ref[object]] = []
+        self.max_gathers, self.gathers = 2, 0
         self.reducing: list[Sequence[GradReduction]] = []
-
-    @property
-    def may_gather_ahead(self) -> bool:
-        """Whether one more all-gather may be issued ahead of use. Equal on all ranks: garbage collection does not change it."""
-        return len(self._gathering) < self.max_gathers
-
-    def add_gathering(self, state: object) -> None:
-        """The all-gathers of a state were issued ahead of use."""
-        self._gathering.append(weakref.ref(state))
-
-    def forget_gathering(self, state: object) -> bool:
-        """The all-gathers of a state were used or dropped; return whether they had been issued ahead of use."""
-        if not self._gathering:  # Mostly: asked whenever a module is unsharded or resharded.
-            return False
-        count = len(self._gathering)
-        self._gathering = [each for each in self._gathering if each() is not state]
-        return len(self._gathering) < count
 
     def beyond(self, max_reductions: int) -> list[GradReduction]:
         """The oldest reductions in flight, which must end so that fewer than ``max_reductions`` are in flight.
@@ -80,14 +64,11 @@ class FSDPCommContext:
         excess = max(0, len(self.reducing) - max_reductions + 1)
         return [reduction for entry in self.reducing[:excess] for reduction in entry]
 
-    def add_reduction(self, entry: Sequence[GradReduction]) -> None:
-        """The groups of a module have issued their reduce-scatters."""
-        self.reducing.append(entry)
-
-    def forget(self, gradients: Sequence[GradReduction]) -> None:
-        """These groups have finished or dropped their reductions."""
-        mine = {id(each) for each in gradients}
-        self.reducing = [entry for entry in self.reducing if not mine.intersection(map(id, entry))]
+    def forget(self, reductions: Sequence[GradReduction]) -> None:
+        """These have ended or were dropped, and those of the same modules."""
+        if self.reducing:
+            mine = set(map(id, reductions))
+            self.reducing = [entry for entry in self.reducing if mine.isdisjoint(map(id, entry))]
 
 
 # Since torch 2.15, FSDP2 does not round gradients to param_dtype. Autograd leaves them in the dtype of their computation, and
@@ -158,6 +139,7 @@ class FSDPParamGroup:
         keeper: keeps gathered parameters after reshard; None: nothing stays gathered.
         memory: the log of this group's memory, for monitors and memory reports.
         settings: what the user has set of reductions.
+        fqn: the name of the group's module; empty before the root's first forward.
         is_hidden: whether the parameters are temporarily deregistered from their modules.
         has_registered_memory: whether the buffers lie in memory that the collectives have registered.
         needs_reduction: whether backward has reached the group since the last reduction, on any rank. Equal on all ranks after
@@ -175,9 +157,10 @@ class FSDPParamGroup:
         self.rank = plan.dp.rank
         self.shards, self.encoding, self.memory = shards, encoding, GroupMemory()
         self.keeper: Keeper | None = None
+        self._keeps_buffer = False  # Whether the keeper keeps the gathered buffer itself.
         self.process_groups = ProcessGroupCollectives(plan.dp.shard_group, plan.dp.replicate_group)
         self.settings = ReductionSettings()
-        self.comm: FSDPCommContext = FSDPCommContext()
+        self.fqn, self.comm = "", FSDPCommContext()
         self._backward: Pass | None = None
         self._sharded_state = ShardedState.SHARDED
         self.is_hidden = False
@@ -298,15 +281,16 @@ class FSDPParamGroup:
     def collectives(self, collectives: Collectives) -> None:
         self.named.inner = collectives
 
-    @property
-    def fqn(self) -> str:
-        """The name of the group's module; empty before the root's first forward."""
-        return self.named.fqn
-
-    def join(self, fqn: str, comm: FSDPCommContext, backward: Pass, log: CallLog | None) -> None:
+    def join(self, fqn: str, comm: FSDPCommContext, backward: Pass | None = None, log: CallLog | None = None) -> None:
         """The group has another root: a name under it, its limits on communication, its backward pass, and its log of calls."""
-        self.comm, self._backward = comm, backward
+        self.fqn, self.comm, self._backward = fqn, comm, backward
         self.named.join(fqn, None if log is None else log.before_collective)
+
+    def keep(self, keeper: Keeper | None) -> None:
+        """From now on, ``keeper`` keeps gathered parameters. What an earlier one keeps is dropped."""
+        if self.keeper is not None:
+            self.keeper.drop()
+        self.keeper, self._keeps_buffer = keeper, keeper is not None and keeper.keeps_buffer
 
     @property
     def names(self) -> str:
@@ -359,7 +343,9 @@ class FSDPParamGroup:
         return self._sharded_state is not ShardedState.SHARDED
 
     def _move_to(self, state: ShardedState) -> None:
-        self._sharded_state = moved(lambda: self.names, self._sharded_state, state)
+        if state not in self._sharded_state.following:
+            raise RuntimeError(f"{self.names} cannot go from {self._sharded_state.name} to {state.name}")
+        self._sharded_state = state
 
     @untyped
     def unshard(self, wait: bool = True) -> None:
@@ -377,21 +363,28 @@ class FSDPParamGroup:
                 )
             # Before the shards are read: a later write makes the group outdated, also while the all-gather is in flight.
             self._gathered_versions = [param.sharded._version for param in self.params]
-            with self._sharded_after_error(), profiler_range("all_gather", self.fqn):
-                if self.keeper is None:
-                    self._all_gather = self.encoding.all_gather(self.shards, self.named)
-                else:
-                    versions = self._gathered_versions
-                    self._all_gather = self.keeper.all_gather(self.shards, self.encoding, versions, self.named)
+            try:
+                with profiler_range("all_gather", self.fqn):
+                    if self.keeper is None:
+                        self._all_gather = self.encoding.all_gather(self.shards, self.named)
+                    else:
+                        versions = self._gathered_versions
+                        self._all_gather = self.keeper.all_gather(self.shards, self.encoding, versions, self.named)
+            except BaseException:
+                self._return_to_sharded()
+                raise
             self._move_to(ShardedState.GATHERING)
-        if wait and not self.is_unsharded:
-            with self._sharded_after_error():
+        if wait and self._sharded_state is not ShardedState.UNSHARDED:
+            try:
                 self._wait_for_all_gather()
                 made = self.encoding.decode(self.shards, self._keeps_buffer)
                 if made is not None:
                     with torch.inference_mode(False):  # Later forwards train them.
                         for index, (param, value) in enumerate(zip(self.params, made)):
                             self._init_unsharded_param(index, param, param.distribution.gathered(value))
+            except BaseException:
+                self._return_to_sharded()
+                raise
             if self.keeper is not None:
                 self.keeper.drop()  # The all-gather has read it.
             self._move_to(ShardedState.UNSHARDED)
@@ -401,16 +394,13 @@ class FSDPParamGroup:
                     param.register(param.unsharded)
                     param.version = param.compute_version
 
-    @contextlib.contextmanager
-    def _sharded_after_error(self) -> Iterator[None]:
-        """If the block raises, return to the sharded state, so that all ranks can issue the all-gather again."""
-        try:
-            yield
-        except BaseException:
-            self._all_gather, self._sharded_state = None, ShardedState.SHARDED
-            self.invalidate_kept()
-            self.encoding.free(self._keeps_buffer)
-            raise
+    def _return_to_sharded(self) -> None:
+        """An all-gather has failed: all ranks can issue it again."""
+        self._all_gather = None
+        if self.is_gathered:
+            self._move_to(ShardedState.SHARDED)
+        self.invalidate_kept()
+        self.encoding.free(self._keeps_buffer)
 
     def _wait_for_all_gather(self) -> None:
         assert self._all_gather is not None
@@ -433,10 +423,6 @@ class FSDPParamGroup:
             self.keeper.invalidate()
 
     @property
-    def _keeps_buffer(self) -> bool:
-        return self.keeper is not None and self.keeper.keeps_buffer
-
-    @property
     def is_outdated(self) -> bool:
         """Whether an operation has changed a sharded parameter since its all-gather. Equal on all ranks, as operations are."""
         return self.is_gathered and self._gathered_versions != [param.sharded._version for param in self.params]
@@ -457,8 +443,11 @@ class FSDPParamGroup:
             self._move_to(ShardedState.SHARDED)
         # An all-gather in flight writes to the buffer that is freed below.
         if self._all_gather is not None:
-            with self._sharded_after_error():
+            try:
                 self._wait_for_all_gather()
+            except BaseException:
+                self._return_to_sharded()
+                raise
         if self.keeper is not None:
             self.keeper.drop()
             if keep and was_unsharded:
@@ -489,7 +478,7 @@ class FSDPParamGroup:
     @property
     def has_slot(self) -> bool:
         """Whether an all-gather can be issued: no other group uses the slot of this one's persistent buffer."""
-        return self.encoding.has_slot
+        return self._pools[0] is None or self.encoding.has_slot
 
     @property
     def kept_nbytes(self) -> int:
@@ -591,20 +580,18 @@ class FSDPParamGroup:
             # Equal on all ranks: if gradients may have accumulated, or if parameters stay gathered, so that ranks may have run
             # different numbers of passes since the last reduction, all ranks send the wide dtype.
             is_one_pass = not self.may_hold_sum and self.keeper is None
-            self.reduction.start(is_one_pass and self.can_send_narrow)
+            is_narrow = is_one_pass and self.grad_buffer.dtype != self.reduce_dtype
+            # Whether the collectives can add in a wider dtype than they send is their own business.
+            allow_narrow = self.grad_buffer.wide_gradients.allow_narrow
+            self.reduction.start(sends_narrow=is_narrow and allow_narrow(self.collectives, self.device))
             self.may_hold_sum = False
-
-    @property
-    def can_send_narrow(self) -> bool:
-        """Whether the collectives send the gradients of one pass in their narrow dtype. Equal on all ranks."""
-        buffer = self.grad_buffer
-        return buffer.dtype != self.reduce_dtype and buffer.wide_gradients.allow_narrow(self.named, self.device)
 
     def finish_gradients(self, used_anywhere: list[bool]) -> None:
         """Set ``.grad``. After this an optimizer may change the parameters."""
         self.reduction.set_grads(used_anywhere)
         # All ranks set .grad in the same pass, so what they keep gathered is out of date on all of them.
-        self.invalidate_kept()
+        if self.keeper is not None:
+            self.keeper.invalidate()
 
     def end_pass(self, is_accumulating: bool) -> None:
         """A backward pass has ended."""

@@ -99,6 +99,7 @@ class GradReduction:
     ) -> None:
         self._params, self._buffer, self._sharded, self._device = params, buffer, sharded, device
         self._collectives, self._has_replicas, self._settings, self._log = collectives, has_replicas, settings, log
+        self._intervals = [sharded.interval(index) for index in range(len(params))]
         self._reduce_scatter: Work | None = None  # In flight.
         self._output: DBuffer | None = None  # Its output, also after it has ended.
         self._all_reduce: tuple[Work, DBuffer] | None = None  # In flight, with the buffer that it reduces in place.
@@ -213,12 +214,14 @@ class GradReduction:
             scaled_copy_(moved.flat, reduced.flat)  # This blocks: an optimizer on the CPU may read it at once.
             self._log.note(-reduced.nbytes)
             reduced = moved
-        for index, (param, is_used) in enumerate(zip(self._params, used_anywhere)):
+        for param, (begin, end), is_used in zip(self._params, self._intervals, used_anywhere, strict=True):
             param.was_used = False
             sharded = param.sharded
             if not is_used:
                 continue
-            gradient = param.distribution.sharded_like(reduced.tensor(index), sharded)  # type: ignore[arg-type]
+            # Each gradient has its own version counter, as a tensor of the optimizer.
+            mine = reduced.flat.data[begin:end]
+            gradient = param.distribution.sharded_like(mine, sharded)  # type: ignore[arg-type]
             sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
             for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(sharded)

@@ -180,7 +180,7 @@ class DataParallelMesh:
         """The index of this rank's shard; 0 if this rank is not in the mesh."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1) if self.has_shards and self.is_member else 0
 
-    @property
+    @functools.cached_property
     def key(self) -> tuple[int, ...]:
         """A key that is equal for meshes with the same process groups."""
         return (id(self.shard_group), id(self.replicate_group)) if self.is_member else (hash(self.mesh),)

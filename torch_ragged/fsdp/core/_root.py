@@ -84,6 +84,7 @@ class ModuleState:
         self._in_backward = False  # Between pre- and post-backward. A forward call then is a recomputation.
         self._still_to_run = set(self.modules)  # The modules that have not run since the last reshard.
         self._must_refresh = False  # Unsharded parameters may be out of date in the next iteration.
+        self._gathers_in: FSDPCommContext | None = None  # What counts the all-gathers that were issued ahead of use.
         self.fqn = ""
         self._root_state = weakref.ref(self)
         self.comm: FSDPCommContext = FSDPCommContext()
@@ -147,15 +148,23 @@ class ModuleState:
             group.unshard(wait=False)
         for group in self.groups:
             group.unshard()
-        self.comm.forget_gathering(self)
+        self.end_gathering()
 
     def reshard(self, keep: bool = False) -> None:
         """Free the unsharded parameters. If ``keep``, the keeper may keep a part for backward."""
-        self.comm.forget_gathering(self)
+        self.end_gathering()
+        self._must_refresh = False
         for group in self.groups:
             group.reshard(keep)
-        # A kept part has the current values. If a new forward begins before backward, it drops the part.
-        self._must_refresh = any(group.keeper is not None and group.keeper.holds_part for group in self.groups)
+            # A kept part has the current values. If a new forward begins before backward, it drops the part.
+            self._must_refresh |= group.keeper is not None and group.keeper.holds_part
+
+    def end_gathering(self) -> bool:
+        """The all-gathers were used or dropped; return whether they had been issued ahead of use."""
+        counted_by, self._gathers_in = self._gathers_in, None
+        if counted_by is not None:
+            counted_by.gathers -= 1
+        return counted_by is not None
 
     def _prefetch(
         self, chosen: Sequence[ModuleState] | None, order: ForwardOrder | None, position: int, step: int
@@ -164,16 +173,18 @@ class ModuleState:
 
         If the limit of all-gathers ahead of use is reached, an all-gather is issued when its module runs.
         """
-        states = self._next(order, position, step) if chosen is None else chosen
         started = []
         # These conditions are equal on all ranks: the order, the all-gathers in flight, and the holders of slots.
-        for state in states:
-            is_gathered = all(group.is_gathered for group in state.groups)
-            can_start = all(group.has_slot for group in state.groups)
-            if not is_gathered and can_start and self.comm.may_gather_ahead:
+        for state in self._next(order, position, step) if chosen is None else chosen:
+            is_gathered, can_start = True, self.comm.gathers < self.comm.max_gathers
+            for group in state.groups:
+                is_gathered &= group.is_gathered
+                can_start &= group.has_slot
+            if can_start and not is_gathered:
                 for group in state.groups:
                     group.unshard(wait=False)
-                self.comm.add_gathering(state)
+                self.comm.gathers += 1
+                state._gathers_in = self.comm
                 started.append(state)
         return started
 
@@ -255,7 +266,7 @@ class ModuleState:
             reduction.finish()
         for group in groups:
             group.reduce_gradients()
-        self.comm.add_reduction([group.reduction for group in groups])
+        self.comm.reducing.append([group.reduction for group in groups])
 
     @property
     def _accumulates(self) -> bool:
@@ -266,7 +277,6 @@ class ModuleState:
 
     def end_backward(self) -> None:
         """The pass is over, and ``.grad`` is set."""
-        self.comm.forget([group.reduction for group in self.groups])
         if self._must_refresh and self.root_state.calls:  # Forward itself ran this backward, and uses the parameters.
             return
         if self.reshard_after_backward or not all(group.is_unsharded for group in self.groups):
@@ -343,7 +353,7 @@ class FSDPStateContext:
         """After a forward without backward: reshard modules that were prefetched and did not run."""
         # All ranks prefetch in the same order. So they have issued, and drop, the same all-gathers.
         for state in self.states:
-            if state.comm.forget_gathering(state):
+            if state.end_gathering():
                 state.reshard()
 
     def meet(self, event: tuple[ModuleState, bool] | None, stays_unsharded: bool = False) -> tuple[bool, bool]:
@@ -424,6 +434,7 @@ class FSDPStateContext:
                 for group in members:
                     group.finish_gradients([next(used) for _ in group.params])
             self._end_pass(not reduced and any(group.is_trainable for group in self.groups))
+            self.states[0].comm.forget([group.reduction for group in self.groups])
             for state in self.states:
                 state.end_backward()
             # Last: if anything above raises, the pass counts as one that raised, and its gradients are dropped.

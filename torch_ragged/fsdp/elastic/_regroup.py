@@ -113,7 +113,7 @@ def _stand_in(param: FSDPParam, device: torch.device) -> nn.Parameter:
 
 def copy_settings(old: FSDPParamGroup, new: FSDPParamGroup) -> None:
     """Give ``new`` what the user has set on ``old`` by methods of ``FSDPModule``."""
-    new.named.join(old.fqn, None)
+    new.join(old.fqn, new.comm)
     vars(new.settings).update(vars(old.settings))
     new.process_groups.custom_all_gather = old.process_groups.custom_all_gather
     new.process_groups.custom_reduce_scatter = old.process_groups.custom_reduce_scatter
@@ -148,6 +148,6 @@ def keep_as(group: FSDPParamGroup, kept: Kept) -> None:
     if shards is None:
         return
     if isinstance(kept, int) and 1 < kept < group.dp.ranks:
-        group.keeper = Neighbours.among(shards, group.rank, kept, group.memory.gathered)
+        group.keep(Neighbours.among(shards, group.rank, kept, group.memory.gathered))
     elif kept == "all":
-        group.keeper = Resident(Levels(shards, None), group.memory.gathered)
+        group.keep(Resident(Levels(shards, None), group.memory.gathered))

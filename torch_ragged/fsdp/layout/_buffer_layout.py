@@ -5,6 +5,7 @@ A layout is integers only: it owns no memory and does not know the rank of its p
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ class BufferLayout:
                     f"elements{anew}"
                 )
 
-    @property
+    @functools.cached_property  # Asked of each buffer, as ``gaps`` is.
     def numel(self) -> int:
         """Elements of the whole buffer."""
         return self.ranks * self.shard_numel
@@ -133,6 +134,7 @@ class BufferLayout:
         unit, offset = math.prod(tensor.shape[len(tensor.dims) :]), self.offsets[index]
         return RaggedShard(tensor.dims, shards.within(offset, offset + tensor.numel).scaled(1, unit))
 
+    @functools.cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The padding: (start, stop) of each interval of the buffer that belongs to no tensor."""
         gaps, end = [], 0

@@ -5,6 +5,7 @@ A layout is integers only: it owns no memory and does not know the rank of its p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,6 +57,7 @@ class RowsLayout(BufferLayout):
         ranges = [self.local_range(index, rank) for rank in range(self.ranks)]
         return RaggedShard((0,), Units([((stop - start) // _row(self.tensors[index]), 1) for start, stop in ranges]))
 
+    @functools.cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """None, unless all tensors are empty: the padding of a tensor's last rows is written with the tensor."""
         return () if any(tensor.numel for tensor in self.tensors) else ((0, self.numel),)

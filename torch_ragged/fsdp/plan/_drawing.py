@@ -120,7 +120,7 @@ def _rows(layout: BufferLayout, kind_of: list[int]) -> list[_Row]:
 def _single_rows(layout: BufferLayout, kind_of: list[int]) -> Iterator[_Row]:
     """The rows in the order of ranks. All ranks whose shards are wholly inside one tensor or one gap are one row."""
     shard = layout.shard_numel
-    segments = [(start, stop, _PADDING_KIND) for start, stop in layout.gaps()]
+    segments = [(start, stop, _PADDING_KIND) for start, stop in layout.gaps]
     for index, tensor in enumerate(layout.tensors):
         if tensor.numel:
             segments.append((layout.offsets[index], layout.offsets[index] + tensor.numel, kind_of[index]))
@@ -162,7 +162,7 @@ def _legend(layout: BufferLayout, kinds: list[_Kind], height: int) -> list[str]:
         numel = sum(tensor.numel for tensor in kind.members)
         ranks = f"{kind.first_rank}-{kind.last_rank}" if kind.first_rank < kind.last_rank else str(kind.first_rank)
         table.append((kind.symbol, _name(kind), _shape(kind), _block(kind), f"{numel:,}", ranks))
-    gaps = layout.gaps()
+    gaps = layout.gaps
     if gaps:
         ranks = f"{gaps[0][0] // layout.shard_numel}-{(gaps[-1][1] - 1) // layout.shard_numel}"
         table.append(

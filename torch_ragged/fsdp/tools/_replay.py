@@ -115,9 +115,9 @@ class _Replay:
         twin.register_sharded()
         if isinstance(group.keeper, Neighbours):
             assert group.dp.shard_group is not None
-            twin.keeper = Neighbours(group.keeper.size, 0, group.dp.shard_group, twin.memory.gathered)
+            twin.keep(Neighbours(group.keeper.size, 0, group.dp.shard_group, twin.memory.gathered))
         elif isinstance(group.keeper, Resident):
-            twin.keeper = Resident(group.keeper.levels, twin.memory.gathered)
+            twin.keep(Resident(group.keeper.levels, twin.memory.gathered))
         twin.settings.max_reductions = group.settings.max_reductions
         twin.settings.requires_all_reduce = group.settings.requires_all_reduce
         memory = twin.memory
