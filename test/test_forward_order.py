@@ -64,10 +64,10 @@ def backward(order, watched, reached, rng):
         if position not in reached or (member.is_optional and not is_exit and rng.random() < 0.5):
             continue
         if is_exit:
-            run(order, order.begin(position))
+            run(order, order.reach(position, is_exit=True))
             member.pre_backward(order, position)
         else:
-            run(order, order.end(position))
+            run(order, order.reach(position, is_exit=False))
             member.post_backward(first[member] == position)
     run(order, order.finish())
     return list(events)
@@ -103,16 +103,15 @@ class ForwardOrderTest(unittest.TestCase):
         self.assertEqual([call.begun_in for call in calls], [-1] * 3)
         for call in reversed(calls):  # The inner call ends first.
             order.watch_exit(call.position)
-        self.assertEqual([call.is_first for call in calls], [True, True, False])
-        self.assertTrue(Call(None, member).is_first)
+        self.assertEqual([order.is_first(call.position) for call in calls], [True, True, False])
         self.assertEqual(Call(None, member).position, -1)
 
     def test_a_call_without_a_backward_does_not_count_as_the_first(self):
         order, member = ForwardOrder(), Member("a", [])
         first, second = Call(order, member), Call(order, member)
-        self.assertEqual([first.is_first, second.is_first], [True, True])
+        self.assertEqual([order.is_first(call.position) for call in (first, second)], [True, True])
         order.watch_exit(second.position)
-        self.assertTrue(second.is_first)
+        self.assertTrue(order.is_first(second.position))
 
     def test_an_order_that_backward_has_not_reached_has_nothing_to_finish(self):
         order = ForwardOrder()
@@ -144,8 +143,8 @@ class ForwardOrderTest(unittest.TestCase):
             order.watch_entry(position)
             order.watch_exit(position)
         order.restart()
-        run(order, order.begin(0))
-        run(order, order.begin(1))  # Late: autograd reaches it after an earlier call.
+        run(order, order.reach(0, is_exit=True))
+        run(order, order.reach(1, is_exit=True))  # Late: autograd reaches it after an earlier call.
         run(order, order.finish())
         run(order, order.finish())
         self.assertEqual(events, [("pre", 1), ("post", "b", True)])

@@ -350,13 +350,13 @@ def adopted_gradients(policy):
         (group,) = table._ragged_fsdp_state.groups
         group.unshard()
         group.params[0].unsharded.register_hook(lambda gradient, name=name: kept.update({name: gradient.detach()}))
-        inner = group.grad_buffer.mark
+        inner = group.add_gradient
 
-        def look(index, group=group, name=name, inner=inner):
+        def look(index, gradient, group=group, name=name, inner=inner):
+            inner(index, gradient)
             sources[name] = group.grad_buffer.buffers()[0].flat.data_ptr()
-            inner(index)
 
-        group.grad_buffer.mark = look
+        group.add_gradient = look
     for step in range(2):  # They add up.
         model.set_requires_gradient_sync(step == 1)
         model(tokens).backward()

@@ -312,7 +312,7 @@ class CommContextTest(unittest.TestCase):
 
     def test_reductions_are_finished_in_the_order_of_issue(self):
         context = FSDPCommContext()
-        a, b, c, d = (object() for _ in range(4))
+        a, b, c, d = (object() for _ in range(4))  # Groups.
         for entry in ([a, b], [c], [d]):
             context.reducing.append(entry)
         self.assertEqual((context.beyond(4), context.beyond(3), context.beyond(2)), ([], [a, b], [a, b, c]))

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import ZERO2, fully_shard
-from torch_ragged.fsdp.core._root import BackwardPass
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
 
 
@@ -34,48 +33,42 @@ class Watched(torch.autograd.Function):
 
 
 class GradientTest(OneRankTest):
-    def test_a_backward_of_a_module_whose_root_was_deleted_raises(self):
-        class Root:
-            def drop_raised_backward(self):
-                pass
-
-        root = Root()
-        backward = BackwardPass(root)
-        del root
+    def test_a_gradient_of_a_module_whose_root_was_deleted_raises(self):
+        model = self.sharded(nn.Linear(WIDTH, WIDTH, bias=False))
+        model(torch.ones(1, WIDTH))
+        (group,) = groups_of(model)
+        del model
         gc.collect()
-        self.assertRegex(error_of(backward.start), "RuntimeError: the root of this fully_shard module was deleted")
+        gradient = torch.ones(WIDTH, WIDTH)
+        group.add_gradient(0, gradient)  # Of a use outside of any forward.
+        group.expect_gradients()
+        group._reached_in = None  # In an earlier pass.
+        error = error_of(group.add_gradient, 0, gradient)
+        self.assertRegex(error, "RuntimeError: the root of this fully_shard module was deleted")
 
     def test_a_later_forward_is_finished_when_backward_reaches_an_earlier_one(self):
         class Order:
             def __init__(self, name):
                 self.restart = lambda: calls.append(f"restart {name}")
-                self.finish = lambda: name
+                self.finish = lambda: [name]
 
-        class Root:
-            def drop_raised_backward(self):
-                pass
-
-            def run_skipped(self, order, events):
-                calls.append(f"finish {events}")
-
-            def root_post_backward(self):
-                backward.finish_orders()
-
-        calls, root = [], Root()
-        backward, earlier, later = BackwardPass(root), Order("earlier"), Order("later")
+        model = self.sharded(nn.Linear(WIDTH, WIDTH))
+        (root,) = {state.context for state in model._ragged_states(recurse=False)}
+        calls, earlier, later = [], Order("earlier"), Order("later")
+        root.run_skipped = lambda order, event: calls.append(f"finish {event}")
         x = torch.ones(1, requires_grad=True)
 
         def hook(gradient):
-            backward.start()
+            root.start_backward()
             for order in (later, later, earlier):
-                backward.reach(order)
-                self.assertTrue(backward.is_in(order))
-            backward.start()  # It was started: nothing happens.
+                root.reach(order)
+                self.assertIn(order, root.orders)
+            root.start_backward()  # It was started: nothing happens.
 
         x.register_hook(hook)
         x.sum().backward()
         self.assertEqual(calls, ["restart later", "finish later", "restart earlier", "finish later", "finish earlier"])
-        self.assertFalse(backward.is_in(earlier))
+        self.assertEqual(root.orders, [])
 
     def test_a_hook_on_an_unsharded_parameter_sees_its_gradient_until_it_is_removed(self):
         for smallest in (1, 2**62):  # Written by the matmul, or copied.

@@ -118,7 +118,7 @@ class RollCallTest(unittest.TestCase):
         events, roll_call = self.of_three_events()
         votes = [[1, 1], [3, 2], [2, 2], [2, 3], [100, 100]]
         with mock.patch.object(dist, "all_reduce", self.another(*votes)):
-            context = FSDPStateContext([state for state, _ in events], roll_call=roll_call)
+            context = FSDPStateContext([mock.Mock(spec_set=["groups"], groups=[])], roll_call=roll_call)
             self.assertEqual(context.meet(events[2], True), (True, True))
         self.assertEqual(events[0][0].method_calls, [mock.call.enter_call(context, False)])
         leaves = [mock.call.leave_call(False, True), mock.call.leave_call(True, True), mock.call.leave_call(True, False)]

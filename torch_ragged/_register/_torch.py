@@ -219,9 +219,8 @@ def register_composable(api: Any, module: nn.Module, state: object) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[api.__name__] = RegistryItem()
 
 
-def backward_id() -> int:
-    """The number of the backward pass that runs this code; -1 outside of backward. (2.11 to 2.15)"""
-    return torch._C._current_graph_task_id()
+backward_id = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that runs this code; -1 outside of backward. (2.11 to 2.15)"""
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,7 @@ class FSDPModule(TorchFSDPModule):
         groups = list(state.groups)
         for group in groups:
             group.load_replaced()
-            if not (state.context.in_forward or state.context.backward.is_running):
+            if not (state.context.in_forward or state.context.in_backward):
                 group.expire_resident()
             group.unshard(wait=False)
         handle = _UnshardHandle(groups)
@@ -142,7 +142,7 @@ class FSDPModule(TorchFSDPModule):
         state = self._ragged_states(recurse=False)[0]
         _check_root(state, "set_manual_backward_finalization must be called on the root FSDP module")
         if enabled != state.finalizes_manually:
-            if state.context.backward.is_running or state.context.backward.is_unfinished:
+            if state.context.in_backward or state.context.awaits_finalize:
                 raise RuntimeError("set_manual_backward_finalization cannot change mode after backward starts")
         state.finalizes_manually = enabled
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_ragged._agreement import agree
 from torch_ragged._groups import backend_of, group_of, is_gloo
 from torch_ragged._peers import Issued, issued_on, peers_named
+from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp.comm import _gloo
 from torch_ragged.fsdp.comm._call_log import wait_for
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
@@ -129,32 +130,31 @@ class ProcessGroupCollectives:
         self.custom_all_gather: CustomCollective | None = None
         self.custom_reduce_scatter: CustomCollective | None = None
         self.separate_group: dist.ProcessGroup | None = None
-        self._over_gloo: dict[tuple[dist.ProcessGroup, str], bool] = {}
+        self._over_gloo = _OverGloo()
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         group, custom = group or self._group, self.custom_all_gather
-        if _is_alone(group, custom):
+        # The user's collective is called even for one rank: it may do more than communicate.
+        if group is None or (group.size() == 1 and custom is None):
             if output.data_ptr() != shard.data_ptr():
                 output.copy_(shard)
             return done
-        assert group is not None
         if shard.dtype.itemsize == 1:  # gloo does not support float8, and an all-gather only moves bytes.
             output, shard = output.view(torch.uint8), shard.view(torch.uint8)
         # Broadcasts do not match an all-gather of another rank. All ranks decide alike: their shards have the same size.
-        if custom is None and self._is_gloo(group, shard.device) and _gloo.is_worth_broadcasts(shard, group):
+        if custom is None and self._over_gloo[group, shard.device.type] and _gloo.is_worth_broadcasts(shard, group):
             return _gloo.all_gather(as_real(output), as_real(shard), group)
         return self._issue(_all_gather, custom, output, shard, group=group)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
         group, custom = self.separate_group or self._group, self.custom_reduce_scatter
-        if _is_alone(group, custom):
+        if group is None or (group.size() == 1 and custom is None):
             torch.div(buffer, reduction.divisor or 1, out=output)
             return done
-        assert group is not None
         how = division_of(group, output.dtype, reduction)
         if how.before > 1:
             buffer.div_(how.before)  # On the current stream: the collective is issued behind it.
-        if custom is None and self._is_gloo(group, buffer.device):
+        if custom is None and self._over_gloo[group, buffer.device.type]:
             return _gloo.reduce_scatter(as_real(output), as_real(buffer), group, how.after)
         work = self._issue(_reduce_scatter, custom, output, buffer, op=how.op, group=group)
         return work if how.after == 1 else _ScaledWork(work, output, how.after)
@@ -165,7 +165,7 @@ class ProcessGroupCollectives:
         # If there are several reducers, wait() issues the next collective. Ranks wait for a second buffer at different moments,
         # so such a reduction must not report one.
         is_one = self.custom_reduce_scatter is None and len(self.reducers) == 1
-        is_exchange = is_one and group is not None and group.size() > 1 and self._is_gloo(group, device)
+        is_exchange = is_one and group is not None and group.size() > 1 and self._over_gloo[group, device.type]
         return ReduceScatterTraits(adds_wide=is_exchange, holds_second_buffer=is_exchange)
 
     def separate_reductions(self, enable: bool) -> None:
@@ -189,7 +189,7 @@ class ProcessGroupCollectives:
         assert self._replicas is not None, "all_reduce needs replicas: a 1-D mesh has none"
         # The reduce-scatter has applied the user's divisor already.
         reduction = Reduction(None if reduction.divisor is None else 1.0, reduction.sum_only)
-        if _is_alone(self._replicas):
+        if self._replicas.size() == 1:
             return done
         how = division_of(self._replicas, tensor.dtype, reduction)
         if how.before > 1:
@@ -198,20 +198,13 @@ class ProcessGroupCollectives:
         return work if how.after == 1 else _ScaledWork(work, tensor, how.after)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
-        work: Work = done
+        work: Work | None = None
         for group in (self._group, self._replicas):
-            if not _is_alone(group):
-                work.wait()  # The second all-reduce reads what the first one writes.
-                assert group is not None
+            if group is not None and group.size() > 1:
+                if work is not None:
+                    work.wait()  # The second all-reduce reads what the first one writes.
                 work = self._issue(dist.all_reduce, None, tensor, op=dist.ReduceOp.MAX, group=group)
-        return work
-
-    def _is_gloo(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Whether tensors on ``device`` go over gloo. Asked several times per collective, and slow to find out."""
-        key = (group, device.type)
-        if key not in self._over_gloo:
-            self._over_gloo[key] = is_gloo(group, device)
-        return self._over_gloo[key]
+        return work or done
 
     def _issue(
         self, collective: Any, custom: CustomCollective | None, *tensors: torch.Tensor, group: dist.ProcessGroup, **options: Any
@@ -222,7 +215,7 @@ class ProcessGroupCollectives:
             return custom(*tensors, **options, group=group, async_op=True) or done  # A synchronous one returns None.
         work: dist.Work | None = collective(*tensors, **options, group=group, async_op=True)
         assert work is not None, "this rank is not part of the collective's process group"
-        return _GlooWork(work) if self._is_gloo(group, tensors[0].device) else work
+        return _GlooWork(work) if self._over_gloo[group, tensors[0].device.type] else work
 
 
 class Division(NamedTuple):
@@ -253,6 +246,15 @@ def division_of(group: dist.ProcessGroup, dtype: torch.dtype, reduction: Reducti
     return Division(dist.ReduceOp.SUM, before, divisor / before)
 
 
+class _OverGloo(dict[tuple[dist.ProcessGroup, str], bool]):
+    """Whether tensors on a type of device go over gloo. Asked several times per collective, and slow to find out."""
+
+    def __missing__(self, key: tuple[dist.ProcessGroup, str]) -> bool:
+        group, device_type = key
+        self[key] = is_gloo(group, torch.device(device_type))
+        return self[key]
+
+
 class _Done:
     def wait(self) -> None:
         """Nothing is in flight."""
@@ -276,12 +278,6 @@ class _All:
 def wait_all(works: Sequence[Work]) -> Work:
     """Several collectives as one. If some fail, ``wait()`` raises the first error when none of them is in flight."""
     return _All(works)
-
-
-def _is_alone(group: dist.ProcessGroup | None, custom: CustomCollective | None = None) -> bool:
-    """Whether there is no other rank to communicate with."""
-    # The user's collective is called even for one rank: it may do more than communicate.
-    return group is None or (group.size() == 1 and custom is None)
 
 
 class _ScaledWork:
@@ -321,6 +317,14 @@ def _power_of_two_near_root(divisor: float) -> int:
 
 
 _CALL = "a collective (TORCH_RAGGED_DEBUG=1)"
+_WAITS = {
+    "all-gather": "all_gather_wait",
+    "reduce-scatter": "reduce_scatter_wait",
+    "all-reduce": "all_reduce_wait",
+    "all-reduce of used parameters": "unused_parameters_all_reduce_wait",
+}
+"""By collective: the name of the profiler's range in which a rank waits for it."""
+
 _ADVICE = (
     "all ranks must use equal models and policies, and run the same fully_shard modules in the same order. If a rank may skip "
     "a module, shard it with fully_shard(module, optional=True)"
@@ -438,7 +442,9 @@ class NamedCollectives:
                 if self._is_debug and group is not None:
                     self._compare(collective, group, tensors)
                 tickets.append(issued.issue(collective, parameters))
-        return _NamedWork(collective, parameters, self.ranks, tickets)
+        named = _NamedWork(collective, parameters, self.ranks, tickets)
+        named.fqn = self.fqn
+        return named
 
     @functools.cached_property
     def _layout_text(self) -> str:
@@ -458,10 +464,12 @@ class _NamedWork(peers_named):
 
     Attributes:
         work: the collective in flight.
+        fqn: the name of the group's module.
     """
 
     work: Work
+    fqn = ""
 
     def wait(self) -> None:
-        with self:
+        with profiler_range(_WAITS[self._collective], self.fqn), self:
             self.work.wait()

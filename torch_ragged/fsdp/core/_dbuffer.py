@@ -36,28 +36,29 @@ _moments = itertools.count()
 
 
 class MemoryLog:
-    """The allocations (positive) and frees (negative) of one kind of buffer: the bytes and the moment of each."""
+    """The allocations (positive) and frees (negative) of one kind of buffer: the bytes and the moment of each.
+
+    Attributes:
+        is_recording: whether it records now.
+        events: (moment, bytes) of each allocation and free since :meth:`start`.
+    """
 
     def __init__(self) -> None:
-        self._events: list[tuple[int, int]] | None = None
+        self.is_recording = False
+        self.events: list[tuple[int, int]] = []
 
     def start(self) -> None:
         """Drop earlier records, and record from now on."""
-        self._events = []
+        self.is_recording, self.events = True, []
 
     def stop(self) -> None:
         """Stop recording, and drop all records."""
-        self._events = None
-
-    @property
-    def events(self) -> list[tuple[int, int]]:
-        """(moment, bytes) of each allocation and free since :meth:`start`."""
-        return self._events or []
+        self.is_recording, self.events = False, []
 
     def note(self, nbytes: int) -> None:
         """Record ``nbytes`` that were allocated, or freed if negative."""
-        if self._events is not None:
-            self._events.append((next(_moments), nbytes))
+        if self.is_recording:
+            self.events.append((next(_moments), nbytes))
 
 
 class GroupMemory:
@@ -162,7 +163,7 @@ class DBuffer:
         numel = layout.shard_numel if self.is_sharded else layout.numel
         self.pool, self._log = pool, log
         self._nbytes = numel * dtype.itemsize
-        if log is not None:
+        if log is not None and log.is_recording:  # Mostly not.
             log.note(self._nbytes)
         self.is_borrowed = borrowed is not None
         self._slab = pool.slab(dtype, numel) if isinstance(pool, Slot) else None
@@ -211,12 +212,12 @@ class DBuffer:
         else:
             with torch.cuda.use_mem_pool(self.pool) if isinstance(self.pool, torch.cuda.MemPool) else nullcontext():
                 self.flat.untyped_storage().resize_(self._nbytes)
-        if self._log is not None:
+        if self._log is not None and self._log.is_recording:
             self._log.note(self._nbytes)
 
     def free(self) -> None:
         """Free the storage. Views stay, and are valid again after :meth:`allocate`."""
-        if self._log is not None and self.is_allocated:
+        if self._log is not None and self._log.is_recording and self.is_allocated:
             self._log.note(-self._nbytes)
         if self._slab is not None:
             self._slab.free(self)

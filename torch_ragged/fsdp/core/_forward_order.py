@@ -59,11 +59,6 @@ class Call:
         """Whether the call that ends now has raised an exception."""
         return handled_exception() not in (NONE_HANDLED, self.handled)
 
-    @property
-    def is_first(self) -> bool:
-        """Whether backward reaches no further call of the same module after this one."""
-        return self.order is None or self.order.is_first(self.position)
-
 
 class _Events(list[tuple[int, bool]]):
     """The events of the calls of one thread: (position, whether it is the exit); backward has reached those from ``at`` on."""
@@ -88,15 +83,15 @@ class ForwardOrder:
 
     Attributes:
         states: the state of each call, by position.
+        thread_of: its thread. Not by number: numbers are used again.
     """
 
     def __init__(self) -> None:
         self.states: list[Member] = []
-        self._thread_of: list[threading.Thread] = []  # By position. Not by number: numbers are used again.
+        self.thread_of: list[threading.Thread] = []
         self._first: dict[Member, int] = {}
         self._threads: dict[threading.Thread, _Events] = {}  # By thread, in the order of their first event.
-        self._entries: dict[int, tuple[_Events, int]] = {}
-        self._exits: dict[int, tuple[_Events, int]] = {}
+        self._at: dict[tuple[int, bool], tuple[_Events, int]] = {}  # By event: the events of its thread, and its index there.
         self.restart()
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -104,28 +99,23 @@ class ForwardOrder:
     def enter(self, state: Member) -> int:
         """A call begins; returns its position."""
         self.states.append(state)
-        self._thread_of.append(threading.current_thread())
+        self.thread_of.append(threading.current_thread())
         return len(self.states) - 1
-
-    def share_thread(self, position: int, other: int) -> bool:
-        """Whether two calls ran in one thread, so that backward reaches them one after the other."""
-        return self._thread_of[position] is self._thread_of[other]
 
     def watch_entry(self, position: int) -> None:
         """Autograd will call post-backward for this call."""
-        self._entries[position] = self._add(position, is_exit=False)
+        self._add(position, is_exit=False)
 
     def watch_exit(self, position: int) -> None:
         """Autograd will call pre-backward for this call."""
-        self._exits[position] = self._add(position, is_exit=True)
+        self._add(position, is_exit=True)
         first = self._first.setdefault(self.states[position], position)
         self._first[self.states[position]] = min(first, position)
 
-    def _add(self, position: int, is_exit: bool) -> tuple[_Events, int]:
-        """Add an event of this thread; returns the thread's events and the index of this one."""
-        events = self._threads.setdefault(self._thread_of[position], _Events())
+    def _add(self, position: int, is_exit: bool) -> None:
+        events = self._threads.setdefault(self.thread_of[position], _Events())
+        self._at[position, is_exit] = events, len(events)
         events.append((position, is_exit))
-        return events, len(events) - 1
 
     def is_first(self, position: int) -> bool:
         """Whether no call of the same module before this one has a backward."""
@@ -139,17 +129,16 @@ class ForwardOrder:
             events.at = len(events)
         self._skipped: set[int] = set()
 
-    def begin(self, position: int) -> list[Event]:
-        """Backward begins with a call; returns the events of later calls, which it has skipped on this rank."""
-        return self._advance_to(*self._exits[position])
-
-    def end(self, position: int) -> list[Event]:
-        """Backward has finished a call; returns the events of calls inside it that it has skipped."""
-        return self._advance_to(*self._entries[position])
+    def reach(self, position: int, is_exit: bool) -> list[Event]:
+        """Backward has reached the end of a call or, last, its beginning; returns the events that this rank has skipped."""
+        return self._advance_to(*self._at[position, is_exit])
 
     def finish(self) -> list[Event]:
         """Backward reaches no further call; returns the events of all calls that it has skipped."""
-        return [event for events in self._threads.values() for event in self._advance_to(events, -1)]
+        skipped = []
+        for events in self._threads.values():
+            skipped += self._advance_to(events, -1)
+        return skipped
 
     def _advance_to(self, events: _Events, event: int) -> list[Event]:
         # From the latest event to earlier ones: the order in which other ranks, which have these gradients, run their hooks.

@@ -106,6 +106,7 @@ class Distribution:
                 f"a dimension d below {len(self.local_shape)}, a granularity or None"
             )
         self.shard_dim = None if shard_dim is None else shard_dim % len(self.local_shape)
+        self._is_flat = shard_dim is None and None in self._template  # Mostly: local tensors have one dimension.
 
     @property
     def text(self) -> str:
@@ -176,7 +177,7 @@ class Distribution:
 
     def sharded_like(self, flat: torch.Tensor, parameter: DTensor) -> DTensor:
         """As :meth:`sharded`, with the placements of ``parameter``: it is slow to make placements of many ranks."""
-        return dtensor_like(self._local(flat), parameter)
+        return dtensor_like(flat if self._is_flat else self._local(flat), parameter)
 
     def _local(self, flat: torch.Tensor) -> torch.Tensor:
         """The local tensor of a sharded parameter, as a view of ``flat``."""
@@ -186,7 +187,7 @@ class Distribution:
             before = self._rank * self._rows
             shape[self.shard_dim] = flat.numel() // row if row else min(max(shape[self.shard_dim] - before, 0), self._rows)
             return flat.view(shape)
-        return flat if None in self._template else flat.view(self.local_shape)
+        return flat if self._is_flat else flat.view(self.local_shape)
 
     def shaped(self, local: torch.Tensor) -> DTensor:
         """The DTensor cut along ``shard_dim`` with the local tensor ``local``."""

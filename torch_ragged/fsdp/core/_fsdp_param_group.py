@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,36 +43,6 @@ from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 __all__ = ["FSDPCommContext", "FSDPParamGroup", "GroupPlan", "all_groups"]
 
 
-class FSDPCommContext:
-    """Limits for all groups under a root, or under several roots (``share_comm_ctx``).
-
-    It issues no collective and waits for none: it says whether one may be issued, and which ones have to end before.
-
-    Attributes:
-        max_gathers: how many modules' all-gathers may be issued ahead of use.
-        gathers: how many are now. Equal on all ranks: garbage collection does not change it.
-        reducing: the reduce-scatters in flight, the oldest first. An entry holds those of the groups of one module.
-    """
-
-    def __init__(self) -> None:
-        self.max_gathers, self.gathers = 2, 0
-        self.reducing: list[Sequence[GradReduction]] = []
-
-    def beyond(self, max_reductions: int) -> list[GradReduction]:
-        """The oldest reductions in flight, which must end so that fewer than ``max_reductions`` are in flight.
-
-        The oldest first: collectives end in the order of issue.
-        """
-        excess = max(0, len(self.reducing) - max_reductions + 1)
-        return [reduction for entry in self.reducing[:excess] for reduction in entry]
-
-    def forget(self, reductions: Sequence[GradReduction]) -> None:
-        """These have ended or were dropped, and those of the same modules."""
-        if self.reducing:
-            mine = set(map(id, reductions))
-            self.reducing = [entry for entry in self.reducing if mine.isdisjoint(map(id, entry))]
-
-
 # Since torch 2.15, FSDP2 does not round gradients to param_dtype. Autograd leaves them in the dtype of their computation, and
 # without a reduce_dtype they are reduced in the parameters' own dtype. Results are those of the installed FSDP2.
 _KEEPS_WIDE_GRADIENTS = fsdp2_keeps_wide_gradients()
@@ -79,7 +51,41 @@ SMALLEST_WRITTEN_IN_PLACE = 2**16
 """If a weight has fewer elements, detecting its matmuls in Python costs more time than one copy of its gradient."""
 
 
+_version_of = operator.attrgetter("sharded._version")
+
 all_groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
+
+
+class FSDPCommContext:
+    """Limits for all groups under a root, or under several roots (``share_comm_ctx``).
+
+    It issues no collective and waits for none: it says whether one may be issued, and which ones have to end before.
+
+    Attributes:
+        max_gathers: how many modules' all-gathers may be issued ahead of use.
+        gathers: how many are now. Equal on all ranks: garbage collection does not change it.
+        reducing: the reduce-scatters in flight, the oldest first. An entry has the groups of one module.
+    """
+
+    def __init__(self) -> None:
+        self.max_gathers, self.gathers = 2, 0
+        self.reducing: list[Sequence[FSDPParamGroup]] = []
+
+    def beyond(self, max_reductions: int) -> list[FSDPParamGroup]:
+        """The groups whose reductions must end, so that fewer than ``max_reductions`` modules' are in flight.
+
+        The oldest first: collectives end in the order of issue.
+        """
+        excess = len(self.reducing) - max_reductions + 1
+        return list(itertools.chain.from_iterable(self.reducing[: max(0, excess)]))
+
+    def forget(self, groups: Sequence[FSDPParamGroup]) -> None:
+        """Their reductions have ended or were dropped, and those of the same modules."""
+        if self.reducing:
+            mine = set(map(id, groups))
+            for entry in list(self.reducing):
+                if not mine.isdisjoint(map(id, entry)):
+                    self.reducing.remove(entry)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,14 +110,18 @@ class GroupPlan:
     runs_on_meta: bool = False
 
 
-class Pass(Protocol):
-    """The backward pass of the modules under a root."""
+class Root(Protocol):
+    """What a group asks of its root."""
 
-    def start(self) -> None:
+    def start_backward(self) -> None:
         """A pass has begun, if it is not known."""
 
-    def drop_raised(self) -> None:
+    def drop_raised_backward(self) -> None:
         """If the last pass raised, drop its gradients."""
+
+
+def _no_root() -> None:
+    """The root of a group that has joined none."""
 
 
 class FSDPParamGroup:
@@ -161,7 +171,7 @@ class FSDPParamGroup:
         self.process_groups = ProcessGroupCollectives(plan.dp.shard_group, plan.dp.replicate_group)
         self.settings = ReductionSettings()
         self.fqn, self.comm = "", FSDPCommContext()
-        self._backward: Pass | None = None
+        self._root: Callable[[], Root | None] = _no_root
         self._sharded_state = ShardedState.SHARDED
         self.is_hidden = False
         self.has_registered_memory = False
@@ -281,9 +291,18 @@ class FSDPParamGroup:
     def collectives(self, collectives: Collectives) -> None:
         self.named.inner = collectives
 
-    def join(self, fqn: str, comm: FSDPCommContext, backward: Pass | None = None, log: CallLog | None = None) -> None:
-        """The group has another root: a name under it, its limits on communication, its backward pass, and its log of calls."""
-        self.fqn, self.comm, self._backward = fqn, comm, backward
+    def join(
+        self, fqn: str, comm: FSDPCommContext, root: Callable[[], Root | None] = _no_root, log: CallLog | None = None
+    ) -> None:
+        """The group has another root.
+
+        Args:
+            fqn: the name of the group's module under it.
+            comm: the limits on communication.
+            root: returns the root. A weak reference: a module that outlives its model must not keep the other modules alive.
+            log: the calls of the root's forward. It is told before each all-gather.
+        """
+        self.fqn, self.comm, self._root = fqn, comm, root
         self.named.join(fqn, None if log is None else log.before_collective)
 
     def keep(self, keeper: Keeper | None) -> None:
@@ -319,7 +338,10 @@ class FSDPParamGroup:
 
     @property
     def is_trainable(self) -> bool:
-        return any(param.sharded.requires_grad for param in self.params)
+        for param in self.params:
+            if param.sharded.requires_grad:
+                return True
+        return False
 
     def buffers(self) -> dict[str, list[DBuffer]]:
         """The buffers of this group by their contents, also freed ones. ``.grad`` is not in them."""
@@ -362,7 +384,7 @@ class FSDPParamGroup:
                     "to_empty(device=...) and reset_parameters(), or with load_state_dict(..., assign=True)"
                 )
             # Before the shards are read: a later write makes the group outdated, also while the all-gather is in flight.
-            self._gathered_versions = [param.sharded._version for param in self.params]
+            self._gathered_versions = list(map(_version_of, self.params))
             try:
                 with profiler_range("all_gather", self.fqn):
                     if self.keeper is None:
@@ -376,7 +398,9 @@ class FSDPParamGroup:
             self._move_to(ShardedState.GATHERING)
         if wait and self._sharded_state is not ShardedState.UNSHARDED:
             try:
-                self._wait_for_all_gather()
+                work, self._all_gather = self._all_gather, None
+                assert work is not None
+                work.wait()
                 made = self.encoding.decode(self.shards, self._keeps_buffer)
                 if made is not None:
                     with torch.inference_mode(False):  # Later forwards train them.
@@ -402,12 +426,6 @@ class FSDPParamGroup:
         self.invalidate_kept()
         self.encoding.free(self._keeps_buffer)
 
-    def _wait_for_all_gather(self) -> None:
-        assert self._all_gather is not None
-        work, self._all_gather = self._all_gather, None
-        with profiler_range("all_gather_wait", self.fqn):
-            work.wait()
-
     def expire_resident(self) -> None:
         """An iteration starts: invalidate resident parameters, unless gradients accumulate.
 
@@ -425,7 +443,7 @@ class FSDPParamGroup:
     @property
     def is_outdated(self) -> bool:
         """Whether an operation has changed a sharded parameter since its all-gather. Equal on all ranks, as operations are."""
-        return self.is_gathered and self._gathered_versions != [param.sharded._version for param in self.params]
+        return self.is_gathered and self._gathered_versions != list(map(_version_of, self.params))
 
     @untyped
     def reshard(self, keep: bool = False) -> None:
@@ -437,14 +455,15 @@ class FSDPParamGroup:
         Raises:
             RuntimeError: a parameter was written to or replaced while it was unsharded. That change is lost.
         """
-        was_gathered, was_unsharded = self.is_gathered, self.is_unsharded
+        was_gathered, was_unsharded = self.is_gathered, self._sharded_state is ShardedState.UNSHARDED
         # First: if the wait below raises, the group is sharded, too, and the next unshard issues a new all-gather.
         if was_gathered:
             self._move_to(ShardedState.SHARDED)
         # An all-gather in flight writes to the buffer that is freed below.
         if self._all_gather is not None:
             try:
-                self._wait_for_all_gather()
+                work, self._all_gather = self._all_gather, None
+                work.wait()
             except BaseException:
                 self._return_to_sharded()
                 raise
@@ -496,7 +515,8 @@ class FSDPParamGroup:
                 param.view = self.encoding.compute_tensor(index)
                 unsharded.data = param.distribution.gathered(param.view)
             is_written = param.compute_version != param.version and not param.is_renormalized
-            if not is_intact or is_written or param.registered is not unsharded:
+            module, name = param.registered_names[0]
+            if not is_intact or is_written or module._parameters.get(name) is not unsharded:
                 changed.append(param.fqn)
         return changed
 
@@ -507,10 +527,11 @@ class FSDPParamGroup:
         """Whether there are gradients that are not in ``.grad`` yet."""
         return self.reduction.state is not GradientState.EMPTY
 
-    def expect_gradients(self) -> None:
-        """Backward has reached the group, on this rank or on another one: all ranks will reduce."""
+    def expect_gradients(self, accumulates: bool = False) -> None:
+        """Backward has reached the group, on this rank or on another one: all ranks will reduce, or accumulate."""
         self.was_reached, self._reached_in = True, backward_id()
         self.needs_reduction |= self.is_trainable
+        self.may_hold_sum |= accumulates
 
     def note_accumulation(self) -> None:
         """A backward pass leaves its gradients unreduced, on this rank or on another one."""
@@ -518,11 +539,16 @@ class FSDPParamGroup:
 
     def before_gradient(self) -> None:
         """A gradient is about to be written: drop those of a pass that raised, and let nothing read the gradient buffer."""
-        if self._reached_in != backward_id() and self._backward is not None:  # Mostly, pre-backward has started this pass.
+        if self._reached_in != backward_id():  # Mostly, pre-backward has started this pass.
+            root = self._root()
             if self.was_reached or self.is_unhooked:
-                self._backward.start()
-            else:
-                self._backward.drop_raised()
+                if root is None:
+                    raise RuntimeError(
+                        "the root of this fully_shard module was deleted: run the module's forward before backward"
+                    )
+                root.start_backward()
+            elif root is not None:
+                root.drop_raised_backward()
         # A reduce-scatter in flight still reads the buffer. Ranks may wait at different times: waiting issues no collective.
         self.reduction.wait()
 
@@ -531,8 +557,9 @@ class FSDPParamGroup:
         # They are waited for if they hold a second buffer, as over gloo: on a GPU, waiting would block the stream and save no
         # memory. They are not finished, as that issues HSDP's all-reduce: all ranks must issue it at the same moment, and they
         # allocate at different ones.
-        for reduction in self.comm.beyond(self.settings.max_reductions):
-            reduction.wait_for_second_buffer()
+        for group in self.comm.beyond(self.settings.max_reductions):
+            if group.collectives.reduce_scatter_traits(group.device).holds_second_buffer:
+                group.reduction.wait()
 
     def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Add autograd's gradient of an unsharded parameter to the gradient buffer."""
@@ -541,16 +568,12 @@ class FSDPParamGroup:
         prepared = self.grad_buffer.prepared(index, gradient)
         if prepared is None:
             return
-        if has_graph or not self.grad_buffer.borrow(prepared):
+        if has_graph or not (self.grad_buffer.may_borrow and self.grad_buffer.borrow(prepared)):
             if not self.grad_buffer.is_allocated:
                 self._make_room()
             self.grad_buffer.add(index, prepared)
-        self.note_gradient()
-
-    def note_gradient(self) -> None:
-        """There is a gradient to reduce: in this pass, or in a later one that other ranks reach, too."""
-        # A parameter that was unsharded by hand may be used outside of forward, on this rank alone: then no rank expects its
-        # gradient in this pass. It waits for the next pass that reaches the group, as in FSDP2.
+        # Reduced in this pass. But a parameter that was unsharded by hand may be used outside of forward, on this rank alone:
+        # then no rank expects its gradient, which waits for the next pass that reaches the group, as in FSDP2.
         self.needs_reduction |= self.was_reached or self.is_unhooked
 
     def collect_assigned(self) -> None:
@@ -586,8 +609,8 @@ class FSDPParamGroup:
             self.reduction.start(sends_narrow=is_narrow and allow_narrow(self.collectives, self.device))
             self.may_hold_sum = False
 
-    def finish_gradients(self, used_anywhere: list[bool]) -> None:
-        """Set ``.grad``. After this an optimizer may change the parameters."""
+    def finish_gradients(self, used_anywhere: Iterator[bool]) -> None:
+        """Set ``.grad`` of the parameters that some rank has used. After this an optimizer may change them."""
         self.reduction.set_grads(used_anywhere)
         # All ranks set .grad in the same pass, so what they keep gathered is out of date on all of them.
         if self.keeper is not None:
@@ -869,4 +892,4 @@ class _Target:
         group = self._group()
         assert group is not None
         group.grad_buffer.mark(self._index)
-        group.note_gradient()
+        group.needs_reduction |= group.was_reached or group.is_unhooked  # As in add_gradient().

@@ -91,7 +91,7 @@ class FSDPState(ModuleState):
         self._context, self._root_state, self.comm = weakref.ref(context), weakref.ref(context.states[0]), comm
         for index, group in enumerate(self.groups):
             name = f"{self.fqn}[{index}]" if self.fqn and index else self.fqn
-            group.join(name, comm, context.backward, context.log)
+            group.join(name, comm, self._context, context.log)
 
     def replace_groups(self, groups: list[FSDPParamGroup]) -> None:
         """Use other groups of the same parameters, registered by their caller. A root is found anew by the next forward.
@@ -99,9 +99,7 @@ class FSDPState(ModuleState):
         All states under a root do this together, and all ranks: the order of the last forward, which decides what is
         prefetched, is then unknown on all of them.
         """
-        self.context.backward.close(
-            "reshard_to has moved the parameters after this forward: run the forward again, then backward"
-        )
+        self.context.close("reshard_to has moved the parameters after this forward: run the forward again, then backward")
         self.groups, self.is_root = numbered(groups), False
         self.calls.clear()
         self._in_backward, self._must_refresh, self._still_to_run = False, False, set(self.modules)
@@ -155,15 +153,15 @@ class FSDPState(ModuleState):
         context = self.context
         if self.mp_policy.cast_forward_inputs and self.mp_policy.param_dtype:
             args, kwargs = _cast((args, kwargs), self.mp_policy.param_dtype)
-        if self._in_backward and context.backward.is_running:  # Activation checkpointing recomputes this call.
+        if self._in_backward and context.in_backward:  # Activation checkpointing recomputes this call.
             return args, kwargs
-        if self.is_optional and context.backward.is_running and not all(group.is_unsharded for group in self.groups):
+        if self.is_optional and context.in_backward and not all(group.is_unsharded for group in self.groups):
             raise RuntimeError(
                 f"{self.fqn} is optional and is recomputed in backward together with other modules, so that other ranks cannot "
                 "take part in its all-gather: checkpoint the optional module by itself"
             )
         context.drop_raised_backward()
-        if not context.backward.is_running:  # A forward inside backward belongs to the same iteration.
+        if not context.in_backward:  # A forward inside backward belongs to the same iteration.
             if self.is_root:
                 context.start_iteration()
             elif not context.in_forward:  # The user calls this module by itself.
@@ -185,7 +183,7 @@ class FSDPState(ModuleState):
             RuntimeError: another rank calls another module, which is not optional.
         """
         context, own = self.context, (torch.is_grad_enabled(), stays_unsharded)
-        in_order = not context.backward.is_running and (self.is_root or context.in_forward)
+        in_order = not context.in_backward and (self.is_root or context.in_forward)
         if not in_order or context.log is None:
             return own
         if context.roll_call is not None:
@@ -217,7 +215,7 @@ class FSDPState(ModuleState):
             return output
         if self.mp_policy.output_dtype is not None:
             output = _cast(output, self.mp_policy.output_dtype)
-        if self._in_backward and context.backward.is_running:
+        if self._in_backward and context.in_backward:
             return output
         tensors, opaque = tensors_in(output)
         # If only a tensor inside an opaque output may reach backward, no hook would unshard again: stay unsharded.
@@ -283,15 +281,17 @@ class FSDPState(ModuleState):
     @untyped
     def _pre_backward(self, context: FSDPStateContext, call: Call, gradients: Any) -> None:
         """Backward has reached an output of a call."""
-        context.backward.start()
+        context.start_backward()
         if self._in_backward:
             return
         call.begun_in = backward_id()
-        self.check_split_backward(call)
+        if not self.requires_gradient_sync:
+            self.check_split_backward(call)
         if call.order is not None:
             # First, take part for later calls that backward skips here: other ranks unshard and reduce for them now.
-            context.backward.reach(call.order)
-            context.run_skipped(call.order, call.order.begin(call.position))
+            context.reach(call.order)
+            for event in call.order.reach(call.position, is_exit=True):
+                context.run_skipped(call.order, event)
         self.pre_backward(call.order, call.position)
 
     def watch_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -307,7 +307,7 @@ class FSDPState(ModuleState):
 
     @dynamo_disabled_in_backward
     def _pre_double_backward(self, context: FSDPStateContext, gradient: torch.Tensor) -> None:
-        context.backward.start()
+        context.start_backward()
         self._expect_gradients()
         self.unshard()
 
@@ -316,9 +316,11 @@ class FSDPState(ModuleState):
     def _post_backward(self, call: Call) -> None:
         """Autograd has the gradients of all inputs of a call."""
         if self._in_backward:
-            if call.order is not None and self.context.backward.is_in(call.order):
-                self.context.run_skipped(call.order, call.order.end(call.position))
-            self.post_backward(call.is_first)
+            context, order = self.context, call.order
+            if order is not None and order in context.orders:
+                for event in order.reach(call.position, is_exit=False):
+                    context.run_skipped(order, event)
+            self.post_backward(order is None or order.is_first(call.position))
 
     # -- pipelines -------------------------------------------------------------------------------------------------
 
@@ -339,7 +341,7 @@ class FSDPState(ModuleState):
             RuntimeError: the parameters are sharded in a backward that computes the gradients of inputs only.
         """
         root = self.root_state
-        is_pipeline = not self.requires_gradient_sync and (root.finalizes_manually or not root.is_last_backward)
+        is_pipeline = root.finalizes_manually or not root.is_last_backward
         if not is_pipeline or torch.is_grad_enabled() or call.probe is None:
             return
         if gradient_use(get_gradient_edge(call.probe).node) is not GradientUse.NONE:

@@ -44,6 +44,7 @@ class GradBuffer:
 
     Attributes:
         dtype: the dtype that gradients are written in: the narrower one of the two.
+        may_borrow: whether :meth:`borrow` may return True.
         holds_gradients: whether a gradient was written since the buffer was freed.
     """
 
@@ -62,6 +63,8 @@ class GradBuffer:
         self._pool, self._log, self._has_rows = pool, log, isinstance(layout, RowsLayout)
         self.reduce_dtype = reduce_dtype
         self.dtype = param_dtype if reduce_dtype.itemsize > param_dtype.itemsize else reduce_dtype
+        # A reduction in float16 divides the buffer in place, against overflow.
+        self.may_borrow = len(params) == 1 and pool is None and reduce_dtype != torch.float16
         self.holds_gradients = False
         self._unreduced: DBuffer | None = None
         self._widened: DBuffer | None = None
@@ -120,10 +123,8 @@ class GradBuffer:
 
         The gradient is only read: a hook of the user may have kept it. After the reduction the reference is dropped.
         """
-        is_all = len(self._params) == 1 and gradient.numel() == self._layout.numel and gradient.dtype == self.dtype
-        if not is_all or type(gradient) is not torch.Tensor or gradient.layout != torch.strided or self._pool is not None:
-            return False
-        if self.reduce_dtype == torch.float16:  # Its reduction divides the buffer in place, against overflow.
+        is_all = gradient.numel() == self._layout.numel and gradient.dtype == self.dtype
+        if not is_all or type(gradient) is not torch.Tensor or gradient.layout != torch.strided:
             return False
         is_storage = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
         if not is_storage or (self._unreduced is not None and self._unreduced.is_allocated):
@@ -144,7 +145,7 @@ class GradBuffer:
             view.add_(gradient)
         else:
             view.copy_(gradient)
-        self.mark(index)
+        self._params[index].has_gradient = self.holds_gradients = True
 
     def mark(self, index: int) -> None:
         """The view of a parameter holds its gradient now."""
@@ -200,8 +201,9 @@ class GradBuffer:
             self._close()
             source = self._unreduced
             # Other ranks expect wide gradients of some parameters only: round the rest, of matmuls that write in place.
-            for index in [index for index in self._wide if index not in self.wide_gradients]:
-                self.views()[index].add_(self._wide.pop(index))
+            for index in list(self._wide):
+                if index not in self.wide_gradients:
+                    self.views()[index].add_(self._wide.pop(index))
         assert source is not None and source.is_allocated
         return source
 

@@ -5,7 +5,7 @@ It does not decide when to reduce, or in which dtype gradients are sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -154,16 +154,10 @@ class GradReduction:
         work, self._reduce_scatter = self._reduce_scatter, None
         output, self._output = self._output, None  # If the wait raises, there is no output.
         try:
-            with profiler_range("reduce_scatter_wait", self._collectives.fqn):
-                work.wait()
+            work.wait()
         finally:  # Also if the wait raises: the next backward pass must not add to these gradients.
             self._buffer.free()
         self._output = output
-
-    def wait_for_second_buffer(self) -> None:
-        """If the reduce-scatter in flight holds a second buffer, wait for it."""
-        if self._collectives.reduce_scatter_traits(self._device).holds_second_buffer:
-            self.wait()
 
     def finish(self) -> None:
         """Wait for the reduce-scatter in flight, free its input, and issue the all-reduce of the shard (HSDP)."""
@@ -172,25 +166,25 @@ class GradReduction:
         if output is None:
             return
         # The all-reduce of an earlier reduction of this group: results are added in the order of the reductions.
-        self._finish_all_reduce()
+        if self._all_reduce is not None:
+            self._finish_all_reduce()
         if self._kept is not None:
             output.flat.add_(self._kept.flat)
             self._log.note(-self._kept.nbytes)
             self._kept = None
-        if self.keeps_shards:
+        if not self._has_replicas:
+            self._add_reduced(output)
+        elif self.keeps_shards:
             self._kept = output
-        elif self._has_replicas:
+        else:
             with profiler_range("all_reduce", self._collectives.fqn):
                 self._all_reduce = (self._collectives.all_reduce(output.flat, self._settings.reduction), output)
-        else:
-            self._add_reduced(output)
 
     def _finish_all_reduce(self) -> None:
-        if self._all_reduce is not None:
-            (work, output), self._all_reduce = self._all_reduce, None
-            with profiler_range("all_reduce_wait", self._collectives.fqn):
-                work.wait()
-            self._add_reduced(output)
+        assert self._all_reduce is not None
+        (work, output), self._all_reduce = self._all_reduce, None
+        work.wait()
+        self._add_reduced(output)
 
     def _add_reduced(self, output: DBuffer) -> None:
         if self._settings.reduce_hook is not None:
@@ -201,10 +195,11 @@ class GradReduction:
             self._reduced.flat.add_(output.flat)
             self._log.note(-output.nbytes)
 
-    def set_grads(self, used_anywhere: list[bool]) -> None:
+    def set_grads(self, used_anywhere: Iterable[bool]) -> None:
         """At the end of backward: add the reduced shard to ``.grad`` of every parameter that some rank used."""
         self.finish()
-        self._finish_all_reduce()
+        if self._all_reduce is not None:
+            self._finish_all_reduce()
         reduced, self._reduced = self._reduced, None
         assert reduced is not None
         like = self._sharded
@@ -214,7 +209,7 @@ class GradReduction:
             scaled_copy_(moved.flat, reduced.flat)  # This blocks: an optimizer on the CPU may read it at once.
             self._log.note(-reduced.nbytes)
             reduced = moved
-        for param, (begin, end), is_used in zip(self._params, self._intervals, used_anywhere, strict=True):
+        for param, (begin, end), is_used in zip(self._params, self._intervals, used_anywhere):
             param.was_used = False
             sharded = param.sharded
             if not is_used:

@@ -12,8 +12,9 @@ Nothing here hooks a module, or moves data.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPCommContext, FSDPParamG
 from torch_ragged.fsdp.core.encodings._spmd_types import untyped
 from torch_ragged.fsdp.core.optional._roll_call import RollCall
 
-__all__ = ["BackwardPass", "FSDPStateContext", "GradientReductionHandle", "ModuleState"]
+__all__ = ["FSDPStateContext", "GradientReductionHandle", "ModuleState"]
 
 
 def numbered(groups: list[FSDPParamGroup]) -> list[FSDPParamGroup]:
@@ -124,7 +125,9 @@ class ModuleState:
                     neighbour._must_refresh = True  # It may never be called.
         if needs_backward:
             # Here and in backward: if backward raises here, this rank still knows that other ranks accumulate gradients.
-            self._note_accumulation()
+            if self._accumulates:
+                for group in self.groups:
+                    group.note_accumulation()
             if self.is_optional and call.order is not None:
                 call.order.watch_entry(call.position)
         return call
@@ -173,9 +176,23 @@ class ModuleState:
 
         If the limit of all-gathers ahead of use is reached, an all-gather is issued when its module runs.
         """
+        if chosen is None:
+            states: list[Any] = [] if order is None else order.states
+            at = position + step
+            in_order = position >= 0 and 0 <= at < len(states) and states[position] is self
+            # In forward, an optional module may run on no rank. Backward follows the order within each thread only.
+            while in_order and (
+                not states[at].groups
+                or (states[at] is self and len(self.modules) > 1)
+                or (states[at].is_optional and step > 0)
+                or (step < 0 and order is not None and order.thread_of[position] is not order.thread_of[at])
+            ):
+                at += step
+                in_order = 0 <= at < len(states)
+            chosen = states[at : at + 1] if in_order else ()
         started = []
         # These conditions are equal on all ranks: the order, the all-gathers in flight, and the holders of slots.
-        for state in self._next(order, position, step) if chosen is None else chosen:
+        for state in chosen:
             is_gathered, can_start = True, self.comm.gathers < self.comm.max_gathers
             for group in state.groups:
                 is_gathered &= group.is_gathered
@@ -187,22 +204,6 @@ class ModuleState:
                 state._gathers_in = self.comm
                 started.append(state)
         return started
-
-    def _next(self, order: ForwardOrder | None, position: int, step: int) -> list[ModuleState]:
-        """The next module with parameters in ``order``, if this forward has followed it up to here."""
-        states: list[Any] = order.states if order else []
-        neighbour = position + step
-        in_order = position >= 0 and 0 <= neighbour < len(states) and states[position] is self
-        # In forward, an optional module may run on no rank. Backward follows the order within each thread only.
-        while in_order and (
-            not states[neighbour].groups
-            or (states[neighbour] is self and len(self.modules) > 1)
-            or (states[neighbour].is_optional and step > 0)
-            or (step < 0 and not order.share_thread(position, neighbour))  # type: ignore[union-attr]
-        ):
-            neighbour += step
-            in_order = 0 <= neighbour < len(states)
-        return [states[neighbour]] if in_order else []
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -217,23 +218,10 @@ class ModuleState:
                 self._prefetch(self.backward_prefetch, order, position, step=-1)
 
     def _expect_gradients(self) -> None:
-        """This rank or another one may get gradients: all ranks will reduce."""
+        """This rank or another one may get gradients: all ranks will reduce, or accumulate."""
+        accumulates = self._accumulates
         for group in self.groups:
-            group.expect_gradients()
-        self._note_accumulation()
-
-    def expect_unsharded(self) -> None:
-        """At the end of a pass: groups that are still unsharded may have gradients on any rank, without a forward."""
-        # Equal on all ranks, as unshard() is. A rank without gradients contributes zeros.
-        if self.reduces_unused:
-            for group in self.groups:
-                if group.is_unsharded and not group.was_reached:
-                    group.expect_gradients()
-
-    def _note_accumulation(self) -> None:
-        if self._accumulates:
-            for group in self.groups:
-                group.note_accumulation()
+            group.expect_gradients(accumulates)
 
     def post_backward(self, is_last: bool) -> None:
         """Reshard after the backward of a call; after the last call in backward, reduce the gradients of all calls."""
@@ -250,23 +238,25 @@ class ModuleState:
 
     def reduce_gradients(self) -> None:
         """Issue the reduce-scatters of groups that backward has reached; or let their gradients accumulate."""
-        groups = [group for group in self.groups if group.needs_reduction]
-        for group in groups:
-            group.collect_assigned()
+        groups = []
+        for group in self.groups:
+            if group.needs_reduction:
+                group.collect_assigned()
+                groups.append(group)
+        if not groups:
+            return
         if self._accumulates:
             for group in groups:
                 group.accumulate_gradients()
             return
-        if not groups:
-            return
         # This limits the memory of gradients in flight. All ranks reach it in one order, as HSDP's all-reduces need it.
         oldest = self.comm.beyond(groups[0].settings.max_reductions)
         self.comm.forget(oldest)
-        for reduction in oldest:
-            reduction.finish()
+        for group in oldest:
+            group.reduction.finish()
         for group in groups:
             group.reduce_gradients()
-        self.comm.reducing.append([group.reduction for group in groups])
+        self.comm.reducing.append(groups)
 
     @property
     def _accumulates(self) -> bool:
@@ -275,9 +265,9 @@ class ModuleState:
             return True
         return self.reduces_last_only and not self.root_state.is_last_backward
 
-    def end_backward(self) -> None:
-        """The pass is over, and ``.grad`` is set."""
-        if self._must_refresh and self.root_state.calls:  # Forward itself ran this backward, and uses the parameters.
+    def end_backward(self, in_forward: bool) -> None:
+        """The pass is over, and ``.grad`` is set. If ``in_forward``, forward itself ran this backward."""
+        if in_forward and self._must_refresh:  # It uses the parameters.
             return
         if self.reshard_after_backward or not all(group.is_unsharded for group in self.groups):
             self.reshard()
@@ -288,27 +278,39 @@ class ModuleState:
         """Drop the gradients of the backward pass; return whether there were any."""
         self._in_backward = False
         self._must_refresh = True
-        self.comm.forget([group.reduction for group in self.groups])
-        dropped = [group.drop_gradients() for group in self.groups]
-        return any(dropped)
+        self.comm.forget(self.groups)
+        had_any = False
+        for group in self.groups:
+            had_any |= group.drop_gradients()
+        return had_any
 
 
 # -- the root ------------------------------------------------------------------------------------------------------------
 
 
 class FSDPStateContext:
-    """The data that the states under one root share.
+    """The root: what the states under it share, and the only owner of when they do what.
 
     Each state has its own context until the root's first forward. From then on, all states under the root share one.
 
+    ::
+
+        forward            start_iteration()
+        first hook         start_backward()       has autograd call the root at the end of the pass
+        hooks              reach(order)           backward is in this forward; run_skipped() for what this rank skips in it
+        end of the pass    end_backward(), or pause_backward() if ``finalize_backward`` ends it later
+
     Attributes:
         states: the states under the root, in the order of ``modules()``; the root's is the first.
+        groups: their groups.
         is_initialized: whether the root has run its first forward.
-        order: the calls of the root's current or last forward.
-        last_order: the calls of the forward before it. Prefetching follows ``last_order``.
-        backward: the backward pass.
         log: compares calls between ranks; None if there is one rank, or if nothing is communicated.
         roll_call: lets ranks take part in optional modules; None if there are none.
+        orders: the orders that backward has reached in this pass.
+        order: the calls of the root's current or last forward.
+        last_order: the calls of the forward before it. Prefetching follows ``last_order``.
+        awaits_finalize: whether a backward pass has ended, and ``finalize_backward`` has not been called since then.
+        handle: the handle of a ``finalize_backward`` that was not waited for yet.
     """
 
     def __init__(
@@ -319,17 +321,25 @@ class FSDPStateContext:
         roll_call: RollCall | None = None,
     ) -> None:
         self.states, self.is_initialized, self.log, self.roll_call = states, is_initialized, log, roll_call
+        self.groups = [group for state in states for group in state.groups]
         self.order, self.last_order = ForwardOrder(), ForwardOrder()
-        self.backward = BackwardPass(self)
-
-    @property
-    def groups(self) -> list[FSDPParamGroup]:
-        return [group for state in self.states for group in state.groups]
+        self.orders: list[ForwardOrder] = []
+        self.awaits_finalize = False
+        self.handle: object | None = None
+        self._closed = ""
+        # Only autograd holds the callback of a running pass, and drops it if backward raises: a dead reference means that.
+        self._running: Callable[[], object] | None = None
 
     @property
     def all_states(self) -> Sequence[ModuleState]:
         """``states`` under FSDP2's name, which the pipeline schedules of torch 2.11 to 2.13 read."""
         return self.states
+
+    def close(self, why: str) -> None:
+        """From now on, a backward raises ``why``: the memory of the forward that it belongs to is freed."""
+        self._closed = why
+
+    # -- forward ---------------------------------------------------------------------------------------------------
 
     @property
     def in_forward(self) -> bool:
@@ -380,84 +390,140 @@ class FSDPStateContext:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def run_skipped(self, order: ForwardOrder, events: Sequence[Event]) -> None:
-        """Run the events of calls that backward has skipped on this rank: other ranks unshard and reduce for them now."""
-        for position, is_pre_backward in events:
-            state: Any = order.states[position]
-            if is_pre_backward:
-                state.pre_backward(order, position)
-            else:
-                state.post_backward(order.is_first(position))
+    @property
+    def in_backward(self) -> bool:
+        """Whether this code runs in a backward pass of these modules that has not raised."""
+        return self._running is not None and self._running() is not None and backward_id() != -1
 
-    def root_post_backward(self) -> None:
-        """Autograd has reached the end of a backward pass."""
-        if self.states[0].finalizes_manually:
-            self.pause_backward()
+    def start_backward(self) -> None:
+        """Let autograd call the root at the end of the current pass. If the pass was started before, do nothing.
+
+        Raises:
+            RuntimeError: :meth:`close` was called.
+        """
+        if self._closed:
+            raise RuntimeError(self._closed)
+        # Any hook may be the first of a pass, and ranks may differ in it. So all hooks call this method.
+        if self.in_backward:
+            return
+        if self._running is not None:  # A pass that raised has left gradients. This pass must not add to them.
+            self.drop_raised_backward()
+        callback = functools.partial(_root_post_backward, self)
+        self._running, self.orders = weakref.ref(callback), []
+        Variable._execution_engine.queue_callback(callback)
+
+    def reach(self, order: ForwardOrder) -> None:
+        """Backward has reached a call in ``order``, so it has finished all later forwards."""
+        # Autograd runs later forwards first: on every rank, the calls of orders reached before are finished.
+        if order not in self.orders:
+            self.finish_orders()
+            order.restart()
+            self.orders.append(order)
+
+    def finish_orders(self) -> None:
+        """Backward reaches no further call of the orders that it has reached."""
+        for order in self.orders:
+            for event in order.finish():
+                self.run_skipped(order, event)
+
+    def run_skipped(self, order: ForwardOrder, event: Event) -> None:
+        """Run an event of a call that backward has skipped on this rank: other ranks unshard or reduce for it now."""
+        state: Any = order.states[event.position]
+        if event.is_pre_backward:
+            state.pre_backward(order, event.position)
         else:
-            self.end_backward()
+            state.post_backward(order.is_first(event.position))
 
     def pause_backward(self) -> None:
         """A backward pass is over; others may follow before ``finalize_backward``."""
         # Other ranks may have reached modules that backward did not reach here: take part in their collectives.
-        self.backward.finish_orders()
+        self.finish_orders()
         for state in self.states:
             state.post_backward(is_last=True)
         # Even if gradients were reduced: the next pass uses the same parameters, so resident ones stay.
-        self._end_pass(is_accumulating=True)
-        self.backward.pause()
+        for group in self.groups:
+            group.end_pass(is_accumulating=True)
+        # Not running: the next backward queues a callback of its own.
+        self.awaits_finalize, self._running, self.orders = True, None, []
 
     def start_reductions(self) -> None:
         """Reduce the gradients that no module's post-backward has reduced."""
-        self.backward.finish_orders()
-        # In the order of modules, not of gradients: autograd's order may differ between ranks.
-        for state in reversed(self.states):
-            state.post_backward(is_last=True)
-            state.expect_unsharded()
-            state.reduce_gradients()
+        try:
+            self.finish_orders()
+            # In the order of modules, not of gradients: autograd's order may differ between ranks.
+            for state in reversed(self.states):
+                state.post_backward(is_last=True)
+                # Groups that are still unsharded may have gradients on any rank, without a forward. Equal on all ranks, as
+                # unshard() is: a rank without gradients contributes zeros.
+                for group in state.groups if state.reduces_unused else ():
+                    if not group.was_reached and group.is_unsharded:
+                        group.expect_gradients()
+                state.reduce_gradients()
+        except BaseException:  # Also outside of autograd: the pass counts as one that raised, and its gradients are dropped.
+            self._running = _none_runs
+            raise
 
     def end_backward(self) -> None:
         """End a backward pass: reduce all other gradients, agree on unused parameters, set ``.grad``, reshard.
 
         Collectives: the reductions not issued yet, and per mesh one all-reduce of a byte per parameter.
         """
-        with profiler_range("root_post_backward_callback", self.states[0].fqn), self.backward.raised_on_error():
+        with profiler_range("root_post_backward_callback", self.states[0].fqn):
             self.start_reductions()
-            # These groups do not set .grad now. Finish their reductions, too: none stays in flight after its backward.
-            for group in self.groups:
-                if group.reduction.keeps_shards:
-                    group.reduction.finish()
-            # Equal on all ranks, as are the collectives below: a group is reduced if pre-backward ran on any rank.
-            reduced = [group for group in self.groups if group.reduction.was_reduced]
-            for mesh in dict.fromkeys(group.dp.key for group in reduced):
-                members = [group for group in reduced if group.dp.key == mesh]
-                used = _used_anywhere(members)
-                for group in members:
-                    group.finish_gradients([next(used) for _ in group.params])
-            self._end_pass(not reduced and any(group.is_trainable for group in self.groups))
-            self.states[0].comm.forget([group.reduction for group in self.groups])
-            for state in self.states:
-                state.end_backward()
-            # Last: if anything above raises, the pass counts as one that raised, and its gradients are dropped.
-            self.backward.finish()
-
-    def _end_pass(self, is_accumulating: bool) -> None:
-        for group in self.groups:
-            group.end_pass(is_accumulating)
+            try:
+                reduced: dict[Any, list[FSDPParamGroup]] = {}
+                for group in self.groups:
+                    # Such a group does not set .grad now. Finish its reduction, too: none stays in flight after its backward.
+                    if group.dp.has_replicas and group.reduction.keeps_shards:
+                        group.reduction.finish()
+                    # Equal on all ranks, as are the collectives below: a group is reduced if pre-backward ran on any rank.
+                    if group.reduction.was_reduced:
+                        reduced.setdefault(group.dp.key, []).append(group)
+                for groups in reduced.values():
+                    used = _used_anywhere(groups)
+                    for group in groups:
+                        group.finish_gradients(used)
+                is_accumulating = not reduced and any(group.is_trainable for group in self.groups)
+                for group in self.groups:
+                    group.end_pass(is_accumulating)
+                self.states[0].comm.forget(self.groups)
+                in_forward = bool(self.states[0].calls)
+                for state in self.states:
+                    state.end_backward(in_forward)
+            except BaseException:
+                self._running = _none_runs
+                raise
+            # Last: if anything above raises, the gradients of this pass are dropped before the next one.
+            self.awaits_finalize, self._running, self.orders = False, None, []
 
     def drop_raised_backward(self) -> None:
         """If the last backward raised, drop its gradients: the next pass must not add to them."""
-        if self.backward.has_raised and self.drop_backward():
+        if self._running is not None and not self.in_backward and self.drop_backward():
             warnings.warn(
                 "a backward pass raised: its gradients, and those accumulated without gradient sync, are dropped", stacklevel=2
             )
 
     def drop_backward(self) -> bool:
         """Drop reductions in flight and gradients that are not in ``.grad`` yet; return whether there were any."""
-        self.backward.forget()
-        had_any = False
+        self._running, self.handle, self.orders = None, None, []
+        self.awaits_finalize = had_any = False
         for state in self.states:
             had_any |= state.drop_backward()
         return had_any
+
+
+def _none_runs() -> None:
+    """A dead reference, as to a pass that autograd has dropped."""
+
+
+@dynamo_disabled
+@untyped
+def _root_post_backward(root: FSDPStateContext) -> None:
+    """Autograd has reached the end of a backward pass."""
+    if root.states[0].finalizes_manually:
+        root.pause_backward()
+    else:
+        root.end_backward()
 
 
 def _used_anywhere(groups: Sequence[FSDPParamGroup]) -> Iterator[bool]:
@@ -466,7 +532,9 @@ def _used_anywhere(groups: Sequence[FSDPParamGroup]) -> Iterator[bool]:
     A rank reads the result only if it has a parameter without a gradient. Otherwise it need not block on a GPU.
     """
     # Issue it on all ranks, also if this rank has all gradients: another rank may need this rank's answer.
-    local = [param.was_used for group in groups for param in group.params]
+    local: list[bool] = []
+    for group in groups:
+        local += map(operator.attrgetter("was_used"), group.params)
     flags = torch.ones(len(local), dtype=torch.uint8, device=groups[0].device)
     start = 0
     for is_used, run in itertools.groupby(local):  # Fills: a copy from the host would block, and break a capture.
@@ -485,155 +553,18 @@ def _used_anywhere(groups: Sequence[FSDPParamGroup]) -> Iterator[bool]:
     return iter([bool(flag) for flag in flags.tolist()])
 
 
-# -- the backward pass ---------------------------------------------------------------------------------------------------
-
-
-class BackwardPass:
-    """The backward pass of the modules under one root; one object for all passes, one after the other.
-
-    ::
-
-        start()          a hook of autograd runs; the first one in a pass has autograd call the root at its end
-        reach(order)     its events are those of one forward of the root
-        root_post_backward() of the root
-        finish()         gradients are in ``.grad``; or pause(), if ``finalize_backward`` ends it
-
-    Args:
-        root: the context of the modules, with the root post-backward callback. The pass has a weak reference to it: groups hold
-            the pass, and a module that outlives its model must not keep the other modules alive.
-
-    Attributes:
-        is_unfinished: whether a pass has ended, and ``finalize_backward`` has not been called since then.
-        handle: the handle of a ``finalize_backward`` that was not waited for yet.
-    """
-
-    def __init__(self, root: FSDPStateContext) -> None:
-        self._root = weakref.ref(root)
-        # Only autograd holds the running pass, and drops it if backward raises. So a dead reference means: it raised.
-        self._running: Callable[[], _Running | None] | None = None
-        self.is_unfinished = False
-        self.handle: object | None = None
-        self._closed = ""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether this code runs in a backward pass of these modules that has not raised."""
-        return self._running is not None and self._running() is not None and backward_id() != -1
-
-    @property
-    def has_raised(self) -> bool:
-        """Whether the last pass was started and did not reach its end."""
-        return self._running is not None and not self.is_running
-
-    def start(self) -> None:
-        """Let autograd call the root at the end of the current pass. If the pass was started before, do nothing.
-
-        Raises:
-            RuntimeError: the root module was deleted, or :meth:`close` was called.
-        """
-        if self._closed:
-            raise RuntimeError(self._closed)
-        # Any hook may be the first of a pass, and ranks may differ in it. So all hooks call this method.
-        if self.is_running:
-            return
-        root = self._root()
-        if root is None:
-            raise RuntimeError("the root of this fully_shard module was deleted: run the module's forward before backward")
-        # A pass that raised has left gradients. This pass must not add to them.
-        root.drop_raised_backward()
-        running = _Running(root)
-        self._running = weakref.ref(running)
-        Variable._execution_engine.queue_callback(running)
-
-    def drop_raised(self) -> None:
-        """If the last pass raised, drop its gradients."""
-        root = self._root()
-        if root is not None and self.has_raised:
-            root.drop_raised_backward()
-
-    @property
-    def _orders(self) -> list[ForwardOrder]:
-        """The orders that the pass has reached."""
-        running = None if self._running is None else self._running()
-        return [] if running is None else running.orders
-
-    def reach(self, order: ForwardOrder) -> None:
-        """Backward has reached a call in ``order``, so it has finished all later forwards."""
-        # Autograd runs later forwards first: on every rank, the calls of orders reached before are finished.
-        if order not in self._orders:
-            self.finish_orders()
-            order.restart()
-            self._orders.append(order)
-
-    def is_in(self, order: ForwardOrder) -> bool:
-        """Whether backward has reached a call in ``order``."""
-        return order in self._orders
-
-    def finish_orders(self) -> None:
-        """Backward reaches no further call of the orders that it has reached."""
-        root = self._root()
-        for order in self._orders:
-            assert root is not None  # Autograd holds it in a pass.
-            root.run_skipped(order, order.finish())
-
-    def pause(self) -> None:
-        """The pass is over; others may follow before ``finalize_backward``."""
-        # Not running: the next backward queues a callback of its own.
-        self.is_unfinished, self._running = True, None
-
-    def finish(self) -> None:
-        """The pass is over, and ``.grad`` is set."""
-        self.is_unfinished, self._running = False, None
-
-    @contextlib.contextmanager
-    def raised_on_error(self) -> Iterator[None]:
-        """If the block raises, set ``has_raised``, also if the block runs outside of autograd."""
-        try:
-            yield
-        except BaseException:
-            self._running = _none_runs
-            raise
-
-    def close(self, why: str) -> None:
-        """From now on, a pass raises ``why``: the memory of the forward that it belongs to is freed."""
-        self._closed = why
-
-    def forget(self) -> None:
-        """Return to the state before any pass."""
-        self._running = self.handle = None
-        self.is_unfinished = False
-
-
-def _none_runs() -> None:
-    """A dead reference, as to a pass that autograd has dropped."""
-
-
-class _Running:
-    """The running pass, which autograd calls at its end. It holds the states of all modules, so it must not live longer."""
-
-    def __init__(self, root: FSDPStateContext) -> None:
-        self._root = root
-        self.orders: list[ForwardOrder] = []
-
-    @dynamo_disabled
-    @untyped
-    def __call__(self) -> None:
-        self._root.root_post_backward()
-
-
 class GradientReductionHandle:
     """A handle on reductions that :meth:`FSDPModule.finalize_backward` has issued."""
 
     def __init__(self, context: FSDPStateContext) -> None:
         self._context: FSDPStateContext | None = context
-        if context.backward.handle is not None:
+        if context.handle is not None:
             raise RuntimeError("wait for the handle of the last finalize_backward before finalizing backward again")
         if not context.is_initialized:  # No forward has run.
             self._context = None
             return
-        with context.backward.raised_on_error():
-            context.start_reductions()
-        context.backward.handle = self
+        context.start_reductions()
+        context.handle = self
 
     def wait(self) -> None:
         """Finish the reductions, set ``.grad`` and reshard. A second call does nothing.
@@ -644,7 +575,7 @@ class GradientReductionHandle:
         context, self._context = self._context, None
         if context is None:
             return
-        if context.backward.handle is not self:
+        if context.handle is not self:
             raise RuntimeError("the gradients of this handle were dropped by reset_iter_state")
-        context.backward.handle = None
+        context.handle = None
         context.end_backward()

@@ -262,7 +262,7 @@ def checked_states(model: nn.Module, runs: bool = False) -> list[FSDPState]:
             )
         if runs:
             continue
-        if state.calls or context.backward.is_running or context.backward.is_unfinished:
+        if state.calls or context.in_backward or context.awaits_finalize:
             raise RuntimeError(
                 f"{state.name} is in a forward or backward: call reshard_to between steps, after finalize_backward() if it is "
                 "called by hand, or after reset_iter_state() if forward or backward raised"
