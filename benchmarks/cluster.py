@@ -17,8 +17,8 @@ from models import active_numel, blocks_of, rest_of
 from step_model import FSDP2, RAGGED, GroupCost, Link, Network, Schedule, Step, play
 
 from torch_ragged.fsdp import elements, plan_layout, rows
-from torch_ragged.fsdp.plan import Parameter, tensor_specs
-from torch_ragged.fsdp.plan._peers import fsdp2_shard
+from torch_ragged.offline import Parameter, tensor_specs
+from torch_ragged.offline._peers import fsdp2_shard
 
 __all__ = ["CLUSTER", "SCHEDULES", "Machine", "group_costs", "predict"]
 

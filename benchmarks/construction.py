@@ -24,7 +24,7 @@ from common import microseconds, print_table, write_json
 from fake_world import PACKAGES, fake_world, make_mesh
 from torch import nn
 
-from torch_ragged.fsdp.plan import Parameter, load_model
+from torch_ragged.offline import Parameter, load_model
 
 MODEL, BLOCKS = "deepseek-v3", 2
 

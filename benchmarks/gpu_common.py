@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from models import Stack, blocks_of, rest_of
 
-from torch_ragged.fsdp.plan import Parameter
+from torch_ragged.offline import Parameter
 
 __all__ = ["Deadline", "Timer", "finish", "initialize", "options_of", "parser", "stack"]
 

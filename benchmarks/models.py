@@ -1,6 +1,6 @@
 """Modules with the parameters of published models, real widths and fewer layers, for benchmarks on the meta device.
 
-Names and shapes come from the planner's table (torch_ragged/fsdp/plan/_models.py); experts that are stored one by one are
+Names and shapes come from the planner's table (torch_ragged/offline/_models.py); experts that are stored one by one are
 fused into (experts, out, in), as models are trained. The computation is a stand-in: it uses every parameter once, in order,
 each weight in one matmul of its own shape, and has no softmax, routing or rotation. So buffers, collectives and the order
 of gradients are those of the model, activations are not.
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torch_ragged.fsdp.plan import BUILT_IN, Parameter, load_model
+from torch_ragged.offline import BUILT_IN, Parameter, load_model
 
 __all__ = ["ACTIVE_EXPERTS", "NAMES", "Block", "Stack", "active_numel", "blocks_of", "build", "rest_of", "shard"]
 

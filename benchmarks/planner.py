@@ -5,7 +5,7 @@ is relative to the parameters of the whole model, beside that of the planner's l
 multiple of 64 elements, one group per transformer block and one for the rest; rows are kept on expert matrices, or on
 all matrices of a model without experts, and every other parameter is cut anywhere.
 
-``--markdown`` prints tables of padding (bound), with those of FSDP2 and of LCM cells (torch_ragged/fsdp/plan/_peers.py).
+``--markdown`` prints tables of padding (bound), with those of FSDP2 and of LCM cells (torch_ragged/offline/_peers.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from common import microseconds, print_table, write_json
 
 from torch_ragged.fsdp import Granularity, elements, plan_layout, rows
-from torch_ragged.fsdp.plan import BUILT_IN, Model, ModelPlanner, granularity_policy, load_model, tensor_specs
+from torch_ragged.offline import BUILT_IN, Model, ModelPlanner, granularity_policy, load_model, tensor_specs
 
 ALIGNMENT = 64
 SIZES = (8, 16, 32, 64, 128, 256, 320, 512, 1024, 2048, 4096, 8192)

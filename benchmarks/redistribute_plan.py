@@ -17,8 +17,9 @@ from common import interleaved, microseconds, print_table, write_json
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged import RaggedShard, StridedRaggedShard, _ownership, _transfer
-from torch_ragged._redistribute import plan
+from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged.tensor import _ownership, _route
+from torch_ragged.tensor._redistribute import plan
 
 Pair = tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...], tuple[Placement, ...]]
 REPETITIONS = 5
@@ -67,7 +68,7 @@ def pairs(ranks: int) -> dict[str, Pair]:
 
 def clear_caches() -> None:
     """Forget all plans, and what they were made of."""
-    for module in (_ownership, _transfer):
+    for module in (_ownership, _route):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()

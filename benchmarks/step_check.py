@@ -37,7 +37,7 @@ from tracker import CollectiveLog
 
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
-from torch_ragged.fsdp.plan import Parameter
+from torch_ragged.offline import Parameter
 
 WORLDS = (1, 2, 4, 8)
 WIDTH, HIDDEN, BLOCKS, TOKENS = 512, 2048, 6, 64

@@ -28,9 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged import _ownership, _transfer, transfer
+from torch_ragged import transfer
 from torch_ragged.fsdp import rows
-from torch_ragged.fsdp.plan import ModelPlanner, granularity_policy, load_model
+from torch_ragged.offline import ModelPlanner, granularity_policy, load_model
+from torch_ragged.tensor import _ownership, _route
 from torch_ragged.transfer import Spec, _rounds, _sides
 
 ALIGNMENT = 64
@@ -40,7 +41,7 @@ ALIGNMENT = 64
 
 
 def clear_caches() -> None:
-    for module in (_ownership, _transfer, _sides):
+    for module in (_ownership, _route, _sides):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()

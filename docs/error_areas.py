@@ -14,7 +14,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         """,
     ),
     "Ranks that were called differently": (
-        ("_agreement",),
+        ("_ranks.agreement",),
         """
         Ranks compare what they were asked for before they communicate. Either a rank passed other arguments (a seed,
         a config or a branch that depends on the rank), or a call failed on the named ranks only. Mend that rank; the
@@ -22,7 +22,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         """,
     ),
     "A rank died, or does not answer": (
-        ("_peers", "_store"),
+        ("_ranks.peers", "_ranks.store"),
         """
         A collective failed. `torch_ragged.PeerError` begins with the collective and its parameters, and then names the
         ranks: `rank 2 died: process 4711 on host a has ended`, `rank 2 is stopped`, `rank 2 is not reachable`, or
@@ -113,27 +113,33 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         """,
     ),
     "torch-ragged-plan": (
-        ("fsdp.plan",),
+        ("offline",),
         """
         The command ends with status 2 and one of these lines. `torch-ragged-plan --help` has examples.
         """,
     ),
     "Placements": (
-        ("_ownership", "_units", "_owned_boxes", "placement_types", "strided_placement_types"),
+        (
+            "tensor._ownership",
+            "tensor._units",
+            "tensor._owned_boxes",
+            "tensor.placement_types",
+            "tensor.strided_placement_types",
+        ),
         """
         The units do not fit the shape or the mesh, or the placements cannot stand beside each other.
         [Placements](placements.md) has the table of what goes together.
         """,
     ),
     "DTensor's functions": (
-        ("_api", "_async_tensor", "_groups", "_redistribute", "_transfer"),
+        ("tensor._api", "tensor._async_tensor", "_ranks.groups", "tensor._redistribute", "tensor._route"),
         """
         `distribute_tensor`, `from_local` and `redistribute` got placements that have no meaning there. The tensor is
         unchanged.
         """,
     ),
     "Operators": (
-        ("_dispatch", "_ops", "_random", "_placement_extension"),
+        ("tensor._dispatch", "tensor._ops", "tensor._random", "tensor._placement_extension"),
         """
         The op has no answer on shards. The message begins with the op and its placements, then has one of these
         reasons, and ends with the placement to redistribute to, mostly `x.redistribute(placements=[Replicate()])`.
@@ -161,7 +167,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         """,
     ),
     "Checkpoints": (
-        ("checkpoint", "_checkpoint", "_hf_storage"),
+        ("checkpoint", "tensor._checkpoint", "tensor._hf_storage"),
         """
         A `CheckpointError` is raised on every rank, and names the file or the parameter. After an error of `save`,
         readers see the previous checkpoint. After an error of `load`, parameters and optimizer states are as they

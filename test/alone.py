@@ -16,7 +16,8 @@ from common import run_mortal_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from torch_ragged import _peers, _standstill, checkpoint
+from torch_ragged import checkpoint
+from torch_ragged._ranks import peers, standstill
 from torch_ragged.fsdp import fully_shard, reshard_to
 
 __all__ = ["ALONE", "OTHERS", "outcomes"]
@@ -42,7 +43,7 @@ def train(model: nn.Module) -> None:
 
 def end(model: nn.Module) -> None:
     """What happens at the end of a process. It stays here, since this test waits for its answer."""
-    _peers._listener._stop()
+    peers._listener._stop()
 
 
 ALONE = {
@@ -66,7 +67,7 @@ OTHERS = {
 def meet(alone: str, others: str, is_quick: bool = False) -> tuple[str, str, float]:
     """One rank runs ``alone``, the others ``others``: the error of this rank, what was logged, and after how many seconds."""
     if is_quick:  # Tests need not wait as long as programs, whose ranks may only be late.
-        _peers.HELD, _standstill._PERIOD, _standstill._NOTICE = 1.0, 0.2, 0.5
+        peers.HELD, standstill._PERIOD, standstill._NOTICE = 1.0, 0.2, 0.5
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]

@@ -34,7 +34,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 from torch_ragged import RaggedShard
-from torch_ragged.placement_types import has_ragged
+from torch_ragged.tensor.placement_types import has_ragged
 
 RANKS = 4
 CLEAR = (

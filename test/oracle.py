@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_ragged.placement_types import RaggedShard, _Ragged, has_ragged, normalize_placements
+from torch_ragged.tensor.placement_types import RaggedShard, _Ragged, has_ragged, normalize_placements
 
 MESHES = {4: ((4,), (2, 2)), 6: ((6,), (2, 3), (3, 2), (6, 1)), 8: ((8,), (2, 4), (4, 2), (2, 2, 2))}
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)

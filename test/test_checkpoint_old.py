@@ -1,5 +1,7 @@
 """Checkpoints of earlier code load: 2 ranks saved test/data/checkpoint-dd032b9 with the code of that commit, on torch 2.13."""
 
+import io
+import pickle
 import shutil
 import tempfile
 import unittest
@@ -9,7 +11,7 @@ import torch
 from common import run_ranks
 from torch import nn
 
-from torch_ragged import checkpoint
+from torch_ragged import RaggedShard, StridedRaggedShard, checkpoint
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.optim import AdamW8bit
 
@@ -56,6 +58,15 @@ def assert_same(model, plain):
 
 
 class OldCheckpointTest(unittest.TestCase):
+    def test_names_of_modules_that_have_moved_are_known_to_pickle_and_to_torch_load(self):
+        for name, now in {"placement_types": RaggedShard, "strided_placement_types": StridedRaggedShard}.items():
+            self.assertIs(pickle.loads(f"ctorch_ragged.{name}\n{now.__name__}\n.".encode()), now)
+        file, placement = io.BytesIO(), RaggedShard((0,), (2, 1))
+        torch.save(placement, file, _use_new_zipfile_serialization=False)
+        earlier = file.getvalue().replace(b"torch_ragged.tensor.", b"torch_ragged.")
+        self.assertNotEqual(earlier, file.getvalue())
+        self.assertEqual(torch.load(io.BytesIO(earlier), weights_only=True), placement)
+
     def test_checkpoint_of_an_earlier_version_loads(self):
         for kind in OPTIMIZERS:
             with self.subTest(kind), tempfile.TemporaryDirectory() as folder:

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.checkpoint import CheckpointReader, CheckpointWriter
-from torch_ragged.placement_types import has_ragged, normalize_placements
+from torch_ragged.tensor.placement_types import has_ragged, normalize_placements
 
 DTYPES = (
     torch.float32,

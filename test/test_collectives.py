@@ -29,8 +29,8 @@ from torch_ragged.fsdp import HIERARCHICAL, fully_shard
 from torch_ragged.fsdp.comm import _gloo, _peer_memory
 from torch_ragged.fsdp.comm._capabilities import Facts, why_not
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction, wait_all
-from torch_ragged.fsdp.comm._copy_engine import CopyEngineCollectives
-from torch_ragged.fsdp.comm._peer_memory import HostPeerMemory
+from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
+from torch_ragged.fsdp.comm.experimental._peer_memory import HostPeerMemory
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -16,8 +16,8 @@ from common import run_ranks
 
 from torch_ragged.fsdp.comm import _capabilities, _choice, _multicast
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
-from torch_ragged.fsdp.comm._copy_engine import CopyEngineCollectives
-from torch_ragged.fsdp.comm._peer_memory import SymmetricPeerMemory
+from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
+from torch_ragged.fsdp.comm.experimental._peer_memory import SymmetricPeerMemory
 
 minute = datetime.timedelta(minutes=1)
 LOGS = unittest.TestCase()
@@ -89,7 +89,7 @@ def copy_engine() -> None:
 
     world = mock.Mock(wraps=dist.group.WORLD)
     world.rank.side_effect, world.size.side_effect = (lambda: rank), (lambda: size)
-    with cuda(handle), mock.patch("torch_ragged.fsdp.comm._peer_memory.timeout_of", lambda *_: minute):
+    with cuda(handle), mock.patch("torch_ragged.fsdp.comm.experimental._peer_memory.timeout_of", lambda *_: minute):
         gathers = SymmetricPeerMemory(world, torch.device("cpu"), 64)
         reductions = SymmetricPeerMemory(world, torch.device("cpu"), 64, priority=0)
         groups = ProcessGroupCollectives(dist.group.WORLD)
@@ -166,8 +166,8 @@ def chosen(symmetric: bool) -> None:
         cuda(lambda tensor: Handle(tensor.view(1, -1), 0)),
         mock.patch.object(_choice, "problems_of", lambda *_: {}),
         mock.patch.object(torch.cuda, "use_mem_pool", lambda found: contextlib.nullcontext()),
-        mock.patch("torch_ragged.fsdp.comm._peer_memory.timeout_of", lambda *_: minute),
-        mock.patch("torch_ragged.fsdp.comm._multicast.timeout_of", lambda *_: minute),
+        mock.patch("torch_ragged.fsdp.comm.experimental._peer_memory.timeout_of", lambda *_: minute),
+        mock.patch("torch_ragged.fsdp.comm.experimental._multicast.timeout_of", lambda *_: minute),
         mock.patch.object(torch, "empty", lambda numel, dtype, device: torch.zeros(numel, dtype=dtype)),
     ):
         for name, kind in (("copy_engine", CopyEngineCollectives), ("multimem", _multicast.MulticastCollectives)):

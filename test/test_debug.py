@@ -21,9 +21,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import RaggedShard, StridedRaggedShard, debug
-from torch_ragged._ops import RaggedRows
 from torch_ragged.debug import visualize, visualize_sharding
-from torch_ragged.placement_types import normalize_placements
+from torch_ragged.tensor._ops import RaggedRows
+from torch_ragged.tensor.placement_types import normalize_placements
 
 
 def owners_by_definition(shape, mesh_shape, placements):

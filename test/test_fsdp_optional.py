@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
-from torch_ragged import _peers
+from torch_ragged._ranks import peers
 from torch_ragged.fsdp import MixedPrecisionPolicy, fully_shard
 from torch_ragged.fsdp.comm import _call_log
 
@@ -289,7 +289,7 @@ def check_numbered_names():
 def check_short_slices():
     """Ranks that look for differences all the time find none, and lose no result."""
     slice_ = _call_log._SLICE
-    _call_log._SLICE = _peers._SLICE = datetime.timedelta(milliseconds=5)
+    _call_log._SLICE = peers._SLICE = datetime.timedelta(milliseconds=5)
     try:
         model, single = shard_model(Model(), optional=False), Model()
         for step in range(4):
@@ -301,7 +301,7 @@ def check_short_slices():
             (model(x, x).sum() * (1 + dist.get_rank())).backward()
             single(x, x).sum().mul(1.5).backward()
     finally:
-        _call_log._SLICE = _peers._SLICE = slice_
+        _call_log._SLICE = peers._SLICE = slice_
     torch.testing.assert_close(model.embed.weight.grad.full_tensor(), single.embed.weight.grad)
 
 

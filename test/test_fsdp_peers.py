@@ -13,7 +13,8 @@ from common import error_of, run_mortal_ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torch_ragged import PeerError, _peers
+from torch_ragged import PeerError
+from torch_ragged._ranks import peers
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.optim import Muon
 
@@ -22,7 +23,7 @@ SIZE = 8
 
 def setup_peers():
     """Tests need not wait long for ranks that will not report."""
-    _peers._PATIENCE = 1.0
+    peers._PATIENCE = 1.0
 
 
 def sharded_model(mesh=None, **options):

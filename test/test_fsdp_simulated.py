@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torch_ragged
-from torch_ragged import _dispatch
 from torch_ragged.fsdp import (
     HIERARCHICAL,
     ZERO2,
@@ -32,6 +31,7 @@ from torch_ragged.fsdp import (
     rows,
 )
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.tensor import _dispatch
 
 RANKS = 256
 

@@ -22,7 +22,7 @@ from models import Stack, shard  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: E402
 from tracker import CollectiveLog  # noqa: E402
 
-from torch_ragged.fsdp.plan import Parameter  # noqa: E402
+from torch_ragged.offline import Parameter  # noqa: E402
 
 # Proportions of GPT-OSS-120B, a tenth of its width, and its 128 experts; every matrix is large enough to be written in place.
 BLOCK = [

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from torch_ragged import transfer
-from torch_ragged._groups import group_of
+from torch_ragged._ranks.groups import group_of
 from torch_ragged._register._torch import process_groups
 from torch_ragged.fsdp import NeighbourCopies, fully_shard, reshard_to
 

@@ -13,37 +13,45 @@ PACKAGE = "torch_ragged"
 FSDP = f"{PACKAGE}.fsdp"
 MOST_LINES = 900
 MOST_ARROWS = 30
+MOST_FILES_OF_CORE = 17
+MOST_ARROWS_IN_CORE = 40
 EVERYWHERE = None
 
 # Private modules and names of torch that are imported outside _register/: where, and why.
 PRIVATE = {
-    "torch.utils._python_dispatch": (("_redistribute",), "a mesh's ranks are read while torch.compile traces"),
+    "torch.utils._python_dispatch": (("tensor._redistribute",), "a mesh's ranks are read while torch.compile traces"),
     "torch.utils._pytree": (EVERYWHERE, "operators' arguments nest; torch has no public way to walk them"),
     "torch.distributed.tensor.placement_types._StridedShard": (EVERYWHERE, "a placement that DTensor makes"),
     # What the patches of upstream/ have in common with this package: these modules are written to be torch's.
-    "torch.distributed.tensor._dtensor_spec": (("_api", "_dispatch", "_placement_extension"), "a DTensor's spec"),
-    "torch.distributed.tensor._op_schema": (("_dispatch", "_placement_extension"), "what the dispatcher asks with"),
-    "torch.distributed.tensor._dispatch": (("_dispatch",), "runs an op on local tensors"),
-    "torch.distributed.tensor._ops": (("_dispatch",), "the partial placement of a norm"),
-    "torch.distributed.tensor._redistribute": (("_api",), "torch's own way between its own placements"),
-    "torch.distributed.tensor._random": (("_random",), "the random state that DTensor's ranks share"),
+    "torch.distributed.tensor._dtensor_spec": (
+        ("tensor._api", "tensor._dispatch", "tensor._placement_extension"),
+        "a DTensor's spec",
+    ),
+    "torch.distributed.tensor._op_schema": (
+        ("tensor._dispatch", "tensor._placement_extension"),
+        "what the dispatcher asks with",
+    ),
+    "torch.distributed.tensor._dispatch": (("tensor._dispatch",), "runs an op on local tensors"),
+    "torch.distributed.tensor._ops": (("tensor._dispatch",), "the partial placement of a norm"),
+    "torch.distributed.tensor._redistribute": (("tensor._api",), "torch's own way between its own placements"),
+    "torch.distributed.tensor._random": (("tensor._random",), "the random state that DTensor's ranks share"),
     "torch.distributed._functional_collectives": (
-        ("_api", "_async_tensor", "_dispatch", "_random"),
+        ("tensor._api", "tensor._async_tensor", "tensor._dispatch", "tensor._random"),
         "a result that waits when it is used; whether torch traces",
     ),
     "torch.distributed.checkpoint.filesystem._StorageInfo": (("checkpoint._metadata",), "where DCP's files have a chunk"),
-    "torch._compile": (("_dispatch",), "hides a function from Dynamo without importing it"),
-    "torch._guards": (("_random",), "whether torch.compile traces"),
-    "torch._subclasses": (("_random",), "the error that breaks a graph"),
+    "torch._compile": (("tensor._dispatch",), "hides a function from Dynamo without importing it"),
+    "torch._guards": (("tensor._random",), "whether torch.compile traces"),
+    "torch._subclasses": (("tensor._random",), "the error that breaks a graph"),
     # Only this module of torch's has symmetric memory.
     "torch.distributed._symmetric_memory": (
-        ("fsdp.comm._capabilities", "fsdp.comm._multicast", "fsdp.comm._peer_memory"),
+        ("fsdp.comm._capabilities", "fsdp.comm.experimental._multicast", "fsdp.comm.experimental._peer_memory"),
         "buffers that other ranks read and write",
     ),
 }
 
 # Assignments to what torch defines, outside _register/. Each has an entry in the registration report.
-ASSIGNED = {("_random", "dtensor_random._rng_tracker")}
+ASSIGNED = {("tensor._random", "dtensor_random._rng_tracker")}
 
 
 def sources():
@@ -84,9 +92,16 @@ def part(name):
     return "_register._torch" if short(name) == "_register._torch" else short(name).partition(".")[0]
 
 
-def wing(name):
-    """The part of fsdp that a module is of: a folder, or a file at its top."""
-    return name.removeprefix(FSDP).strip(".").partition(".")[0] or "__init__"
+def wing(folder):
+    """A function of modules: the part of a folder that a module is of, a folder in it or a file; None outside of it."""
+    package = f"{PACKAGE}.{folder}"
+
+    def of(name):
+        if name != package and not name.startswith(f"{package}."):
+            return None
+        return name.removeprefix(package).strip(".").partition(".")[0] or "__init__"
+
+    return of
 
 
 def parts_imported(of):
@@ -99,14 +114,14 @@ def parts_imported(of):
 
 
 PARTS = parts_imported(part)
-WINGS = parts_imported(lambda name: wing(name) if name == FSDP or name.startswith(f"{FSDP}.") else None)
+WINGS = {folder: parts_imported(wing(folder)) for folder in ("_ranks", "tensor", "fsdp")}
 RULES = (ROOT / "CONTRIBUTING.md").read_text()
 
 
-def line_of_rules(start):
-    """The parts that CONTRIBUTING.md lists from left to right in the line that starts so, as groups of equals."""
-    text = " ".join(re.search(rf"^ *({start} .*(?:\n +<- .*)*)$", RULES, re.MULTILINE)[1].split())
-    return [group.strip().split(", ") for group in text.removeprefix("fsdp:").split("<-")]
+def line_of_rules(folder):
+    """The parts of a folder that CONTRIBUTING.md lists from left to right, as groups of equals."""
+    text = " ".join(re.search(rf"^ *{folder}: (.*(?:\n +<- .*)*)$", RULES, re.MULTILINE)[1].split())
+    return [group.strip().split(", ") for group in text.split("<-")]
 
 
 def against(groups, imports):
@@ -156,47 +171,32 @@ class ImportsTest(unittest.TestCase):
     def test_no_modules_import_each_other_in_a_circle(self):
         self.assertEqual(circles(), [])
 
-    def test_modules_at_the_top_import_only_what_contributing_lists_to_their_left(self):
-        groups = line_of_rules("_units")
-        self.assertEqual(against(groups, PARTS), [])
-        for left, group in zip(groups, groups[1:]):
-            for name in group:
-                self.assertTrue(PARTS[name] & set(left), f"{name} imports nothing of {left}: it belongs further to the left")
+    def test_parts_of_a_folder_import_only_what_contributing_lists_to_their_left(self):
+        apart = {"_ranks": set(), "tensor": {"_placement_extension", "_hf_storage"}, "fsdp": set()}
+        for folder, imports in WINGS.items():
+            groups = line_of_rules(folder)
+            listed = {name for group in groups for name in group}
+            self.assertEqual(listed | apart[folder] | {"__init__"}, set(imports))
+            self.assertEqual(against(groups, imports), [])
+            self.assertEqual({name: imports[name] for name in apart[folder] if imports[name]}, {})
+            self.assertEqual({name for name, others in imports.items() if "__init__" in others}, set())
+            for left, group in zip(groups, groups[1:]):
+                for name in group:
+                    self.assertTrue(imports[name] & set(left), f"{name} imports nothing of {left}: it belongs to the left")
+        self.assertLessEqual(sum(map(len, WINGS["fsdp"].values())), MOST_ARROWS)
 
-    def test_each_module_at_the_top_is_in_the_list_of_contributing_or_imports_none_that_is(self):
-        listed = {name for group in line_of_rules("_units") for name in group}
-        packages = {name for name in PARTS if name in self.packages()} | {PACKAGE, "debug"}
-        others = {name: PARTS[name] & listed for name in PARTS if name not in listed | packages}
-        self.assertEqual({name: found for name, found in others.items() if found}, {})
+    def test_core_is_few_files_with_few_imports_between_them(self):
+        core = {name for name in SOURCES if re.fullmatch(rf"{FSDP}\.core\._\w+", name)}
+        self.assertLessEqual(len(core), MOST_FILES_OF_CORE)
+        self.assertLessEqual(sum(len(IMPORTS[name] & core) for name in core), MOST_ARROWS_IN_CORE)
 
-    def test_wings_of_fsdp_import_only_what_contributing_lists_to_their_left(self):
-        groups = line_of_rules("fsdp:")
-        self.assertEqual({name for group in groups for name in group} | {"__init__"}, set(WINGS))
-        self.assertEqual(against(groups, WINGS), [])
-        self.assertLessEqual(sum(map(len, WINGS.values())), MOST_ARROWS)
-
-    def test_of_fsdp_only_the_planning_tool_imports_the_public_names(self):
-        self.assertEqual({name for name, others in WINGS.items() if "__init__" in others}, {"plan"})
-        self.assertNotIn("plan", WINGS["__init__"])
-        public = next(
-            ast.literal_eval(node.value)
-            for node in TREES[FSDP].body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-        )
-        used = {
-            item for name in SOURCES if name.startswith(f"{FSDP}.plan") for module, item in imported(name) if module == FSDP
-        }
-        self.assertEqual(used - set(public) - {"plan"}, set())
-
-    def test_packages_import_of_the_rest_what_contributing_says(self):
-        self.assertEqual({name: PARTS[name] for name in self.packages()}, self.packages())
-        self.assertNotIn("fsdp", PARTS["optim"])
-        self.assertEqual(PARTS["_kernels"], set())
-
-    def packages(self):
-        """The table of CONTRIBUTING.md."""
+    def test_parts_of_the_package_import_of_each_other_what_contributing_says(self):
         rows = re.findall(r"^ *\| `(\w+)` \| (.*) \|$", RULES, re.MULTILINE)
-        return {name: set(re.findall(r"`([\w.]+)`", others)) for name, others in rows}
+        told = {name: set(re.findall(r"`([\w.]+)`", others)) for name, others in rows}
+        self.assertEqual({name: PARTS[name] for name in told}, told)
+        top = {PACKAGE, "debug", "_register", "_register._torch"}
+        self.assertEqual({name for name in PARTS if PARTS[name]} - top, set(told) - {"_kernels"})
+        self.assertNotIn("fsdp", PARTS["optim"])
 
     def test_private_names_of_torch_are_imported_only_where_the_list_says(self):
         found = {}

@@ -33,9 +33,9 @@ from torch_ragged.fsdp import (
 from torch_ragged.fsdp._fully_shard import named_groups as groups_of
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits
 from torch_ragged.fsdp.core._dbuffer import MemoryLog
-from torch_ragged.fsdp.plan import Model, ModelPlanner, granularity_policy
-from torch_ragged.fsdp.plan._memory import Precision, zero_memory
-from torch_ragged.fsdp.plan._models import module_groups
+from torch_ragged.offline import Model, ModelPlanner, granularity_policy
+from torch_ragged.offline._memory import Precision, zero_memory
+from torch_ragged.offline._models import module_groups
 from torch_ragged.optim import AdamW8bit, BlockPolicy, Muon, Shampoo
 
 

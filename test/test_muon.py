@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard
-from torch_ragged._ownership import Run, Whole
-from torch_ragged._units import Units
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.fsdp.plan._models import BUILT_IN
+from torch_ragged.offline._models import BUILT_IN
 from torch_ragged.optim import Muon, _gather, matrix_groups
 from torch_ragged.optim._gather import Placed, owners_of
 from torch_ragged.optim._newton_schulz import newton_schulz, newton_schulz_cost
 from torch_ragged.optim._roots import Stack, assign_roots, split_flights
+from torch_ragged.tensor._ownership import Run, Whole
+from torch_ragged.tensor._units import Units
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
 

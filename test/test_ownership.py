@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracle import local_of, random_placement
 
 from torch_ragged import StridedRaggedShard
-from torch_ragged._ownership import (
+from torch_ragged.tensor._ownership import (
     Box,
     Chunk,
     Owned,
@@ -26,8 +26,8 @@ from torch_ragged._ownership import (
     owned_near,
     row_major,
 )
-from torch_ragged._units import Units
-from torch_ragged.placement_types import cuts_of, normalize_placements
+from torch_ragged.tensor._units import Units
+from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
 
 
 def run(ndims, units, split_factor=1):

@@ -115,7 +115,7 @@ class PackagingTest(unittest.TestCase):
         self.assertEqual(wrong, [])
 
     def test_a_command_line_ends_quietly_if_nobody_reads_on(self):
-        command = [sys.executable, "-m", "torch_ragged.fsdp.plan", "llama-3-70b", "--ranks", "8"]
+        command = [sys.executable, "-m", "torch_ragged.offline", "llama-3-70b", "--ranks", "8"]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
         )

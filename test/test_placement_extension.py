@@ -18,7 +18,7 @@ from torch.distributed.tensor._op_schema import OutputSharding
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged._placement_extension import CheckpointExtension, OpExtension, PlacementExtension, extension_of
+from torch_ragged.tensor._placement_extension import CheckpointExtension, OpExtension, PlacementExtension, extension_of
 
 
 class Cyclic(Placement):

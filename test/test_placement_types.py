@@ -13,12 +13,12 @@ from oracle import check_is_a_frozen_value, check_is_no_other_placement
 from torch.distributed.tensor import Shard
 
 from torch_ragged import RaggedShard
-from torch_ragged.placement_types import normalize_placements
+from torch_ragged.tensor.placement_types import normalize_placements
 
 PLACEMENT = RaggedShard((0,), (1, 2, 0, 1))
 
 # ``pickle.dumps(PLACEMENT, protocol=2)`` from when placements kept their units as a tuple.
-PICKLED_BEFORE = b"\x80\x02c" + b"torch_ragged.placement_types" + b"\nRaggedShard\nK\x00\x85(K\x01K\x02K\x00K\x01t\x86R."
+PICKLED_BEFORE = b"\x80\x02c" + b"torch_ragged.tensor.placement_types" + b"\nRaggedShard\nK\x00\x85(K\x01K\x02K\x00K\x01t\x86R."
 
 
 def of_many(ranks):

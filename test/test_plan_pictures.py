@@ -12,7 +12,7 @@ from torch.testing._internal.common_utils import TestCase
 from torch_ragged.fsdp import TensorSpec, elements, plan_layout, rows, tensor
 from torch_ragged.fsdp.layout import _advice
 from torch_ragged.fsdp.layout._advice import _finer, _merged, _smaller_sizes, _split, advise, remedies
-from torch_ragged.fsdp.plan._drawing import draw_svg, draw_text
+from torch_ragged.offline._drawing import draw_svg, draw_text
 
 
 def spec(shape, block=1, name="t"):

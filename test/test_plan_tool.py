@@ -20,11 +20,11 @@ from torch import nn
 from torch.testing._internal.common_utils import TestCase
 
 from torch_ragged.fsdp import TensorSpec, blocks, elements, plan_layout, rows, tensor
-from torch_ragged.fsdp.plan import BUILT_IN, Model, ModelPlanner, Parameter, granularity_policy, load_model, main, tensor_specs
-from torch_ragged.fsdp.plan._memory import Collective, Memory, Precision, collectives, zero_memory
-from torch_ragged.fsdp.plan._model_plan import Sharding
-from torch_ragged.fsdp.plan._models import module_groups
-from torch_ragged.fsdp.plan._peers import RowBuffer, fsdp2_shard
+from torch_ragged.offline import BUILT_IN, Model, ModelPlanner, Parameter, granularity_policy, load_model, main, tensor_specs
+from torch_ragged.offline._memory import Collective, Memory, Precision, collectives, zero_memory
+from torch_ragged.offline._model_plan import Sharding
+from torch_ragged.offline._models import module_groups
+from torch_ragged.offline._peers import RowBuffer, fsdp2_shard
 
 LLAMA = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
 # Parameters of published models as their model cards count them, by the fields of their config.json.
@@ -343,7 +343,7 @@ class ModelPlanTest(TestCase):
             return plan_layout(tensors, *arguments)
 
         model = load_model("gpt-oss-120b")
-        with mock.patch("torch_ragged.fsdp.plan._model_plan.plan_layout", counting):
+        with mock.patch("torch_ragged.offline._model_plan.plan_layout", counting):
             plan = ModelPlanner(model, granularity_policy(rows(16), False), 64).plan(64)
         self.assertEqual(len(calls), 2)
         self.assertEqual(list(plan.group_layouts()), list(model.groups))
@@ -495,7 +495,7 @@ g  norm.bias           (8,)        1         8  2
         self.assertEqual((self.folder / "b.png").read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
 
     def test_as_a_program_it_needs_no_process_group(self):
-        command = [sys.executable, "-m", "torch_ragged.fsdp.plan", "llama-3-70b", "--ranks", "8"]
+        command = [sys.executable, "-m", "torch_ragged.offline", "llama-3-70b", "--ranks", "8"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         self.assertTrue(done.stdout.startswith("llama-3-70b: 70,553,706,496 parameters in 723 tensors, 81 groups"))
@@ -504,10 +504,10 @@ g  norm.bias           (8,)        1         8  2
 class BadInputTest(Folder):
     def error(self, *arguments):
         """The one line that the tool answers with, having planned nothing."""
-        with mock.patch("torch_ragged.fsdp.plan._cli.ModelPlanner", side_effect=AssertionError("work before all checks")):
+        with mock.patch("torch_ragged.offline._cli.ModelPlanner", side_effect=AssertionError("work before all checks")):
             status, out, error = run(*arguments)
         self.assertEqual((status, out, error.count("\n"), error[-1:]), (2, "", 1, "\n"))
-        return error.removeprefix("python -m torch_ragged.fsdp.plan: error: ").rstrip("\n")
+        return error.removeprefix("python -m torch_ragged.offline: error: ").rstrip("\n")
 
     def test_unknown_models_are_refused(self):
         expected = (

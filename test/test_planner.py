@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from torch_ragged._ownership import owned
 from torch_ragged.fsdp import BufferLayout, TensorSpec, blocks, elements, plan_layout, rows, tensor
 from torch_ragged.fsdp.layout import _planner as planner
 from torch_ragged.fsdp.layout._interleave import interleaved_order
 from torch_ragged.fsdp.layout._packing import Kind, place
-from torch_ragged.fsdp.plan import ModelPlanner, granularity_policy, load_model
+from torch_ragged.offline import ModelPlanner, granularity_policy, load_model
+from torch_ragged.tensor._ownership import owned
 
 
 def spec(numel, block, name="t", period=0):

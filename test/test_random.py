@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.common_utils import TestCase as ExpectTestCase
 
 from torch_ragged import RaggedShard, StridedRaggedShard
-from torch_ragged._random import before_draw
-from torch_ragged.placement_types import has_ragged, normalize_placements
+from torch_ragged.tensor._random import before_draw
+from torch_ragged.tensor.placement_types import has_ragged, normalize_placements
 
 FLOATS, INTS = (torch.float32, torch.bfloat16, torch.float64), (torch.int64, torch.int32, torch.uint8)
 

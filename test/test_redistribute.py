@@ -16,10 +16,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import RaggedShard
-from torch_ragged._groups import can_order_groups
-from torch_ragged._redistribute import plan, redistribute_local
-from torch_ragged._transfer import Exchange
-from torch_ragged._units import Units
+from torch_ragged._ranks.groups import can_order_groups
+from torch_ragged.tensor._redistribute import plan, redistribute_local
+from torch_ragged.tensor._route import Exchange
+from torch_ragged.tensor._units import Units
 
 
 def count_collectives():

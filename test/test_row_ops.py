@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.common_utils import TestCase as ExpectTestCase
 
 from torch_ragged import RaggedShard
-from torch_ragged._groups import can_order_groups
+from torch_ragged._ranks.groups import can_order_groups
 
 TOKENS = ((3, 1, 0, 4), (2, 2, 2, 2), (0, 0, 8, 0))
 

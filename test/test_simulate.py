@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: E402
 from tracker import CollectiveLog, MemoryTracker  # noqa: E402
 
 from torch_ragged.fsdp import buffer_layouts, memory_report  # noqa: E402
-from torch_ragged.fsdp.plan import Parameter, load_model  # noqa: E402
+from torch_ragged.offline import Parameter, load_model  # noqa: E402
 
 ODD = Parameter("bias", (100,))
 BLOCK = [Parameter("up", (100, 48)), ODD, Parameter("experts", (6, 32, 100)), Parameter("down", (48, 32))]

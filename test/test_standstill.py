@@ -14,11 +14,11 @@ from alone import ALONE, OTHERS, outcomes
 from common import enter_fake_group, error_of, run_mortal_ranks, run_ranks
 from torch import nn
 
-from torch_ragged import _peers
-from torch_ragged._groups import end_messages
-from torch_ragged._peers import Fate, Tracker, Whereabouts, issued_on, peers_named
-from torch_ragged._standstill import standstill
-from torch_ragged._store import SharedStore
+from torch_ragged._ranks import peers
+from torch_ragged._ranks.groups import end_messages
+from torch_ragged._ranks.peers import Fate, Tracker, Whereabouts, issued_on, peers_named
+from torch_ragged._ranks.standstill import standstill
+from torch_ragged._ranks.store import SharedStore
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.comm import _call_log
 from torch_ragged.fsdp.comm._call_log import CallLog, Predictor
@@ -130,7 +130,7 @@ class TrackerTest(unittest.TestCase):
 
     def test_a_thread_that_stays_in_a_call_is_held(self):
         self.in_thread(self.waits_in_a_call)
-        with mock.patch.object(_peers, "HELD", 0.1):
+        with mock.patch.object(peers, "HELD", 0.1):
             self.assertFalse(self.tracker.look().is_held)
             time.sleep(0.2)
             where = self.tracker.look()
@@ -139,9 +139,9 @@ class TrackerTest(unittest.TestCase):
             self.assertEqual(where.tickets, [(dist.group.WORLD.group_name, 1)])
             self.assertEqual(where.issued[dist.group.WORLD.group_name], {1: "all-gather of weight"})
             self.assertRegex(where.text, r"in all-gather of weight, called in waits_in_a_call \(test_standstill.py:\d+\)")
-            with mock.patch.object(_peers, "_bytes_written", return_value=2**40):  # Something is on its way.
+            with mock.patch.object(peers, "_bytes_written", return_value=2**40):  # Something is on its way.
                 self.assertFalse(self.tracker.look().is_held)
-            with mock.patch.object(_peers, "_cpu_time", return_value=1e6):  # It computes.
+            with mock.patch.object(peers, "_cpu_time", return_value=1e6):  # It computes.
                 self.assertFalse(self.tracker.look().is_held)
 
     def test_a_thread_outside_of_calls_runs(self):

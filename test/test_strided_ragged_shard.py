@@ -15,13 +15,15 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard, StridedRaggedShard, fsdp_placement
-from torch_ragged.placement_types import normalize_placements
+from torch_ragged.tensor.placement_types import normalize_placements
 
 PLACEMENT = StridedRaggedShard((0,), (1, 2, 0, 1), split_factor=2)
 
 # ``pickle.dumps(PLACEMENT, protocol=2)`` from when placements kept their units as a tuple.
 PICKLED_BEFORE = (
-    b"\x80\x02c" + b"torch_ragged.strided_placement_types" + b"\nStridedRaggedShard\nK\x00\x85(K\x01K\x02K\x00K\x01tK\x02\x87R."
+    b"\x80\x02c"
+    + b"torch_ragged.tensor.strided_placement_types"
+    + b"\nStridedRaggedShard\nK\x00\x85(K\x01K\x02K\x00K\x01tK\x02\x87R."
 )
 
 

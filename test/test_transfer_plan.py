@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import Box, RaggedShard, StridedRaggedShard, owned_boxes, transfer
 from torch_ragged.fsdp import fully_shard, rows
-from torch_ragged.placement_types import normalize_placements
+from torch_ragged.tensor.placement_types import normalize_placements
 from torch_ragged.transfer import _watch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128, torch.float8_e4m3fn)

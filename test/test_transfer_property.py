@@ -11,7 +11,7 @@ from oracle import SIZES, local_of, random_placement
 from torch.distributed.tensor import Partial, Replicate
 
 from torch_ragged import StridedRaggedShard
-from torch_ragged.placement_types import normalize_placements
+from torch_ragged.tensor.placement_types import normalize_placements
 from torch_ragged.transfer import Spec
 from torch_ragged.transfer._rounds import rounds_of, slices_of
 from torch_ragged.transfer._sides import TensorSide

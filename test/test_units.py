@@ -7,7 +7,7 @@ import unittest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_ragged._units import Units
+from torch_ragged.tensor._units import Units
 
 TUPLES = st.lists(st.tuples(st.sampled_from((0, 0, 1, 2, 5)), st.integers(1, 20)), max_size=6).map(
     lambda runs: tuple(itertools.chain.from_iterable((units,) * ranks for units, ranks in runs))

@@ -79,7 +79,7 @@ class SeriesTest(unittest.TestCase):
             "import sys, torch, torch_ragged, torch_ragged.fsdp\n"
             "from torch.distributed.tensor import RaggedShard, StridedRaggedShard\n"
             "assert torch_ragged.RaggedShard is RaggedShard and torch_ragged.StridedRaggedShard is StridedRaggedShard\n"
-            "from torch_ragged._ops._rows import RaggedRows\n"
+            "from torch_ragged.tensor._ops._rows import RaggedRows\n"
             "print(RaggedRows.__module__, torch_ragged.fsdp.DBuffer.__module__)\n"
             "print(torch_ragged.registration_report())\n"
             "loaded = torch.load(sys.argv[1], weights_only=True)\n"

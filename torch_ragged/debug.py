@@ -19,9 +19,9 @@ from typing import Any, TextIO, Union
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged._ownership import owned, row_major
 from torch_ragged._picture import ends, share
-from torch_ragged.placement_types import cuts_of, normalize_placements
+from torch_ragged.tensor._ownership import owned, row_major
+from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
 
 __all__ = ["visualize", "visualize_sharding"]
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from torch_ragged import StridedRaggedShard
-from torch_ragged.placement_types import has_ragged, normalize_placements
+from torch_ragged.tensor.placement_types import has_ragged, normalize_placements
 
 __all__ = ["random_case", "run_program", "size_of"]
 

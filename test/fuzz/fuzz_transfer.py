@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from torch_ragged import StridedRaggedShard, transfer
 from torch_ragged.fsdp import fully_shard
-from torch_ragged.placement_types import normalize_placements
+from torch_ragged.tensor.placement_types import normalize_placements
 
 __all__ = ["random_case", "run_case", "size_of"]
 

@@ -19,11 +19,11 @@ _FSDP = [
 
 GROUPS: dict[str, tuple[list[str], list[str]]] = {
     "ownership": (
-        ["torch_ragged/_ownership.py"],
+        ["torch_ragged/tensor/_ownership.py"],
         ["test_ownership.py", "test_placement_types.py", "test_route.py", "test_transfer_property.py"],
     ),
     "transfer": (
-        ["torch_ragged/_transfer.py"],
+        ["torch_ragged/tensor/_route.py"],
         ["test_route.py", "test_transfer_property.py"],
     ),
     "planner": (
@@ -31,7 +31,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         ["test_planner.py::PlannerTest", "test_plan_pictures.py::AdviceTest"],
     ),
     "redistribute": (
-        ["torch_ragged/_redistribute.py"],
+        ["torch_ragged/tensor/_redistribute.py"],
         [
             "test_route.py",
             "test_redistribute.py",

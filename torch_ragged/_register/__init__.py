@@ -1,7 +1,7 @@
 """The hooks that importing this package installs in torch. Every change of torch is a hook and is listed in the report.
 
-No other module may change torch. The hooks add the protocol of ``torch_ragged._placement_extension`` to a stock torch, so that
-DTensor asks placements for their rules. Each hook is one small function. Its entry names the torch function that it extends,
+No other module may change torch. The hooks add the protocol of ``torch_ragged.tensor._placement_extension`` to a stock torch,
+so that DTensor asks placements for their rules. Each hook is one small function. Its entry names the function that it extends,
 the reason, and the patch of ``upstream/`` that makes it unnecessary. A hook acts only if a placement brings its own
 rules. All other calls go to torch's own code as before. On import each hook's target is checked: if a version of torch has
 unknown internals, the import fails with an ImportError and gives no wrong results later.
@@ -16,7 +16,7 @@ import warnings
 
 import torch
 
-from torch_ragged._register._upstream import is_upstream, use_modules_of_torch
+from torch_ragged._register._upstream import is_upstream, know_old_names, use_modules_of_torch
 
 use_modules_of_torch()  # It runs first, so that later imports of this package's modules get torch's, if torch has them.
 
@@ -37,7 +37,10 @@ def register() -> None:
     Warns:
         UserWarning: torch is newer than 2.15, and this package knows the layout of all targets.
     """
-    if _installed or is_upstream():
+    if _installed:
+        return
+    if is_upstream():
+        know_old_names()
         return
     version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])  # Also of 2.15.0a0, 2.16.dev1.
     if version < _OLDEST:
@@ -61,11 +64,12 @@ def register() -> None:
     for hook in hooks:
         hook.install()
         _installed.append(hook)
+    know_old_names()
 
 
 def _import_extensions() -> None:
     """Import the modules in which the placements register their extension."""
-    from torch_ragged import _api, _checkpoint, _dispatch, _random  # noqa: F401
+    from torch_ragged.tensor import _api, _checkpoint, _dispatch, _random  # noqa: F401
 
 
 def _unknown(problem: str) -> str:

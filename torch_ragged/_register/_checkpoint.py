@@ -11,9 +11,9 @@ from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
-from torch_ragged._hf_storage import rounds_of, write_rounds
-from torch_ragged._placement_extension import PlacementExtension, extension_of
 from torch_ragged._register._hook import CHECKPOINT, PROTOCOL, has, hook
+from torch_ragged.tensor._hf_storage import rounds_of, write_rounds
+from torch_ragged.tensor._placement_extension import PlacementExtension, extension_of
 
 
 @hook(

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from torch_ragged._groups import group_name
+from torch_ragged._ranks.groups import group_name
 from torch_ragged._register._hook import PLACEMENT, has, hook
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch_ragged._placement_extension import extension_of
+from torch_ragged.tensor._placement_extension import extension_of
 
 __all__ = ["CHECKPOINT", "OPERATORS", "PLACEMENT", "PROTOCOL", "Hook", "extend_in_place", "has", "hook", "hooks"]
 

@@ -20,13 +20,13 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 from torch.utils._debug_mode import DebugMode
 
-from torch_ragged._dispatch import complete_keys
-from torch_ragged._ops import RaggedRows
-from torch_ragged._placement_extension import PlacementExtension, ask_extensions, extension_of, extension_of_op
 from torch_ragged._register._hook import OPERATORS, PLACEMENT, PROTOCOL, extend_in_place, has, hook
-from torch_ragged._units import Units
-from torch_ragged.placement_types import RaggedShard
-from torch_ragged.strided_placement_types import StridedRaggedShard
+from torch_ragged.tensor._dispatch import complete_keys
+from torch_ragged.tensor._ops import RaggedRows
+from torch_ragged.tensor._placement_extension import PlacementExtension, ask_extensions, extension_of, extension_of_op
+from torch_ragged.tensor._units import Units
+from torch_ragged.tensor.placement_types import RaggedShard
+from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
 
 def _extension(*placements: Any) -> PlacementExtension:

@@ -10,17 +10,26 @@ import importlib.util
 import sys
 from pathlib import Path
 
-__all__ = ["IN_TORCH", "is_upstream", "torch_name", "use_modules_of_torch"]
+__all__ = ["IN_TORCH", "OLD_NAMES", "is_upstream", "know_old_names", "torch_name", "use_modules_of_torch"]
 
 IN_TORCH = {
-    "torch_ragged._placement_extension": "torch.distributed.tensor._placement_extension",
-    "torch_ragged._groups": "torch.distributed._named_groups",
+    "torch_ragged.tensor._placement_extension": "torch.distributed.tensor._placement_extension",
+    "torch_ragged.tensor": "torch.distributed.tensor._ragged",
+    "torch_ragged._ranks.groups": "torch.distributed._named_groups",
     "torch_ragged._register._torch": "torch.distributed.tensor._ragged._torch",
     "torch_ragged._kernels": "torch.distributed.fsdp._ragged._kernels",
     "torch_ragged.fsdp": "torch.distributed.fsdp._ragged",
     "torch_ragged": "torch.distributed.tensor._ragged",
 }
 """The names of this package's modules, or of packages that contain them, and their names in torch. The first match counts."""
+
+
+OLD_NAMES = {
+    "torch_ragged.placement_types.RaggedShard": "torch_ragged.tensor.placement_types",
+    "torch_ragged.strided_placement_types.StridedRaggedShard": "torch_ragged.tensor.strided_placement_types",
+    "torch_ragged._units.Units": "torch_ragged.tensor._units",
+}
+"""The names under which earlier versions have pickled classes, and the modules that have these now."""
 
 
 def torch_name(module: str) -> str:
@@ -48,11 +57,14 @@ def use_modules_of_torch() -> None:
         name = ".".join([root.name, *path.relative_to(root).with_suffix("").parts])
         if not path.stem.startswith(("__", "_triton")) and _has(torch_name(name)):  # Modules for Triton have no classes.
             sys.modules[name] = importlib.import_module(torch_name(name))
-    _allow_loading(
-        "torch_ragged.placement_types.RaggedShard",
-        "torch_ragged.strided_placement_types.StridedRaggedShard",
-        "torch_ragged._units.Units",
-    )
+    _allow_loading(*(f"{module}.{name.rpartition('.')[2]}" for name, module in OLD_NAMES.items()))
+
+
+def know_old_names() -> None:
+    """Let ``pickle`` find the classes in OLD_NAMES, and ``torch.load(weights_only=True)`` too: old files load."""
+    for name, module in OLD_NAMES.items():
+        sys.modules[name.rpartition(".")[0]] = importlib.import_module(module)
+    _allow_loading(*OLD_NAMES)
 
 
 def _allow_loading(*names: str) -> None:

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from torch_ragged._peers import Peers, is_of_backend
-from torch_ragged._standstill import announce
+from torch_ragged._ranks.peers import Peers, is_of_backend
+from torch_ragged._ranks.standstill import announce
 
 __all__ = ["CheckpointError", "agree", "from_ranks", "gather", "listed", "raise_on_all"]
 

@@ -27,8 +27,8 @@ import torch_ragged
 from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._errors import CheckpointError
 from torch_ragged.checkpoint._files import FileRecord
-from torch_ragged.placement_types import RaggedShard
-from torch_ragged.strided_placement_types import StridedRaggedShard
+from torch_ragged.tensor.placement_types import RaggedShard
+from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
 __all__ = [
     "FORMAT",

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from torch_ragged._groups import group_of
+from torch_ragged._ranks.groups import group_of
 
 __all__ = ["ReplicaShares"]
 

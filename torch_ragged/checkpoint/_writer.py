@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config as serialization_config
 
-from torch_ragged._checkpoint import own_storage
 from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._errors import CheckpointError, listed
 from torch_ragged.checkpoint._files import BLOCK, FileRecord, HashingFileSystem, check_blocks, check_size
 from torch_ragged.checkpoint._folder import incomplete_of, publish, remove, remove_leftovers
 from torch_ragged.checkpoint._lease import Lease, acquire, held_tokens, owner_of_this_process
 from torch_ragged.checkpoint._manifest import MANIFEST, Manifest, TensorRecord, describe, fingerprint
+from torch_ragged.tensor._checkpoint import own_storage
 
 __all__ = ["CheckpointWriter", "SavePlannerOfViews"]
 

@@ -1,19 +1,18 @@
 """Fully sharded data parallelism on RaggedShard: FSDP2's API on buffers that need no copy-in and no copy-out.
 
-==================  =========================================================================================
-``_fully_shard``    ``fully_shard``: makes parameter groups of modules, and registers hooks
-``_fsdp_module``    ``FSDPModule``, the methods of a sharded module
-``_reshard_to``     ``reshard_to``: moves a model that trains, and its optimizers, to another mesh
-``_neighbour_...``  ``NeighbourCopies``: shards are in the memory of another rank too
-``layout/``         ``BufferLayout``, the offsets of tensors in a buffer, and its planner. Integers only
-``comm/``           collectives over process groups, gloo, copy engine and multicast; agreement of ranks
-``core/``           a parameter, its group, the buffers, gradients, and the state with its module hooks
-``tools/``          ``monitor`` and ``memory_report``
-``plan/``           the offline planner, ``python -m torch_ragged.fsdp.plan``
-==================  =========================================================================================
+=================  =========================================================================================
+``_fully_shard``   ``fully_shard``: makes parameter groups of modules, and registers hooks
+``_fsdp_module``   ``FSDPModule``, the methods of a sharded module
+``layout/``        ``BufferLayout``, the offsets of tensors in a buffer, and its planner. Integers only
+``comm/``          collectives over process groups and gloo; ``experimental/``: copy engine and multicast
+``core/``          a parameter, its group, the buffers, gradients, the root, and the hooks of modules; in folders:
+                   ``encodings/`` (what an all-gather sends), ``keepers/`` (what stays gathered), ``optional/``
+``elastic/``       ``reshard_to``: moves a model that trains to another mesh; ``NeighbourCopies``
+``tools/``         ``monitor`` and ``memory_report``
+=================  =========================================================================================
 
-Imports point one way: ``layout <- comm <- core <- _fsdp_module <- _fully_shard <- _reshard_to <- _neighbour_copies``;
-``tools`` and ``plan`` import ``_fully_shard``.
+Imports point one way: ``layout <- comm <- core <- _fsdp_module <- _fully_shard <- elastic, tools``. The offline planner is
+:mod:`torch_ragged.offline`.
 "Life of a parameter" in docs/design.md follows one parameter through the files.
 """
 

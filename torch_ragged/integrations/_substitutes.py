@@ -14,9 +14,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torch_ragged import RaggedShard, StridedRaggedShard, owned_boxes
-from torch_ragged._hf_storage import rounds_of, write_rounds
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.integrations._lazy_tensor import LazyTensor
+from torch_ragged.tensor._hf_storage import rounds_of, write_rounds
 
 __all__ = ["SUBSTITUTES", "is_ragged"]
 

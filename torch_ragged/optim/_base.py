@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.adamw import adamw
 
-from torch_ragged._peers import peers_named
-from torch_ragged._redistribute import mesh_group
+from torch_ragged._ranks.peers import peers_named
 from torch_ragged.optim._gather import Placed
-from torch_ragged.placement_types import cuts_of, normalize_placements
+from torch_ragged.tensor._redistribute import mesh_group
+from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
 
 __all__ = [
     "STEP_NBYTES",

@@ -15,12 +15,12 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from torch_ragged._ownership import row_major
-from torch_ragged._units import Units
 from torch_ragged.granularity import Granularity, blocks
 from torch_ragged.optim._gather import Placed
-from torch_ragged.placement_types import RaggedShard, normalize_placements
-from torch_ragged.strided_placement_types import StridedRaggedShard
+from torch_ragged.tensor._ownership import row_major
+from torch_ragged.tensor._units import Units
+from torch_ragged.tensor.placement_types import RaggedShard, normalize_placements
+from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
 __all__ = ["BlockPolicy", "Region", "aligned_placements", "flat_indices", "grid_placements", "regions_of"]
 

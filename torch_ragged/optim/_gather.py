@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_ragged._ownership import Box, Cut, Owned, Run, Whole, owned, owned_near, row_major
-from torch_ragged._redistribute import all_to_all, mesh_group
-from torch_ragged._transfer import Part, common_parts
 from torch_ragged.optim._roots import Stack
+from torch_ragged.tensor._ownership import Box, Cut, Owned, Run, Whole, owned, owned_near, row_major
+from torch_ragged.tensor._redistribute import all_to_all, mesh_group
+from torch_ragged.tensor._route import Part, common_parts
 
 __all__ = ["Batch", "Compute", "GatherToRoot", "Placed", "Spot", "owners_of", "mesh_ranks"]
 

@@ -13,13 +13,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torch_ragged._redistribute import mesh_group
 from torch_ragged.optim._aligned import aligned
 from torch_ragged.optim._base import STEP_NBYTES, local, mesh_of, zeros_placed
 from torch_ragged.optim._gather import Batch, Spot, mesh_ranks
 from torch_ragged.optim._matrix import MatrixOptimizer
 from torch_ragged.optim._roots import assign_roots
-from torch_ragged.placement_types import RaggedShard
+from torch_ragged.tensor._redistribute import mesh_group
+from torch_ragged.tensor.placement_types import RaggedShard
 
 __all__ = ["Shampoo", "inverse_root"]
 

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch_ragged._ownership import Box, Owned, boxes_of_interval, row_major
-from torch_ragged._transfer import Part, merged_parts, part_of
+from torch_ragged.tensor._ownership import Box, Owned, boxes_of_interval, row_major
+from torch_ragged.tensor._route import Part, merged_parts, part_of
 from torch_ragged.transfer._sides import Holder, Side
 
 __all__ = ["Atom", "Copy", "Shared", "Window", "atoms_of", "parts_within", "windows_of"]

@@ -13,8 +13,8 @@ from typing import Literal
 
 import torch
 
-from torch_ragged._redistribute import part_view
-from torch_ragged._transfer import Part
+from torch_ragged.tensor._redistribute import part_view
+from torch_ragged.tensor._route import Part
 from torch_ragged.transfer._atoms import parts_within
 
 __all__ = ["DELTAS", "Delta", "checksum"]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from torch_ragged._ownership import owned
 from torch_ragged._register._torch import local_tensor, waited
-from torch_ragged.placement_types import cuts_of
+from torch_ragged.tensor._ownership import owned
+from torch_ragged.tensor.placement_types import cuts_of
 from torch_ragged.transfer._engine_layout import EngineLayout, EngineSide
 from torch_ragged.transfer._sides import RelocatedSide, Side, Spec, TensorSide, merged_specs, named_values, specs_of
 from torch_ragged.transfer._staging import Staged, check_reductions, reductions_of

@@ -18,7 +18,7 @@ from typing import Union
 
 import torch
 
-from torch_ragged._ownership import Box, Owned, boxes_of_interval, chunk_range, row_major
+from torch_ragged.tensor._ownership import Box, Owned, boxes_of_interval, chunk_range, row_major
 from torch_ragged.transfer._sides import Holder
 
 __all__ = ["EngineLayout", "EngineSide"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_ragged._peers import PeerError
+from torch_ragged._ranks.peers import PeerError
 
 __all__ = ["TransferError"]
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Union
 import torch
 import torch.distributed as dist
 
-from torch_ragged._redistribute import copy_into, part_view
-from torch_ragged._transfer import Part
+from torch_ragged.tensor._redistribute import copy_into, part_view
+from torch_ragged.tensor._route import Part
 from torch_ragged.transfer._atoms import Atom, Copy
 from torch_ragged.transfer._changes import checksum
 from torch_ragged.transfer._rounds import Slice

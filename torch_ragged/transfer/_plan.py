@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_ragged._agreement import agree
-from torch_ragged._groups import device_of_messages, group_of, timeout_of
+from torch_ragged._ranks.agreement import agree
+from torch_ragged._ranks.groups import device_of_messages, group_of, timeout_of
 from torch_ragged.transfer._background import Handle, in_background, in_turn
 from torch_ragged.transfer._changes import DELTAS, Delta
 from torch_ragged.transfer._check import Readable, check_memory, checked_shapes, completed, local_tensors, side_of

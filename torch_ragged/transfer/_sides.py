@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged._ownership import Cut, Owned, Whole, owned, owned_near
-from torch_ragged._redistribute import warn_of_order
-from torch_ragged.placement_types import cuts_of, normalize_placements
+from torch_ragged.tensor._ownership import Cut, Owned, Whole, owned, owned_near
+from torch_ragged.tensor._redistribute import warn_of_order
+from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
 
 __all__ = [
     "Holder",

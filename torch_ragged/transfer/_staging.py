@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 
-from torch_ragged._ownership import boxes_of_interval
-from torch_ragged._redistribute import CARRIED, REDUCTIONS, mesh_group
+from torch_ragged.tensor._ownership import boxes_of_interval
+from torch_ragged.tensor._redistribute import CARRIED, REDUCTIONS, mesh_group
 
 __all__ = ["Staged", "check_reductions", "reductions_of"]
 

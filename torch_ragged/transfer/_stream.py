@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from torch_ragged._groups import is_gloo
-from torch_ragged._redistribute import copy_into, part_view, plan, warn_of_order
+from torch_ragged._ranks.groups import is_gloo
 from torch_ragged._register._torch import local_tensor, waited
-from torch_ragged._transfer import Gather, Part
+from torch_ragged.tensor._redistribute import copy_into, part_view, plan, warn_of_order
+from torch_ragged.tensor._route import Gather, Part
 from torch_ragged.transfer._sides import is_extra_state
 
 __all__ = ["stream"]

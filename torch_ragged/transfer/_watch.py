@@ -10,10 +10,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torch_ragged._groups import end_messages
-from torch_ragged._peers import fates_of
-from torch_ragged._standstill import announce
-from torch_ragged._store import SharedStore
+from torch_ragged._ranks.groups import end_messages
+from torch_ragged._ranks.peers import fates_of
+from torch_ragged._ranks.standstill import announce
+from torch_ragged._ranks.store import SharedStore
 from torch_ragged.transfer._errors import TransferError
 
 __all__ = ["Lost", "Watch", "end_messages"]

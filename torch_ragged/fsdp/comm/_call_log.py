@@ -21,10 +21,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from torch_ragged._peers import Peers, fates_of, name_of, peers_named, tracker
-from torch_ragged._peers import wait_for as _wait_for
-from torch_ragged._standstill import announce
-from torch_ragged._store import SharedStore
+from torch_ragged._ranks.peers import Peers, fates_of, name_of, peers_named, tracker
+from torch_ragged._ranks.peers import wait_for as _wait_for
+from torch_ragged._ranks.standstill import announce
+from torch_ragged._ranks.store import SharedStore
 
 __all__ = ["CallLog", "Predictor", "wait_for"]
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from torch_ragged._groups import backend_of
+from torch_ragged._ranks.groups import backend_of
 from torch_ragged._register._torch import has_multicast
-from torch_ragged.fsdp.comm._peer_memory import host_of
+from torch_ragged.fsdp.comm.experimental._peer_memory import host_of
 
 __all__ = ["Facts", "problems_of", "why_not"]
 

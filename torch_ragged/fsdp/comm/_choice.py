@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch_ragged._agreement import problems_of_ranks
+from torch_ragged._ranks.agreement import problems_of_ranks
 from torch_ragged.fsdp.comm._capabilities import problems_of
 from torch_ragged.fsdp.comm._collectives import Collectives, ProcessGroupCollectives
-from torch_ragged.fsdp.comm._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives
-from torch_ragged.fsdp.comm._multicast import MulticastCollectives, SymmetricSlabs
-from torch_ragged.fsdp.comm._peer_memory import HostPeerMemory, PeerMemory, SymmetricPeerMemory
+from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
+from torch_ragged.fsdp.comm.experimental._multicast import MulticastCollectives, SymmetricSlabs
+from torch_ragged.fsdp.comm.experimental._peer_memory import HostPeerMemory, PeerMemory, SymmetricPeerMemory
 
 __all__ = ["IMPLEMENTATIONS", "Implementation", "Traffic", "check_name", "choose"]
 

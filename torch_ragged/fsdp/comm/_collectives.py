@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_ragged._agreement import agree
-from torch_ragged._groups import backend_of, group_of, is_gloo
-from torch_ragged._peers import Issued, issued_on, peers_named
+from torch_ragged._ranks.agreement import agree
+from torch_ragged._ranks.groups import backend_of, group_of, is_gloo
+from torch_ragged._ranks.peers import Issued, issued_on, peers_named
 from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp.comm import _gloo
 from torch_ragged.fsdp.comm._call_log import wait_for

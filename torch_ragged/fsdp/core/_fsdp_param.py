@@ -18,8 +18,8 @@ from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._spmd_types import AnnotatedParam, is_annotated
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity
-from torch_ragged.placement_types import RaggedShard
-from torch_ragged.strided_placement_types import StridedRaggedShard
+from torch_ragged.tensor.placement_types import RaggedShard
+from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
 __all__ = ["Distribution", "FSDPParam", "FoundParam", "ShardedState", "has_extension", "local_of", "owner_of"]
 

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged._agreement import agree_on_group
-from torch_ragged._groups import timeout_of
-from torch_ragged._redistribute import ranks_ascend
+from torch_ragged._ranks.agreement import agree_on_group
+from torch_ragged._ranks.groups import timeout_of
 from torch_ragged._register._torch import concatenate, flatten
 from torch_ragged.fsdp.comm._collectives import is_debug
+from torch_ragged.tensor._redistribute import ranks_ascend
 
 __all__ = ["DataParallelMesh", "agree_on_groups", "device_of", "groups_of"]
 

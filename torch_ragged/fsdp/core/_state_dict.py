@@ -19,14 +19,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import is_tensor_like
 
-from torch_ragged._agreement import agree
-from torch_ragged._peers import PeerError
-from torch_ragged._redistribute import broadcast_local
+from torch_ragged._ranks.agreement import agree
+from torch_ragged._ranks.peers import PeerError
 from torch_ragged._register._torch import dtensor_like, is_wrapper, waited
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam, has_extension, local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, map_tensors, state_of, tensors_in
 from torch_ragged.fsdp.core._mesh import device_of, groups_of
+from torch_ragged.tensor._redistribute import broadcast_local
 
 __all__ = ["OptimizerStates", "Told", "before_load", "take_parts"]
 

@@ -17,12 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged import transfer
-from torch_ragged._agreement import agreement, reduce_min
-from torch_ragged._groups import device_of_messages, end_messages, group_of, is_gloo, timeout_of
-from torch_ragged._peers import fates_of
+from torch_ragged._ranks.agreement import agreement, reduce_min
+from torch_ragged._ranks.groups import device_of_messages, end_messages, group_of, is_gloo, timeout_of
+from torch_ragged._ranks.peers import fates_of
+from torch_ragged._ranks.standstill import announce
+from torch_ragged._ranks.store import SharedStore
 from torch_ragged._register._torch import local_tensor, process_groups
-from torch_ragged._standstill import announce
-from torch_ragged._store import SharedStore
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.elastic._regroup import mesh_of_groups

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torch_ragged import transfer
-from torch_ragged._agreement import agreement
-from torch_ragged._groups import device_of_messages, group_of
+from torch_ragged._ranks.agreement import agreement
+from torch_ragged._ranks.groups import device_of_messages, group_of
 from torch_ragged.fsdp._fully_shard import module_states
 from torch_ragged.fsdp.core._fsdp_init import make_group
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan

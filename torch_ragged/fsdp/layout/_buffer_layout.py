@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_ragged._units import Units
 from torch_ragged.granularity import TensorSpec
-from torch_ragged.placement_types import RaggedShard
+from torch_ragged.tensor._units import Units
+from torch_ragged.tensor.placement_types import RaggedShard
 
 __all__ = ["BufferLayout", "TensorSpec"]
 

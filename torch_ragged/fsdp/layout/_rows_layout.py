@@ -9,9 +9,9 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_ragged._units import Units
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
-from torch_ragged.placement_types import RaggedShard
+from torch_ragged.tensor._units import Units
+from torch_ragged.tensor.placement_types import RaggedShard
 
 __all__ = ["RowsLayout", "rows_layout"]
 

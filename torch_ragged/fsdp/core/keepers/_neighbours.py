@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from torch_ragged._groups import group_of
+from torch_ragged._ranks.groups import group_of
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
 from torch_ragged.fsdp.core._dbuffer import MemoryLog
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_ragged._agreement import reduce_min
-from torch_ragged._groups import timeout_of
+from torch_ragged._ranks.agreement import reduce_min
+from torch_ragged._ranks.groups import timeout_of
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import device_of

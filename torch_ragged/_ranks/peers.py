@@ -1,0 +1,665 @@
+"""Peers: which ranks still live after a collective has failed, and PeerError, which names the others.
+
+It issues no collective. While all ranks are well it writes one line to the store per process, and nothing else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from torch_ragged._ranks.process import Process, myself, state_of
+from torch_ragged._ranks.store import SharedStore
+
+__all__ = [
+    "Call",
+    "CollectiveFailed",
+    "Fate",
+    "HELD",
+    "Issued",
+    "PeerError",
+    "Peers",
+    "STANDSTILL",
+    "Ticket",
+    "Tracker",
+    "Whereabouts",
+    "calls_of",
+    "fates_of",
+    "is_of_backend",
+    "issued_on",
+    "listen",
+    "name_of",
+    "named",
+    "peers_named",
+    "tracker",
+    "wait_for",
+]
+
+
+HELD = 4.0  # Seconds.
+"""After so long in one call, without work and without traffic, a thread counts as held."""
+
+_MOST_BUSY = 0.05
+"""A thread that waits uses less than this part of a CPU."""
+
+_MOST_BYTES = 2**16
+"""A process that waits for another one writes less, in files and to the network."""
+
+_REMEMBERED = 64
+"""So many collectives of a process group are remembered by name."""
+
+_INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<string>")
+"""Files of torch, of this package and of Python, and hooks on torch."""
+
+_WRAPPERS = ("wrapper", "decorate_context", "inner", "named")
+_COMMUNICATING = tuple(f"{os.sep}torch{os.sep}{name}" for name in ("_ops.py", "distributed/distributed_c10d.py"))
+
+
+class Ticket(NamedTuple):
+    """One collective of a process group, by its number among those of this package."""
+
+    group: weakref.ref[dist.ProcessGroup]
+    number: int
+
+
+class Issued:
+    """The collectives of a process group that this process has issued: how many, and the last ones by name."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._count = 0
+        self._names: deque[tuple[str, str]] = deque(maxlen=_REMEMBERED)
+
+    def issue(self, collective: str, parameters: str = "") -> Ticket:
+        """Note one that is about to be issued. Ranks that run the same program note the same ones, in the same order."""
+        self._count += 1
+        self._names.append((collective, parameters))
+        return Ticket(self._group, self._count)
+
+    def as_numbers(self) -> dict[int, str]:
+        """The last ones, by number."""
+        names = list(self._names)
+        return {number: named(*each) for number, each in enumerate(names, self._count - len(names) + 1)}
+
+
+_issued: weakref.WeakKeyDictionary[dist.ProcessGroup, Issued] = weakref.WeakKeyDictionary()
+
+
+def issued_on(group: dist.ProcessGroup) -> Issued:
+    """The collectives of ``group``."""
+    return _issued.setdefault(group, Issued(group))
+
+
+def named(collective: str, parameters: str) -> str:
+    """A collective and what it carries, which may be empty. Made only if a rank asks: a step has many collectives."""
+    return f"{collective} of {parameters}" if parameters else collective
+
+
+class Call(Protocol):
+    """A call in which a thread may wait."""
+
+    @property
+    def what(self) -> str:
+        """What it does."""
+
+    @property
+    def ranks(self) -> Callable[[], Sequence[int]]:
+        """Returns the global ranks that take part; none if they are not known."""
+
+    @property
+    def tickets(self) -> Sequence[Ticket]:
+        """Its collectives, if they were issued with a ticket."""
+
+
+class _CallOfTorch(NamedTuple):
+    what: str
+    ranks: Callable[[], Sequence[int]]
+    tickets: Sequence[Ticket] = ()
+
+
+_calls: dict[int, list[Call]] = {}
+
+
+def calls_of(thread: int) -> list[Call]:
+    """The calls that a thread is in, the innermost last."""
+    return _calls.setdefault(thread, [])
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where the training thread of a process is.
+
+    Attributes:
+        text: for errors.
+        call: the call in which it waits for other ranks, equal on ranks that are in the same call; empty if it does not wait.
+        ranks: the global ranks that take part in the call; None if they are not known.
+        is_held: whether it has been there for long, without work and without traffic.
+        tickets: the collectives that it waits for, as (process group, number).
+        issued: the last collectives of each process group, by number.
+    """
+
+    text: str
+    call: str = ""
+    ranks: list[int] | None = None
+    is_held: bool = False
+    tickets: list[tuple[str, int]] = field(default_factory=list)
+    issued: dict[str, dict[int, str]] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """As a text, for the rank that asks."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Whereabouts:
+        """What another rank has sent."""
+        values = json.loads(text)
+        issued = {group: {int(number): what for number, what in each.items()} for group, each in values["issued"].items()}
+        return cls(**{**values, "issued": issued, "tickets": [(group, number) for group, number in values["tickets"]]})
+
+
+class Tracker:
+    """Looks at one thread from time to time, and sees whether it stays in one call."""
+
+    def __init__(self) -> None:
+        self._thread, self._lock = threading.main_thread().ident, threading.Lock()
+        self._token: object = None
+        self._since, self._cpu, self._written = time.monotonic(), 0.0, 0
+
+    def watch_this_thread(self) -> None:
+        """The calling thread is the one that trains."""
+        self._thread = threading.get_ident()
+
+    def look(self) -> Whereabouts:
+        """Where the thread is now. Called once a second, and when another rank asks."""
+        with self._lock:
+            assert self._thread is not None
+            frame = sys._current_frames().get(self._thread)
+            if frame is None:
+                return Whereabouts("at the end of its program")
+            where = _where(frame)
+            calls = calls_of(self._thread)
+            call: Call | None = calls[-1] if calls else _call_of_torch(frame)
+            token: object = id(call) if calls else _token_of(frame)
+            now, cpu, written = time.monotonic(), _cpu_time(self._thread), _bytes_written()
+            spent = cpu - self._cpu
+            if token != self._token or spent > 0.1 + _MOST_BUSY * (now - self._since) or written - self._written > _MOST_BYTES:
+                self._token, self._since, self._cpu, self._written = token, now, cpu, written
+            if call is None:
+                return Whereabouts(where)
+            ranks = call.ranks()
+            return Whereabouts(
+                f"in {call.what}, called {where}",
+                call.what,
+                list(ranks) if ranks else None,
+                now - self._since >= HELD,
+                [(group.group_name, ticket.number) for ticket in call.tickets if (group := ticket.group()) is not None],
+                {group.group_name: each.as_numbers() for group, each in list(_issued.items())},
+            )
+
+
+tracker = Tracker()
+"""Of the thread that trains: the one whose root has run its first forward last; before that, the main thread."""
+
+
+def _cpu_time(thread: int) -> float:
+    """Seconds of CPU that a thread has used; 0 where this is not known."""
+    with contextlib.suppress(AttributeError, OSError):
+        return time.clock_gettime(time.pthread_getcpuclockid(thread))
+    return 0.0
+
+
+def _bytes_written() -> int:
+    """Bytes that this process has written, to files and sockets; 0 where this is not known."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        with open("/proc/self/io") as file:
+            return int(next(line for line in file if line.startswith("wchar")).split()[1])
+    return 0
+
+
+def _token_of(frame: FrameType | None) -> tuple[tuple[int, int], ...]:
+    """Equal as long as no function of the stack goes on."""
+    found = []
+    while frame is not None:
+        found.append((id(frame), frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _where(frame: FrameType | None) -> str:
+    """The innermost function that is the program's own; torch and other packages may lie below Python's own folder."""
+    innermost = frame
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame = frame.f_back
+    frame = frame or innermost
+    assert frame is not None
+    return f"in {frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+
+
+def _call_of_torch(frame: FrameType) -> _CallOfTorch | None:
+    """The collective of torch in which a thread waits; None if it does something else.
+
+    The call has the name of the outermost function of torch or of this package, as ``barrier`` or ``full_tensor``.
+    """
+    if not frame.f_code.co_filename.endswith(_COMMUNICATING):
+        return None
+    if frame.f_code.co_filename.endswith("_ops.py") and "c10d" not in str(frame.f_locals.get("self")):
+        return None
+    name, outer = frame.f_code.co_name, frame
+    group: dist.ProcessGroup | None = None
+    while outer.f_code.co_filename.startswith(_INSIDE):
+        if outer.f_code.co_filename.endswith(_COMMUNICATING[1]):
+            group = group or outer.f_locals.get("group") or dist.group.WORLD
+        if outer.f_code.co_name not in _WRAPPERS and not outer.f_code.co_name.startswith("_"):
+            name = outer.f_code.co_name
+        if outer.f_back is None:
+            break
+        outer = outer.f_back
+    # Messages between two ranks wait for one of the group: which one is not known.
+    if not isinstance(group, dist.ProcessGroup) or any(part in name for part in ("send", "recv", "p2p")):
+        return _CallOfTorch(name, lambda: ())
+    return _CallOfTorch(f"{name} of process group {group.group_name}", lambda: dist.get_process_group_ranks(group))
+
+
+STANDSTILL = "standstill"
+"""The name of the part of the store in which a rank reports that ranks wait for each other; its key is ``text``."""
+
+_SLICE = timedelta(seconds=2)
+"""After so long a wait for a collective, a rank looks whether other ranks have reported a failure."""
+
+_SLICES_BEFORE_PROBE = 5
+"""After so many slices, a rank also looks whether the next rank's process lives."""
+
+_PATIENCE = 10.0  # Seconds.
+"""How long a rank waits for the reports of ranks whose processes live."""
+
+_PROBE = 3.0  # Seconds.
+"""How long a rank waits for the answer of another rank's host, after a collective has failed."""
+
+_LONG_PROBE = 20.0  # Seconds.
+"""The same while nothing has failed yet: a network that loses packets takes several attempts."""
+
+
+class PeerError(RuntimeError):
+    """A collective failed, because another rank died, hangs, or is not reachable. Restart the run from a checkpoint.
+
+    Attributes:
+        ranks: the global ranks that died or did not answer, as far as this rank knows.
+        collective: what failed, such as ``"all-gather"``.
+        parameters: what it carried: the name of the first parameter and the number of the others; empty if it carried none.
+    """
+
+    def __init__(self, text: str, ranks: tuple[int, ...] = (), collective: str = "", parameters: str = "") -> None:
+        super().__init__(text)
+        self.ranks, self.collective, self.parameters = ranks, collective, parameters
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.ranks, self.collective, self.parameters)
+
+
+def name_of(ranks: Sequence[int]) -> str:
+    """A name for a set of ranks in the store, equal on all of them."""
+    return f"{len(ranks)}-{hashlib.sha1(repr(tuple(ranks)).encode(), usedforsecurity=False).hexdigest()[:16]}"
+
+
+class Peers:
+    """The ranks that take part in the same collectives. If one of them fails, it reports it, so that the others end too.
+
+    ::
+
+        rank 0   all-gather fails: connection closed     reports, asks for reports   "rank 2 died: process 411 on host a ..."
+        rank 1   waits in another collective             finds the report            "rank 2 died: ..."
+        rank 2   killed: no report, and its process does not listen any more
+
+    After a failure the process groups of these ranks are of no use: each later wait fails with the same ranks named.
+
+    Args:
+        ranks: their global ranks.
+    """
+
+    _known: ClassVar[dict[tuple[int, ...], Peers]] = {}
+    _standstill: ClassVar[tuple[SharedStore, str] | None] = None
+
+    @classmethod
+    def stand_still(cls, store: SharedStore, text: str) -> None:
+        """Ranks wait for each other: each wait and each error of this process says so from now on, as ``text``."""
+        cls._standstill = store, text
+
+    @classmethod
+    def of(cls, ranks: Sequence[int]) -> Peers:
+        """The peers with these ranks; one object per default process group."""
+        cls._known = {key: each for key, each in cls._known.items() if each._store.is_current}
+        return cls._known.setdefault(tuple(sorted(ranks)), Peers(ranks))
+
+    @classmethod
+    def check_all(cls, probes: bool = False) -> None:
+        """This rank has waited for long: if a rank that it has collectives with has failed, raise.
+
+        Args:
+            probes: also look whether the process of the next rank lives, in the background. A later call raises if not. If a
+                host is lost, the rank before its first one finds out, long before the collective's timeout.
+
+        Raises:
+            CollectiveFailed: a rank has reported a failure, or is not reachable.
+        """
+        if cls._standstill is not None and cls._standstill[0].is_current:
+            raise CollectiveFailed(cls._standstill[1])
+        current = peers_named.current_ranks()
+        for peers in list(cls._known.values()):
+            # After a failure, the ranks that are left may go on with each other.
+            has_gone_on = peers._blame is not None and not (set(peers._blame[0]) or set(peers._ranks)) & current
+            if not peers._store.is_current or has_gone_on:
+                continue
+            if peers._store.has("failed"):
+                raise CollectiveFailed("another rank has reported that a collective failed")
+            if probes:
+                peers._check_next()
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = tuple(sorted(ranks))
+        self._store = SharedStore(f"peers/{name_of(self._ranks)}")
+        self._blame: tuple[tuple[int, ...], str] | None = None
+        self._probe: _Probe | None = None
+
+    def _check_next(self) -> None:
+        if self._probe is None or self._probe.is_stale:
+            index = self._ranks.index(dist.get_rank())
+            self._probe = _Probe(self._ranks[(index + 1) % len(self._ranks)])
+        self._probe.check()
+
+    def check_alive(self, ranks: Sequence[int]) -> None:
+        """This rank has waited long for ``ranks``: if the process of one of them has ended, raise.
+
+        Raises:
+            CollectiveFailed: it has.
+        """
+        if not all(fate.is_alive for fate in fates_of(ranks).values()):
+            raise CollectiveFailed("this rank waited for it")
+
+    def error(self, collective: str, cause: object, parameters: str = "") -> PeerError:
+        """Report that ``collective`` failed on this rank, and make one error of what is known of all ranks.
+
+        This takes up to 11 s, if there are ranks whose processes live and which do not report.
+        """
+        if self._blame is None:
+            try:
+                self._blame = self._find_blame(f"{collective}: {cause}")
+            except RuntimeError as lost:
+                self._blame = (), f"{cause}. {_store_host()} is lost, too, or the network to it: {lost}"
+        ranks, text = self._blame
+        what = f"{collective} of {parameters}" if parameters else collective
+        return PeerError(f"{what} failed: {text}", ranks, collective, parameters)
+
+    def _find_blame(self, own: str) -> tuple[tuple[int, ...], str]:
+        """The ranks that have failed, and a text that names them."""
+        # This rank's connections may close before it has seen the report itself.
+        standstill = SharedStore(STANDSTILL)
+        if standstill.has("text"):
+            return (), standstill.get("text")
+        # Other ranks may wait for this rank in collectives of other meshes.
+        for peers in {id(each): each for each in (self, *self._known.values()) if each._store.is_current}.values():
+            peers._store.set(f"rank {dist.get_rank()}", own)
+            peers._store.set("failed", "")
+        fates: dict[int, Fate] = {}
+        for seconds in (1.0, _PATIENCE):
+            self._store.wait([f"rank {rank}" for rank in self._ranks], seconds)
+            present = [rank for rank in self._ranks if self._store.has(f"rank {rank}")]
+            fates = fates_of([rank for rank in self._ranks if rank not in present])
+            # If a process has ended, the cause is found. Processes that live may report yet.
+            if not all(fate.is_alive for fate in fates.values()):
+                break
+        gone = {rank: fate for rank, fate in fates.items() if not fate.is_alive}
+        # Ranks that live may only be late. They are named if no other rank is.
+        named = gone or fates
+        if named:
+            text = "; ".join(f"rank {rank} {fate.text}" for rank, fate in named.items())
+            return tuple(named), f"{text}. This rank: {own}. Look at the log of these ranks, and restart from a checkpoint"
+        reports = "; ".join(f"rank {rank}: {self._store.get(f'rank {rank}')}" for rank in self._ranks)
+        return (), f"all ranks live, so the network failed, or a collective took longer than its timeout: {reports}"
+
+
+class CollectiveFailed(RuntimeError):
+    """A collective failed on this rank or on another one. :class:`peers_named` makes a PeerError of it."""
+
+
+Named = TypeVar("Named", bound="peers_named")
+
+
+class peers_named:
+    """A context: if its block raises an error of a backend (gloo, NCCL), it raises a :class:`PeerError` that names the ranks.
+
+    Args:
+        collective: for the error.
+        parameters: what the collective carries, for the error; may be empty.
+        ranks: returns the global ranks that take part; called if the block takes long, and after an error.
+        tickets: the collectives that the block waits for, if they were issued with one.
+    """
+
+    def __init__(
+        self, collective: str, parameters: str, ranks: Callable[[], Sequence[int]], tickets: Sequence[Ticket] = ()
+    ) -> None:
+        self._collective, self._parameters, self.ranks, self.tickets = collective, parameters, ranks, tickets
+
+    @property
+    def what(self) -> str:
+        """What the block does, as other ranks read it while it waits."""
+        return named(self._collective, self._parameters)
+
+    @staticmethod
+    def current_ranks() -> set[int]:
+        """The ranks of the innermost context of this thread."""
+        calls = calls_of(threading.get_ident())
+        return set(calls[-1].ranks()) if calls else set()
+
+    def __enter__(self: Named) -> Named:
+        self._calls = _calls.setdefault(threading.get_ident(), [])
+        self._calls.append(self)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._calls.pop()
+        if error is None:
+            return
+        if isinstance(error, RuntimeError) and not isinstance(error, PeerError) and is_of_backend(error):
+            raise Peers.of(self.ranks()).error(self._collective, error, self._parameters) from error
+
+
+def is_of_backend(error: RuntimeError) -> bool:
+    """Whether a process group's backend has raised ``error``: another rank, or the network, may be the cause."""
+    # gloo's errors are plain RuntimeErrors. Most begin with the path of its source.
+    is_of_gloo = any(part in str(error) for part in ("gloo", "Application timeout caused pair closure"))
+    return is_of_gloo or isinstance(error, (CollectiveFailed, dist.DistError))
+
+
+def wait_for(work: Any, look: Callable[[], None] = lambda: None) -> None:
+    """``work.wait()`` for a collective of gloo, with a look from time to time whether other ranks have failed.
+
+    Args:
+        work: the collective in flight.
+        look: is called after each slice of the wait, and may raise.
+
+    Raises:
+        RuntimeError: the collective has failed, here or on another rank.
+    """
+    for slices in itertools.count(1):
+        try:
+            work.wait(_SLICE)
+            return
+        except RuntimeError:
+            if work.is_completed():  # The collective has failed; or it has ended just after the timeout.
+                work.wait()
+                return
+            look()
+            Peers.check_all(probes=slices >= _SLICES_BEFORE_PROBE)
+
+
+# -- processes -----------------------------------------------------------------------------------------------------------
+
+
+class _Listener:
+    """A socket that listens as long as this process lives, and a thread that tells each caller where this process is.
+
+    The kernel accepts the connection, also while Python computes.
+    """
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._announced: SharedStore | None = None
+        self._process = os.getpid()
+        atexit.register(self._stop)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._close)  # A data loader's worker must not answer for this process.
+
+    def _close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _stop(self) -> None:
+        """The program has ended: this process takes part in no collective any more, even if it does not end yet."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # This also ends the thread.
+            self._close()
+        elif dist.is_initialized() and os.getpid() == self._process:  # Ranks that wait in their first call may ask for it.
+            with contextlib.suppress(RuntimeError):
+                SharedStore("processes").set(f"ended {dist.get_rank()}", "")
+
+    def announce(self) -> None:
+        with self._lock:
+            if self._announced is not None and self._announced.is_current:
+                return
+            if self._socket is None:
+                self._socket = socket.create_server(("", 0), backlog=1024)
+                threading.Thread(target=_answer, args=(self._socket,), name="whereabouts", daemon=True).start()
+            store = SharedStore("processes")
+            place = {**asdict(myself()), "address": _own_address(), "port": self._socket.getsockname()[1]}
+            store.set(f"rank {dist.get_rank()}", json.dumps(place))
+            self._announced = store
+
+
+def _answer(server: socket.socket) -> None:
+    while True:
+        try:
+            caller, _ = server.accept()
+        except OSError:  # The process ends.
+            return
+        with contextlib.suppress(OSError, RuntimeError), caller:
+            caller.settimeout(_PROBE)
+            caller.sendall(tracker.look().to_json().encode())
+
+
+_listener = _Listener()
+
+
+def listen() -> None:
+    """Tell the other ranks where this process can be found, once per default process group: one write to the store."""
+    _listener.announce()
+
+
+class Fate:
+    """What is known of another rank's process: whether it is alive, and where it is, if it has answered."""
+
+    def __init__(self, is_alive: bool, text: str, where: Whereabouts | None = None) -> None:
+        self.is_alive, self.text, self.where = is_alive, text, where
+
+
+def fates_of(ranks: Sequence[int]) -> dict[int, Fate]:
+    """What happened to the processes of these global ranks, by a connection to each. It takes up to 3 s."""
+    store = SharedStore("processes")
+    places = {rank: store.get(f"rank {rank}") for rank in ranks if store.has(f"rank {rank}")}
+    ended = [rank for rank in ranks if rank not in places and store.has(f"ended {rank}")]
+    with ThreadPoolExecutor(32) as threads:  # A host that is lost answers none of its ranks' probes.
+        fates = dict(zip(ranks, threads.map(lambda rank: _fate(places.get(rank), _PROBE), ranks)))
+    return {**fates, **{rank: Fate(False, "died: its program has ended") for rank in ended}}
+
+
+class _Probe:
+    """Asks in the background whether the process of ``rank`` lives."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._fate, self._begin = rank, Fate(True, ""), time.monotonic()
+        threading.Thread(target=self._run, name="probe", daemon=True).start()
+
+    @property
+    def is_stale(self) -> bool:
+        return time.monotonic() - self._begin > 2 * _LONG_PROBE
+
+    def check(self) -> None:
+        """Raise CollectiveFailed if the answer has come that it does not live."""
+        if not self._fate.is_alive:
+            raise CollectiveFailed(f"rank {self._rank} {self._fate.text}")
+
+    def _run(self) -> None:
+        with contextlib.suppress(RuntimeError):  # The store is lost: then this rank's other calls of it raise.
+            store = SharedStore("processes")
+            if store.has(f"rank {self._rank}"):
+                self._fate = _fate(store.get(f"rank {self._rank}"), _LONG_PROBE)
+
+
+def _fate(place: str | None, patience: float) -> Fate:
+    """What happened to the process that has announced ``place``."""
+    if place is None:
+        return Fate(True, "has not answered")
+    found = json.loads(place)
+    process, address = Process(found["host"], found["pid"], found["started"]), found["address"]
+    host = process.host.partition("/")[0]
+    state = state_of(process)
+    if state == "stopped":
+        return Fate(True, f"is stopped: {process}")
+    if state == "gone":
+        return Fate(False, f"died: {process} has ended")
+    if address.startswith("127.") and host != socket.gethostname():
+        address = host
+    try:
+        with socket.create_connection((address, found["port"]), timeout=patience) as connection:
+            where = _where_is(connection)
+    except ConnectionRefusedError:
+        return Fate(False, f"died: {process} has ended")
+    except OSError as error:
+        return Fate(False, f"is not reachable: host {host} ({address}) does not answer ({error})")
+    if where is None:
+        return Fate(True, f"lives and has not answered: {process} hangs, or does something else")
+    return Fate(True, f"lives and has not answered: {process} is {where.text}", where)
+
+
+def _where_is(connection: socket.socket) -> Whereabouts | None:
+    """What the process at the other end says; None if it says nothing in time, as one that was stopped."""
+    with contextlib.suppress(OSError, ValueError):
+        connection.settimeout(_PROBE)
+        return Whereabouts.from_json(b"".join(iter(lambda: connection.recv(2**16), b"")))
+    return None
+
+
+def _own_address() -> str:
+    """The address under which other hosts reach this one."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR") or socket.gethostname(), 1))  # A datagram socket sends nothing here.
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _store_host() -> str:
+    where = f"at {os.environ['MASTER_ADDR']} " if "MASTER_ADDR" in os.environ else ""
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"The store of the process group {where}(in {'torchrun' if has_agent else 'the process of rank 0'})"

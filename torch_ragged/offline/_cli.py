@@ -1,0 +1,208 @@
+"""The command line of ``torch-ragged-plan``, which is also ``python -m torch_ragged.offline``.
+
+It must check all options before it plans anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from torch_ragged._command_line import command_name, ends_quietly
+from torch_ragged.fsdp import Granularity, blocks, elements, rows, tensor
+from torch_ragged.fsdp.layout._advice import advise
+from torch_ragged.offline._drawing import draw_svg, draw_text
+from torch_ragged.offline._memory import Precision
+from torch_ragged.offline._model_plan import ModelPlan, ModelPlanner, granularity_policy
+from torch_ragged.offline._models import BUILT_IN, Model, load_model
+from torch_ragged.offline._plot import check_plot_path, plot
+from torch_ragged.offline._report import Report
+
+__all__ = ["main"]
+
+_DESCRIPTION = """\
+Plan the FSDP buffers of a model without a GPU or a process group. It shows padding, bytes per collective and memory per rank at
+several FSDP sizes, and compares them with FSDP2 (torch.chunk on dimension 0) and with LCM (a buffer of whole rows, as in
+Megatron-FSDP; torch_ragged/offline/_peers.py describes the model of it).
+"""
+_EPILOG = """\
+examples:
+  %(prog)s deepseek-v3 --granularity rows:128
+  %(prog)s path/to/config.json --ranks 64,320,1024 --replicas 4 --json plan.json --plot plan.png
+  %(prog)s my_package.models:build --granularity blocks:128x128 --apply all
+  %(prog)s gpt-oss-120b --granularity rows:128 --ranks 64 --explain block.0 --svg block.svg
+"""
+_FORMS: dict[str, Callable[..., Granularity]] = {
+    r"elements": elements,
+    r"tensor": tensor,
+    r"rows:(\d+)": lambda n: rows(int(n)),
+    r"rows:(\d+)/(\d+)": lambda n, within: rows(int(n), within=int(within)),
+    r"blocks:(\d+)x(\d+)": lambda h, w: blocks(int(h), int(w)),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors have one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+@ends_quietly
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool with the arguments ``argv`` (default: the command line's). Returns the exit status, 2 for bad input."""
+    parser = _parser()
+    try:
+        options = parser.parse_args(argv)
+        granularity, precision, model = _check(options)
+    except ValueError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    every_matrix = options.apply == "all"
+    planner = ModelPlanner(model, granularity_policy(granularity, every_matrix), precision.alignment)
+    plans = tuple(planner.plan(ranks) for ranks in options.ranks)
+    where = "all matrices" if every_matrix else "expert matrices"
+    words = granularity.text if granularity.kind == "elements" else f"{granularity.text} on {where}, else elements()"
+    report = Report(model, words, precision, options.replicas, options.limit / 100, plans)
+    if options.explain:
+        print(_explain(plans[0], options.explain, report, options.svg))
+    else:
+        print(report.text())
+    if options.json:
+        Path(options.json).write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    if options.plot:
+        plot(report, options.plot)
+    return 0
+
+
+def _explain(plan: ModelPlan, group: str, report: Report, svg: str | None) -> str:
+    """The drawing of ``group``, with the reason for its padding and advice. If ``svg`` is given, draw it to this file too."""
+    layout = plan.group_layouts()[group]
+    title = layout.describe(group, report.precision.param.itemsize)
+    if svg:
+        Path(svg).write_text(draw_svg(layout, title))
+    lines = [title, f"the bound: {layout.forced_by}", "", draw_text(layout)]
+    advice = advise({group: layout}, report.limit)
+    return "\n".join([*lines, *(["", *advice] if advice else [])])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=command_name("torch_ragged.offline"),
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", help=f"{', '.join(BUILT_IN)}; or a Hugging Face config.json; or module:callable, built on the meta device")
+    add("--ranks", type=_sizes, help="FSDP sizes, separated by commas (default: 8 to 1024, powers of two)")
+    add("--replicas", type=_positive, default=1, help="HSDP replicas: the world is FSDP size * replicas (default: 1)")
+    add(
+        "--granularity",
+        default="elements",
+        help="blocks that are never cut: elements (default), rows:N, rows:N/WITHIN, blocks:HxW or tensor",
+    )
+    add(
+        "--apply",
+        choices=("experts", "all"),
+        help="matrices that have this granularity (default: experts, or all if the model has no experts)",
+    )
+    add(
+        "--experts",
+        metavar="REGEX",
+        help="pattern of the names of expert matrices (default: the family's names; for module:callable, 'experts')",
+    )
+    add("--param-dtype", type=_dtype, default="bfloat16", help="dtype in all-gathers (default: bfloat16)")
+    add("--reduce-dtype", type=_dtype, default="float32", help="dtype in reduce-scatters (default: float32)")
+    add("--optimizer-dtype", type=_dtype, default="float32", help="dtype of the optimizer's values (default: float32)")
+    add(
+        "--states",
+        type=_natural,
+        default=3,
+        help="optimizer values per parameter (default: 3, Adam's moments and a master copy)",
+    )
+    add("--limit", type=_percent, default=5.0, help="recommend FSDP sizes with at most this percentage of padding (default: 5)")
+    add("--explain", metavar="GROUP", help="draw the buffer of this group at one FSDP size, instead of the tables")
+    add("--svg", metavar="FILE", help="with --explain: also draw the buffer to this file")
+    add("--json", metavar="FILE", help="also write all results to this file")
+    add("--plot", metavar="FILE", help="plot padding against FSDP size (.png, .svg, .pdf; needs matplotlib)")
+    return parser
+
+
+# --- checks, before any work ---------------------------------------------------------------------------------------
+
+
+def _check(options: argparse.Namespace) -> tuple[Granularity, Precision, Model]:
+    """Check the options together, load the model, and fill in defaults.
+
+    Raises:
+        ValueError: an option is wrong, or does not go with another one.
+    """
+    granularity = _granularity(options.granularity)
+    precision = Precision(options.param_dtype, options.reduce_dtype, options.optimizer_dtype, options.states)
+    if options.svg and not options.explain:
+        raise ValueError("--svg needs --explain GROUP: it draws the same buffer")
+    if options.explain and len(options.ranks or ()) != 1:
+        raise ValueError("--explain draws one FSDP size: give one size with --ranks")
+    for option in ("svg", "json", "plot"):
+        path = getattr(options, option)
+        if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise ValueError(f"--{option} {path}: expected the path of a file in an existing folder")
+    if options.plot:
+        check_plot_path(options.plot)
+    options.ranks = options.ranks or [2**n for n in range(3, 11)]
+    model = load_model(options.model, options.experts)
+    if options.apply == "experts" and not model.has_experts:
+        raise ValueError(f"{model.name} has no expert matrices: use --apply all, or match their names with --experts REGEX")
+    options.apply = options.apply or ("experts" if model.has_experts else "all")
+    if options.explain and options.explain not in model.groups:
+        close = difflib.get_close_matches(options.explain, model.groups, 3, 0.5) or [*model.groups][:3]
+        raise ValueError(f"{model.name} has no group {options.explain!r}; close names: {', '.join(close)}")
+    return granularity, precision, model
+
+
+def _granularity(text: str) -> Granularity:
+    for form, make in _FORMS.items():
+        match = re.fullmatch(form, text)
+        if match:
+            return make(*match.groups())
+    raise ValueError(f"--granularity {text!r}: expected elements, rows:N, rows:N/WITHIN, blocks:HxW or tensor")
+
+
+def _sizes(text: str) -> list[int]:
+    return sorted({_positive(part) for part in text.split(",")})
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _natural(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _integer(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got {text!r}")
+    return int(text)
+
+
+def _percent(text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d*)?", text):
+        raise argparse.ArgumentTypeError(f"expected a percentage, got {text!r}")
+    return float(text)
+
+
+def _dtype(text: str) -> torch.dtype:
+    dtype = getattr(torch, text, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise argparse.ArgumentTypeError(f"expected a floating-point type of torch, such as bfloat16, got {text!r}")
+    return dtype

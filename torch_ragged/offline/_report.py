@@ -1,0 +1,184 @@
+"""The report of the planning tool: tables of all FSDP sizes, recommended sizes and advice, as text and as JSON.
+
+Nothing here plans a layout, except for the advice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from torch_ragged.fsdp.layout._advice import advise
+from torch_ragged.offline._memory import Precision, collectives, zero_memory
+from torch_ragged.offline._model_plan import ModelPlan
+from torch_ragged.offline._models import Model
+
+__all__ = ["Report", "bytes_text"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A model planned at several FSDP sizes.
+
+    Attributes:
+        model: the model.
+        granularity: the granularity of its parameters, in words.
+        precision: the dtypes, which give bytes per element.
+        replicas: the number of replicas of the sharded model (HSDP). The world has ranks * replicas ranks.
+        limit: a size is recommended if the padding of the whole model, relative to its parameters, is at most this.
+        plans: one plan per FSDP size, in ascending order.
+    """
+
+    model: Model
+    granularity: str
+    precision: Precision
+    replicas: int
+    limit: float
+    plans: tuple[ModelPlan, ...]
+
+    @property
+    def recommended(self) -> list[ModelPlan]:
+        return [plan for plan in self.plans if plan.ragged.padding_fraction <= self.limit]
+
+    @cached_property
+    def advice(self) -> list[str]:
+        """Advice for the groups over the limit, at the smallest FSDP size that is not recommended."""
+        over = [plan for plan in self.plans if plan.ragged.padding_fraction > self.limit]
+        return advise(over[0].group_layouts(), self.limit) if over else []
+
+    def text(self) -> str:
+        """The whole report as text for a terminal."""
+        precision, replicas = self.precision, self.replicas
+        title = [
+            f"{self.model.name}: {self.model.numel:,} parameters in {self.model.num_tensors:,} tensors, "
+            f"{len(self.model.groups):,} groups; {self.granularity}",
+            f"{_dtype(precision.param)} parameters, {_dtype(precision.reduce)} gradients, {precision.states} optimizer values "
+            f"in {_dtype(precision.optimizer)}; shards are multiples of {precision.alignment} elements",
+        ]
+        if replicas > 1:
+            title.append(f"{replicas:,} replicas: the world is {replicas:,} times the FSDP size")
+        tables = [
+            _table("Padding, % of the parameters", self._padding_rows()),
+            _table("Bytes per collective: of the largest group, and of all groups together", self._collective_rows()),
+            _table("Memory per rank: torch_ragged's, and the totals of the others", self._memory_rows()),
+        ]
+        return "\n\n".join(["\n".join(title), *tables, "\n".join([*self._recommendation(), *self.advice])])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole report for JSON, with sizes in elements and bytes, and padding as fractions of the elements."""
+        precision = self.precision
+        return {
+            "model": self.model.name,
+            "parameters": self.model.numel,
+            "tensors": self.model.num_tensors,
+            "groups": len(self.model.groups),
+            "granularity": self.granularity,
+            "param_dtype": _dtype(precision.param),
+            "reduce_dtype": _dtype(precision.reduce),
+            "optimizer_dtype": _dtype(precision.optimizer),
+            "optimizer_states": precision.states,
+            "alignment": precision.alignment,
+            "replicas": self.replicas,
+            "limit": self.limit,
+            "sizes": [self._size_dict(plan) for plan in self.plans],
+            "recommended": [plan.ranks for plan in self.recommended],
+            "advice": self.advice,
+        }
+
+    # -- rows of the tables ----------------------------------------------------------------------------------------
+
+    def _padding_rows(self) -> list[dict[str, str]]:
+        rows = []
+        for plan in self.plans:
+            row = {"FSDP size": f"{plan.ranks:,}"}
+            if self.replicas > 1:
+                row["world"] = f"{plan.ranks * self.replicas:,}"
+            shardings = {"torch_ragged": plan.ragged, "bound": plan.bound, "FSDP2": plan.fsdp2, "LCM": plan.lcm}
+            row.update({name: f"{100 * sharding.padding_fraction:,.2f}" for name, sharding in shardings.items()})
+            rows.append(row)
+        return rows
+
+    def _collective_rows(self) -> list[dict[str, str]]:
+        rows = []
+        for plan in self.plans:
+            for index, (scheme, sharding) in enumerate(plan.schemes.items()):
+                row = {"FSDP size": "" if index else f"{plan.ranks:,}", "layout": scheme}
+                for name, moved in collectives(sharding, self.precision, self.replicas).items():
+                    name = name.replace("_", "-")
+                    row.update({name: bytes_text(moved.largest), f"{name}s": bytes_text(moved.total)})
+                rows.append(row)
+        return rows
+
+    def _memory_rows(self) -> list[dict[str, str]]:
+        rows = []
+        for plan in self.plans:
+            ragged, *others = [zero_memory(sharding, self.precision) for sharding in plan.schemes.values()]
+            for stage, memory in ragged.items():
+                row = {"FSDP size": "" if stage > 1 else f"{plan.ranks:,}", "ZeRO": str(stage)}
+                row.update({part: bytes_text(value) for part, value in asdict(memory).items()})
+                row["total"] = bytes_text(memory.total)
+                for name, other in zip(list(plan.schemes)[1:], others):
+                    row[name] = bytes_text(other[stage].total)
+                rows.append(row)
+        return rows
+
+    def _recommendation(self) -> list[str]:
+        good = self.recommended
+        over = [plan for plan in self.plans if plan not in good]
+        lines = []
+        if good:
+            largest = good[-1]
+            memory = bytes_text(zero_memory(largest.ragged, self.precision)[3].total)
+            lines.append(
+                f"Recommended FSDP sizes: {', '.join(f'{plan.ranks:,}' for plan in good)}. Their padding is within "
+                f"{100 * self.limit:g}%; {largest.ranks:,} needs the least memory per rank, {memory} under ZeRO-3."
+            )
+        if over:
+            sizes = ", ".join(f"{plan.ranks:,} ({100 * plan.ragged.padding_fraction:,.2f}%)" for plan in over)
+            lines.append(f"Not recommended, for padding above {100 * self.limit:g}%: {sizes}. At {over[0].ranks:,}:")
+        return lines
+
+    def _size_dict(self, plan: ModelPlan) -> dict[str, Any]:
+        schemes = {}
+        for name, sharding in plan.schemes.items():
+            moved = collectives(sharding, self.precision, self.replicas)
+            memory = zero_memory(sharding, self.precision)
+            schemes[name] = {
+                "padding": sharding.padding_fraction,
+                "collective_bytes": {kind: asdict(one) for kind, one in moved.items()},
+                "memory_bytes": {f"zero{stage}": {**asdict(one), "total": one.total} for stage, one in memory.items()},
+            }
+        groups = [
+            {
+                "names": list(kind.names),
+                "tensors": len(kind.tensors),
+                "shard_numel": layout.shard_numel,
+                "lower_bound": layout.lower_bound,
+                "padding": layout.padding_fraction,
+                "order": layout.order,
+                "forced_by": layout.forced_by,
+            }
+            for kind, layout in zip(plan.kinds, plan.layouts)
+        ]
+        sizes = {"ranks": plan.ranks, "world": plan.ranks * self.replicas, "bound": plan.bound.padding_fraction}
+        return {**sizes, "layouts": schemes, "groups": groups}
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes for people, such as ``1.50 GiB``."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{count} B" if units[0] == "B" else f"{value:,.2f} {units[0]}"
+
+
+def _dtype(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _table(title: str, rows: Sequence[dict[str, str]]) -> str:
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join([title, *("  ".join(map(str.rjust, line, widths)) for line in lines)])

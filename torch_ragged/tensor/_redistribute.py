@@ -1,0 +1,485 @@
+"""Redistribution to and from the ragged placements: a pair of placements gives a plan of steps.
+
+It must not make the full tensor on a rank unless the target says Replicate. An element travels only if its owner changes.
+
+==================================  ===============================================================================
+change                              step
+==================================  ===============================================================================
+cut -> Replicate                    all-gather if the pieces are even; otherwise one uneven all-to-all, or one broadcast per
+                                    owner if an all-to-all would need a much larger send buffer
+Replicate -> cut                    local copy
+cut -> another cut                  one uneven all-to-all, on the flattened mesh if several mesh dimensions take part
+Partial -> cut                      reduce-scatter if the pieces are even; otherwise uneven all-to-alls and a local reduction
+                                    in rank order, or one reduce per owner if that takes fewer collectives
+Partial -> Replicate                all-reduce
+cut or Replicate -> Partial         local: every other rank contributes the identity of the reduction
+equal ownership                     none: the local tensor is aliased
+==================================  ===============================================================================
+
+A cut is any of Shard, _StridedShard, RaggedShard, StridedRaggedShard. If a cut on one mesh dimension is nested in the cut that
+a pending reduction on another mesh dimension would make, the reduction is an all-reduce. Collectives are operators of
+``torch.ops._c10d_functional``, so that torch.compile traces them and CommDebugMode counts them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torch_ragged._ranks.groups import can_order_groups, group_of
+from torch_ragged.tensor._ownership import Whole, owned
+from torch_ragged.tensor._route import Exchange, Fill, Gather, Move, Part, Reduce, Route, Step
+from torch_ragged.tensor.placement_types import cuts_of, has_ragged
+
+__all__ = [
+    "CARRIED",
+    "REDUCTIONS",
+    "Pending",
+    "all_to_all",
+    "broadcast_local",
+    "copy_into",
+    "mesh_group",
+    "part_view",
+    "plan",
+    "ranks_ascend",
+    "redistribute_local",
+    "warn_of_order",
+]
+
+# If the send (or receive) buffer of one all-to-all exceeds the tensor by this factor, other collectives are used.
+_MAX_BUFFER_RATIO = 2
+
+_IDENTITY = {"sum": -0.0, "avg": -0.0, "max": -math.inf, "min": math.inf}
+REDUCTIONS = frozenset(_IDENTITY)
+"""The reductions of a Partial that this module redistributes."""
+
+
+CARRIED = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+CARRIED |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+"""The dtypes that every backend sends and reduces."""
+
+
+# --- planning ------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=16384)
+def plan(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    source: tuple[Placement, ...],
+    target: tuple[Placement, ...],
+    coordinate: tuple[int, ...],
+) -> tuple[Step, ...]:
+    """The steps by which the rank at ``coordinate`` changes ``source`` to ``target`` placements.
+
+    Kinds and order of the steps are equal on all ranks: they depend on the placements and not on ``coordinate``. The cost of a
+    plan grows with the number of ranks, not with the size of the tensor. Plans are cached.
+    """
+    route = Route(shape, mesh_shape, coordinate, cuts_of(source))
+    pairs = list(enumerate(zip(source, target)))
+    reductions = {i: s.reduce_op for i, (s, t) in pairs if isinstance(s, Partial) and s != t}
+    fills = {i: t.reduce_op for i, (s, t) in pairs if isinstance(t, Partial) and s != t}
+    goal = list(cuts_of(target))
+    for i in fills:  # If a piece can keep its owner until the fill, it need not be all-gathered.
+        kept = [*goal[:i], route.cuts[i], *goal[i + 1 :]]
+        if route.is_free(i, kept):
+            goal = kept
+    only_cuts = all(isinstance(a, Whole) for i, (a, b) in enumerate(zip(route.cuts, goal)) if a != b and i not in reductions)
+    if only_cuts and all(route.is_free(i, goal) for i in reductions):
+        route.move(tuple(Whole() if i in reductions else cut for i, cut in enumerate(goal)))  # A local cut, so less to reduce.
+    for i, operation in reductions.items():
+        onto_owners = route.is_free(i, route.replace(i, goal[i]))
+        route.reduce(i, operation, goal[i] if onto_owners else Whole())
+    route.move(tuple(goal))
+    for i, operation in reversed(fills.items()):  # A nested cut must become pending before the cut that contains it.
+        route.fill(i, operation)
+    return tuple(route.steps)
+
+
+# --- execution -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pending:
+    """A local tensor whose data may still be in flight.
+
+    Attributes:
+        data: the elements of the local tensor, or the tensor that the collective fills.
+        local_shape: the shape of the local tensor.
+        unpack: makes the flat local tensor from the completed ``data``; None if ``data`` is that tensor.
+        in_flight: whether ``data`` must be waited for.
+        dtype: the dtype of the local tensor, if ``data`` carries it as another dtype.
+    """
+
+    data: torch.Tensor
+    local_shape: tuple[int, ...]
+    unpack: Callable[[torch.Tensor], torch.Tensor] | None = None
+    in_flight: bool = False
+    dtype: torch.dtype | None = None
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the data if it is in flight, and return the local tensor."""
+        data = _c10d().wait_tensor(self.data) if self.in_flight else self.data
+        return (data if self.unpack is None else self.unpack(data)).view(self.local_shape)
+
+
+def redistribute_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    source: tuple[Placement, ...],
+    target: tuple[Placement, ...],
+) -> Pending:
+    """Move ``local`` from ``source`` to ``target`` placements, by the collectives of the table above.
+
+    Args:
+        local: the local tensor under ``source``; 1-D if ``source`` contains a ragged placement.
+        shape: the global shape.
+
+    Returns:
+        the local tensor under ``target``, perhaps still in flight. It aliases ``local`` if every rank keeps its elements.
+
+    Raises:
+        ValueError: the type of a placement is unknown, a Partial averages integers, or a Partial reduces numbers of a dtype
+            without that order, or of a dtype that no backend adds.
+    """
+    if local.dtype not in CARRIED:
+        return _redistribute_as_carried(local, mesh, shape, source, target)
+    pairs = [p for p, q in (*zip(source, target), *zip(target, source)) if p != q and isinstance(p, Partial)]
+    if any(p.reduce_op == "avg" for p in pairs) and not (local.is_floating_point() or local.is_complex()):
+        raise ValueError(
+            f"redistribution from {source} to {target}: Partial('avg') needs floating point, got {local.dtype}: cast it"
+        )
+    warn_of_order(mesh, source)
+    warn_of_order(mesh, target)
+    coordinate = _coordinate(mesh)
+    result = Pending(local, tuple(local.shape))
+    for step in plan(tuple(shape), tuple(mesh.shape), source, target, coordinate):
+        flat = result.wait().contiguous().view(-1)
+        result = _RUN[type(step)](step, flat, mesh)
+    return result
+
+
+def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.get_coordinate() or ())
+
+
+def _redistribute_as_carried(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    source: tuple[Placement, ...],
+    target: tuple[Placement, ...],
+) -> Pending:
+    """The same for dtypes that backends do not know: as pairs of reals, or bytes, in a last dimension that is never cut."""
+    operations = {p.reduce_op for p, q in (*zip(source, target), *zip(target, source)) if p != q and isinstance(p, Partial)}
+    if not operations <= ({"sum", "avg"} if local.dtype in (torch.complex64, torch.complex128) else set()):
+        raise ValueError(
+            f"redistribution from {source} to {target}: cannot reduce {local.dtype} by {', '.join(sorted(operations))}: cast it"
+        )
+    local = local.resolve_conj().resolve_neg()
+    parts = torch.view_as_real(local) if operations else local.contiguous().unsqueeze(-1).view(torch.uint8)
+    width, dtype = parts.shape[-1], local.dtype
+    pending = redistribute_local(parts, mesh, (*shape, width), source, target)  # Steps read it as flat memory.
+    numel = math.prod(pending.local_shape) // width
+    local_shape = (numel,) if has_ragged(target) else pending.local_shape[:-1]
+
+    def unpack(data: torch.Tensor) -> torch.Tensor:
+        data = data if pending.unpack is None else pending.unpack(data)
+        return data.view(-1).view(dtype) if data.numel() else data.new_empty(0, dtype=dtype)
+
+    return Pending(pending.data, local_shape, unpack, pending.in_flight, dtype)
+
+
+def broadcast_local(
+    tensor: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], placements: tuple[Placement, ...]
+) -> torch.Tensor:
+    """This rank's local tensor, under ``placements``, of the replicated ``tensor`` expanded to ``shape``.
+
+    Only the elements of this rank are made; the expansion is never materialized. No communication.
+    """
+    coordinate = _coordinate(mesh)
+    mine = owned(tuple(shape), tuple(mesh.shape), cuts_of(placements), coordinate)
+    expanded = tensor.expand(tuple(shape))
+    result = tensor.new_empty(mine.numel)
+    for box in mine.boxes:
+        part = result.as_strided(box.sizes, box.local_strides, box.local_offset)
+        part.copy_(expanded[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))])
+    return result.view(mine.local_shape)
+
+
+def _run_move(step: Move, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
+    if step.stays:
+        return Pending(flat, step.local_shape)
+    packed = _pack(flat, step.sends)
+    if packed is flat:  # Only equal ownership may give an alias.
+        packed = flat.clone()
+    unpack = _unpacking(step.receives, step.local_shape)
+    return Pending(packed if unpack is None else unpack(packed), step.local_shape)
+
+
+def _run_exchange(step: Exchange, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
+    packed = _pack(flat, step.sends)
+    received = all_to_all(packed, step.receive_splits, step.send_splits, mesh_group(mesh, step.mesh_dims))
+    return Pending(received, step.local_shape, _unpacking(step.receives, step.local_shape), in_flight=True)
+
+
+def _run_gather(step: Gather, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
+    group, rank = mesh_group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
+    splits, size, flat = tuple(step.splits), len(step.splits), _pack(flat, step.sends)
+    unpack = _unpacking(step.receives, step.local_shape)
+    if len(set(splits)) == 1:
+        received = _c10d().all_gather_into_tensor(flat, size, group.group_name)
+    elif max(splits) * size <= _MAX_BUFFER_RATIO * sum(splits):
+        received = all_to_all(flat.expand(size, -1).contiguous().view(-1), splits, (splits[rank],) * size, group)
+    else:
+        pieces = [
+            _c10d().broadcast(flat if owner == rank else flat.new_empty(split), owner, group.group_name)
+            for owner, split in enumerate(splits)
+            if split
+        ]
+        if len(pieces) > 1:
+            gathered = torch.cat([_c10d().wait_tensor(piece) for piece in pieces])
+            return Pending(gathered, step.local_shape, unpack)
+        received = pieces[0]
+    return Pending(received, step.local_shape, unpack, in_flight=True)
+
+
+def _run_reduce(step: Reduce, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
+    """Reduce onto owners. If owners are uneven, sums add in rank order; if they are even, the backend chooses the order."""
+    group, rank = mesh_group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
+    size, splits = mesh.size(step.mesh_dim), None if step.splits is None else tuple(step.splits)
+    average = step.operation == "avg"
+    kernel = "sum" if average else step.operation
+
+    unpack_parts = _unpacking(step.receives, step.local_shape)
+
+    def pending(data: torch.Tensor, in_flight: bool, combine: Callable[..., torch.Tensor] | None = None) -> Pending:
+        def unpack(data: torch.Tensor) -> torch.Tensor:
+            reduced = data if combine is None else combine(data)
+            reduced = reduced / size if average else reduced
+            return reduced if unpack_parts is None else unpack_parts(reduced)
+
+        return Pending(data, step.local_shape, unpack if combine or average or unpack_parts else None, in_flight)
+
+    if splits is None:
+        return pending(_c10d().all_reduce(flat, kernel, group.group_name), True)
+    packed, own = _pack(flat, step.sends), splits[rank]
+    if len(set(splits)) == 1:
+        return pending(_c10d().reduce_scatter_tensor(packed, kernel, size, group.group_name), True)
+    owners = [owner for owner, split in enumerate(splits) if split]
+    rounds = -(-max(splits) * size // (_MAX_BUFFER_RATIO * sum(splits)))
+    if rounds == 1:
+        received = all_to_all(packed, (own,) * size, splits, group)
+        return pending(received, True, lambda data: _reduce_rows(data.view(size, own), kernel))
+    if len(owners) <= rounds:
+        pieces = packed.split(splits)
+        _groups[group.group_name] = group
+        reduce = _reduce if type(flat) is torch.Tensor else torch.ops.ragged_shard.reduce
+        reduced = [reduce(pieces[owner], kernel, owner, group.group_name) for owner in owners]
+        return pending(reduced[owners.index(rank)] if own else flat.new_empty(0), False)
+    return pending(_reduce_in_rounds(packed, splits, rank, kernel, group, rounds), False)
+
+
+def _reduce_in_rounds(
+    packed: torch.Tensor, splits: tuple[int, ...], rank: int, kernel: str, group: dist.ProcessGroup, rounds: int
+) -> torch.Tensor:
+    """Reduce one slice of every owner's interval per round: otherwise the largest owner needs a full-length row per rank.
+
+    The number of rounds is equal on all ranks: it follows from ``splits``, which all ranks know.
+    """
+    size, pieces, reduced = len(splits), packed.split(splits), []
+    for turn in range(rounds):
+        ranges = [(split * turn // rounds, split * (turn + 1) // rounds) for split in splits]
+        slices = torch.cat([piece[start:stop] for piece, (start, stop) in zip(pieces, ranges)])
+        sends = tuple(stop - start for start, stop in ranges)
+        received = _c10d().wait_tensor(all_to_all(slices, (sends[rank],) * size, sends, group))
+        reduced.append(_reduce_rows(received.view(size, sends[rank]), kernel))
+    return torch.cat(reduced)
+
+
+def _reduce_rows(rows: torch.Tensor, operation: str) -> torch.Tensor:
+    """Reduce row by row: then the order of additions is the rank order for any length."""
+    combine: Any = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[operation]
+    return functools.reduce(combine, rows.unbind(0))
+
+
+def _run_fill(step: Fill, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
+    size, rank = mesh.size(step.mesh_dim), _coordinate(mesh)[step.mesh_dim]
+    identity = _fill_value(flat.dtype, step.operation)
+    if step.was_whole:
+        contributes = step.operation != "sum" or rank == 0
+        return Pending(flat.clone() if contributes else torch.full_like(flat, identity), step.local_shape)
+    packed = _pack(flat * size if step.operation == "avg" else flat, step.sends)
+    result = flat.new_full((math.prod(step.local_shape),), identity)
+    copy_into(result, packed, step.receives)
+    return Pending(result, step.local_shape)
+
+
+def _fill_value(dtype: torch.dtype, operation: str) -> float | int | bool:
+    """The identity of a reduction. For sums it is minus zero, so that even -0.0 comes back bitwise."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return _IDENTITY[operation]
+    if dtype == torch.bool:
+        return operation == "min"
+    return {"max": torch.iinfo(dtype).min, "min": torch.iinfo(dtype).max}.get(operation, 0)
+
+
+_RUN: dict[type, Callable[[Any, torch.Tensor, DeviceMesh], Pending]] = {
+    Move: _run_move,
+    Exchange: _run_exchange,
+    Gather: _run_gather,
+    Reduce: _run_reduce,
+    Fill: _run_fill,
+}
+
+
+# --- packing -------------------------------------------------------------------------------------------------------
+
+
+def part_view(flat: torch.Tensor, part: Part) -> torch.Tensor:
+    """The part of a flat local tensor, without a copy."""
+    if part.is_contiguous:
+        return flat[part.offset : part.offset + part.numel]
+    return flat.as_strided(part.sizes, part.strides, flat.storage_offset() + part.offset)
+
+
+def _covers(parts: Sequence[Part], numel: int) -> bool:
+    """Whether the parts are the whole storage in order, so that nothing needs packing or unpacking."""
+    if not parts:
+        return numel == 0
+    return len(parts) == 1 and parts[0].is_contiguous and parts[0].numel == numel
+
+
+def _pack(flat: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
+    """The parts of a local tensor, one after another; ``flat`` itself if the parts cover it in order."""
+    if _covers(parts, flat.numel()):
+        return flat
+    if not parts:
+        return flat.new_empty(0)
+    return torch.cat([part_view(flat, part).reshape(-1) for part in parts])
+
+
+def _unpacking(parts: Sequence[Part], local_shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """A function that makes the flat local tensor from its packed parts; None if the packed parts are that tensor."""
+    numel = math.prod(local_shape)
+    if _covers(parts, numel):
+        return None
+
+    def unpack(packed: torch.Tensor) -> torch.Tensor:
+        result = packed.new_empty(numel)
+        copy_into(result, packed, parts)
+        return result
+
+    return unpack
+
+
+def copy_into(result: torch.Tensor, packed: torch.Tensor, parts: Sequence[Part]) -> None:
+    """Copy ``packed``, the parts one after another, to where they lie in the flat local tensor ``result``."""
+    for part, piece in zip(parts, packed.split([part.numel for part in parts])):
+        part_view(result, part).copy_(piece.view(part.sizes))
+
+
+# --- collectives ---------------------------------------------------------------------------------------------------
+
+
+def _c10d():  # type: ignore[no-untyped-def]
+    return torch.ops._c10d_functional
+
+
+def all_to_all(
+    packed: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    return _c10d().all_to_all_single(packed, list(receive_splits), list(send_splits), group.group_name)
+
+
+def _reduce(tensor: torch.Tensor, operation: str, root: int, group_name: str) -> torch.Tensor:
+    """Reduce onto rank ``root`` of a group, by one ``dist.reduce``. On other ranks the result has no defined values.
+
+    torch's functional collectives lack this collective. If torch.compile traces, it is an operator of its own.
+    """
+    result = tensor.clone()
+    dist.reduce(result, group=_groups[group_name], group_dst=root, op=getattr(dist.ReduceOp, operation.upper()))
+    return result
+
+
+@torch.library.custom_op("ragged_shard::reduce", mutates_args=())
+def _traced_reduce(tensor: torch.Tensor, operation: str, root: int, group_name: str) -> torch.Tensor:
+    return _reduce(tensor, operation, root, group_name)
+
+
+@_traced_reduce.register_fake
+def _(tensor: torch.Tensor, operation: str, root: int, group_name: str) -> torch.Tensor:
+    return torch.empty_like(tensor)
+
+
+def mesh_group(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> dist.ProcessGroup:
+    """The group of the ranks that differ from this rank only in ``mesh_dims``, in mesh order.
+
+    A group over several mesh dimensions, or of ranks that do not ascend, is made at first use, by its members alone, and lives
+    as long as the world's group.
+
+    Raises:
+        NotImplementedError: the ranks along ``mesh_dims`` are not in ascending order, and torch always sorts the ranks of a
+            group (2.11). On all ranks of the mesh.
+    """
+    ascends = ranks_ascend(mesh, mesh_dims)
+    if len(mesh_dims) == 1 and ascends:
+        return mesh.get_group(mesh_dims[0])
+    # Not get_local_rank(): that is the position in the group of the mesh dimension.
+    where = tuple(slice(None) if dim in mesh_dims else index for dim, index in enumerate(_coordinate(mesh)))
+    if not ascends and not can_order_groups:
+        raise NotImplementedError(
+            f"redistribution over dimensions {mesh_dims} of {mesh}: its ranks are not in ascending order, and this version of "
+            "torch sorts the ranks of each process group. Use a mesh whose ranks ascend, or torch 2.13"
+        )
+    with _disable_current_modes():
+        ranks = mesh.mesh[where].flatten().tolist()
+    return group_of(ranks, parent=mesh.get_group(mesh_dims[0]) if len(mesh_dims) == 1 else None)
+
+
+_ascending: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], bool]] = weakref.WeakKeyDictionary()
+
+
+def ranks_ascend(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
+    """Whether the ranks along ``mesh_dims`` are in ascending order everywhere in ``mesh``, as those of torch's groups are."""
+    known = _ascending.setdefault(mesh, {})
+    if mesh_dims not in known:
+        order = (*(dim for dim in range(mesh.ndim) if dim not in mesh_dims), *mesh_dims)
+        with _disable_current_modes():  # torch.compile traces on fake tensors, and the ranks are no part of the graph.
+            lines = mesh.mesh.permute(order).reshape(-1, math.prod(mesh.size(dim) for dim in mesh_dims))
+            known[mesh_dims] = bool((lines.diff() > 0).all())
+    return known[mesh_dims]
+
+
+def warn_of_order(mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """Warn if torch itself may have put the parts of a plain DTensor elsewhere than ``mesh`` says. Once per process.
+
+    Torch's collectives of DTensors take a mesh coordinate for the position in a process group, whose ranks ascend. So if those
+    of the mesh do not, ``distribute_tensor`` and ``full_tensor`` follow one order; local cuts, ``from_local`` and DCP the
+    other one. Here, the mesh decides.
+    """
+    if any(isinstance(p, Shard) and not ranks_ascend(mesh, (dim,)) for dim, p in enumerate(placements)):
+        warnings.warn(_ORDER, stacklevel=2)
+
+
+_ORDER = (
+    "a DTensor has Shard on a mesh whose ranks are not in ascending order. torch_ragged places its parts by mesh coordinates, "
+    "as DCP does. torch's own distribute_tensor, full_tensor and redistribute place them by the order of ranks, so what they "
+    "have placed is read in another order here: use a mesh whose ranks ascend along each dimension"
+)
+
+
+_groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()

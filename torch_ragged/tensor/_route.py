@@ -1,0 +1,544 @@
+"""Transfer plans: the parts that one rank packs, sends, receives and unpacks to change the placements of a tensor.
+
+A plan follows from ownership alone and must not depend on tensors or processes. It is a sequence of steps, each with at most
+one collective. Most steps change one mesh dimension while the other dimensions keep their cuts. Such a step is a 1-D
+problem on the piece of the tensor that the other dimensions leave. If both sides cut that piece into consecutive
+stretches of its storage (RaggedShard, Shard(0)), the splits follow from the boundaries, and nothing is packed::
+
+    before | 0 0 0 1 1 1 2 2 2 |     rank 0 sends 1 element to itself and 2 to rank 1,
+    after  | 0 1 1 1 1 1 1 2 2 |     rank 2 sends 1 to rank 1 and 2 to itself
+
+If one side cuts columns (``Shard(d)``), storage order is kept too, and a rank's stretch is spread over the columns' owners.
+Only strided cuts, and exchanges over several mesh dimensions, are computed box by box.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Union
+
+from torch_ragged.tensor._ownership import (
+    Chunk,
+    Cut,
+    Owned,
+    Run,
+    Whole,
+    check_cuts,
+    is_nested,
+    owned,
+    owned_near,
+    piece_shape,
+)
+from torch_ragged.tensor._units import Units
+
+__all__ = ["Exchange", "Fill", "Gather", "Move", "Part", "Reduce", "Route", "Step", "common_parts", "merged_parts", "part_of"]
+
+
+class Part(NamedTuple):
+    """A part of a local tensor's storage, described as for ``torch.as_strided``; a contiguous part is 1-D."""
+
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.strides == (1,)
+
+
+_Pair = tuple[Part, Part]
+_FEW = 64  # ranks
+
+
+@dataclass(frozen=True)
+class Move:
+    """No communication: ``sends`` of the old local tensor become ``receives`` of the new one.
+
+    If ``stays``, the new local tensor is an alias of the old one.
+    """
+
+    sends: tuple[Part, ...]
+    receives: tuple[Part, ...]
+    local_shape: tuple[int, ...]
+    stays: bool = False
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One uneven all-to-all over ``mesh_dims``: an element travels only if its owner changes.
+
+    ``send_splits[p]`` elements of the packed ``sends`` go to peer ``p``. ``receive_splits[p]`` elements come from peer ``p``.
+    They fill ``receives`` of the new local tensor in order.
+    """
+
+    mesh_dims: tuple[int, ...]
+    send_splits: Sequence[int]
+    receive_splits: Sequence[int]
+    sends: tuple[Part, ...]
+    receives: tuple[Part, ...]
+    local_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Every rank of ``mesh_dim`` gets the ``sends`` of all ranks: ``splits[p]`` elements of peer ``p`` fill ``receives``."""
+
+    mesh_dim: int
+    splits: Sequence[int]
+    sends: tuple[Part, ...]
+    receives: tuple[Part, ...]
+    local_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Reduce over ``mesh_dim`` by ``operation``, straight onto owners: peer ``p`` gets ``splits[p]`` of the ``sends``.
+
+    The reduced elements fill ``receives``. If ``splits`` is None, all ranks get all elements (all-reduce).
+    """
+
+    mesh_dim: int
+    operation: str
+    splits: Sequence[int] | None
+    sends: tuple[Part, ...]
+    receives: tuple[Part, ...]
+    local_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """No communication: make a local tensor that is whole on ``mesh_dim``: this rank's part, and the identity elsewhere.
+
+    If ``was_whole``, the old local tensor was whole too, so one rank's contribution may be enough.
+    """
+
+    mesh_dim: int
+    operation: str
+    was_whole: bool
+    sends: tuple[Part, ...]
+    receives: tuple[Part, ...]
+    local_shape: tuple[int, ...]
+
+
+Step = Union[Move, Exchange, Gather, Reduce, Fill]
+
+
+class Route:
+    """The steps from one set of cuts to another, for the rank at ``coordinate``; one method call builds each step.
+
+    Every rank of the mesh builds the same kinds of steps in the same order, because they depend on cuts and not on coordinates.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], cuts: Sequence[Cut]
+    ) -> None:
+        self.shape, self.mesh_shape, self.coordinate = shape, mesh_shape, coordinate
+        self.cuts = tuple(cuts)
+        self.steps: list[Step] = []
+
+    def replace(self, mesh_dim: int, cut: Cut) -> tuple[Cut, ...]:
+        """The current cuts with another one on ``mesh_dim``."""
+        return (*self.cuts[:mesh_dim], cut, *self.cuts[mesh_dim + 1 :])
+
+    def is_free(self, mesh_dim: int, cuts: Sequence[Cut]) -> bool:
+        """Whether ``cuts`` are legal, and another cut of ``mesh_dim`` would not change ownership on other mesh dimensions."""
+        if any(is_nested(inner, cuts[mesh_dim]) for inner in cuts[mesh_dim + 1 :]):
+            return False
+        try:
+            check_cuts(self.shape, self.mesh_shape, tuple(cuts))
+        except ValueError:
+            return False
+        return True
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def move(self, target: tuple[Cut, ...]) -> None:
+        """Change ownership to ``target``: by no step, by a local step, by all-gathers, or by one exchange."""
+        if target == self.cuts:
+            return
+        changed = [i for i, (old, new) in enumerate(zip(self.cuts, target)) if old != new]
+        affected = [
+            j
+            for j in range(len(target))
+            if j in changed
+            or any(i < j and (is_nested(self.cuts[j], self.cuts[i]) or is_nested(target[j], target[i])) for i in changed)
+        ]
+        crossed = [i for i in affected if not isinstance(self.cuts[i], Whole) and self.mesh_shape[i] > 1]
+        if not crossed:
+            self._cut(target)
+        elif affected == changed == crossed and all(isinstance(target[i], Whole) for i in changed):
+            # The last cut is all-gathered first, so that each all-gather is orthogonal to the remaining cuts. A strided run is
+            # orthogonal to the chunks that select its pieces, and contiguous as long as they do: it comes before these chunks.
+            for i in sorted(changed, key=lambda i: (not _is_strided(self.cuts[i]), -i)):
+                self._gather(i)
+        elif affected == changed == crossed and len(changed) == 1:
+            self._exchange_dim(changed[0], target)
+        else:
+            self._exchange(tuple(crossed), target)
+        last = self.steps[-1]
+        if isinstance(last, Move) and last.stays and not self._stay_elsewhere(crossed, affected, target):
+            # If some ranks alone kept their elements, an in-place op on the new tensor would change the old one on these only.
+            everything = _everything(math.prod(last.local_shape))
+            self.steps[-1] = Move(everything, everything, last.local_shape)
+        self.cuts = target
+
+    def reduce(self, mesh_dim: int, operation: str, cut: Cut) -> None:
+        """Reduce the pending values on ``mesh_dim`` onto their owners under ``cut``."""
+        local_shape = self._owned(self.replace(mesh_dim, cut)).local_shape
+        if isinstance(cut, Whole):
+            everything = _everything(math.prod(local_shape))
+            self.steps.append(Reduce(mesh_dim, operation, None, everything, everything, local_shape))
+            return
+        size, rank = self.mesh_shape[mesh_dim], self.coordinate[mesh_dim]
+        shape, cut_of_piece = self._piece(mesh_dim, cut)
+        numel = math.prod(shape)
+        stretches, columns = _stretches(shape, cut_of_piece, size), _columns(shape, cut_of_piece, size)
+        splits: Sequence[int]
+        if stretches is not None:
+            splits, sends, receives = _splits(stretches), _everything(numel), _everything(math.prod(local_shape))
+        elif columns is not None:
+            splits, sends = columns.splits(0, numel), columns.spread(0, numel)
+            receives = _everything(math.prod(local_shape))
+        else:
+            whole = owned(shape, (), (), ())
+            peers = {p: common_parts(whole, owned(shape, (size,), (cut_of_piece,), (p,))) for p in range(size)}
+            splits, sends = _numels(peers, size), merged_parts(part for pairs in peers.values() for part, _ in pairs)
+            receives = merged_parts(part for _, part in peers[rank])
+        self.steps.append(Reduce(mesh_dim, operation, splits, sends, receives, local_shape))
+        self.cuts = self.replace(mesh_dim, cut)
+
+    def fill(self, mesh_dim: int, operation: str) -> None:
+        """Make the tensor pending on ``mesh_dim``: each rank contributes the elements that it holds."""
+        target = self.replace(mesh_dim, Whole())
+        here, there = self._owned(self.cuts), self._owned(target)
+        pairs = common_parts(here, there)
+        sends, receives = merged_parts(part for part, _ in pairs), merged_parts(part for _, part in pairs)
+        was_whole = isinstance(self.cuts[mesh_dim], Whole)
+        self.steps.append(Fill(mesh_dim, operation, was_whole, sends, receives, there.local_shape))
+        self.cuts = target
+
+    def _cut(self, target: tuple[Cut, ...]) -> None:
+        """Each rank selects its new elements from those that it holds. No communication."""
+        here, there = self._owned(self.cuts), self._owned(target)
+        pairs = common_parts(here, there)
+        sends, receives = merged_parts(part for part, _ in pairs), merged_parts(part for _, part in pairs)
+        self.steps.append(Move(sends, receives, there.local_shape, stays=_contents(here) == _contents(there)))
+
+    def _gather(self, mesh_dim: int) -> None:
+        size, rank = self.mesh_shape[mesh_dim], self.coordinate[mesh_dim]
+        shape, cut = self._piece(mesh_dim, self.cuts[mesh_dim])
+        target = self.replace(mesh_dim, Whole())
+        local_shape = self._owned(target).local_shape
+        numel = math.prod(shape)
+        stretches, columns = _stretches(shape, cut, size), _columns(shape, cut, size)
+        splits: Sequence[int]
+        if stretches is not None:
+            splits, receives = _splits(stretches), _everything(numel)
+            sends = _everything(splits[rank])
+        elif columns is not None:
+            splits, receives = columns.splits(0, numel), columns.spread(0, numel)
+            sends = _everything(splits[rank])
+        else:
+            whole = owned(shape, (), (), ())
+            peers = {p: common_parts(owned(shape, (size,), (cut,), (p,)), whole) for p in range(size)}
+            splits, receives = _numels(peers, size), merged_parts(part for pairs in peers.values() for _, part in pairs)
+            sends = merged_parts(part for part, _ in peers[rank])
+        self.steps.append(Gather(mesh_dim, splits, sends, receives, local_shape))
+        self.cuts = target
+
+    def _exchange_dim(self, mesh_dim: int, target: tuple[Cut, ...]) -> None:
+        """An exchange on one mesh dimension; the cuts of all other mesh dimensions are orthogonal to it."""
+        size, rank = self.mesh_shape[mesh_dim], self.coordinate[mesh_dim]
+        local_shape = self._owned(target).local_shape
+        shape, before = self._piece(mesh_dim, self.cuts[mesh_dim])
+        same_shape, after = self._piece(mesh_dim, target[mesh_dim])
+        assert shape == same_shape
+        old, new = (_stretches(shape, cut, size) for cut in (before, after))
+        old_columns, new_columns = (_columns(shape, cut, size) for cut in (before, after))
+        step: Step
+        if old is not None and new is not None:
+            step = _exchange_stretches(mesh_dim, old, new, rank, local_shape)
+        elif old is not None and new_columns is not None:
+            step = _exchange_columns(mesh_dim, old, new_columns, rank, local_shape, to_columns=True)
+        elif new is not None and old_columns is not None:
+            step = _exchange_columns(mesh_dim, new, old_columns, rank, local_shape, to_columns=False)
+        else:
+            owners = [tuple(owned(shape, (size,), (cut,), (p,)) for cut in (before, after)) for p in range(size)]
+            step = _exchange_boxes((mesh_dim,), owners, rank, local_shape)
+        self.steps.append(step)
+
+    def _exchange(self, mesh_dims: tuple[int, ...], target: tuple[Cut, ...]) -> None:
+        """An exchange among the ranks that differ only in ``mesh_dims``, in row-major order over ``mesh_dims``."""
+        here, there = self._owned(self.cuts), self._owned(target)
+        if self._all_stay(mesh_dims, target):
+            self.steps.append(Move((), (), there.local_shape, stays=True))
+            return
+        size = math.prod(self.mesh_shape[i] for i in mesh_dims)
+        near = functools.partial(owned_near, self.shape, self.mesh_shape)
+        sends = {peer: common_parts(here, after) for peer, after in near(target, self.coordinate, mesh_dims, here)}
+        receives = {peer: common_parts(before, there) for peer, before in near(self.cuts, self.coordinate, mesh_dims, there)}
+        self.steps.append(_exchange_of(mesh_dims, size, sends, receives, there.local_shape))
+
+    def _stay_elsewhere(self, crossed: Sequence[int], affected: Sequence[int], target: tuple[Cut, ...]) -> bool:
+        """Whether every rank keeps its elements, if the ranks that differ from this one only in ``crossed`` do."""
+        elsewhere = {i: size for i, size in enumerate(self.mesh_shape) if size > 1 and i not in crossed}
+        if not any(i in affected or isinstance(self.cuts[i], Run) for i in elsewhere):
+            # Of chunks, the first rank has the largest and the last rank the smallest. If they are alike, so are all groups.
+            others = tuple(Whole() if i in crossed else cut for i, cut in enumerate(self.cuts))
+            first = tuple(0 if i in elsewhere else here for i, here in enumerate(self.coordinate))
+            last = tuple(elsewhere.get(i, here + 1) - 1 for i, here in enumerate(self.coordinate))
+            if len({piece_shape(self.shape, self.mesh_shape, others, where) for where in (first, last)}) == 1:
+                return True
+        return self._all_stay(range(len(target)), target)
+
+    def _all_stay(self, mesh_dims: Sequence[int], target: tuple[Cut, ...]) -> bool:
+        """Whether no rank that differs from this one only in ``mesh_dims`` owns another element than before.
+
+        It is equal on all these ranks, because each rank checks every peer until one differs.
+        """
+        ranges = [range(size) if i in mesh_dims else (self.coordinate[i],) for i, size in enumerate(self.mesh_shape)]
+        pairs = (
+            [owned(self.shape, self.mesh_shape, cuts, where) for cuts in (self.cuts, target)]
+            for where in itertools.chain([self.coordinate], itertools.product(*ranges))
+        )
+        return all(_contents(before) == _contents(after) for before, after in pairs)
+
+    # -- geometry --------------------------------------------------------------------------------------------------
+
+    def _owned(self, cuts: tuple[Cut, ...]) -> Owned:
+        return owned(self.shape, self.mesh_shape, cuts, self.coordinate)
+
+    def _piece(self, mesh_dim: int, cut: Cut) -> tuple[tuple[int, ...], Cut]:
+        """The shape of the piece that the cuts of the other mesh dimensions leave, and ``cut`` in terms of that piece."""
+        others = self.replace(mesh_dim, Whole())
+        shape = piece_shape(self.shape, self.mesh_shape, others, self.coordinate)
+        run = next((other for other in others if isinstance(other, Run)), None)
+        if run is not None and isinstance(cut, Chunk):  # In the piece, the prefix that the run cuts is one dimension.
+            return shape, Chunk(max(cut.dim - max(run.ndims, run.split_factor > 1) + 1, 0), cut.split_factor)
+        if isinstance(cut, Run) and cut.split_factor > 1:
+            chosen = math.prod(size for i, size in enumerate(self.mesh_shape) if i > mesh_dim and self.cuts[i] == Chunk(0))
+            return shape, Run(cut.ndims, cut.units, cut.split_factor // chosen)
+        return shape, cut
+
+
+# --- stretches of storage ------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def _stretches(shape: tuple[int, ...], cut: Cut, size: int) -> Units | None:
+    """The elements of each of ``size`` ranks if ``cut`` gives each rank one stretch of the storage of ``shape``, else None."""
+    if isinstance(cut, Run) and cut.split_factor == 1:
+        return cut.units.scaled(math.prod(shape) // cut.units.total)
+    if isinstance(cut, Chunk) and cut.split_factor == 1 and math.prod(shape[: cut.dim]) == 1:
+        rows, inner = shape[cut.dim], math.prod(shape[cut.dim + 1 :])
+        step = -(-rows // size)
+        return Units([(step, size)]).within(0, rows).scaled(inner)
+    return None
+
+
+def _differences(bounds: Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(operator.sub, bounds[1:], bounds))
+
+
+def _splits(counts: Units) -> Sequence[int]:
+    """The elements of each rank in the form that a step stores: for few ranks a tuple, which is faster to read; else runs."""
+    return counts if len(counts) > _FEW else tuple(counts)
+
+
+def _everything(numel: int) -> tuple[Part, ...]:
+    return (Part(0, (numel,), (1,)),) if numel else ()
+
+
+def _exchange_stretches(mesh_dim: int, old: Units, new: Units, rank: int, local_shape: tuple[int, ...]) -> Step:
+    if old == new:
+        return Move((), (), local_shape, stays=True)
+    sends, receives = (_splits(b.within(a.before(rank), a.before(rank + 1))) for a, b in ((old, new), (new, old)))
+    return Exchange((mesh_dim,), sends, receives, _everything(old[rank]), _everything(new[rank]), local_shape)
+
+
+# --- columns -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """A storage of rows of ``row`` elements, all cut into the same columns: ``bounds`` within a row, one column per rank.
+
+    A rank's local tensor holds its column of all rows, in storage order.
+    """
+
+    row: int
+    bounds: tuple[int, ...]
+
+    def counts(self, rank: int, bounds: Sequence[int]) -> tuple[int, ...]:
+        """The number of elements of each stretch of storage between ``bounds`` that lie in the column of ``rank``."""
+        row, first, last = self.row, self.bounds[rank], self.bounds[rank + 1]
+        width = last - first
+        # A conditional costs half as much as min and max, and there may be a thousand bounds.
+        return _differences([x // row * width + (first if (c := x % row) < first else last if c > last else c) for x in bounds])
+
+    def splits(self, start: int, stop: int) -> tuple[int, ...]:
+        """The number of elements of the stretch ``[start, stop)`` that lie in the column of each rank."""
+        row = self.row
+        before, after, rows = start % row, stop % row, stop // row - start // row
+        total = [rows * x + (x if x < after else after) - (x if x < before else before) for x in self.bounds]
+        return _differences(total)
+
+    def spread(self, start: int, stop: int) -> tuple[Part, ...]:
+        """The stretch ``[start, stop)`` as parts of a tensor that holds only this stretch: rank by rank, each in storage order.
+
+        If the stretch starts or stops inside a column, the column gives up to three parts. Neighbours in the same rows are one
+        part::
+
+            columns  0 0 1 1 2 2 3 3     column 0 is one part, column 1 two parts,
+                           x x x x x     columns 2 and 3 are one
+                     x x x x x x x x
+        """
+        row, width = self.row, self.bounds[1]
+        begin, end, last = start % row, stop % row, stop // row - start // row
+        parts: list[Part] = []
+
+        def add(column: int, columns: int, width: int, first: int, rows: int) -> None:
+            if width > 0 and rows > 0:
+                parts.append(_part(first * row + column - begin, (), (width, row, 1), (), (columns, rows, width)))
+
+        edges = sorted({0, *(x // width for x in (begin, end, row)), *(-(-x // width) for x in (begin, end, row))})
+        for low, high in zip(edges, edges[1:]):
+            a, b = low * width, min(low * width + width, row)
+            if a < begin < b or a < end < b:
+                add(max(a, begin), 1, (b if last else min(b, end)) - max(a, begin), 0, 1)
+                add(a, 1, b - a, 1, last - 1)
+                add(a, 1, min(b, end) - a, last, min(last, 1))
+            else:
+                first = int(a < begin)
+                add(a, high - low, b - a, first, last + (a < end) - first)
+        return merged_parts(parts)
+
+
+@lru_cache(maxsize=4096)
+def _columns(shape: tuple[int, ...], cut: Cut, size: int) -> _Columns | None:
+    """The columns into which ``cut`` cuts the storage of ``shape``; None if it cuts stretches or the storage is empty."""
+    if not isinstance(cut, Chunk) or cut.split_factor > 1 or not math.prod(shape) or math.prod(shape[: cut.dim]) == 1:
+        return None
+    width, inner = shape[cut.dim], math.prod(shape[cut.dim + 1 :])
+    step = -(-width // size)
+    full = width // step
+    bounds = range(0, (full + 1) * step * inner, step * inner)  # At most one more than the ranks.
+    return _Columns(width * inner, (*bounds, *(width * inner,) * (size + 1 - len(bounds))))
+
+
+def _exchange_columns(
+    mesh_dim: int, stretches: Units, columns: _Columns, rank: int, local_shape: tuple[int, ...], to_columns: bool
+) -> Step:
+    """An exchange from stretches of storage to columns, or back."""
+    rows, widths = stretches.total // columns.row, _differences(columns.bounds)
+    bounds = [0, *itertools.accumulate(stretches)]
+    if all(
+        length == rows * width and columns.counts(p, bounds[p : p + 2]) == (length,)
+        for p, (length, width) in enumerate(zip(stretches, widths))
+    ):
+        return Move((), (), local_shape, stays=True)
+    start, stop = bounds[rank], bounds[rank + 1]
+    of_stretch = (columns.splits(start, stop), columns.spread(start, stop))
+    of_columns = columns.counts(rank, bounds)
+    everything = _everything(sum(of_columns))
+    if to_columns:
+        return Exchange((mesh_dim,), of_stretch[0], of_columns, of_stretch[1], everything, local_shape)
+    return Exchange((mesh_dim,), of_columns, of_stretch[0], everything, of_stretch[1], local_shape)
+
+
+# --- boxes ---------------------------------------------------------------------------------------------------------
+
+
+def _exchange_boxes(
+    mesh_dims: tuple[int, ...], peers: Sequence[tuple[Owned, ...]], rank: int, local_shape: tuple[int, ...]
+) -> Step:
+    """An exchange between any two ownerships; ``peers`` is what each rank of the group holds before and after."""
+    if all(_contents(before) == _contents(after) for before, after in peers):  # Equal on all ranks: each checks all peers.
+        return Move((), (), local_shape, stays=True)
+    here, there = peers[rank]
+    sends = {peer: common_parts(here, after) for peer, (_, after) in enumerate(peers)}
+    receives = {peer: common_parts(before, there) for peer, (before, _) in enumerate(peers)}
+    return _exchange_of(mesh_dims, len(peers), sends, receives, local_shape)
+
+
+def _exchange_of(
+    mesh_dims: tuple[int, ...],
+    size: int,
+    sends: dict[int, list[_Pair]],
+    receives: dict[int, list[_Pair]],
+    local_shape: tuple[int, ...],
+) -> Step:
+    """The exchange of the common parts with each of ``size`` peers, in ascending order; peers without any may be missing."""
+    return Exchange(
+        mesh_dims,
+        _numels(sends, size),
+        _numels(receives, size),
+        merged_parts(part for pairs in sends.values() for part, _ in pairs),
+        merged_parts(part for pairs in receives.values() for _, part in pairs),
+        local_shape,
+    )
+
+
+def _is_strided(cut: Cut) -> bool:
+    return isinstance(cut, Run) and cut.split_factor > 1
+
+
+def _contents(piece: Owned) -> list[object]:
+    """The boxes of a local tensor that hold elements; they do not depend on its number of dimensions."""
+    return [box for box in piece.boxes if box.numel]
+
+
+def common_parts(source: Owned, target: Owned) -> list[_Pair]:
+    """The common parts of two local tensors, each as a part of both: in storage order of the source, then of the target."""
+    pairs = []
+    for s, t in itertools.product(source.boxes, target.boxes):
+        starts = tuple(map(max, s.offsets, t.offsets))
+        sizes = tuple(min(a + n, b + k) - c for a, n, b, k, c in zip(s.offsets, s.sizes, t.offsets, t.sizes, starts))
+        if not sizes or min(sizes) > 0:
+            pairs.append(tuple([_part(box.local_offset, box.offsets, box.local_strides, starts, sizes) for box in (s, t)]))
+    return pairs  # type: ignore[return-value]
+
+
+def _part(
+    local_offset: int, origin: Sequence[int], strides: Sequence[int], starts: Sequence[int], sizes: tuple[int, ...]
+) -> Part:
+    return part_of(local_offset + sum([(a - o) * stride for a, o, stride in zip(starts, origin, strides)]), sizes, strides)
+
+
+def part_of(offset: int, sizes: tuple[int, ...], strides: Sequence[int]) -> Part:
+    """The part at ``offset`` with ``sizes`` and ``strides``, as 1-D if it is contiguous."""
+    numel = 1
+    for size, stride in zip(reversed(sizes), reversed(strides)):
+        if size != 1 and stride != numel:
+            return Part(offset, sizes, tuple(strides))
+        numel *= size
+    return Part(offset, (numel,), (1,))
+
+
+def _numels(peers: dict[int, list[_Pair]], size: int) -> tuple[int, ...]:
+    numels = [0] * size
+    for peer, pairs in peers.items():
+        numels[peer] = sum(part.numel for part, _ in pairs)
+    return tuple(numels)
+
+
+def merged_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """The parts, with neighbours in storage joined."""
+    result: list[Part] = []
+    for part in parts:
+        last = result[-1] if result else None
+        if last and last.is_contiguous and part.is_contiguous and last.offset + last.numel == part.offset:
+            result[-1] = Part(last.offset, (last.numel + part.numel,), (1,))
+        else:
+            result.append(part)
+    return tuple(result)

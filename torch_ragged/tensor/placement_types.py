@@ -1,0 +1,289 @@
+"""RaggedShard, and the cut by which each placement describes itself to ``_ownership``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from torch_ragged.tensor._ownership import Chunk, Cut, Run, Whole, check_cuts
+from torch_ragged.tensor._units import Units
+
+__all__ = ["RaggedShard", "cuts_of", "has_ragged", "normalize_placements"]
+
+_Self = TypeVar("_Self", bound="_Ragged")
+
+
+_ragged_types: set[type] = set()
+
+
+class _Ragged(Placement):
+    """The base of ragged placements: an immutable value of dims and units. Units compare as ratios: (1, 1) equals (2, 2)."""
+
+    __slots__ = ("_dims", "_hash", "_key", "_units")
+
+    _dims: tuple[int, ...]
+    _units: Units
+    _key: tuple[Any, ...]
+    _hash: int
+    redistribute_view: Callable[..., torch.Tensor] | None = None
+    """Moves local tensors that are not flat; None if ``_redistribute`` plans for the placement."""
+
+    def __init_subclass__(cls) -> None:
+        _ragged_types.add(cls)
+
+    def __init__(self, dims: Sequence[int], local_units: Sequence[int], *more: int) -> None:
+        super().__init__()
+        name = type(self).__name__
+        dims, units = _int_tuple(name, "dims", dims), local_units
+        if not isinstance(units, Units):
+            units = Units.of(_int_tuple(name, "local_units", units))
+        if all(d >= 0 for d in dims) and dims != tuple(range(len(dims))):
+            raise ValueError(f"{name} dims must be a prefix (0, ..., k-1) of the tensor's dimensions, got {dims}")
+        if min(units.values, default=0) < 0 or not any(units.values):
+            raise ValueError(f"{name} local_units must be integers >= 0, one per rank and not all zero, got {units!r}")
+        (values, ends), divisor = units.key, math.gcd(*units.values)
+        key = (dims, values if divisor == 1 else tuple([u // divisor for u in values]), ends, *more)
+        # Every operator call asks for the hash: it is computed once.
+        for attribute, value in (("_dims", dims), ("_units", units), ("_key", key), ("_hash", hash((name, key)))):
+            object.__setattr__(self, attribute, value)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dimension prefix, as given."""
+        return self._dims
+
+    @property
+    def local_units(self) -> tuple[int, ...]:
+        """The units of each rank, as given. Each call makes a new tuple; :attr:`units` has the same values at no such cost."""
+        return tuple(self._units)
+
+    @property
+    def units(self) -> Units:
+        """The units of each rank, kept as runs of ranks with equal units: their memory does not grow with the ranks."""
+        return self._units
+
+    @property
+    def cut(self) -> Run:
+        """How the placement cuts a tensor, for :func:`torch_ragged.tensor._ownership.owned`."""
+        raise NotImplementedError
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether each rank holds a part only: True. With ``dim``: whether the placement may cut this dimension.
+
+        Programs ask this to know whether they must reduce over the mesh. It does not mean that the placement is a ``Shard``.
+        """
+        return dim is None or dim in self._dims
+
+    @property
+    def dim(self) -> int:
+        """Not an attribute: a program that reads it would compute the offsets of ``Shard(dim)``, which are others.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(
+            f"{self!r} has no dim, as it does not cut one dimension into chunks: use torch_ragged.owned_boxes(tensor), "
+            "tensor.full_tensor(), or redistribute(placements=[Shard(dim)])"
+        )
+
+    def replace_dims(self: _Self, dims: tuple[int, ...]) -> _Self:
+        """The same placement over other ``dims``."""
+        raise NotImplementedError
+
+    def normalize(self: _Self, ndim: int) -> _Self:
+        """This placement with non-negative ``dims`` for a tensor of ``ndim`` dimensions.
+
+        Raises:
+            ValueError: the dims are not a prefix of the dimensions of such a tensor.
+        """
+        dims = tuple(d + ndim if d < 0 else d for d in self._dims)
+        if dims != tuple(range(len(dims))) or len(dims) > ndim:
+            raise ValueError(
+                f"{type(self).__name__} dims must be a prefix (0, ..., k-1) of the tensor's {ndim} dimensions, got {self._dims}"
+            )
+        return self if dims == self._dims else self.replace_dims(dims)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}; make a new placement")
+
+    def __copy__(self: _Self) -> _Self:
+        return self
+
+    def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return type(self) is type(other) and self._hash == other._hash and self._key == other._key  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        return repr(self), {type(self).__name__: type(self)}
+
+
+class RaggedShard(_Ragged):
+    """Cut a tensor's row-major storage into units and give each rank of a mesh dimension a run of them.
+
+    The tensor's leading dimensions ``dims`` hold ``P = prod(shape[:len(dims)])`` slices. These form
+    ``U = sum(local_units)`` equal units. Rank ``r`` owns ``local_units[r]`` units, which follow the units of rank ``r - 1``.
+    Its local tensor is 1-D and contiguous. A (4, 3) tensor under ``RaggedShard((0,), (1, 2, 0, 1))``::
+
+        row 0   | a0 a1 a2 |   rank 0: [a0 a1 a2]
+        row 1   | b0 b1 b2 |   rank 1: [b0 b1 b2 c0 c1 c2]
+        row 2   | c0 c1 c2 |   rank 2: []
+        row 3   | d0 d1 d2 |   rank 3: [d0 d1 d2]
+
+    It is a value: hashable, picklable and comparable (units are relative: ``(1, 1)`` equals ``(2, 2)``). It is not
+    a ``Shard``, so code that handles ``Shard`` never mistakes it for one.
+
+    Legal placements on other mesh dimensions are Replicate, Partial, any Shard to its left (applied first), and
+    ``Shard(d)`` with ``d >= len(dims)`` to its right.
+
+    Source: veScale-FSDP's RaggedShard; RFC pytorch#169320.
+
+    Args:
+        dims: the prefix ``(0, ..., k-1)`` of the tensor's dimensions; ``()`` makes the whole tensor one unit.
+            Negative values are normalized against the tensor when the placement is used.
+        local_units: one integer >= 0 per rank of the mesh dimension, not all zero.
+
+    Raises:
+        ValueError: ``dims`` is not a prefix, a unit is negative, or all units are zero.
+        TypeError: a dimension or unit is not an integer.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, dims: Sequence[int], local_units: Sequence[int]) -> None:
+        super().__init__(dims, local_units)
+
+    @classmethod
+    def of_blocks(cls, shape: Sequence[int], block_numel: int, ranks: int) -> RaggedShard:
+        """Cut a tensor of ``shape`` into blocks of ``block_numel`` consecutive elements; each rank owns a run of whole blocks.
+
+        Of ``n`` blocks, each rank owns ``ceil(n / ranks)``, except the last ranks, which own the rest or nothing. If a block is
+        a slice of the trailing dimensions, this is the ownership of ``BlockShard((block_numel,))`` in torch's proposal.
+
+        Raises:
+            ValueError: ``block_numel`` or ``ranks`` is not a positive integer, or a block does not divide the tensor.
+        """
+        numel = math.prod(shape)
+        if min(block_numel, ranks) < 1 or numel % block_numel or not numel:
+            raise ValueError(
+                f"RaggedShard.of_blocks cannot cut a tensor of shape {tuple(shape)} into blocks of {block_numel} elements for "
+                f"{ranks} ranks: pass positive numbers, and a block that divides the {numel} elements"
+            )
+        count = numel // block_numel
+        dims = next(k for k in range(len(shape) + 1) if math.prod(shape[:k]) % count == 0)
+        most = -(-count // ranks)
+        return cls(range(dims), [min(most, max(0, count - rank * most)) for rank in range(ranks)])
+
+    @property
+    def cut(self) -> Run:
+        """Runs of the flattened ``dims``: rank ``r`` has ``local_units[r]`` units."""
+        return Run(len(self._dims), self._units)
+
+    def replace_dims(self, dims: tuple[int, ...]) -> RaggedShard:
+        return RaggedShard(dims, self._units)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RaggedShard, (self._dims, self._units)
+
+    def __repr__(self) -> str:
+        return f"RaggedShard(dims={self._dims}, local_units={self._units!r})"
+
+    def __str__(self) -> str:
+        return f"RS({','.join(map(str, self._dims))})[{self._units}]"
+
+
+def _int_tuple(placement: str, name: str, values: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(values, int) or not all([issubclass(kind, int) and kind is not bool for kind in set(map(type, values))]):
+        expected = "an integer" if name == "split_factor" else "a sequence of integers"
+        raise TypeError(f"{placement} {name} must be {expected}, got {values[0] if name == 'split_factor' else values!r}")
+    return tuple(values)
+
+
+def has_ragged(placements: Sequence[Placement]) -> bool:
+    """Whether any of the placements is ragged."""
+    for placement in placements:  # Every redistribution of plain DTensors runs this: isinstance takes four times as long.
+        if type(placement) in _ragged_types:
+            return True
+    return False
+
+
+def normalize_placements(
+    placements: tuple[Placement, ...], shape: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> tuple[Placement, ...]:
+    """Check placements, one of them ragged, against a tensor shape and a mesh shape; normalize negative dims.
+
+    It is integer arithmetic without communication: all ranks that pass the same arguments get the same result or error.
+
+    Raises:
+        ValueError: the number of placements is not the number of mesh dimensions, the number of units is not the number of
+            ranks, the units do not divide the tensor, or the placements have no meaning together.
+    """
+    units = tuple([placement.units.key for placement in placements if isinstance(placement, _Ragged)])
+    return _normalized(placements, units, shape, mesh_shape)
+
+
+@lru_cache(maxsize=65536)
+def _normalized(
+    placements: tuple[Placement, ...], units: tuple[Any, ...], shape: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> tuple[Placement, ...]:
+    """As above. ``units`` completes the cache key: (1, 1) and (2, 2) make equal placements, legal for other tensors."""
+    if len(placements) != len(mesh_shape):
+        raise ValueError(
+            f"placements must have one placement per mesh dimension: got {len(placements)} for a mesh of shape {mesh_shape}"
+        )
+    result = tuple(_normalize(p, i, len(shape), size) for i, (p, size) in enumerate(zip(placements, mesh_shape)))
+    check_cuts(tuple(shape), tuple(mesh_shape), cuts_of(result))
+    operations = {p.reduce_op for p in result if isinstance(p, Partial)}
+    if len(operations) > 1 and not operations <= {"sum", "avg"}:
+        raise ValueError(f"{result} mixes reductions that do not commute: redistribute one of them to Replicate first")
+    return result
+
+
+def _normalize(placement: Placement, mesh_dim: int, ndim: int, size: int) -> Placement:
+    if isinstance(placement, _Ragged):
+        if len(placement.units) != size:
+            raise ValueError(
+                f"{placement!r} has {len(placement.units)} local_units, but mesh dimension {mesh_dim} has "
+                f"{size} ranks: give one number of units per rank"
+            )
+        return placement.normalize(ndim)
+    if isinstance(placement, _StridedShard) and placement.dim < 0:
+        return _StridedShard(placement.dim + ndim, split_factor=placement.split_factor)
+    if isinstance(placement, Shard) and placement.dim < 0:
+        return Shard(placement.dim + ndim)
+    return placement
+
+
+def cuts_of(placements: tuple[Placement, ...]) -> tuple[Cut, ...]:
+    """The cut of each placement, for :func:`torch_ragged.tensor._ownership.owned`.
+
+    Raises:
+        ValueError: the type of a placement is unknown here.
+    """
+    cuts: list[Cut] = []
+    for placement in placements:
+        if isinstance(placement, _Ragged):
+            cuts.append(placement.cut)
+        elif isinstance(placement, _StridedShard):
+            cuts.append(Chunk(placement.dim, int(placement.split_factor)))
+        elif isinstance(placement, Shard):
+            cuts.append(Chunk(placement.dim))
+        elif isinstance(placement, (Replicate, Partial)):
+            cuts.append(Whole())
+        else:
+            raise ValueError(
+                f"{placement} cannot be combined with a ragged placement: use Replicate, Partial, Shard or a ragged placement"
+            )
+    return tuple(cuts)
