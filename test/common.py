@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
 import gc
+import importlib
 import os
 import sys
 import time
@@ -107,6 +109,31 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, timeout:
         AssertionError: a rank raised or hung; with every rank's traceback.
     """
     return _pool.run(function, arguments, size, timeout)
+
+
+def ranks(size: int, timeout: float = _LONGEST) -> Callable[[Callable[[], Any]], Callable[[Any], None]]:
+    """The decorated body of a test runs on ``size`` ranks of a fresh gloo group. It takes no ``self``::
+
+    class RedistributeTest(unittest.TestCase):
+        @ranks(2)
+        def test_ranks_agree():
+            assert dist.get_world_size() == 2
+    """
+
+    def decorate(body: Callable[[], Any]) -> Callable[[Any], None]:
+        @functools.wraps(body)
+        def test(self: Any) -> None:
+            run_ranks(size, _run_body, body.__module__, body.__qualname__, timeout=timeout)
+
+        return test
+
+    return decorate
+
+
+def _run_body(module: str, name: str) -> None:
+    """Run the body that :func:`ranks` has decorated. By name: the name in the module is that of the decorated test."""
+    test = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    test.__wrapped__()
 
 
 def _mortal(

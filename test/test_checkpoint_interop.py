@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import error_of, run_ranks
+from common import error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
@@ -159,28 +159,6 @@ def check_full_state_dicts(kind):
         train(each, each_optimizer, 1)
 
 
-def check_partial_state_dicts():
-    """``strict`` and ``submodules``."""
-    model, optimizer = make("elements", 0)
-    train(model, optimizer)
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    part = {name: value for name, value in full.items() if not name.startswith("inner")}
-    other, _ = make("elements", 1)
-    before = {name: whole(value).clone() for name, value in other.state_dict().items()}
-    sharded_part = {name: value for name, value in model.state_dict().items() if name in part}
-    assert "inner.0.weight" in error_of(set_model_state_dict, other, sharded_part)
-    set_model_state_dict(other, dict(part), options=StateDictOptions(full_state_dict=True, strict=False))
-    for name, value in other.state_dict().items():
-        assert torch.equal(whole(value), full[name] if name in part else before[name]), name
-
-    inner = get_model_state_dict(model, submodules={model.inner})
-    assert set(inner) == {name for name in full if name.startswith("inner")}
-    assert all(torch.equal(whole(value), full[name]) for name, value in inner.items())
-    flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
-    assert isinstance(flat["state.experts.exp_avg"], DTensor)
-    set_optimizer_state_dict(model, optimizer, flat, options=StateDictOptions(flatten_optimizer_state_dict=True))
-
-
 def without_ties(model):
     """What safetensors can hold of a model: each tensor under one name; and torch consolidates floats only."""
     state = model.state_dict()
@@ -236,9 +214,9 @@ class InteropTest(unittest.TestCase):
     def test_each_kind_loads_the_checkpoints_of_the_others(self):
         saved = (("fsdp2", 2), ("single", 1), ("elements", 3))
         loaded = ((("elements", "fsdp2"), 2), (("blocks", "rows", "hsdp", "fsdp2"), 4), (("single",), 1))
-        for kind, ranks in saved:
+        for kind, world in saved:
             with tempfile.TemporaryDirectory() as path:
-                want = run_ranks(ranks, save_with_dcp, path, kind)[0]
+                want = run_ranks(world, save_with_dcp, path, kind)[0]
                 for others, other_ranks in loaded:
                     with self.subTest(saved=kind, loaded=others):
                         run_ranks(other_ranks, load_with_dcp, path, others, want)
@@ -247,8 +225,27 @@ class InteropTest(unittest.TestCase):
         run_ranks(3, check_full_state_dicts, "elements")
         run_ranks(4, check_full_state_dicts, "hsdp")
 
-    def test_partial_state_dicts_leave_the_rest_alone(self):
-        run_ranks(2, check_partial_state_dicts)
+    @ranks(2)
+    def test_partial_state_dicts_leave_the_rest_alone():
+        """``strict`` and ``submodules``."""
+        model, optimizer = make("elements", 0)
+        train(model, optimizer)
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        part = {name: value for name, value in full.items() if not name.startswith("inner")}
+        other, _ = make("elements", 1)
+        before = {name: whole(value).clone() for name, value in other.state_dict().items()}
+        sharded_part = {name: value for name, value in model.state_dict().items() if name in part}
+        assert "inner.0.weight" in error_of(set_model_state_dict, other, sharded_part)
+        set_model_state_dict(other, dict(part), options=StateDictOptions(full_state_dict=True, strict=False))
+        for name, value in other.state_dict().items():
+            assert torch.equal(whole(value), full[name] if name in part else before[name]), name
+
+        inner = get_model_state_dict(model, submodules={model.inner})
+        assert set(inner) == {name for name in full if name.startswith("inner")}
+        assert all(torch.equal(whole(value), full[name]) for name, value in inner.items())
+        flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+        assert isinstance(flat["state.experts.exp_avg"], DTensor)
+        set_optimizer_state_dict(model, optimizer, flat, options=StateDictOptions(flatten_optimizer_state_dict=True))
 
     @unittest.skipUnless(_HAS_SAFETENSORS, "needs safetensors")
     def test_hugging_face_folders_hold_whole_tensors_and_load_back(self):

@@ -19,16 +19,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import error_of, run_ranks
+from common import error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged.fsdp import HIERARCHICAL, fully_shard
-from torch_ragged.fsdp.comm import _gloo, _peer_memory
+from torch_ragged.fsdp.comm import _gloo
 from torch_ragged.fsdp.comm._capabilities import Facts, why_not
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction, wait_all
+from torch_ragged.fsdp.comm.experimental import _peer_memory
 from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp.comm.experimental._peer_memory import HostPeerMemory
 
@@ -97,39 +98,6 @@ def own_part_stays() -> None:
     assert (output == size * rank + 100 * sum(range(size))).all(), output
 
 
-def sum_in_float32() -> None:
-    _, copies = collectives(4096)
-    size = dist.get_world_size()
-    buffer = torch.full((size,), 1.0 if dist.get_rank() == 0 else 2.0**-9, dtype=torch.bfloat16)
-    output = torch.empty(1, dtype=torch.bfloat16)
-    copies.reduce_scatter(output, buffer, Reduction(divisor=1.0)).wait()
-    exact = 1.0 + (size - 1) * 2.0**-9  # Added in bfloat16, every one of them would be rounded away.
-    assert output.item() == torch.tensor(exact).bfloat16().item() != 1.0, output
-
-
-def overlap() -> None:
-    """Calls return before the other rank has made its own; they are waited for in any order."""
-    _, copies = collectives(64)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    shards = [torch.full((40,), 10.0 * rank + i) for i in range(3)]
-    outputs = [torch.zeros(size * 40) for _ in shards]
-    reduced = torch.zeros(40)
-    if rank == 0:
-        works = [copies.all_gather(output, shard) for output, shard in zip(outputs, shards)]
-        works.append(copies.reduce_scatter(reduced, torch.ones(size * 40), Reduction(divisor=1.0)))
-        dist.barrier()
-    else:
-        dist.barrier()  # Rank 0 has come this far with nobody to exchange with.
-        works = [copies.all_gather(output, shard) for output, shard in zip(outputs, shards)]
-        works.append(copies.reduce_scatter(reduced, torch.ones(size * 40), Reduction(divisor=1.0)))
-    for index in (3, 1, 2, 0) if rank == 0 else (2, 0, 3, 1):
-        works[index].wait()
-    for i, output in enumerate(outputs):
-        expected = torch.cat([torch.full((40,), 10.0 * other + i) for other in range(size)])
-        assert torch.equal(output, expected), (rank, i)
-    assert torch.equal(reduced, torch.full((40,), float(size)))
-
-
 def other_sizes() -> list[str]:
     """Ranks gather different numbers of elements: an error on both, and in whatever follows."""
     _, copies = collectives(64)
@@ -146,11 +114,38 @@ class PeerMemoryTest(unittest.TestCase):
     def test_pieces_give_the_same_bits(self):
         run_ranks(3, compare_bits, 192)
 
-    def test_bfloat16_is_added_in_float32(self):
-        run_ranks(4, sum_in_float32)
+    @ranks(4)
+    def test_bfloat16_is_added_in_float32():
+        _, copies = collectives(4096)
+        size = dist.get_world_size()
+        buffer = torch.full((size,), 1.0 if dist.get_rank() == 0 else 2.0**-9, dtype=torch.bfloat16)
+        output = torch.empty(1, dtype=torch.bfloat16)
+        copies.reduce_scatter(output, buffer, Reduction(divisor=1.0)).wait()
+        exact = 1.0 + (size - 1) * 2.0**-9  # Added in bfloat16, every one of them would be rounded away.
+        assert output.item() == torch.tensor(exact).bfloat16().item() != 1.0, output
 
-    def test_calls_return_at_once_and_are_waited_for_in_any_order(self):
-        run_ranks(2, overlap)
+    @ranks(2)
+    def test_calls_return_at_once_and_are_waited_for_in_any_order():
+        """Calls return before the other rank has made its own; they are waited for in any order."""
+        _, copies = collectives(64)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        shards = [torch.full((40,), 10.0 * rank + i) for i in range(3)]
+        outputs = [torch.zeros(size * 40) for _ in shards]
+        reduced = torch.zeros(40)
+        if rank == 0:
+            works = [copies.all_gather(output, shard) for output, shard in zip(outputs, shards)]
+            works.append(copies.reduce_scatter(reduced, torch.ones(size * 40), Reduction(divisor=1.0)))
+            dist.barrier()
+        else:
+            dist.barrier()  # Rank 0 has come this far with nobody to exchange with.
+            works = [copies.all_gather(output, shard) for output, shard in zip(outputs, shards)]
+            works.append(copies.reduce_scatter(reduced, torch.ones(size * 40), Reduction(divisor=1.0)))
+        for index in (3, 1, 2, 0) if rank == 0 else (2, 0, 3, 1):
+            works[index].wait()
+        for i, output in enumerate(outputs):
+            expected = torch.cat([torch.full((40,), 10.0 * other + i) for other in range(size)])
+            assert torch.equal(output, expected), (rank, i)
+        assert torch.equal(reduced, torch.full((40,), float(size)))
 
     def test_different_collectives_are_noticed(self):
         first, second = run_ranks(2, other_sizes)
@@ -254,18 +249,6 @@ def shared_memory() -> int:
         return sum("memfd:torch_ragged" in line for line in maps)
 
 
-def clean_end() -> None:
-    """Of the memory of a model that is gone no mapping is left, nor a thread, and it never had a file."""
-    before = shared_memory()
-    files = os.listdir("/dev/shm")
-    model = train("copy_engine", MIXED)[-1]
-    with open("/proc/self/maps") as maps:
-        assert sum("memfd:torch_ragged" in line for line in maps) - before == 2 * dist.get_world_size()
-    assert not [name for name in os.listdir("/dev/shm") if name not in files and "ragged" in name]
-    model.set_collectives("nccl")
-    assert shared_memory() == before == 0
-
-
 class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -346,66 +329,6 @@ def hierarchical() -> tuple[tuple[str, ...], list[str]]:
     model = make_model()
     fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), placements=HIERARCHICAL)
     return told(model, "copy_engine")
-
-
-def summed_in_time() -> None:
-    """A reduction ends before wait() is called; if the assistant thread has ended, in wait()."""
-    collectives, rank = ProcessGroupCollectives(dist.group.WORLD), dist.get_rank()
-    buffer = torch.arange(1 << 16, dtype=torch.float32) * (rank + 1)
-    expected = torch.arange(1 << 16).chunk(2)[rank] * 1.5
-    output = torch.full_like(expected, -1.0)
-    work = collectives.reduce_scatter(output, buffer, Reduction())
-    deadline = time.monotonic() + 60
-    while not torch.equal(output, expected):
-        assert time.monotonic() < deadline, "nobody has added up"
-        time.sleep(0.01)
-    work.wait()
-    assert torch.equal(output, expected)
-    dist.barrier()
-    stopped = _gloo._Assistant()
-    stopped._stop()
-    output.fill_(-1.0)
-    with mock.patch.object(_gloo, "_assistant", stopped):
-        work = collectives.reduce_scatter(output, buffer, Reduction())
-    dist.barrier()
-    time.sleep(0.1)
-    assert (output == -1.0).all()
-    work.wait()
-    assert torch.equal(output, expected)
-    work.wait()
-    assert torch.equal(output, expected)
-
-
-def gathered_by_broadcasts() -> None:
-    """A shard large enough is broadcast, each to its place; the own one is copied by whoever comes first."""
-    collectives, rank = ProcessGroupCollectives(dist.group.WORLD), dist.get_rank()
-    shard = torch.full((2**18,), 1.0 + rank)
-    output = torch.zeros(2 * shard.numel())
-    with CommDebugMode() as mode:
-        works = [collectives.all_gather(output, shard)]
-    assert "broadcast" in str(mode.get_comm_counts()), mode.get_comm_counts()
-    with mock.patch.object(_gloo, "_assistant", autospec=True):
-        again = torch.zeros_like(output)
-        works.append(collectives.all_gather(again, shard))
-    for work in works:
-        work.wait()
-    expected = torch.tensor([1.0, 2.0]).repeat_interleave(shard.numel())
-    assert torch.equal(output, expected) and torch.equal(again, expected)
-
-
-def many_sums() -> None:
-    """Waited for in another order than issued, on two groups, while the thread adds: what all-reduces give."""
-    groups = [ProcessGroupCollectives(dist.new_group()) for _ in range(2)]
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(20):
-        buffers = [torch.randint(-9, 9, (2 * 5000,), generator=generator).to(torch.bfloat16) for _ in range(6)]
-        outputs = [torch.empty(5000, dtype=torch.bfloat16) for _ in buffers]
-        works = [groups[i % 2].reduce_scatter(outputs[i], buffers[i], Reduction()) for i in range(6)]
-        for i in (3, 0, 5, 1, 4, 2):
-            works[i].wait()
-            total = buffers[i].clone()
-            dist.all_reduce(total)
-            assert torch.equal(outputs[i], total.chunk(2)[dist.get_rank()] / 2)
 
 
 ENDS = """
@@ -508,26 +431,86 @@ class SetCollectivesTest(unittest.TestCase):
             _peer_memory._stop_serving()
         self.assertFalse(thread.is_alive())
 
-    def test_sums_are_made_before_they_are_waited_for(self):
-        run_ranks(2, summed_in_time)
+    @ranks(2)
+    def test_sums_are_made_before_they_are_waited_for():
+        """A reduction ends before wait() is called; if the assistant thread has ended, in wait()."""
+        collectives, rank = ProcessGroupCollectives(dist.group.WORLD), dist.get_rank()
+        buffer = torch.arange(1 << 16, dtype=torch.float32) * (rank + 1)
+        expected = torch.arange(1 << 16).chunk(2)[rank] * 1.5
+        output = torch.full_like(expected, -1.0)
+        work = collectives.reduce_scatter(output, buffer, Reduction())
+        deadline = time.monotonic() + 60
+        while not torch.equal(output, expected):
+            assert time.monotonic() < deadline, "nobody has added up"
+            time.sleep(0.01)
+        work.wait()
+        assert torch.equal(output, expected)
+        dist.barrier()
+        stopped = _gloo._Assistant()
+        stopped._stop()
+        output.fill_(-1.0)
+        with mock.patch.object(_gloo, "_assistant", stopped):
+            work = collectives.reduce_scatter(output, buffer, Reduction())
+        dist.barrier()
+        time.sleep(0.1)
+        assert (output == -1.0).all()
+        work.wait()
+        assert torch.equal(output, expected)
+        work.wait()
+        assert torch.equal(output, expected)
 
-    def test_large_shards_are_gathered_by_broadcasts(self):
-        run_ranks(2, gathered_by_broadcasts)
+    @ranks(2)
+    def test_large_shards_are_gathered_by_broadcasts():
+        """A shard large enough is broadcast, each to its place; the own one is copied by whoever comes first."""
+        collectives, rank = ProcessGroupCollectives(dist.group.WORLD), dist.get_rank()
+        shard = torch.full((2**18,), 1.0 + rank)
+        output = torch.zeros(2 * shard.numel())
+        with CommDebugMode() as mode:
+            works = [collectives.all_gather(output, shard)]
+        assert "broadcast" in str(mode.get_comm_counts()), mode.get_comm_counts()
+        with mock.patch.object(_gloo, "_assistant", autospec=True):
+            again = torch.zeros_like(output)
+            works.append(collectives.all_gather(again, shard))
+        for work in works:
+            work.wait()
+        expected = torch.tensor([1.0, 2.0]).repeat_interleave(shard.numel())
+        assert torch.equal(output, expected) and torch.equal(again, expected)
 
     def test_own_part_of_a_large_buffer_stays(self):
-        for ranks in (2, 4):
-            with self.subTest(ranks=ranks):
-                run_ranks(ranks, own_part_stays)
+        for world in (2, 4):
+            with self.subTest(ranks=world):
+                run_ranks(world, own_part_stays)
 
-    def test_many_reductions_on_two_groups_give_their_sums(self):
-        run_ranks(2, many_sums)
+    @ranks(2)
+    def test_many_reductions_on_two_groups_give_their_sums():
+        """Waited for in another order than issued, on two groups, while the thread adds: what all-reduces give."""
+        groups = [ProcessGroupCollectives(dist.new_group()) for _ in range(2)]
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(20):
+            buffers = [torch.randint(-9, 9, (2 * 5000,), generator=generator).to(torch.bfloat16) for _ in range(6)]
+            outputs = [torch.empty(5000, dtype=torch.bfloat16) for _ in buffers]
+            works = [groups[i % 2].reduce_scatter(outputs[i], buffers[i], Reduction()) for i in range(6)]
+            for i in (3, 0, 5, 1, 4, 2):
+                works[i].wait()
+                total = buffers[i].clone()
+                dist.all_reduce(total)
+                assert torch.equal(outputs[i], total.chunk(2)[dist.get_rank()] / 2)
 
     def test_training_is_bitwise_the_same(self):
         for policy, options in ((MixedPrecisionPolicy(), {}), (MIXED, {}), (BF16, {"mesh": (2, 2)})):
             run_ranks(4, same_training, policy, options)
 
-    def test_no_mapping_file_or_thread_is_left(self):
-        run_ranks(2, clean_end)
+    @ranks(2)
+    def test_no_mapping_file_or_thread_is_left():
+        """Of the memory of a model that is gone no mapping is left, nor a thread, and it never had a file."""
+        before = shared_memory()
+        files = os.listdir("/dev/shm")
+        model = train("copy_engine", MIXED)[-1]
+        with open("/proc/self/maps") as maps:
+            assert sum("memfd:torch_ragged" in line for line in maps) - before == 2 * dist.get_world_size()
+        assert not [name for name in os.listdir("/dev/shm") if name not in files and "ragged" in name]
+        model.set_collectives("nccl")
+        assert shared_memory() == before == 0
 
     def test_fall_back_is_told_in_one_line_on_one_rank(self):
         on_first, on_second = run_ranks(2, fall_back)

@@ -12,10 +12,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory  # Once, before any part of it is replaced: torch 2.11 cannot import it again.
-from common import run_ranks
+from common import ranks, run_ranks
 
-from torch_ragged.fsdp.comm import _capabilities, _choice, _multicast
+from torch_ragged.fsdp.comm import _capabilities, _choice
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
+from torch_ragged.fsdp.comm.experimental import _multicast
 from torch_ragged.fsdp.comm.experimental._copy_engine import CopyEngineCollectives
 from torch_ragged.fsdp.comm.experimental._peer_memory import SymmetricPeerMemory
 
@@ -112,50 +113,6 @@ def copy_engine() -> None:
         assert Stream.log == ["low waits for current", "barrier", "event in low", "current waits for event in low"]
 
 
-def multicast() -> None:
-    world = dist.group.WORLD
-    device = types.SimpleNamespace(type="cuda", index=0)
-    handles = []
-
-    def handle(tensor):
-        handles.append(Handle(tensor.view(1, -1), 0))
-        return handles[-1]
-
-    sums = []
-
-    def load_sum(address: int, output: torch.Tensor) -> None:
-        Stream.log.append("sum")
-        sums.append((address, output))
-        output.fill_(6.0)
-
-    gathered: list[tuple] = []
-    ops = types.SimpleNamespace(multimem_all_gather_out=lambda *args: gathered.append(args))
-    with (
-        cuda(handle),
-        mock.patch.object(_multicast, "timeout_of", lambda *_: minute),
-        mock.patch.object(_multicast, "load_sum", load_sum),
-        mock.patch.object(torch.ops, "symm_mem", ops),
-    ):
-        slabs = _multicast.SymmetricSlabs(world, device)
-        groups = ProcessGroupCollectives(world)
-        collectives = _multicast.MulticastCollectives(groups, world, slabs)
-        buffer = slabs.allocate(8, torch.float32)
-        collectives.all_gather(buffer, buffer[:8]).wait()
-        part, name, output = gathered[0]
-        assert name == world.group_name and part.dtype == output.dtype == torch.uint8 and output.numel() == 32
-        output = torch.zeros(8)
-        collectives.reduce_scatter(output, buffer, Reduction(divisor=2.0)).wait()
-        assert torch.equal(output, torch.full((8,), 3.0))
-        assert sums[0][0] == handles[0].multicast_ptr
-        order = ["low waits for current", "barrier", "sum", "barrier", "event in low", "current waits for event in low"]
-        assert Stream.log[-6:] == order, Stream.log
-        # What lies elsewhere, or has another type, goes to the process group.
-        collectives.all_gather(torch.zeros(4), torch.ones(4)).wait()
-        collectives.reduce_scatter(torch.zeros(4), torch.ones(4), Reduction()).wait()
-        collectives.reduce_scatter(torch.zeros(8).half(), slabs.allocate(8, torch.float16), Reduction()).wait()
-        assert len(gathered) == len(sums) == 1
-
-
 def chosen(symmetric: bool) -> None:
     """The implementations are made and installed, with the allocators that their buffers need."""
     world = dist.group.WORLD
@@ -192,47 +149,85 @@ def chosen(symmetric: bool) -> None:
         process_groups.memory_pool.assert_not_called()
 
 
-def facts() -> None:
-    """What a rank with GPUs finds out about itself."""
-    world, device = dist.group.WORLD, types.SimpleNamespace(type="cuda", index=0)
-    backend = mock.Mock(spec=["supports_tensor_alloc", "register_mem_pool"])
-    with (
-        mock.patch.object(_capabilities, "backend_of", lambda *_: backend),
-        mock.patch.object(_capabilities, "has_multicast", lambda device: True),
-        mock.patch.dict("sys.modules", {"triton": types.ModuleType("triton")}),
-        mock.patch.object(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=f"gpu {index}")),
-        mock.patch.object(torch.cuda, "device_count", lambda: 3),
-        mock.patch.object(torch.cuda, "can_device_access_peer", lambda mine, other: other == 1),
-        mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)),
-        mock.patch("torch.distributed._symmetric_memory.get_backend", lambda device: "CUDA"),
-        mock.patch.dict("os.environ", {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}),
-    ):
-        found = _capabilities._facts(world, device)
-        assert (found.gpu, found.out_of_reach, found.may_overlap) == ("gpu 0", frozenset({"gpu 2"}), True), found
-        assert found.problems == {}, found.problems
-        with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
-            assert "compute capability 9.0" in _capabilities._facts(world, device).problems["multimem"]
-        with mock.patch.object(_capabilities, "has_multicast", lambda device: False):
-            assert "no multicast" in _capabilities._facts(world, device).problems["multimem"]
-        with mock.patch("torch.distributed._symmetric_memory.get_backend", lambda device: None):
-            assert "no symmetric memory" in _capabilities._facts(world, device).problems["copy_engine"]
-        del backend.register_mem_pool
-        assert "cannot register memory" in _capabilities._facts(world, device).problems["symm"]
-
-
 class CudaPathsTest(unittest.TestCase):
     def test_the_copy_engine_copies_between_barriers_on_its_streams(self):
         run_ranks(1, copy_engine)
 
-    def test_multicast_sums_between_barriers_and_leaves_the_rest(self):
-        run_ranks(1, multicast)
+    @ranks(1)
+    def test_multicast_sums_between_barriers_and_leaves_the_rest():
+        world = dist.group.WORLD
+        device = types.SimpleNamespace(type="cuda", index=0)
+        handles = []
+
+        def handle(tensor):
+            handles.append(Handle(tensor.view(1, -1), 0))
+            return handles[-1]
+
+        sums = []
+
+        def load_sum(address: int, output: torch.Tensor) -> None:
+            Stream.log.append("sum")
+            sums.append((address, output))
+            output.fill_(6.0)
+
+        gathered: list[tuple] = []
+        ops = types.SimpleNamespace(multimem_all_gather_out=lambda *args: gathered.append(args))
+        with (
+            cuda(handle),
+            mock.patch.object(_multicast, "timeout_of", lambda *_: minute),
+            mock.patch.object(_multicast, "load_sum", load_sum),
+            mock.patch.object(torch.ops, "symm_mem", ops),
+        ):
+            slabs = _multicast.SymmetricSlabs(world, device)
+            groups = ProcessGroupCollectives(world)
+            collectives = _multicast.MulticastCollectives(groups, world, slabs)
+            buffer = slabs.allocate(8, torch.float32)
+            collectives.all_gather(buffer, buffer[:8]).wait()
+            part, name, output = gathered[0]
+            assert name == world.group_name and part.dtype == output.dtype == torch.uint8 and output.numel() == 32
+            output = torch.zeros(8)
+            collectives.reduce_scatter(output, buffer, Reduction(divisor=2.0)).wait()
+            assert torch.equal(output, torch.full((8,), 3.0))
+            assert sums[0][0] == handles[0].multicast_ptr
+            order = ["low waits for current", "barrier", "sum", "barrier", "event in low", "current waits for event in low"]
+            assert Stream.log[-6:] == order, Stream.log
+            # What lies elsewhere, or has another type, goes to the process group.
+            collectives.all_gather(torch.zeros(4), torch.ones(4)).wait()
+            collectives.reduce_scatter(torch.zeros(4), torch.ones(4), Reduction()).wait()
+            collectives.reduce_scatter(torch.zeros(8).half(), slabs.allocate(8, torch.float16), Reduction()).wait()
+            assert len(gathered) == len(sums) == 1
 
     def test_the_chosen_implementation_is_installed_with_its_allocator(self):
         run_ranks(1, chosen, True)
         run_ranks(1, chosen, False)
 
-    def test_a_rank_with_gpus_knows_its_problems(self):
-        run_ranks(1, facts)
+    @ranks(1)
+    def test_a_rank_with_gpus_knows_its_problems():
+        """What a rank with GPUs finds out about itself."""
+        world, device = dist.group.WORLD, types.SimpleNamespace(type="cuda", index=0)
+        backend = mock.Mock(spec=["supports_tensor_alloc", "register_mem_pool"])
+        with (
+            mock.patch.object(_capabilities, "backend_of", lambda *_: backend),
+            mock.patch.object(_capabilities, "has_multicast", lambda device: True),
+            mock.patch.dict("sys.modules", {"triton": types.ModuleType("triton")}),
+            mock.patch.object(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=f"gpu {index}")),
+            mock.patch.object(torch.cuda, "device_count", lambda: 3),
+            mock.patch.object(torch.cuda, "can_device_access_peer", lambda mine, other: other == 1),
+            mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)),
+            mock.patch("torch.distributed._symmetric_memory.get_backend", lambda device: "CUDA"),
+            mock.patch.dict("os.environ", {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}),
+        ):
+            found = _capabilities._facts(world, device)
+            assert (found.gpu, found.out_of_reach, found.may_overlap) == ("gpu 0", frozenset({"gpu 2"}), True), found
+            assert found.problems == {}, found.problems
+            with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
+                assert "compute capability 9.0" in _capabilities._facts(world, device).problems["multimem"]
+            with mock.patch.object(_capabilities, "has_multicast", lambda device: False):
+                assert "no multicast" in _capabilities._facts(world, device).problems["multimem"]
+            with mock.patch("torch.distributed._symmetric_memory.get_backend", lambda device: None):
+                assert "no symmetric memory" in _capabilities._facts(world, device).problems["copy_engine"]
+            del backend.register_mem_pool
+            assert "cannot register memory" in _capabilities._facts(world, device).problems["symm"]
 
     def test_torch_has_what_is_called_of_symmetric_memory(self):
         """What is called of torch's symmetric memory is there; what a CPU build lacks is not asked for there."""

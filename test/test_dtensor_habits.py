@@ -4,7 +4,7 @@ import unittest
 
 import torch
 import torch.distributed as dist
-from common import error_of, run_ranks
+from common import error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -31,27 +31,6 @@ def norm_by_hand(tensors):
         if placement.is_shard():
             dist.all_reduce(squares, group=tensors[0].device_mesh.get_group(dim))
     return (squares + sum(part.square().sum() for part in whole)).sqrt()
-
-
-def check_norm():
-    meshes = [init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))]
-    for mesh in meshes:
-        for granularity in (None, rows(1), tensor()):
-            model, full = make_model(granularity, mesh)
-            expected = torch.linalg.vector_norm(torch.cat([value.flatten() for value in full.values()]))
-            torch.testing.assert_close(norm_by_hand([param.detach() for param in model.parameters()]), expected)
-
-
-def check_compiled():
-    """The same question in a compiled function."""
-
-    def local(x):
-        doubled = x * 2
-        return doubled.to_local() + (2 if doubled.placements[0].is_shard() else 3)
-
-    x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [RaggedShard((0,), (1, 3))])
-    found = torch.compile(local, backend="aot_eager", fullgraph=True)(x)
-    assert found.tolist() == [4.0] * (1, 3)[dist.get_rank()], found
 
 
 PLACED = {
@@ -97,11 +76,26 @@ def from_locals():
 
 
 class HabitsTest(unittest.TestCase):
-    def test_a_norm_that_asks_which_tensors_are_sharded_reduces_them(self):
-        run_ranks(4, check_norm)
+    @ranks(4)
+    def test_a_norm_that_asks_which_tensors_are_sharded_reduces_them():
+        meshes = [init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))]
+        for mesh in meshes:
+            for granularity in (None, rows(1), tensor()):
+                model, full = make_model(granularity, mesh)
+                expected = torch.linalg.vector_norm(torch.cat([value.flatten() for value in full.values()]))
+                torch.testing.assert_close(norm_by_hand([param.detach() for param in model.parameters()]), expected)
 
-    def test_a_compiled_function_asks_as_well(self):
-        run_ranks(2, check_compiled)
+    @ranks(2)
+    def test_a_compiled_function_asks_as_well():
+        """The same question in a compiled function."""
+
+        def local(x):
+            doubled = x * 2
+            return doubled.to_local() + (2 if doubled.placements[0].is_shard() else 3)
+
+        x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [RaggedShard((0,), (1, 3))])
+        found = torch.compile(local, backend="aot_eager", fullgraph=True)(x)
+        assert found.tolist() == [4.0] * (1, 3)[dist.get_rank()], found
 
     def test_one_box_per_rank_has_an_offset_and_several_are_an_error_on_every_rank(self):
         first, second = run_ranks(2, boxes)

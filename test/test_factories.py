@@ -5,7 +5,7 @@ import unittest
 
 import torch
 import torch.distributed.tensor as dt
-from common import error_of, run_ranks
+from common import error_of, ranks, run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -60,14 +60,6 @@ def check_values(mesh_shape):
         assert shape == (tuple(local.shape), ()), (shape, local.shape)
 
 
-def check_sequences():
-    """``linspace`` and ``logspace``, which torch has since 2.15."""
-    mesh = init_device_mesh("cpu", (4,))
-    options = {"device_mesh": mesh, "placements": [RaggedShard((0,), (1, 0, 2, 2))]}
-    assert torch.equal(dt.linspace(0.0, 3.0, 10, **options).full_tensor(), torch.linspace(0.0, 3.0, 10))
-    assert torch.equal(dt.logspace(0.0, 3.0, 10, 2.0, **options).full_tensor(), torch.logspace(0.0, 3.0, 10, 2.0))
-
-
 def check_training():
     """A parameter that is made in place of distributed."""
     mesh = init_device_mesh("cpu", (2,))
@@ -117,8 +109,13 @@ class FactoriesTest(unittest.TestCase):
             run_ranks(4, check_values, mesh_shape)
 
     @unittest.skipUnless(hasattr(dt, "linspace"), "this torch has no torch.distributed.tensor.linspace")
-    def test_sequences_are_those_of_a_single_device(self):
-        run_ranks(4, check_sequences)
+    @ranks(4)
+    def test_sequences_are_those_of_a_single_device():
+        """``linspace`` and ``logspace``, which torch has since 2.15."""
+        mesh = init_device_mesh("cpu", (4,))
+        options = {"device_mesh": mesh, "placements": [RaggedShard((0,), (1, 0, 2, 2))]}
+        assert torch.equal(dt.linspace(0.0, 3.0, 10, **options).full_tensor(), torch.linspace(0.0, 3.0, 10))
+        assert torch.equal(dt.logspace(0.0, 3.0, 10, 2.0, **options).full_tensor(), torch.logspace(0.0, 3.0, 10, 2.0))
 
     def test_a_tensor_made_so_is_trained(self):
         self.assertEqual(run_ranks(2, check_training), [True, True])

@@ -4,7 +4,7 @@ import itertools
 import unittest
 
 import torch
-from common import error_of, run_ranks
+from common import error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -75,57 +75,7 @@ def check_same(whole, cut, what, rtol=0.0):
         torch.testing.assert_close(mine.detach().full_tensor(), param.detach(), rtol=rtol, atol=rtol, msg=text)
 
 
-def check_optimizers():
-    for placed, (name, (optimizer, options)) in itertools.product(placements_by_mesh().values(), OPTIMIZERS.items()):
-        whole, cut = parameters(placed)
-        steps = [optimizer(params, lr=0.1, weight_decay=0.1, **options) for params in (whole, cut)]
-        with CommDebugMode() as mode:
-            for _ in range(2):
-                for each in steps:
-                    each.step()
-        assert mode.get_total_counts() == 0, (name, mode.get_comm_counts())
-        # A fused kernel rounds the last elements of a local tensor otherwise.
-        check_same(whole, cut, name, rtol=1e-6 if "fused" in name else 0.0)
-        for each in steps:
-            each.zero_grad(set_to_none=False)
-        assert not any(param.grad.full_tensor().any() for param in cut)
-
-
-@torch.no_grad()
-def check_scalars():
-    """What capturable optimizers do: lists of scalar tensors, and scalars beside a list, as plain tensors and as DTensors."""
-    number = torch.tensor(3.0)
-    everywhere = distribute_tensor(number, init_device_mesh("cpu", (4,)), [Replicate()])
-    for placed in placements_by_mesh().values():
-        whole, cut = parameters(placed)
-        for scalar in (number, everywhere):
-            torch._foreach_mul_(whole, number)
-            torch._foreach_mul_(cut, scalar)
-            torch._foreach_div_(whole, [number] * len(whole))
-            torch._foreach_div_(cut, [scalar] * len(cut))
-            torch._foreach_copy_(whole, torch._foreach_add(whole, 1.5))
-            torch._foreach_copy_(cut, torch._foreach_add(cut, 1.5))
-        check_same(whole, cut, "scalars")
-        results = torch._foreach_sqrt([param.detach() for param in cut])
-        assert [(r.device_mesh, r.placements) for r in results] == [(p.device_mesh, p.placements) for p in cut]
-
-
 CLIPPING = {"default": {}, "foreach": {"foreach": True}, "infinity": {"norm_type": float("inf")}, "one": {"norm_type": 1.0}}
-
-
-def check_clipping():
-    for (kind, placed), (name, options) in itertools.product(placements_by_mesh().items(), CLIPPING.items()):
-        if name == "infinity" and kind != "ragged":
-            continue  # Torch's own fails for an empty shard under Shard(0).
-        whole, cut = parameters(placed)
-        expected = torch.nn.utils.clip_grad_norm_(whole, 0.1, **options)
-        with CommDebugMode() as mode:
-            norm = torch.nn.utils.clip_grad_norm_(cut, 0.1, **options)
-        count = mode.get_total_counts()
-        torch.testing.assert_close(norm.full_tensor(), expected)
-        for param, mine in zip(whole, cut):
-            torch.testing.assert_close(mine.grad.full_tensor(), param.grad)
-        assert count <= 8 or name == "infinity", (kind, mode.get_comm_counts())  # Per mesh dimension, not per tensor.
 
 
 def check_submesh():
@@ -154,19 +104,6 @@ def check_submesh():
     return errors
 
 
-def check_disjoint():
-    """A rank that is not in the mesh of the first tensor updates its own."""
-    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
-    rank = torch.distributed.get_rank()
-    local = torch.ones(2, 3)[: rank % 2 + 1].reshape(-1)
-    tensors = []
-    for index, mesh in enumerate(meshes):
-        mine = local if rank // 2 == index else torch.empty(0)
-        tensors.append(DTensor.from_local(mine, mesh, [RaggedShard((0,), (1, 2))], run_check=False, shape=(3, 3)))
-    torch._foreach_add_(tensors, 1.0)
-    assert torch.equal(tensors[rank // 2].to_local(), torch.full_like(local, 2.0))
-
-
 def check_errors():
     flat = init_device_mesh("cpu", (4,))
     square = init_device_mesh("cpu", (2, 2))
@@ -181,21 +118,72 @@ def check_errors():
 
 
 class ForeachMeshesTest(unittest.TestCase):
-    def test_optimizers_give_each_tensor_its_own_result(self):
-        run_ranks(4, check_optimizers)
+    @ranks(4)
+    def test_optimizers_give_each_tensor_its_own_result():
+        for placed, (name, (optimizer, options)) in itertools.product(placements_by_mesh().values(), OPTIMIZERS.items()):
+            whole, cut = parameters(placed)
+            steps = [optimizer(params, lr=0.1, weight_decay=0.1, **options) for params in (whole, cut)]
+            with CommDebugMode() as mode:
+                for _ in range(2):
+                    for each in steps:
+                        each.step()
+            assert mode.get_total_counts() == 0, (name, mode.get_comm_counts())
+            # A fused kernel rounds the last elements of a local tensor otherwise.
+            check_same(whole, cut, name, rtol=1e-6 if "fused" in name else 0.0)
+            for each in steps:
+                each.zero_grad(set_to_none=False)
+            assert not any(param.grad.full_tensor().any() for param in cut)
 
-    def test_scalars_are_taken_on_every_mesh(self):
-        run_ranks(4, check_scalars)
+    @ranks(4)
+    @torch.no_grad()
+    def test_scalars_are_taken_on_every_mesh():
+        """What capturable optimizers do: lists of scalar tensors, and scalars beside a list, plain and as DTensors."""
+        number = torch.tensor(3.0)
+        everywhere = distribute_tensor(number, init_device_mesh("cpu", (4,)), [Replicate()])
+        for placed in placements_by_mesh().values():
+            whole, cut = parameters(placed)
+            for scalar in (number, everywhere):
+                torch._foreach_mul_(whole, number)
+                torch._foreach_mul_(cut, scalar)
+                torch._foreach_div_(whole, [number] * len(whole))
+                torch._foreach_div_(cut, [scalar] * len(cut))
+                torch._foreach_copy_(whole, torch._foreach_add(whole, 1.5))
+                torch._foreach_copy_(cut, torch._foreach_add(cut, 1.5))
+            check_same(whole, cut, "scalars")
+            results = torch._foreach_sqrt([param.detach() for param in cut])
+            assert [(r.device_mesh, r.placements) for r in results] == [(p.device_mesh, p.placements) for p in cut]
 
-    def test_gradients_are_clipped_by_the_norm_of_all(self):
-        run_ranks(4, check_clipping)
+    @ranks(4)
+    def test_gradients_are_clipped_by_the_norm_of_all():
+        for (kind, placed), (name, options) in itertools.product(placements_by_mesh().items(), CLIPPING.items()):
+            if name == "infinity" and kind != "ragged":
+                continue  # Torch's own fails for an empty shard under Shard(0).
+            whole, cut = parameters(placed)
+            expected = torch.nn.utils.clip_grad_norm_(whole, 0.1, **options)
+            with CommDebugMode() as mode:
+                norm = torch.nn.utils.clip_grad_norm_(cut, 0.1, **options)
+            count = mode.get_total_counts()
+            torch.testing.assert_close(norm.full_tensor(), expected)
+            for param, mine in zip(whole, cut):
+                torch.testing.assert_close(mine.grad.full_tensor(), param.grad)
+            assert count <= 8 or name == "infinity", (kind, mode.get_comm_counts())  # Per mesh dimension, not per tensor.
 
     def test_a_scalar_of_a_part_of_the_ranks_is_not_taken_for_all(self):
         answers = run_ranks(4, check_submesh)
         self.assertEqual([len(answer) for answer in answers], [2] * 4)
 
-    def test_a_rank_outside_of_the_first_mesh_takes_part(self):
-        run_ranks(4, check_disjoint)
+    @ranks(4)
+    def test_a_rank_outside_of_the_first_mesh_takes_part():
+        """A rank that is not in the mesh of the first tensor updates its own."""
+        meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+        rank = torch.distributed.get_rank()
+        local = torch.ones(2, 3)[: rank % 2 + 1].reshape(-1)
+        tensors = []
+        for index, mesh in enumerate(meshes):
+            mine = local if rank // 2 == index else torch.empty(0)
+            tensors.append(DTensor.from_local(mine, mesh, [RaggedShard((0,), (1, 2))], run_check=False, shape=(3, 3)))
+        torch._foreach_add_(tensors, 1.0)
+        assert torch.equal(tensors[rank // 2].to_local(), torch.full_like(local, 2.0))
 
     def test_tensors_of_one_index_on_two_meshes_are_an_error_on_every_rank(self):
         answers = run_ranks(4, check_errors)

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import collectives_seen, error_of, run_ranks
+from common import collectives_seen, error_of, ranks, run_ranks
 from fsdp_common import batch, build, compare_gradients, loss_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -46,39 +46,6 @@ def train(model, steps, whole=False, first=0, optimizer=None):
     return torch.tensor(curve)
 
 
-def check_parity_with_one_process():
-    want = {tied: train(build("single", tied=tied), STEPS, whole=True) for tied in (True, False)}
-    for raf, name in ((None, "elements"), (None, "rows"), (None, "blocks"), (True, "rows"), (False, "blocks")):
-        got = train(build("ragged", raf, policy=POLICIES[name]), STEPS)
-        torch.testing.assert_close(got, want[True], rtol=2e-4, atol=2e-5, msg=lambda m: f"{raf} {name}: {m}")
-    torch.testing.assert_close(train(build("ragged", tied=False), STEPS), want[False], rtol=2e-4, atol=2e-5)
-    assert (want[True][0] - want[True][-1])[0] > 0.5  # It learns, so equal curves mean something.
-
-
-def check_parity_with_fsdp2():
-    full = train(build("fsdp2"), STEPS)
-    for reduce_dtype in (torch.float32, None):
-        mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-        theirs, ours = build("fsdp2", mp_policy=mp_policy), build("ragged", mp_policy=mp_policy)
-        is_exact = reduce_dtype == torch.float32 or fsdp2_keeps_wide_gradients()  # None is the parameters' dtype then.
-        if is_exact:
-            compare_first_gradients(ours, theirs)
-        want, got = train(theirs, STEPS), train(ours, STEPS)
-        if is_exact:
-            torch.testing.assert_close(got[:5], want[:5], rtol=2e-4, atol=2e-5)
-            # Later a last bit of a float32 master may flip a bf16 rounding, whose step is 2**-8.
-            torch.testing.assert_close(got, want, rtol=2**-9, atol=2e-5)
-        else:  # Sums in bf16 depend on the order: as near to FSDP2 as FSDP2 is to float32.
-            assert (got - want).abs().max() <= 2 * (want - full).abs().max()
-        assert not torch.equal(want, full)
-
-
-def check_dtype_of_outputs():
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    linear = fully_shard(nn.Linear(4, 4), mp_policy=policy)
-    assert linear(torch.ones(2, 4)).dtype == torch.float32 and linear.weight.dtype == torch.bfloat16
-
-
 def compare_first_gradients(ours, theirs):
     """Both compute the same in bf16 and sum in float32."""
     for model in (ours, theirs):
@@ -91,104 +58,6 @@ def compare_first_gradients(ours, theirs):
     ours.zero_grad(), theirs.zero_grad()
 
 
-def check_unsharded_parameters_lie_in_the_buffer():
-    model = build("ragged", raf=True)
-    groups, ran = named_groups(model), []
-
-    def look(name):
-        def hook(module, args):
-            group = groups[name]
-            base, size = group.unsharded.flat.data_ptr(), group.unsharded.nbytes
-            for fqn, param in module.named_parameters(recurse=True):
-                assert not isinstance(param, DTensor), fqn
-                assert param.untyped_storage().data_ptr() == base == param.data_ptr() - 4 * param.storage_offset(), fqn
-                assert param.untyped_storage().nbytes() == size
-            ran.append(name)
-
-        return hook
-
-    for name, module in model.named_modules():
-        if name.startswith("blocks.") and name.count(".") == 1:
-            module.register_forward_pre_hook(look(name))
-    loss_of(model, batch(0, False)).backward()
-    assert ran == ["blocks.0", "blocks.1", "blocks.2"]
-
-
-def check_collectives_of_a_step():
-    model = build("ragged", raf=True)
-    with CommDebugMode() as mode:
-        loss_of(model, batch(0, False)).backward()
-    assert collectives_seen(mode) == (7 + 1, 4), mode.get_comm_counts()  # every group twice: forward and backward
-
-
-def check_backward_leaves_shards_only():
-    model = build("ragged", raf=True)
-    loss_of(model, batch(0, False)).backward()
-    groups = named_groups(model)
-    assert all(
-        not g.unsharded.is_allocated and not any(b.resident_nbytes for b in g.buffers()["gradients"]) for g in groups.values()
-    )
-    for name, param in model.named_parameters():
-        assert isinstance(param, DTensor) and isinstance(param.placements[0], RaggedShard), name
-        assert param.grad.placements == param.placements and param.grad.shape == param.shape, name
-        local = param.to_local()
-        assert any(
-            local.untyped_storage().data_ptr() == g.sharded.flat.untyped_storage().data_ptr() for g in groups.values()
-        ), name
-
-
-def check_gradient_is_the_mean_over_ranks():
-    model, single = build("ragged", raf=True), build("single")
-    loss_of(model, batch(0, False)).backward(), loss_of(single, batch(0, True)).backward()
-    assert all(param.grad is not None for param in single.parameters())
-    compare_gradients(model, single)
-
-
-def check_weight_gradients_in_place():
-    """Matmuls write weight gradients to the gradient buffer, and add to them there; only what is no matrix is copied."""
-    with mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", 1):
-        model, copied = build("ragged"), []
-    groups = [group for state in model._ragged_states(True) for group in state.groups]
-    for group in groups:
-        add = group.add_gradient
-        group.add_gradient = lambda i, gradient, group=group, add=add: (copied.append(group.params[i].fqn), add(i, gradient))
-    for step, sync in enumerate((False, True)):
-        model.set_requires_gradient_sync(sync)
-        loss_of(model, batch(step, False)).backward()
-    # The embedding is looked up, and its gradient as the tied head's is written beside.
-    assert set(copied) == {"norm1.weight", "norm2.weight", "norm.weight", "embedding.weight", "position"}, sorted(set(copied))
-    single = build("single")
-    for step in range(2):
-        loss_of(single, batch(step, True)).backward()
-    compare_gradients(model, single)
-
-
-def check_accumulation():
-    model, single = build("ragged"), build("single")
-    for step in range(3):
-        model.set_requires_gradient_sync(step == 2)
-        with CommDebugMode() as mode:
-            loss_of(model, batch(step, False)).backward()
-        assert collectives_seen(mode)[1] == (4 if step == 2 else 0), (step, mode.get_comm_counts())
-        loss_of(single, batch(step, True)).backward()
-    compare_gradients(model, single)
-    loss_of(model, batch(3, False)).backward()  # .grad adds up
-    loss_of(single, batch(3, True)).backward()
-    compare_gradients(model, single)
-
-
-def check_unusual_orders():
-    """Two forwards before their backwards; a forward without one; evaluation in between."""
-    model, single = build("ragged"), build("single")
-    loss_of(model, batch(9, False))
-    with torch.no_grad():
-        model(batch(0, False)[:, :-1])
-    first, second = (loss_of(model, batch(step, False)) for step in (4, 5))
-    second.backward(), first.backward()
-    (loss_of(single, batch(4, True)) + loss_of(single, batch(5, True))).backward()
-    compare_gradients(model, single)
-
-
 class Choice(nn.Module):
     """Uses one of its layers only, chosen by the caller; another never; one is frozen."""
 
@@ -199,12 +68,6 @@ class Choice(nn.Module):
 
     def forward(self, x, use_b):
         return self.frozen((self.b if use_b else self.a)(x))
-
-
-def check_no_word_of_harmless_padding():
-    with unittest.TestCase().assertNoLogs("torch_ragged.fsdp"):
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        fully_shard(nn.Linear(64, 64), mesh=mesh, orig_param_policy=lambda fqn, p: rows(1))
 
 
 def check_padding_warning():
@@ -244,81 +107,6 @@ def check_unused_parameters():
         and model.frozen.weight.grad is None
         and (model.b.weight.grad is not None) == (ranks > 1)
     )
-
-
-def check_class_and_names():
-    model, single = build("ragged"), build("single")
-    assert isinstance(model, TorchFSDPModule) and type(model).__name__ == "FSDPMoETransformer"
-    assert [n for n, _ in model.named_parameters()] == [n for n, _ in single.named_parameters()]
-    theirs = [name for name in dir(TorchFSDPModule) if not name.startswith("_")]
-    assert not [name for name in theirs if "Not offered" in (getattr(type(model), name).__doc__ or "Not offered")]
-
-
-def check_unshard_and_reshard():
-    model, single = build("ragged"), build("single")
-    handle = model.blocks[0].unshard(async_op=True)
-    handle.wait()
-    for (name, param), (_, plain) in zip(model.blocks[0].named_parameters(), single.blocks[0].named_parameters()):
-        assert torch.equal(param, plain), name
-    model.blocks[0].reshard()
-    assert isinstance(model.blocks[0].norm1.weight, DTensor)
-
-
-def check_state_dicts():
-    """State dicts hold shards, also while parameters are unsharded, and load again; also with assign=True."""
-    model = build("ragged")
-    model(batch(0, False)[:, :-1])
-    state = {k: v.clone() for k, v in model.state_dict().items()}
-    assert all(isinstance(v.placements[0], RaggedShard) for v in state.values())
-    other = build("ragged", seed=5)
-    other.load_state_dict(state)
-    third = build("ragged", seed=6)
-    third.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
-    assert all(parameter.requires_grad for parameter in third.parameters())
-    x = batch(0, False)[:, :-1]
-    assert torch.equal(other(x), model(x)) and torch.equal(third(x), model(x))
-
-
-def check_assigned_values_of_tied_parameters():
-    """Both names keep the parameter that the optimizer holds, with the assigned values."""
-    for pair in (("weight",), ("weight", "bias")):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        for name in pair:
-            setattr(model[1], name, getattr(model[0], name))
-        fully_shard(model)
-        kept = [getattr(model[0], name) for name in pair]
-        state = {name: value.clone().mul_(3) for name, value in model.state_dict().items()}
-        expected = {name: value.full_tensor() for name, value in state.items()}
-        model.load_state_dict(state, assign=True)
-        model(torch.ones(2, 4)).sum().backward()
-        for module in model:
-            assert all(getattr(module, name) is param for name, param in zip(pair, kept))
-        for name, value in model.state_dict().items():
-            assert torch.equal(value.full_tensor(), expected[name]), name
-        assert all(param.grad is not None for param in model.parameters())
-
-
-def check_forward_that_raises():
-    model, other, x = build("ragged"), build("ragged"), batch(0, False)[:, :-1]
-    assert torch.equal(other(x), model(x))
-    assert error_of(model, "no tensor")
-    assert torch.equal(other(x), model(x))
-
-
-def check_layouts():
-    layouts = buffer_layouts(build("ragged"))
-    assert list(layouts) == ["root", "blocks.0", "blocks.1", "blocks.2"]
-    assert all((layout.shard_numel * 4) % 128 == 0 for layout in layouts.values())
-
-
-def check_deleted_model():
-    model, x = build("ragged"), batch(0, False)[:, :-1]
-    model(x)
-    gone = weakref.ref(model.blocks[0]._ragged_fsdp_state.groups[0].unsharded.flat)
-    assert gone() is not None
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 def check_errors():
@@ -376,66 +164,230 @@ def resume_trained(path, values):
 
 
 class FullyShardTest(unittest.TestCase):
-    def test_losses_of_four_ranks_equal_one_process(self):
-        run_ranks(4, check_parity_with_one_process)
+    @ranks(4)
+    def test_losses_of_four_ranks_equal_one_process():
+        want = {tied: train(build("single", tied=tied), STEPS, whole=True) for tied in (True, False)}
+        for raf, name in ((None, "elements"), (None, "rows"), (None, "blocks"), (True, "rows"), (False, "blocks")):
+            got = train(build("ragged", raf, policy=POLICIES[name]), STEPS)
+            torch.testing.assert_close(got, want[True], rtol=2e-4, atol=2e-5, msg=lambda m: f"{raf} {name}: {m}")
+        torch.testing.assert_close(train(build("ragged", tied=False), STEPS), want[False], rtol=2e-4, atol=2e-5)
+        assert (want[True][0] - want[True][-1])[0] > 0.5  # It learns, so equal curves mean something.
 
-    def test_mixed_precision_equals_fsdp2(self):
-        run_ranks(4, check_parity_with_fsdp2)
+    @ranks(4)
+    def test_mixed_precision_equals_fsdp2():
+        full = train(build("fsdp2"), STEPS)
+        for reduce_dtype in (torch.float32, None):
+            mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+            theirs, ours = build("fsdp2", mp_policy=mp_policy), build("ragged", mp_policy=mp_policy)
+            is_exact = reduce_dtype == torch.float32 or fsdp2_keeps_wide_gradients()  # None is the parameters' dtype then.
+            if is_exact:
+                compare_first_gradients(ours, theirs)
+            want, got = train(theirs, STEPS), train(ours, STEPS)
+            if is_exact:
+                torch.testing.assert_close(got[:5], want[:5], rtol=2e-4, atol=2e-5)
+                # Later a last bit of a float32 master may flip a bf16 rounding, whose step is 2**-8.
+                torch.testing.assert_close(got, want, rtol=2**-9, atol=2e-5)
+            else:  # Sums in bf16 depend on the order: as near to FSDP2 as FSDP2 is to float32.
+                assert (got - want).abs().max() <= 2 * (want - full).abs().max()
+            assert not torch.equal(want, full)
 
-    def test_outputs_are_cast_and_parameters_are_not(self):
-        run_ranks(4, check_dtype_of_outputs)
+    @ranks(4)
+    def test_outputs_are_cast_and_parameters_are_not():
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+        linear = fully_shard(nn.Linear(4, 4), mp_policy=policy)
+        assert linear(torch.ones(2, 4)).dtype == torch.float32 and linear.weight.dtype == torch.bfloat16
 
-    def test_unsharded_parameters_are_the_gathered_buffer(self):
-        run_ranks(4, check_unsharded_parameters_lie_in_the_buffer)
+    @ranks(4)
+    def test_unsharded_parameters_are_the_gathered_buffer():
+        model = build("ragged", raf=True)
+        groups, ran = named_groups(model), []
 
-    def test_a_step_gathers_every_group_twice_and_reduces_it_once(self):
-        run_ranks(4, check_collectives_of_a_step)
+        def look(name):
+            def hook(module, args):
+                group = groups[name]
+                base, size = group.unsharded.flat.data_ptr(), group.unsharded.nbytes
+                for fqn, param in module.named_parameters(recurse=True):
+                    assert not isinstance(param, DTensor), fqn
+                    assert param.untyped_storage().data_ptr() == base == param.data_ptr() - 4 * param.storage_offset(), fqn
+                    assert param.untyped_storage().nbytes() == size
+                ran.append(name)
 
-    def test_backward_leaves_shards_only(self):
-        run_ranks(4, check_backward_leaves_shards_only)
+            return hook
 
-    def test_gradients_are_means_over_ranks(self):
-        run_ranks(4, check_gradient_is_the_mean_over_ranks)
+        for name, module in model.named_modules():
+            if name.startswith("blocks.") and name.count(".") == 1:
+                module.register_forward_pre_hook(look(name))
+        loss_of(model, batch(0, False)).backward()
+        assert ran == ["blocks.0", "blocks.1", "blocks.2"]
 
-    def test_weight_gradients_are_written_where_they_are_reduced_from(self):
-        run_ranks(2, check_weight_gradients_in_place)
+    @ranks(4)
+    def test_a_step_gathers_every_group_twice_and_reduces_it_once():
+        model = build("ragged", raf=True)
+        with CommDebugMode() as mode:
+            loss_of(model, batch(0, False)).backward()
+        assert collectives_seen(mode) == (7 + 1, 4), mode.get_comm_counts()  # every group twice: forward and backward
 
-    def test_accumulated_gradients_are_reduced_once_and_added_to_grad(self):
-        run_ranks(3, check_accumulation)
+    @ranks(4)
+    def test_backward_leaves_shards_only():
+        model = build("ragged", raf=True)
+        loss_of(model, batch(0, False)).backward()
+        groups = named_groups(model)
+        assert all(
+            not g.unsharded.is_allocated and not any(b.resident_nbytes for b in g.buffers()["gradients"])
+            for g in groups.values()
+        )
+        for name, param in model.named_parameters():
+            assert isinstance(param, DTensor) and isinstance(param.placements[0], RaggedShard), name
+            assert param.grad.placements == param.placements and param.grad.shape == param.shape, name
+            local = param.to_local()
+            assert any(
+                local.untyped_storage().data_ptr() == g.sharded.flat.untyped_storage().data_ptr() for g in groups.values()
+            ), name
 
-    def test_forwards_and_backwards_come_in_any_order(self):
-        run_ranks(3, check_unusual_orders)
+    @ranks(4)
+    def test_gradients_are_means_over_ranks():
+        model, single = build("ragged", raf=True), build("single")
+        loss_of(model, batch(0, False)).backward(), loss_of(single, batch(0, True)).backward()
+        assert all(param.grad is not None for param in single.parameters())
+        compare_gradients(model, single)
+
+    @ranks(2)
+    def test_weight_gradients_are_written_where_they_are_reduced_from():
+        """Matmuls write weight gradients to the gradient buffer, and add to them there; only what is no matrix is copied."""
+        with mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", 1):
+            model, copied = build("ragged"), []
+        groups = [group for state in model._ragged_states(True) for group in state.groups]
+        for group in groups:
+            add = group.add_gradient
+            group.add_gradient = lambda i, gradient, group=group, add=add: (
+                copied.append(group.params[i].fqn),
+                add(i, gradient),
+            )
+        for step, sync in enumerate((False, True)):
+            model.set_requires_gradient_sync(sync)
+            loss_of(model, batch(step, False)).backward()
+        # The embedding is looked up, and its gradient as the tied head's is written beside.
+        assert set(copied) == {"norm1.weight", "norm2.weight", "norm.weight", "embedding.weight", "position"}, sorted(
+            set(copied)
+        )
+        single = build("single")
+        for step in range(2):
+            loss_of(single, batch(step, True)).backward()
+        compare_gradients(model, single)
+
+    @ranks(3)
+    def test_accumulated_gradients_are_reduced_once_and_added_to_grad():
+        model, single = build("ragged"), build("single")
+        for step in range(3):
+            model.set_requires_gradient_sync(step == 2)
+            with CommDebugMode() as mode:
+                loss_of(model, batch(step, False)).backward()
+            assert collectives_seen(mode)[1] == (4 if step == 2 else 0), (step, mode.get_comm_counts())
+            loss_of(single, batch(step, True)).backward()
+        compare_gradients(model, single)
+        loss_of(model, batch(3, False)).backward()  # .grad adds up
+        loss_of(single, batch(3, True)).backward()
+        compare_gradients(model, single)
+
+    @ranks(3)
+    def test_forwards_and_backwards_come_in_any_order():
+        """Two forwards before their backwards; a forward without one; evaluation in between."""
+        model, single = build("ragged"), build("single")
+        loss_of(model, batch(9, False))
+        with torch.no_grad():
+            model(batch(0, False)[:, :-1])
+        first, second = (loss_of(model, batch(step, False)) for step in (4, 5))
+        second.backward(), first.backward()
+        (loss_of(single, batch(4, True)) + loss_of(single, batch(5, True))).backward()
+        compare_gradients(model, single)
 
     def test_parameters_that_no_rank_uses_have_no_gradient(self):
-        for ranks in (1, 2, 4):
-            run_ranks(ranks, check_unused_parameters)
+        for world in (1, 2, 4):
+            run_ranks(world, check_unused_parameters)
 
     def test_padding_of_a_granularity_is_told(self):
         run_ranks(4, check_padding_warning)
 
-    def test_harmless_padding_is_not_told(self):
-        run_ranks(4, check_no_word_of_harmless_padding)
+    @ranks(4)
+    def test_harmless_padding_is_not_told():
+        with unittest.TestCase().assertNoLogs("torch_ragged.fsdp"):
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            fully_shard(nn.Linear(64, 64), mesh=mesh, orig_param_policy=lambda fqn, p: rows(1))
 
-    def test_the_model_is_an_fsdp_module_with_all_its_methods(self):
-        run_ranks(2, check_class_and_names)
+    @ranks(2)
+    def test_the_model_is_an_fsdp_module_with_all_its_methods():
+        model, single = build("ragged"), build("single")
+        assert isinstance(model, TorchFSDPModule) and type(model).__name__ == "FSDPMoETransformer"
+        assert [n for n, _ in model.named_parameters()] == [n for n, _ in single.named_parameters()]
+        theirs = [name for name in dir(TorchFSDPModule) if not name.startswith("_")]
+        assert not [name for name in theirs if "Not offered" in (getattr(type(model), name).__doc__ or "Not offered")]
 
-    def test_unshard_makes_parameters_whole_until_reshard(self):
-        run_ranks(2, check_unshard_and_reshard)
+    @ranks(2)
+    def test_unshard_makes_parameters_whole_until_reshard():
+        model, single = build("ragged"), build("single")
+        handle = model.blocks[0].unshard(async_op=True)
+        handle.wait()
+        for (name, param), (_, plain) in zip(model.blocks[0].named_parameters(), single.blocks[0].named_parameters()):
+            assert torch.equal(param, plain), name
+        model.blocks[0].reshard()
+        assert isinstance(model.blocks[0].norm1.weight, DTensor)
 
-    def test_state_dicts_are_sharded_and_load_anywhere(self):
-        run_ranks(2, check_state_dicts)
+    @ranks(2)
+    def test_state_dicts_are_sharded_and_load_anywhere():
+        """State dicts hold shards, also while parameters are unsharded, and load again; also with assign=True."""
+        model = build("ragged")
+        model(batch(0, False)[:, :-1])
+        state = {k: v.clone() for k, v in model.state_dict().items()}
+        assert all(isinstance(v.placements[0], RaggedShard) for v in state.values())
+        other = build("ragged", seed=5)
+        other.load_state_dict(state)
+        third = build("ragged", seed=6)
+        third.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
+        assert all(parameter.requires_grad for parameter in third.parameters())
+        x = batch(0, False)[:, :-1]
+        assert torch.equal(other(x), model(x)) and torch.equal(third(x), model(x))
 
-    def test_assigned_values_of_tied_parameters_reach_both_names(self):
-        run_ranks(2, check_assigned_values_of_tied_parameters)
+    @ranks(2)
+    def test_assigned_values_of_tied_parameters_reach_both_names():
+        """Both names keep the parameter that the optimizer holds, with the assigned values."""
+        for pair in (("weight",), ("weight", "bias")):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            for name in pair:
+                setattr(model[1], name, getattr(model[0], name))
+            fully_shard(model)
+            kept = [getattr(model[0], name) for name in pair]
+            state = {name: value.clone().mul_(3) for name, value in model.state_dict().items()}
+            expected = {name: value.full_tensor() for name, value in state.items()}
+            model.load_state_dict(state, assign=True)
+            model(torch.ones(2, 4)).sum().backward()
+            for module in model:
+                assert all(getattr(module, name) is param for name, param in zip(pair, kept))
+            for name, value in model.state_dict().items():
+                assert torch.equal(value.full_tensor(), expected[name]), name
+            assert all(param.grad is not None for param in model.parameters())
 
-    def test_a_forward_that_raises_leaves_the_model_usable(self):
-        run_ranks(2, check_forward_that_raises)
+    @ranks(2)
+    def test_a_forward_that_raises_leaves_the_model_usable():
+        model, other, x = build("ragged"), build("ragged"), batch(0, False)[:, :-1]
+        assert torch.equal(other(x), model(x))
+        assert error_of(model, "no tensor")
+        assert torch.equal(other(x), model(x))
 
-    def test_groups_are_named_and_shards_aligned(self):
-        run_ranks(2, check_layouts)
+    @ranks(2)
+    def test_groups_are_named_and_shards_aligned():
+        layouts = buffer_layouts(build("ragged"))
+        assert list(layouts) == ["root", "blocks.0", "blocks.1", "blocks.2"]
+        assert all((layout.shard_numel * 4) % 128 == 0 for layout in layouts.values())
 
-    def test_a_deleted_model_releases_its_buffers(self):
-        run_ranks(2, check_deleted_model)
+    @ranks(2)
+    def test_a_deleted_model_releases_its_buffers():
+        model, x = build("ragged"), batch(0, False)[:, :-1]
+        model(x)
+        gone = weakref.ref(model.blocks[0]._ragged_fsdp_state.groups[0].unsharded.flat)
+        assert gone() is not None
+        del model
+        gc.collect()
+        assert gone() is None
 
     def test_checkpoint_of_3_ranks_continues_on_other_world_sizes(self):
         with tempfile.TemporaryDirectory() as path:

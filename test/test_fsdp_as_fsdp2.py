@@ -4,7 +4,7 @@ import unittest
 
 import torch
 import torch.distributed as dist
-from common import run_ranks
+from common import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -104,142 +104,109 @@ def plain_step(model, optimizer, step):
     optimizer.step()
 
 
-def check_adapters():
-    train(pair(Adapted), plain_step)
+class AsFSDP2Test(unittest.TestCase):
+    @ranks(2)
+    def test_adapters_train_beside_frozen_weights():
+        train(pair(Adapted), plain_step)
 
-
-def check_frozen():
-    models = pair(Block)
-    for model in models:
-        model[0].requires_grad_(False)
-        model[1].up.weight.requires_grad_(False)
-    train(models, plain_step)
-
-
-def check_branches():
-    def step_of(model, optimizer, step):
-        model(batch(step, same=True)).pow(2).mean().backward()
-        optimizer.step()
-
-    train(pair(Branching), step_of, steps=6)
-
-
-def check_branches_that_differ_between_ranks():
-    """There FSDP2 reduces the wrong gradients with each other; ours are compared in test_fsdp."""
-    ours = pair(Branching)[1]
-    plain_step(ours, torch.optim.SGD(ours.parameters(), lr=0.1), 0)
-    assert ours[0].never.weight.grad is None
-
-
-def check_tied():
-    train(pair(Tied), plain_step)
-    ours = pair(Tied)[1]
-    assert ours[0].second.weight is ours[0].first.weight
-    assert len(list(ours.parameters())) == 2 * 3 + 2
-
-
-def check_several_forwards():
-    def step_of(model, optimizer, step):
-        losses = [model(batch(3 * step + i)).pow(2).mean() for i in range(3)]
-        losses[1].backward()
-        (losses[0] + losses[2]).backward()
-        optimizer.step()
-
-    train(pair(Block), step_of)
-
-
-def check_scaler():
-    models, scales = pair(Block), []
-    for model in models:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-        for step in range(6):
-            loss = model(batch(step)).pow(2).mean()
-            scaler.scale(loss * (float("inf") if step == 2 and dist.get_rank() == 1 else 1.0)).backward()
-            scaler.unscale_(optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            scales.append(scaler.get_scale())
-        assert norm.full_tensor() > 0.1
-    assert scales[:6] == scales[6:] and scales[2] < scales[1]  # The step with an overflow on one rank is skipped on all.
-    assert_equal_models(models)
-
-
-def check_autocast():
-    def step_of(model, optimizer, step):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(batch(step)).float().pow(2).mean()
-        loss.backward()
-        optimizer.step()
-
-    train(pair(Block), step_of, steps=2)
-
-
-def check_set_to_zero():
-    train(pair(Block), plain_step, set_to_none=False)
-
-
-def check_resharding():
-    for after_forward, after_backward in ((False, False), (True, False), (False, True)):
+    @ranks(2)
+    def test_frozen_parameters_stay_as_they_are():
         models = pair(Block)
         for model in models:
-            model.set_reshard_after_forward(after_forward)
-            model.set_reshard_after_backward(after_backward)
-            for step in range(2):
-                model(batch(step)).pow(2).mean().backward()
-            assert isinstance(model[0].up.weight, DTensor) == after_backward
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            model[0].requires_grad_(False)
+            model[1].up.weight.requires_grad_(False)
+        train(models, plain_step)
+
+    @ranks(2)
+    def test_layers_of_a_branch_not_taken_have_no_gradient():
+        def step_of(model, optimizer, step):
+            model(batch(step, same=True)).pow(2).mean().backward()
+            optimizer.step()
+
+        train(pair(Branching), step_of, steps=6)
+
+    @ranks(2)
+    def test_a_layer_never_used_has_no_gradient_where_ranks_take_other_branches():
+        """There FSDP2 reduces the wrong gradients with each other; ours are compared in test_fsdp."""
+        ours = pair(Branching)[1]
+        plain_step(ours, torch.optim.SGD(ours.parameters(), lr=0.1), 0)
+        assert ours[0].never.weight.grad is None
+
+    @ranks(2)
+    def test_tied_weights_of_a_group_stay_tied():
+        train(pair(Tied), plain_step)
+        ours = pair(Tied)[1]
+        assert ours[0].second.weight is ours[0].first.weight
+        assert len(list(ours.parameters())) == 2 * 3 + 2
+
+    @ranks(2)
+    def test_several_forwards_come_before_their_backwards():
+        def step_of(model, optimizer, step):
+            losses = [model(batch(3 * step + i)).pow(2).mean() for i in range(3)]
+            losses[1].backward()
+            (losses[0] + losses[2]).backward()
+            optimizer.step()
+
+        train(pair(Block), step_of)
+
+    @ranks(2)
+    def test_an_overflow_on_one_rank_skips_the_step_on_all():
+        models, scales = pair(Block), []
+        for model in models:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+            for step in range(6):
+                loss = model(batch(step)).pow(2).mean()
+                scaler.scale(loss * (float("inf") if step == 2 and dist.get_rank() == 1 else 1.0)).backward()
+                scaler.unscale_(optimizer)
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                scales.append(scaler.get_scale())
+            assert norm.full_tensor() > 0.1
+        assert scales[:6] == scales[6:] and scales[2] < scales[1]  # The step with an overflow on one rank is skipped on all.
         assert_equal_models(models)
 
+    @ranks(2)
+    def test_autocast_computes_in_bfloat16():
+        def step_of(model, optimizer, step):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(batch(step)).float().pow(2).mean()
+            loss.backward()
+            optimizer.step()
 
-def check_unshard():
-    models = pair(Block)
-    for model in models:
-        handle = model[0].unshard(async_op=True)
-        handle.wait()
-        assert not isinstance(model[0].up.weight, DTensor)
-        model[0].unshard()
-        model(batch(0)).sum().backward()
-    assert_equal_models(models)
+        train(pair(Block), step_of, steps=2)
 
+    @ranks(2)
+    def test_gradients_may_be_set_to_zero():
+        train(pair(Block), plain_step, set_to_none=False)
 
-class AsFSDP2Test(unittest.TestCase):
-    def test_adapters_train_beside_frozen_weights(self):
-        run_ranks(2, check_adapters)
+    @ranks(2)
+    def test_resharding_may_be_put_off():
+        for after_forward, after_backward in ((False, False), (True, False), (False, True)):
+            models = pair(Block)
+            for model in models:
+                model.set_reshard_after_forward(after_forward)
+                model.set_reshard_after_backward(after_backward)
+                for step in range(2):
+                    model(batch(step)).pow(2).mean().backward()
+                assert isinstance(model[0].up.weight, DTensor) == after_backward
+                for module in model.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
+            assert_equal_models(models)
 
-    def test_frozen_parameters_stay_as_they_are(self):
-        run_ranks(2, check_frozen)
-
-    def test_layers_of_a_branch_not_taken_have_no_gradient(self):
-        run_ranks(2, check_branches)
-
-    def test_a_layer_never_used_has_no_gradient_where_ranks_take_other_branches(self):
-        run_ranks(2, check_branches_that_differ_between_ranks)
-
-    def test_tied_weights_of_a_group_stay_tied(self):
-        run_ranks(2, check_tied)
-
-    def test_several_forwards_come_before_their_backwards(self):
-        run_ranks(2, check_several_forwards)
-
-    def test_an_overflow_on_one_rank_skips_the_step_on_all(self):
-        run_ranks(2, check_scaler)
-
-    def test_autocast_computes_in_bfloat16(self):
-        run_ranks(2, check_autocast)
-
-    def test_gradients_may_be_set_to_zero(self):
-        run_ranks(2, check_set_to_zero)
-
-    def test_resharding_may_be_put_off(self):
-        run_ranks(2, check_resharding)
-
-    def test_unsharded_ahead_of_forward(self):
-        run_ranks(2, check_unshard)
+    @ranks(2)
+    def test_unsharded_ahead_of_forward():
+        models = pair(Block)
+        for model in models:
+            handle = model[0].unshard(async_op=True)
+            handle.wait()
+            assert not isinstance(model[0].up.weight, DTensor)
+            model[0].unshard()
+            model(batch(0)).sum().backward()
+        assert_equal_models(models)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import run_ranks
+from common import ranks, run_ranks
 from fsdp_collectives import delay_collectives
 from fsdp_common import WideProduct, compare_gradients
 from torch import nn
@@ -96,15 +96,6 @@ def check_ranks_use_different_groups(**knobs):
                 compare_gradients(model, single)
 
 
-def check_unused_everywhere():
-    """A group that no rank uses keeps ``.grad`` None, whether ranks agree on that beforehand or not."""
-    for takes_part in (True, False):
-        model = shard(branches := Branches(), [*branches.heads])
-        model.set_reduce_scatter_unused_params(takes_part)
-        loss_of_some(model, torch.ones(2, DIM), [0]).backward()
-        assert [head.weight.grad is None for head in model.heads] == [False, True, True, True, True]
-
-
 # -- outputs of any kind -----------------------------------------------------------------------------------------------
 
 
@@ -121,23 +112,6 @@ class InPlace(nn.Module):
         y = self.second(x)
         y += 1
         return self.last(y.mul_(2))
-
-
-def check_in_place_on_outputs():
-    for bias in (False, True):
-        for smallest in (1, 2**62):
-            torch.manual_seed(1)
-            single = InPlace(bias)
-            torch.manual_seed(1)
-            model = InPlace(bias)
-            with mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", smallest):
-                shard(model, [model.first, model.second, model.last], reshard_after_forward=True)
-            delay_collectives(model)
-            for _ in range(2):
-                x = torch.randn(2, 3, DIM)
-                for each in (model, single):
-                    each(x).square().sum().backward()
-                compare_gradients(model, single)
 
 
 @dataclass(frozen=True)
@@ -165,34 +139,6 @@ class Recurrent(nn.Module):
         return self.layer(packed)[0]
 
 
-def check_containers():
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    models = []
-    peer = torch_fully_shard if torch.__version__ >= "2.13" else fully_shard  # In 2.11 FSDP2 does not know dataclasses.
-    for each in (fully_shard, peer):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Objects(nn.Linear(DIM, DIM)) for _ in range(3)))
-        models.append(shard(model, model, each, mp_policy=policy, reshard_after_forward=True))
-    for _ in range(2):
-        outputs = [model(Hidden(torch.ones(2, DIM), {"input": torch.ones(1)})) for model in models]
-        for output in outputs:
-            assert type(output) is Hidden and output.value.dtype == output.rest["input"].dtype == torch.float32
-        assert torch.equal(outputs[0].value, outputs[1].value)
-        assert all(isinstance(p, DTensor) for layer in models[0] for p in layer.parameters(recurse=True))  # resharded
-        with torch.no_grad():  # gives back what backward is to gather anew
-            models[0](Hidden(torch.ones(2, DIM), {"input": torch.ones(1)}))
-        for output in outputs:
-            output.value.sum().backward()
-        for mine, theirs in zip(models[0].parameters(), models[1].parameters()):
-            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad.full_tensor())
-    recurrent = shard(recurrent := Recurrent(), [recurrent.layer], mp_policy=policy, reshard_after_forward=True)
-    packed = pack_padded_sequence(torch.ones(4, 2, DIM), torch.tensor([4, 2]))
-    output = recurrent(packed)
-    assert isinstance(output, PackedSequence) and output.data.dtype == torch.float32
-    output.data.sum().backward()
-    assert all(p.grad is not None for p in recurrent.parameters())
-
-
 # -- gradients do not pile up ------------------------------------------------------------------------------------------
 
 
@@ -214,40 +160,6 @@ def most_gradient_buffers(model):
     x.register_hook(lambda _: found.append(sum(bool(b.resident_nbytes) for g in groups for b in g.buffers()["gradients"])))
     model(x).sum().backward()
     return max(found)
-
-
-def check_reduced_group_by_group():
-    for kind in ("plain", "not reentrant", "reentrant", "a forward without backward"):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Checkpointed(kind == "reentrant") for _ in range(6)))
-        if kind == "plain":
-            for block in model:
-                block.forward = lambda x, block=block: x + block.experts(block.attention(x).relu())
-        shard(model, [*(block.experts for block in model), *model], reshard_after_forward=True)
-        kept = model(torch.ones(2, DIM, requires_grad=True)) if kind == "a forward without backward" else None
-        assert 1 <= most_gradient_buffers(model) <= 2, kind
-        del kept
-
-
-def check_frozen_group_gets_what_was_accumulated():
-    grads = []
-    for each in (fully_shard, torch_fully_shard):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
-        shard(model, model, each)
-        x = torch.ones(2, DIM)
-        model.set_requires_gradient_sync(False)
-        model(x).sum().backward()
-        model.set_requires_gradient_sync(True)
-        model[1].requires_grad_(False)
-        model(x).sum().backward()
-        accumulated = model[1].weight.grad.full_tensor().clone()
-        model.zero_grad()
-        model[1].requires_grad_(True)
-        model(x).sum().backward()
-        grads.append((accumulated, model[1].weight.grad.full_tensor()))
-    for mine, theirs in zip(*grads):
-        torch.testing.assert_close(mine, theirs)
 
 
 class TensorsTest(unittest.TestCase):
@@ -369,82 +281,149 @@ def adopted_gradients(policy):
     torch.testing.assert_close(kept["one"].float(), alone[0])  # Nobody took it away.
 
 
-def gradient_buffers_at_once():
-    """Over gloo a reduction in flight, which holds a second buffer, ends before other gradients have a buffer."""
-    for reductions in (None, 1, 2):
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-        for layer in model:
-            fully_shard(layer)
-        fully_shard(model)
-        if reductions is not None:
-            model.set_reduce_scatter_max_input_buffers(reductions)
-        logs = [layer._ragged_groups(False)[0].memory.gradients for layer in model]
-        for log in logs:
-            log.start()
-        model(torch.ones(2, 64)).sum().backward()
-        events = [nbytes for _, nbytes in sorted(event for log in logs for event in log.events)]
-        held = [total // events[0] for total, nbytes in zip(itertools.accumulate(events), events) if nbytes > 0]
-        assert held == [1, *[reductions or 1] * 3], held
-
-
-def gradient_beside_a_reduction():
-    """A gradient that comes while its group is reduced waits for that, and leaves the replicas' all-reduce for later.
-
-    It need not come to all ranks.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh).set_manual_backward_finalization(True)
-    model.set_reduce_scatter_max_input_buffers(2)
-    model(torch.ones(2, DIM)).sum().backward()
-    groups = [layer._ragged_groups(False)[0] for layer in model]
-    assert all(group.reduction._output is not None for group in groups)
-    collectives = groups[0].collectives
-    with mock.patch.object(collectives, "all_reduce", side_effect=AssertionError("an all-reduce")):
-        if dist.get_rank() == 0:
-            groups[0].before_gradient()
-            assert groups[0].grad_buffer.views()
-    model.finalize_backward()
-    found = [param.grad.full_tensor() for param in model.parameters()]
-    plain = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(2)))
-    with torch.no_grad():
-        for mine, param in zip(plain.parameters(), model.parameters()):
-            mine.copy_(param.full_tensor())
-    for mine, expected in zip(found, torch.autograd.grad(plain(torch.ones(2, DIM)).sum(), list(plain.parameters()))):
-        torch.testing.assert_close(mine, expected)
-
-
 class BackwardTest(unittest.TestCase):
-    def test_a_gradient_beside_the_reduction_of_its_group_waits_for_it(self):
-        run_ranks(2, gradient_beside_a_reduction)
+    @ranks(2)
+    def test_a_gradient_beside_the_reduction_of_its_group_waits_for_it():
+        """A gradient that comes while its group is reduced waits for that, and leaves the replicas' all-reduce for later.
+
+        It need not come to all ranks.
+        """
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh).set_manual_backward_finalization(True)
+        model.set_reduce_scatter_max_input_buffers(2)
+        model(torch.ones(2, DIM)).sum().backward()
+        groups = [layer._ragged_groups(False)[0] for layer in model]
+        assert all(group.reduction._output is not None for group in groups)
+        collectives = groups[0].collectives
+        with mock.patch.object(collectives, "all_reduce", side_effect=AssertionError("an all-reduce")):
+            if dist.get_rank() == 0:
+                groups[0].before_gradient()
+                assert groups[0].grad_buffer.views()
+        model.finalize_backward()
+        found = [param.grad.full_tensor() for param in model.parameters()]
+        plain = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(2)))
+        with torch.no_grad():
+            for mine, param in zip(plain.parameters(), model.parameters()):
+                mine.copy_(param.full_tensor())
+        for mine, expected in zip(found, torch.autograd.grad(plain(torch.ones(2, DIM)).sum(), list(plain.parameters()))):
+            torch.testing.assert_close(mine, expected)
 
     def test_ranks_may_use_different_groups(self):
         run_ranks(3, check_ranks_use_different_groups)
 
-    def test_groups_that_no_rank_uses_have_no_gradient(self):
-        run_ranks(2, check_unused_everywhere)
+    @ranks(2)
+    def test_groups_that_no_rank_uses_have_no_gradient():
+        """A group that no rank uses keeps ``.grad`` None, whether ranks agree on that beforehand or not."""
+        for takes_part in (True, False):
+            model = shard(branches := Branches(), [*branches.heads])
+            model.set_reduce_scatter_unused_params(takes_part)
+            loss_of_some(model, torch.ones(2, DIM), [0]).backward()
+            assert [head.weight.grad is None for head in model.heads] == [False, True, True, True, True]
 
-    def test_outputs_may_be_changed_in_place(self):
-        run_ranks(2, check_in_place_on_outputs)
+    @ranks(2)
+    def test_outputs_may_be_changed_in_place():
+        for bias in (False, True):
+            for smallest in (1, 2**62):
+                torch.manual_seed(1)
+                single = InPlace(bias)
+                torch.manual_seed(1)
+                model = InPlace(bias)
+                with mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", smallest):
+                    shard(model, [model.first, model.second, model.last], reshard_after_forward=True)
+                delay_collectives(model)
+                for _ in range(2):
+                    x = torch.randn(2, 3, DIM)
+                    for each in (model, single):
+                        each(x).square().sum().backward()
+                    compare_gradients(model, single)
 
-    def test_outputs_may_be_dataclasses_and_packed_sequences(self):
-        run_ranks(2, check_containers)
+    @ranks(2)
+    def test_outputs_may_be_dataclasses_and_packed_sequences():
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+        models = []
+        peer = torch_fully_shard if torch.__version__ >= "2.13" else fully_shard  # In 2.11 FSDP2 does not know dataclasses.
+        for each in (fully_shard, peer):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(Objects(nn.Linear(DIM, DIM)) for _ in range(3)))
+            models.append(shard(model, model, each, mp_policy=policy, reshard_after_forward=True))
+        for _ in range(2):
+            outputs = [model(Hidden(torch.ones(2, DIM), {"input": torch.ones(1)})) for model in models]
+            for output in outputs:
+                assert type(output) is Hidden and output.value.dtype == output.rest["input"].dtype == torch.float32
+            assert torch.equal(outputs[0].value, outputs[1].value)
+            assert all(isinstance(p, DTensor) for layer in models[0] for p in layer.parameters(recurse=True))  # resharded
+            with torch.no_grad():  # gives back what backward is to gather anew
+                models[0](Hidden(torch.ones(2, DIM), {"input": torch.ones(1)}))
+            for output in outputs:
+                output.value.sum().backward()
+            for mine, theirs in zip(models[0].parameters(), models[1].parameters()):
+                torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad.full_tensor())
+        recurrent = shard(recurrent := Recurrent(), [recurrent.layer], mp_policy=policy, reshard_after_forward=True)
+        packed = pack_padded_sequence(torch.ones(4, 2, DIM), torch.tensor([4, 2]))
+        output = recurrent(packed)
+        assert isinstance(output, PackedSequence) and output.data.dtype == torch.float32
+        output.data.sum().backward()
+        assert all(p.grad is not None for p in recurrent.parameters())
 
-    def test_gradients_are_reduced_group_by_group(self):
-        run_ranks(2, check_reduced_group_by_group)
+    @ranks(2)
+    def test_gradients_are_reduced_group_by_group():
+        for kind in ("plain", "not reentrant", "reentrant", "a forward without backward"):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(Checkpointed(kind == "reentrant") for _ in range(6)))
+            if kind == "plain":
+                for block in model:
+                    block.forward = lambda x, block=block: x + block.experts(block.attention(x).relu())
+            shard(model, [*(block.experts for block in model), *model], reshard_after_forward=True)
+            kept = model(torch.ones(2, DIM, requires_grad=True)) if kind == "a forward without backward" else None
+            assert 1 <= most_gradient_buffers(model) <= 2, kind
+            del kept
 
-    def test_a_group_frozen_during_accumulation_keeps_what_it_has(self):
-        run_ranks(2, check_frozen_group_gets_what_was_accumulated)
+    @ranks(2)
+    def test_a_group_frozen_during_accumulation_keeps_what_it_has():
+        grads = []
+        for each in (fully_shard, torch_fully_shard):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
+            shard(model, model, each)
+            x = torch.ones(2, DIM)
+            model.set_requires_gradient_sync(False)
+            model(x).sum().backward()
+            model.set_requires_gradient_sync(True)
+            model[1].requires_grad_(False)
+            model(x).sum().backward()
+            accumulated = model[1].weight.grad.full_tensor().clone()
+            model.zero_grad()
+            model[1].requires_grad_(True)
+            model(x).sum().backward()
+            grads.append((accumulated, model[1].weight.grad.full_tensor()))
+        for mine, theirs in zip(*grads):
+            torch.testing.assert_close(mine, theirs)
 
     def test_wide_gradients_are_not_rounded(self):
         run_ranks(2, wide_gradients, BigLinear, True)
         run_ranks(2, wide_gradients, WideLinear, False)
 
-    def test_no_more_gradient_buffers_are_held_than_allowed(self):
-        run_ranks(2, gradient_buffers_at_once)
+    @ranks(2)
+    def test_no_more_gradient_buffers_are_held_than_allowed():
+        """Over gloo a reduction in flight, which holds a second buffer, ends before other gradients have a buffer."""
+        for reductions in (None, 1, 2):
+            model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+            for layer in model:
+                fully_shard(layer)
+            fully_shard(model)
+            if reductions is not None:
+                model.set_reduce_scatter_max_input_buffers(reductions)
+            logs = [layer._ragged_groups(False)[0].memory.gradients for layer in model]
+            for log in logs:
+                log.start()
+            model(torch.ones(2, 64)).sum().backward()
+            events = [nbytes for _, nbytes in sorted(event for log in logs for event in log.events)]
+            held = [total // events[0] for total, nbytes in zip(itertools.accumulate(events), events) if nbytes > 0]
+            assert held == [1, *[reductions or 1] * 3], held
 
     def test_a_gradient_that_fills_its_buffer_is_not_copied(self):
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):

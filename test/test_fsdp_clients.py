@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import collectives_seen, error_of, run_ranks
+from common import collectives_seen, error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,24 +47,6 @@ def whole_gradients(model):
 
 
 # -- outputs that have no storage of their own -------------------------------------------------------------------------
-
-
-def check_tensor_parallel_layers_one_by_one():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    single = nn.Sequential(nn.Linear(7, 12), nn.Linear(12, 7))
-    model = copy.deepcopy(single)
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    for layer in model:
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    batch = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(1))
-    output = model(batch[mesh.get_local_rank("dp")])
-    assert type(output) is not torch.Tensor  # An AsyncCollectiveTensor, which nobody has waited for.
-    output.pow(2).mean().backward()
-    (sum(single(part).pow(2).mean() for part in batch) / 2).backward()
-    for mine, other in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
 
 
 class Scaled(nn.Module):
@@ -141,23 +123,6 @@ def check_compiled_blocks(backend, recomputes):
                 (sum(single[1](single[0](part)).pow(2).mean() for part in x) / 2).backward()
             for mine, other in zip(model.parameters(), single.parameters(), strict=True):
                 torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
-
-
-def check_compiled_step():
-    """Forward and backward in one compiled function: Dynamo compiles the model's own code, and nothing of the hooks."""
-    model, single = shard(stack()), stack()
-    torch._dynamo.reset()
-
-    @torch.compile(backend="aot_eager")
-    def step(x):
-        model(x).sum().backward()
-
-    x = torch.ones(2, 6)
-    step(x)
-    single(x).sum().backward()
-    for mine, other in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= len(model) + 1
 
 
 # -- pipelines ---------------------------------------------------------------------------------------------------------
@@ -246,64 +211,6 @@ def check_create_graph(dim):
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def check_no_collective_on_one_rank():
-    single = stack()
-    for options in ({}, {"mesh": init_device_mesh("cpu", (1, 1))}):
-        model = shard(copy.deepcopy(single), **options)
-        for _ in range(2):
-            model.zero_grad()
-            with CommDebugMode() as mode:
-                model(torch.ones(2, 6)).sum().backward()
-            assert mode.get_total_counts() == 0
-        single.zero_grad()
-        single(torch.ones(2, 6)).sum().backward()
-        for mine, other in zip(model.parameters(), single.parameters(), strict=True):
-            assert torch.equal(mine.grad.full_tensor(), other.grad)
-
-
-def check_unsharded_micro_batches():
-    """What stays unsharded between micro-batches is used as it is, and gathered anew after an optimizer step."""
-    model, single, rank = shard(stack(), reshard_after_forward=False), stack(), dist.get_rank()
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, single)]
-    batch = torch.randn(2, 3, 2, 6, generator=torch.Generator().manual_seed(0))
-    for step in range(2):
-        seen = []
-        for micro_batch in range(3):
-            is_last = micro_batch == 2
-            model.set_requires_gradient_sync(is_last)
-            model.set_reshard_after_backward(is_last and step == 0)
-            model.set_is_last_backward(is_last)
-            with CommDebugMode() as mode:
-                model(batch[rank, micro_batch]).sum().backward()
-            seen.append((collectives_seen(mode), mode.get_total_counts()))
-            (sum(single(part[micro_batch]).sum() for part in batch) / 2).backward()
-        groups = 4
-        assert seen[0] == ((groups, 0), groups), seen
-        assert seen[1] == ((0, 0), 0), seen
-        assert seen[2][0] == (0, groups), seen
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    # The last backward left everything unsharded: the step that followed is noticed.
-    torch.testing.assert_close(model(batch[rank, 0]), single(batch[rank, 0]))
-    for module in (*model, model):
-        module.reshard()
-    for mine, other in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), other)
-
-
-def check_one_byte_dtypes():
-    """Tensors of one byte are gathered over gloo, which knows no float8: torchao's fp8 all-gather."""
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bool):
-        model = nn.Linear(4, 6, bias=False)
-        rows = torch.arange(24).reshape(6, 4).float().to(dtype)
-        model.scale = nn.Parameter(rows, requires_grad=False)
-        del model.weight
-        model.forward = lambda model=model: model.scale.clone()
-        fully_shard(model)
-        assert torch.equal(model().view(torch.uint8), rows.view(torch.uint8))
-
-
 # -- what else FSDP2 does ----------------------------------------------------------------------------------------------
 
 
@@ -321,51 +228,6 @@ def check_replicate_leaves_sharded_modules_alone():
         torch.testing.assert_close(gradient, other.grad)
     assert [isinstance(param, DTensor) for param in model.parameters()] == [False, False, True, True]
     return error_of(torch_fully_shard, model[1])
-
-
-def check_columns_are_contiguous():
-    for size in (8, 7, 1):  # 7 columns do not divide by two ranks, and one leaves a rank without any.
-        torch.manual_seed(0)
-        single = nn.Linear(size, 5, bias=False)
-        model = fully_shard(copy.deepcopy(single), shard_placement_fn=lambda param: Shard(1))
-        seen = []
-        model.register_forward_pre_hook(lambda module, args: seen.append(module.weight.view(-1).clone()))
-        x = local_batch(3, size)
-        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-        for _step in range(2):
-            model(x).pow(2).sum().backward()
-            assert model.weight.placements == (Shard(1),)
-            for tensor in (model.weight, model.weight.grad):
-                assert tensor.to_local().is_contiguous()
-            whole, gradient = model.weight.full_tensor(), model.weight.grad.full_tensor()
-            assert torch.equal(seen[-1], whole.reshape(-1))
-            inputs = [torch.empty_like(x) for _ in range(2)]
-            dist.all_gather(inputs, x)
-            single.zero_grad()
-            with torch.no_grad():
-                single.weight.copy_(whole)
-            (sum(single(part).pow(2).sum() for part in inputs) / 2).backward()
-            torch.testing.assert_close(gradient, single.weight.grad)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def check_kept_block():
-    """A block that outlives its model keeps no other block's shards, and is a root of its own then."""
-    model = shard(stack())
-    model(torch.ones(2, 6)).sum().backward()
-    shards = [weakref.ref(param) for param in model.parameters()]
-    block = model[1]
-    kept = len(list(block.parameters()))
-    del model
-    gc.collect()
-    assert sum(ref() is not None for ref in shards) == kept
-    block.zero_grad()
-    block(torch.ones(2, 6)).sum().backward()
-    single = stack()[1]
-    single(torch.ones(2, 6)).sum().backward()
-    for mine, other in zip(block.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
 
 
 class Pair(TwoTensor):
@@ -405,17 +267,6 @@ def check_late_extension():
     return error_of(model, torch.ones(2, 4))
 
 
-def check_error_types():
-    module = fully_shard(nn.Linear(4, 4))
-    for call in (lambda: fully_shard(module), lambda: fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda p: Shard(1))):
-        for kind in (AssertionError, ValueError):
-            try:
-                call()
-            except kind:
-                continue
-            raise RuntimeError("no error")
-
-
 @unittest.skipIf(torch.__version__ < "2.13", "torch 2.11 cannot destroy the process groups of threads")
 class ThreadsTest(MultiThreadedTestCase):
     """Ranks that are threads, as in torch's own tests: their process groups have no backend per device."""
@@ -444,8 +295,23 @@ class ThreadsTest(MultiThreadedTestCase):
 
 
 class ClientsTest(unittest.TestCase):
-    def test_tensor_parallel_layers_are_sharded_one_by_one(self):
-        run_ranks(4, check_tensor_parallel_layers_one_by_one)
+    @ranks(4)
+    def test_tensor_parallel_layers_are_sharded_one_by_one():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        single = nn.Sequential(nn.Linear(7, 12), nn.Linear(12, 7))
+        model = copy.deepcopy(single)
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        for layer in model:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        batch = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(1))
+        output = model(batch[mesh.get_local_rank("dp")])
+        assert type(output) is not torch.Tensor  # An AsyncCollectiveTensor, which nobody has waited for.
+        output.pow(2).mean().backward()
+        (sum(single(part).pow(2).mean() for part in batch) / 2).backward()
+        for mine, other in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
 
     def test_outputs_may_be_wrapper_subclasses(self):
         run_ranks(2, check_wrapper_subclass_outputs)
@@ -460,8 +326,22 @@ class ClientsTest(unittest.TestCase):
         for recomputes in (False, True):
             run_ranks(2, check_compiled_blocks, "inductor", recomputes, timeout=600)
 
-    def test_a_compiled_step_does_not_trace_hooks(self):
-        run_ranks(2, check_compiled_step)
+    @ranks(2)
+    def test_a_compiled_step_does_not_trace_hooks():
+        """Forward and backward in one compiled function: Dynamo compiles the model's own code, and nothing of the hooks."""
+        model, single = shard(stack()), stack()
+        torch._dynamo.reset()
+
+        @torch.compile(backend="aot_eager")
+        def step(x):
+            model(x).sum().backward()
+
+        x = torch.ones(2, 6)
+        step(x)
+        single(x).sum().backward()
+        for mine, other in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= len(model) + 1
 
     def test_pipeline_schedules_reduce_gradients(self):
         for schedule in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
@@ -471,24 +351,112 @@ class ClientsTest(unittest.TestCase):
         for dim in (6, 256):  # Weights of 256 have their gradients written in place.
             run_ranks(2, check_create_graph, dim)
 
-    def test_one_rank_issues_no_collective(self):
-        run_ranks(1, check_no_collective_on_one_rank)
+    @ranks(1)
+    def test_one_rank_issues_no_collective():
+        single = stack()
+        for options in ({}, {"mesh": init_device_mesh("cpu", (1, 1))}):
+            model = shard(copy.deepcopy(single), **options)
+            for _ in range(2):
+                model.zero_grad()
+                with CommDebugMode() as mode:
+                    model(torch.ones(2, 6)).sum().backward()
+                assert mode.get_total_counts() == 0
+            single.zero_grad()
+            single(torch.ones(2, 6)).sum().backward()
+            for mine, other in zip(model.parameters(), single.parameters(), strict=True):
+                assert torch.equal(mine.grad.full_tensor(), other.grad)
 
-    def test_micro_batches_on_unsharded_parameters_issue_nothing(self):
-        run_ranks(2, check_unsharded_micro_batches)
+    @ranks(2)
+    def test_micro_batches_on_unsharded_parameters_issue_nothing():
+        """What stays unsharded between micro-batches is used as it is, and gathered anew after an optimizer step."""
+        model, single, rank = shard(stack(), reshard_after_forward=False), stack(), dist.get_rank()
+        optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, single)]
+        batch = torch.randn(2, 3, 2, 6, generator=torch.Generator().manual_seed(0))
+        for step in range(2):
+            seen = []
+            for micro_batch in range(3):
+                is_last = micro_batch == 2
+                model.set_requires_gradient_sync(is_last)
+                model.set_reshard_after_backward(is_last and step == 0)
+                model.set_is_last_backward(is_last)
+                with CommDebugMode() as mode:
+                    model(batch[rank, micro_batch]).sum().backward()
+                seen.append((collectives_seen(mode), mode.get_total_counts()))
+                (sum(single(part[micro_batch]).sum() for part in batch) / 2).backward()
+            groups = 4
+            assert seen[0] == ((groups, 0), groups), seen
+            assert seen[1] == ((0, 0), 0), seen
+            assert seen[2][0] == (0, groups), seen
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        # The last backward left everything unsharded: the step that followed is noticed.
+        torch.testing.assert_close(model(batch[rank, 0]), single(batch[rank, 0]))
+        for module in (*model, model):
+            module.reshard()
+        for mine, other in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), other)
 
-    def test_float8_is_gathered_over_gloo(self):
-        run_ranks(2, check_one_byte_dtypes)
+    @ranks(2)
+    def test_float8_is_gathered_over_gloo():
+        """Tensors of one byte are gathered over gloo, which knows no float8: torchao's fp8 all-gather."""
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bool):
+            model = nn.Linear(4, 6, bias=False)
+            rows = torch.arange(24).reshape(6, 4).float().to(dtype)
+            model.scale = nn.Parameter(rows, requires_grad=False)
+            del model.weight
+            model.forward = lambda model=model: model.scale.clone()
+            fully_shard(model)
+            assert torch.equal(model().view(torch.uint8), rows.view(torch.uint8))
 
     def test_replicate_leaves_sharded_modules_alone(self):
         for error in run_ranks(2, check_replicate_leaves_sharded_modules_alone):
             self.assertIn("fully_shard has already been applied", error)
 
-    def test_parameters_cut_by_columns_are_contiguous(self):
-        run_ranks(2, check_columns_are_contiguous)
+    @ranks(2)
+    def test_parameters_cut_by_columns_are_contiguous():
+        for size in (8, 7, 1):  # 7 columns do not divide by two ranks, and one leaves a rank without any.
+            torch.manual_seed(0)
+            single = nn.Linear(size, 5, bias=False)
+            model = fully_shard(copy.deepcopy(single), shard_placement_fn=lambda param: Shard(1))
+            seen = []
+            model.register_forward_pre_hook(lambda module, args: seen.append(module.weight.view(-1).clone()))
+            x = local_batch(3, size)
+            optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+            for _step in range(2):
+                model(x).pow(2).sum().backward()
+                assert model.weight.placements == (Shard(1),)
+                for tensor in (model.weight, model.weight.grad):
+                    assert tensor.to_local().is_contiguous()
+                whole, gradient = model.weight.full_tensor(), model.weight.grad.full_tensor()
+                assert torch.equal(seen[-1], whole.reshape(-1))
+                inputs = [torch.empty_like(x) for _ in range(2)]
+                dist.all_gather(inputs, x)
+                single.zero_grad()
+                with torch.no_grad():
+                    single.weight.copy_(whole)
+                (sum(single(part).pow(2).sum() for part in inputs) / 2).backward()
+                torch.testing.assert_close(gradient, single.weight.grad)
+                optimizer.step()
+                optimizer.zero_grad()
 
-    def test_a_block_that_outlives_its_model_keeps_its_own_shards_only(self):
-        run_ranks(2, check_kept_block)
+    @ranks(2)
+    def test_a_block_that_outlives_its_model_keeps_its_own_shards_only():
+        """A block that outlives its model keeps no other block's shards, and is a root of its own then."""
+        model = shard(stack())
+        model(torch.ones(2, 6)).sum().backward()
+        shards = [weakref.ref(param) for param in model.parameters()]
+        block = model[1]
+        kept = len(list(block.parameters()))
+        del model
+        gc.collect()
+        assert sum(ref() is not None for ref in shards) == kept
+        block.zero_grad()
+        block(torch.ones(2, 6)).sum().backward()
+        single = stack()[1]
+        single(torch.ones(2, 6)).sum().backward()
+        for mine, other in zip(block.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
 
     def test_extension_types_start_on_the_meta_device(self):
         for error in run_ranks(2, check_extension_on_meta):
@@ -498,8 +466,16 @@ class ClientsTest(unittest.TestCase):
         for error in run_ranks(2, check_late_extension):
             self.assertIn("the local tensor of weight got fsdp_pre_all_gather after fully_shard", error)
 
-    def test_errors_are_those_that_fsdp2_raises_too(self):
-        run_ranks(2, check_error_types)
+    @ranks(2)
+    def test_errors_are_those_that_fsdp2_raises_too():
+        module = fully_shard(nn.Linear(4, 4))
+        for call in (lambda: fully_shard(module), lambda: fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda p: Shard(1))):
+            for kind in (AssertionError, ValueError):
+                try:
+                    call()
+                except kind:
+                    continue
+                raise RuntimeError("no error")
 
 
 if __name__ == "__main__":

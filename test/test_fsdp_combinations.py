@@ -8,7 +8,7 @@ import unittest
 import pytest
 import torch
 import torch.distributed as dist
-from common import run_ranks
+from common import ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -194,29 +194,6 @@ def check_combinations(first, count):
             raise AssertionError(f"combination {number}: {knobs}") from error
 
 
-def check_memory_does_not_grow():
-    mesh, sizes, tensors = init_device_mesh("cpu", (2,)), [], []
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-    for layer in model:
-        fully_shard(layer, mesh=mesh, orig_param_policy=lambda f, p: rows(16))
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for step in range(200):
-        model(torch.randn(4, 256)).pow(2).mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 50 == 49:
-            gc.collect()
-            tensors.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
-            with open("/proc/self/statm") as file:
-                sizes.append(int(file.read().split()[1]) * 4096)
-    assert tensors == sorted(tensors, reverse=True), tensors
-    # What stays grows every time: a gathered layer per step would be 13 MB in 50 steps. The allocator's caches do not.
-    assert min(after - before for before, after in zip(sizes, sizes[1:])) < 2**20, sizes
-
-
 class CombinationsTest(unittest.TestCase):
     def test_some_combinations_of_knobs_train_as_one_process(self):
         run_ranks(4, check_combinations, 0, 16)
@@ -226,8 +203,28 @@ class CombinationsTest(unittest.TestCase):
         for first in range(16, 416, 50):
             run_ranks(4, check_combinations, first, 50)
 
-    def test_memory_does_not_grow_over_200_steps(self):
-        run_ranks(2, check_memory_does_not_grow)
+    @ranks(2)
+    def test_memory_does_not_grow_over_200_steps():
+        mesh, sizes, tensors = init_device_mesh("cpu", (2,)), [], []
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+        for layer in model:
+            fully_shard(layer, mesh=mesh, orig_param_policy=lambda f, p: rows(16))
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(200):
+            model(torch.randn(4, 256)).pow(2).mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 50 == 49:
+                gc.collect()
+                tensors.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
+                with open("/proc/self/statm") as file:
+                    sizes.append(int(file.read().split()[1]) * 4096)
+        assert tensors == sorted(tensors, reverse=True), tensors
+        # What stays grows every time: a gathered layer per step would be 13 MB in 50 steps. The allocator's caches do not.
+        assert min(after - before for before, after in zip(sizes, sizes[1:])) < 2**20, sizes
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from common import collectives_seen, error_of, run_ranks
+from common import collectives_seen, error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -93,26 +93,6 @@ def build_listed(shard, cls=Stack, **knobs):
 
 def chunked_loss(model, x):
     return sum(model.head(part).pow(2).mean() for part in model(x).chunk(2))
-
-
-def check_lists_train_as_fsdp2s():
-    for knobs in ({}, {"reshard_after_forward": True}, {"reshard_after_forward": False}):
-        assert_same(build_listed(fully_shard, **knobs), build_listed(torch_fully_shard, **knobs))
-
-
-def check_list_is_one_group():
-    model = build_listed(fully_shard, reshard_after_forward=True)
-    assert list(buffer_layouts(model)) == ["blocks.0", "norm"]
-    assert [tensor.name for tensor in buffer_layouts(model)["norm"].tensors] == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    for _ in range(2):
-        with CommDebugMode() as mode:
-            loss_of(model, batch()).backward()
-        assert collectives_seen(mode) == (4, 2), mode.get_comm_counts()  # Two groups, each once in forward and in backward.
-    memory_report(model)
-
-
-def check_modules_of_a_group_run_in_several_calls():
-    assert_same(build_listed(fully_shard, Chunked), build_listed(torch_fully_shard, Chunked), loss_of=chunked_loss)
 
 
 def check_conversions_of_lists():
@@ -243,25 +223,6 @@ class Mixed(Stack):
         return self.head(self.norm(x)) + (self.table == 3).float()[:7]
 
 
-def check_several_dtypes():
-    torch.manual_seed(0)
-    single = Mixed()
-    torch.manual_seed(0)
-    sharded = fully_shard(Mixed(), mesh=world(), orig_param_policy=lambda fqn, p: rows(2))
-    assert len(buffer_layouts(sharded)) == 3  # One per dtype.
-    assert {p.dtype for p in sharded.parameters()} == {torch.bfloat16, torch.float32, torch.int32}
-    for step in range(3):
-        x = batch(step)
-        assert torch.equal(sharded(x), single(x))
-        everything = torch.cat([batch_of(step, rank) for rank in range(dist.get_world_size())])
-        loss_of(single, everything).backward(), loss_of(sharded, x).backward()
-        for (name, mine), (_, theirs) in zip(sharded.named_parameters(), single.named_parameters()):
-            if theirs.requires_grad:
-                assert mine.grad.dtype == theirs.dtype
-                torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=3e-2, atol=3e-3, msg=name)
-    assert torch.equal(sharded.table.full_tensor(), torch.arange(WIDTH, dtype=torch.int32))
-
-
 class Rotating(Stack):
     """Its first step multiplies complex numbers."""
 
@@ -273,69 +234,11 @@ class Rotating(Stack):
         return super().forward(torch.view_as_real(self.rotation(torch.view_as_complex(x.view(-1, WIDTH // 2, 2)))).flatten(1))
 
 
-def check_complex():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for shape, knobs in (
-        (world(), {}),
-        (mesh, {}),
-        (world(), {"shard_placement_fn": lambda p: Shard(0)}),
-        (mesh, {"placements": HIERARCHICAL}),
-    ):
-        ours = build(fully_shard, Rotating, mesh=shape, **knobs)
-        torch.manual_seed(0)
-        theirs = Rotating()
-        torch_fully_shard(theirs.rotation)  # By itself: FSDP2 has one dtype per call.
-        torch_fully_shard(theirs)
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
-        for step in range(3):
-            for model, optimizer in zip((ours, theirs), optimizers):
-                loss_of(model, batch(step)).backward()
-                optimizer.step()
-            for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-                torch.testing.assert_close(mine.grad.full_tensor(), other.grad.full_tensor())
-                torch.testing.assert_close(mine.full_tensor(), other.full_tensor())
-            [optimizer.zero_grad() for optimizer in optimizers]
-        assert ours.rotation.weight.dtype == torch.complex64 and ours.rotation.weight.full_tensor().imag.any()
-        ours.double()
-        assert ours.rotation.weight.dtype == torch.complex64 and ours.head.weight.dtype == torch.float64
-
-
 def batch_of(step, rank):
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 CONVERSIONS = (lambda m: m.double(), lambda m: m.to(torch.float32), lambda m: m.bfloat16())
-
-
-def check_conversions_keep_parameters_and_gradients():
-    """As with plain modules and FSDP2: ``model.to(dtype)`` after fully_shard."""
-    ours, theirs = build(fully_shard, policy=lambda f, p: rows(3)), build(torch_fully_shard)
-    params = list(ours.parameters())
-    loss_of(ours, batch()).backward(), loss_of(theirs, batch()).backward()
-    for convert in CONVERSIONS:
-        convert(ours), convert(theirs)
-        assert all(a is b for a, b in zip(params, ours.parameters()))
-        dtype = params[0].dtype
-        for (name, mine), (_, other) in zip(ours.named_parameters(), theirs.named_parameters()):
-            assert mine.dtype == other.dtype == dtype and mine.grad.dtype == dtype, name
-            assert torch.equal(mine.full_tensor(), other.full_tensor()), name
-            if dtype != torch.bfloat16:
-                torch.testing.assert_close(mine.grad.full_tensor(), other.grad.full_tensor(), msg=name)
-
-
-def check_converted_models_train_as_fsdp2s():
-    ours = build(fully_shard, policy=lambda f, p: rows(3))
-    loss_of(ours, batch()).backward()
-    for convert in CONVERSIONS:
-        convert(ours)
-    ours.zero_grad()
-    fresh = build(torch_fully_shard).bfloat16()  # FSDP2 takes new dtypes before its first forward only.
-    for step in range(2):
-        x = batch(step).bfloat16()
-        assert torch.equal(ours(x), fresh(x))
-        loss_of(ours, x).backward(), loss_of(fresh, x).backward()
-    for mine, other in zip(ours.parameters(), fresh.parameters()):
-        torch.testing.assert_close(mine.grad.full_tensor(), other.grad.full_tensor(), rtol=2**-6, atol=2**-8)
 
 
 # -- the meta device -----------------------------------------------------------------------------------------------------
@@ -354,60 +257,6 @@ def single_and_values():
     return single, {name: value.clone() for name, value in single.state_dict().items()}
 
 
-def check_weights_on_rank_0_only():
-    """Rank 0 has the weights, the others the meta device: so verl loads a model once, and broadcasts it into the shards."""
-    single, state = single_and_values()
-    model = Stack("cpu" if dist.get_rank() == 0 else "meta")
-    for block in model.blocks:
-        fully_shard(block, mesh=world())
-    fully_shard(model, mesh=world())
-    if dist.get_rank():
-        model.to_empty(device="cpu")
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)
-    assert torch.equal(model(batch()), single(batch()))
-    model(batch()).sum().backward()
-    single(batch()).sum().backward()
-    for mine, wanted in zip(model.parameters(), single.parameters(), strict=True):
-        dist.all_reduce(wanted.grad)
-        torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad / dist.get_world_size())
-
-
-def check_materialized_model_loads_and_trains():
-    single, state = single_and_values()
-    for knobs in ({}, {"orig_param_policy": lambda f, p: blocks(3, 3)}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
-        model = build_meta(**knobs)
-        params = list(model.parameters())
-        assert all(p.is_meta and isinstance(p.placements[0], RaggedShard) for p in params)
-        assert "materialize all parameters before forward" in error_of(model, batch())
-        model.to_empty(device="cpu")
-        assert all(a is b and not b.is_meta for a, b in zip(params, model.parameters()))
-        model.load_state_dict({k: distribute_tensor(v, world(), [Shard(0)]) for k, v in state.items()})
-        assert torch.equal(model(batch()), single(batch()))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss_of(model, batch()).backward()
-        optimizer.step()
-        assert not torch.equal(model(batch()), single(batch()))
-
-
-def check_modules_are_materialized_one_at_a_time():
-    """One group at a time; then one module at a time, of a group that is still incomplete."""
-    single, state = single_and_values()
-    model = build_meta()
-    for module in model.blocks:
-        module.to_empty(device="cpu")
-        assert model.head.weight.is_meta and not module.weight.is_meta
-    for module in (model.norm, model.head):
-        assert "on the meta device" in error_of(model, batch())
-        module.to_empty(device="cpu")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.load_state_dict({k: distribute_tensor(v, world(), [Shard(0)]) for k, v in state.items()})
-    assert torch.equal(model(batch()), single(batch()))
-    loss_of(model, batch()).backward()
-    optimizer.step()
-    assert not any(torch.equal(p.full_tensor(), state[name]) for name, p in model.named_parameters())
-
-
 def check_assigned_values_are_trained():
     """As FSDP2's users load; an optimizer made before the first forward trains them."""
     single, state = single_and_values()
@@ -424,18 +273,6 @@ def check_assigned_values_are_trained():
     optimizer.step()
     assert not torch.equal(model(batch()), single(batch()))
     return partly
-
-
-def check_initialization_is_that_of_one_process():
-    single, _ = single_and_values()
-    initialized = build_meta(orig_param_policy=lambda f, p: rows(3)).to_empty(device="cpu")
-    for module in (initialized, single):
-        torch.manual_seed(7)
-        for child in module.modules():
-            if hasattr(child, "reset_parameters"):
-                child.reset_parameters()
-    for (name, mine), (_, plain) in zip(initialized.named_parameters(), single.named_parameters(), strict=True):
-        assert torch.equal(mine.full_tensor(), plain), name
 
 
 def check_conversions_without_memory():
@@ -492,14 +329,25 @@ def check_agreement_with_model_parallelism():
 
 
 class ConstructionTest(unittest.TestCase):
-    def test_a_list_of_modules_trains_as_fsdp2s(self):
-        run_ranks(2, check_lists_train_as_fsdp2s)
+    @ranks(2)
+    def test_a_list_of_modules_trains_as_fsdp2s():
+        for knobs in ({}, {"reshard_after_forward": True}, {"reshard_after_forward": False}):
+            assert_same(build_listed(fully_shard, **knobs), build_listed(torch_fully_shard, **knobs))
 
-    def test_a_list_of_modules_is_one_group(self):
-        run_ranks(2, check_list_is_one_group)
+    @ranks(2)
+    def test_a_list_of_modules_is_one_group():
+        model = build_listed(fully_shard, reshard_after_forward=True)
+        assert list(buffer_layouts(model)) == ["blocks.0", "norm"]
+        assert [tensor.name for tensor in buffer_layouts(model)["norm"].tensors] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        for _ in range(2):
+            with CommDebugMode() as mode:
+                loss_of(model, batch()).backward()
+            assert collectives_seen(mode) == (4, 2), mode.get_comm_counts()  # Two groups, each once in forward and in backward.
+        memory_report(model)
 
-    def test_modules_of_one_group_may_run_in_several_calls(self):
-        run_ranks(2, check_modules_of_a_group_run_in_several_calls)
+    @ranks(2)
+    def test_modules_of_one_group_may_run_in_several_calls():
+        assert_same(build_listed(fully_shard, Chunked), build_listed(torch_fully_shard, Chunked), loss_of=chunked_loss)
 
     def test_conversions_of_one_module_leave_the_others_of_its_group_alone(self):
         for part in run_ranks(2, check_conversions_of_lists):
@@ -524,33 +372,156 @@ class ConstructionTest(unittest.TestCase):
                 for error, text in zip(errors, words, strict=True):
                     self.assertIn(text, error)
 
-    def test_each_dtype_has_a_buffer_of_its_own(self):
-        run_ranks(3, check_several_dtypes)
+    @ranks(3)
+    def test_each_dtype_has_a_buffer_of_its_own():
+        torch.manual_seed(0)
+        single = Mixed()
+        torch.manual_seed(0)
+        sharded = fully_shard(Mixed(), mesh=world(), orig_param_policy=lambda fqn, p: rows(2))
+        assert len(buffer_layouts(sharded)) == 3  # One per dtype.
+        assert {p.dtype for p in sharded.parameters()} == {torch.bfloat16, torch.float32, torch.int32}
+        for step in range(3):
+            x = batch(step)
+            assert torch.equal(sharded(x), single(x))
+            everything = torch.cat([batch_of(step, rank) for rank in range(dist.get_world_size())])
+            loss_of(single, everything).backward(), loss_of(sharded, x).backward()
+            for (name, mine), (_, theirs) in zip(sharded.named_parameters(), single.named_parameters()):
+                if theirs.requires_grad:
+                    assert mine.grad.dtype == theirs.dtype
+                    torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=3e-2, atol=3e-3, msg=name)
+        assert torch.equal(sharded.table.full_tensor(), torch.arange(WIDTH, dtype=torch.int32))
 
-    def test_complex_parameters_train_as_fsdp2s(self):
-        run_ranks(4, check_complex)
+    @ranks(4)
+    def test_complex_parameters_train_as_fsdp2s():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for shape, knobs in (
+            (world(), {}),
+            (mesh, {}),
+            (world(), {"shard_placement_fn": lambda p: Shard(0)}),
+            (mesh, {"placements": HIERARCHICAL}),
+        ):
+            ours = build(fully_shard, Rotating, mesh=shape, **knobs)
+            torch.manual_seed(0)
+            theirs = Rotating()
+            torch_fully_shard(theirs.rotation)  # By itself: FSDP2 has one dtype per call.
+            torch_fully_shard(theirs)
+            optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
+            for step in range(3):
+                for model, optimizer in zip((ours, theirs), optimizers):
+                    loss_of(model, batch(step)).backward()
+                    optimizer.step()
+                for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                    torch.testing.assert_close(mine.grad.full_tensor(), other.grad.full_tensor())
+                    torch.testing.assert_close(mine.full_tensor(), other.full_tensor())
+                [optimizer.zero_grad() for optimizer in optimizers]
+            assert ours.rotation.weight.dtype == torch.complex64 and ours.rotation.weight.full_tensor().imag.any()
+            ours.double()
+            assert ours.rotation.weight.dtype == torch.complex64 and ours.head.weight.dtype == torch.float64
 
-    def test_new_dtypes_keep_parameters_and_gradients(self):
-        run_ranks(2, check_conversions_keep_parameters_and_gradients)
+    @ranks(2)
+    def test_new_dtypes_keep_parameters_and_gradients():
+        """As with plain modules and FSDP2: ``model.to(dtype)`` after fully_shard."""
+        ours, theirs = build(fully_shard, policy=lambda f, p: rows(3)), build(torch_fully_shard)
+        params = list(ours.parameters())
+        loss_of(ours, batch()).backward(), loss_of(theirs, batch()).backward()
+        for convert in CONVERSIONS:
+            convert(ours), convert(theirs)
+            assert all(a is b for a, b in zip(params, ours.parameters()))
+            dtype = params[0].dtype
+            for (name, mine), (_, other) in zip(ours.named_parameters(), theirs.named_parameters()):
+                assert mine.dtype == other.dtype == dtype and mine.grad.dtype == dtype, name
+                assert torch.equal(mine.full_tensor(), other.full_tensor()), name
+                if dtype != torch.bfloat16:
+                    torch.testing.assert_close(mine.grad.full_tensor(), other.grad.full_tensor(), msg=name)
 
-    def test_models_of_new_dtypes_train_as_fsdp2s(self):
-        run_ranks(2, check_converted_models_train_as_fsdp2s)
+    @ranks(2)
+    def test_models_of_new_dtypes_train_as_fsdp2s():
+        ours = build(fully_shard, policy=lambda f, p: rows(3))
+        loss_of(ours, batch()).backward()
+        for convert in CONVERSIONS:
+            convert(ours)
+        ours.zero_grad()
+        fresh = build(torch_fully_shard).bfloat16()  # FSDP2 takes new dtypes before its first forward only.
+        for step in range(2):
+            x = batch(step).bfloat16()
+            assert torch.equal(ours(x), fresh(x))
+            loss_of(ours, x).backward(), loss_of(fresh, x).backward()
+        for mine, other in zip(ours.parameters(), fresh.parameters()):
+            torch.testing.assert_close(mine.grad.full_tensor(), other.grad.full_tensor(), rtol=2**-6, atol=2**-8)
 
-    def test_ranks_may_be_on_the_meta_device_while_rank_0_has_the_weights(self):
-        run_ranks(2, check_weights_on_rank_0_only)
+    @ranks(2)
+    def test_ranks_may_be_on_the_meta_device_while_rank_0_has_the_weights():
+        """Rank 0 has the weights, the others the meta device: so verl loads a model once, and broadcasts it into the shards."""
+        single, state = single_and_values()
+        model = Stack("cpu" if dist.get_rank() == 0 else "meta")
+        for block in model.blocks:
+            fully_shard(block, mesh=world())
+        fully_shard(model, mesh=world())
+        if dist.get_rank():
+            model.to_empty(device="cpu")
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)
+        assert torch.equal(model(batch()), single(batch()))
+        model(batch()).sum().backward()
+        single(batch()).sum().backward()
+        for mine, wanted in zip(model.parameters(), single.parameters(), strict=True):
+            dist.all_reduce(wanted.grad)
+            torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad / dist.get_world_size())
 
-    def test_a_model_of_the_meta_device_loads_and_trains_once_materialized(self):
-        run_ranks(2, check_materialized_model_loads_and_trains)
+    @ranks(2)
+    def test_a_model_of_the_meta_device_loads_and_trains_once_materialized():
+        single, state = single_and_values()
+        for knobs in (
+            {},
+            {"orig_param_policy": lambda f, p: blocks(3, 3)},
+            {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        ):
+            model = build_meta(**knobs)
+            params = list(model.parameters())
+            assert all(p.is_meta and isinstance(p.placements[0], RaggedShard) for p in params)
+            assert "materialize all parameters before forward" in error_of(model, batch())
+            model.to_empty(device="cpu")
+            assert all(a is b and not b.is_meta for a, b in zip(params, model.parameters()))
+            model.load_state_dict({k: distribute_tensor(v, world(), [Shard(0)]) for k, v in state.items()})
+            assert torch.equal(model(batch()), single(batch()))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loss_of(model, batch()).backward()
+            optimizer.step()
+            assert not torch.equal(model(batch()), single(batch()))
 
-    def test_modules_of_the_meta_device_are_materialized_one_at_a_time(self):
-        run_ranks(2, check_modules_are_materialized_one_at_a_time)
+    @ranks(2)
+    def test_modules_of_the_meta_device_are_materialized_one_at_a_time():
+        """One group at a time; then one module at a time, of a group that is still incomplete."""
+        single, state = single_and_values()
+        model = build_meta()
+        for module in model.blocks:
+            module.to_empty(device="cpu")
+            assert model.head.weight.is_meta and not module.weight.is_meta
+        for module in (model.norm, model.head):
+            assert "on the meta device" in error_of(model, batch())
+            module.to_empty(device="cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.load_state_dict({k: distribute_tensor(v, world(), [Shard(0)]) for k, v in state.items()})
+        assert torch.equal(model(batch()), single(batch()))
+        loss_of(model, batch()).backward()
+        optimizer.step()
+        assert not any(torch.equal(p.full_tensor(), state[name]) for name, p in model.named_parameters())
 
     def test_values_assigned_in_place_of_meta_ones_are_trained(self):
         for partly in run_ranks(2, check_assigned_values_are_trained):
             self.assertIn("RuntimeError: norm.bias on the meta device: materialize all parameters", partly)
 
-    def test_initializing_shards_gives_the_values_of_one_process(self):
-        run_ranks(2, check_initialization_is_that_of_one_process)
+    @ranks(2)
+    def test_initializing_shards_gives_the_values_of_one_process():
+        single, _ = single_and_values()
+        initialized = build_meta(orig_param_policy=lambda f, p: rows(3)).to_empty(device="cpu")
+        for module in (initialized, single):
+            torch.manual_seed(7)
+            for child in module.modules():
+                if hasattr(child, "reset_parameters"):
+                    child.reset_parameters()
+        for (name, mine), (_, plain) in zip(initialized.named_parameters(), single.named_parameters(), strict=True):
+            assert torch.equal(mine.full_tensor(), plain), name
 
     def test_parameters_of_the_meta_device_take_a_dtype_and_no_device(self):
         for moved in run_ranks(2, check_conversions_without_memory):

@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from common import collectives_seen, error_of, fake_group, run_ranks
+from common import collectives_seen, error_of, fake_group, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -149,26 +149,6 @@ def batch(number, rank, width):
     return torch.randn(5, width, generator=torch.Generator().manual_seed(100 * number + rank))
 
 
-def check_like_fsdp2():
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,))
-    for knobs in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": ranks // 2}):
-        ours = build(fully_shard, 4 * ranks, 2 * ranks, mesh, **knobs)
-        if knobs.get("reshard_after_forward"):
-            knobs = {}  # A number of ranks is True here, for types of several gathered tensors an error in FSDP2.
-        theirs = build(torch_fully_shard, 4 * ranks, 2 * ranks, mesh, **knobs)
-        with torch.inference_mode():  # What is made here serves training too; not so in FSDP2.
-            ours(batch(9, rank, 4 * ranks))
-        assert ours[0].weight.placements == (Shard(0),) and type(ours[0].weight.to_local()) is Halved
-        for number in range(4):
-            x = batch(number, rank, 4 * ranks)
-            assert torch.allclose(torch.tensor(step(ours, x)), torch.tensor(step(theirs, x)), rtol=1e-5)
-        for mine, other in zip(ours.parameters(), theirs.parameters()):
-            torch.testing.assert_close(_plain(mine), _plain(other))
-    held = memory_report(ours).total.gathered
-    assert held == 0, held  # All memory is freed.
-
-
 def _plain(parameter):
     local = parameter.to_local()
     return local.data_ if isinstance(local, Halved) else parameter.full_tensor()
@@ -196,71 +176,6 @@ def check_uneven():
             first = rank * -(-len(master) // ranks)
             torch.testing.assert_close(local.data_, master[first : first + len(local)])
             assert len(local) == max(0, min(-(-len(master) // ranks), len(master) - first))
-
-
-def check_direct():
-    """A type may compute with what was all-gathered: it is gathered again for backward, and its bytes count once."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 16, bias=False))
-    single = nn.Sequential(nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 16, bias=False))
-    for linear, other in ((model[0], single[0]), (model[2], single[2])):
-        other.weight = nn.Parameter(linear.weight.detach().bfloat16().float())
-        linear.weight = nn.Parameter(Direct(linear.weight.detach().clone()))
-        fully_shard(linear, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    inputs = [batch(0, other, 16) for other in range(ranks)]
-    with monitor(model) as watched:
-        peaks = []
-        for _ in range(3):
-            model(inputs[rank]).pow(2).mean().backward()
-            peaks.append(watched.step()["buffer_peak_bytes"])
-    model.zero_grad()
-    model(inputs[rank]).pow(2).mean().backward()
-    single(torch.cat(inputs)).pow(2).mean().backward()
-    for mine, wanted in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad)
-    assert len(set(peaks)) == 1, peaks
-    model[0].unshard()
-    assert memory_report(model).total.gathered == model[0].weight.nbytes
-
-
-def check_attributes():
-    """What the type writes to ``out`` is what the model computes with: the scale of this all-gather, not that of the first."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for factor in (1.0, -3.0, 0.1):
-        if factor == 1.0:
-            torch.manual_seed(0)
-            model = nn.Linear(16, 8, bias=False)
-            whole = model.weight.detach().clone()
-            model.weight = nn.Parameter(Scaled(whole.clone()))
-            fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)), reshard_after_forward=True)
-        whole *= factor
-        with torch.no_grad():
-            model.weight.to_local().mul_(factor)
-        scale = whole.abs().max() / 127
-        x = batch(1, rank, 16).requires_grad_()
-        out = model(x)
-        torch.testing.assert_close(out, x @ ((whole / scale).round() * scale).t(), rtol=0, atol=0)
-        out.sum().backward()  # It is all-gathered again: writes to the parameter must not look like writes of the model.
-        torch.testing.assert_close(x.grad, ((whole / scale).round() * scale).sum(0).expand_as(x))
-
-
-def check_model_parallel():
-    """What the first forward makes in inference mode serves training, also if it is a DTensor."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8, bias=False)
-    part = distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]).to_local().clone()
-    model.weight = nn.Parameter(DTensor.from_local(Direct(part), mesh["tp"], [Shard(0)], run_check=False))
-    fully_shard(model, mesh=mesh["dp"])
-    x = DTensor.from_local(torch.ones(2, 8), mesh["tp"], run_check=False)
-    with torch.inference_mode():
-        model(x)
-    for _ in range(2):
-        model(x).to_local().sum().backward()
-    assert torch.equal(model.weight.grad.to_local(), torch.full((2, 8), 4.0))
 
 
 def check_errors():
@@ -296,36 +211,6 @@ def build_of_types(shard, types, sizes, mesh):
     for linear, type_ in zip(model, types):
         linear.weight = nn.Parameter(type_(linear.weight.detach().clone()))
     return shard(model, mesh=mesh)
-
-
-def check_types_in_one_group():
-    """Types that send different numbers of tensors, of different dtypes."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh, sizes = init_device_mesh("cpu", (ranks,)), [ranks * each for each in (3, 1, 4, 2, 5)]
-    models = [
-        build_of_types(shard, (Halved, Direct, Halved, Direct), sizes, mesh) for shard in (torch_fully_shard, fully_shard)
-    ]
-    seen = [[], []]
-    for number in range(3):
-        losses = []
-        for model, calls in zip(models, seen):
-            for run in (
-                lambda: losses.append(model(batch(number, rank, sizes[0])).pow(3).mean()),
-                lambda: losses[-1].backward(),
-            ):
-                with CommDebugMode() as mode:
-                    run()
-                calls.append(collectives_seen(mode))
-        assert torch.equal(*losses), losses
-        for theirs, ours in zip(*(model.parameters() for model in models), strict=True):
-            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor(), rtol=1e-6, atol=1e-7)
-            for each in (theirs, ours):
-                with torch.no_grad():
-                    each.to_local().add_(each.grad.to_local(), alpha=-0.1)
-                each.grad = None
-    # One group of types and one of plain parameters. Each is all-gathered once per pass, and FSDP2's only group, too. The root
-    # stays unsharded after forward.
-    assert seen == [[(1, 0), (0, 1)] * 3, [(2, 0), (0, 2)] * 3], seen
 
 
 def check_types_against_one_rank(types, sizes):
@@ -494,29 +379,129 @@ class OneRankTest(unittest.TestCase):
 
 
 class ExtensionTest(unittest.TestCase):
-    def test_extensions_are_gathered_as_fsdp2s(self):
-        run_ranks(4, check_like_fsdp2)
+    @ranks(4)
+    def test_extensions_are_gathered_as_fsdp2s():
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        mesh = init_device_mesh("cpu", (ranks,))
+        for knobs in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": ranks // 2}):
+            ours = build(fully_shard, 4 * ranks, 2 * ranks, mesh, **knobs)
+            if knobs.get("reshard_after_forward"):
+                knobs = {}  # A number of ranks is True here, for types of several gathered tensors an error in FSDP2.
+            theirs = build(torch_fully_shard, 4 * ranks, 2 * ranks, mesh, **knobs)
+            with torch.inference_mode():  # What is made here serves training too; not so in FSDP2.
+                ours(batch(9, rank, 4 * ranks))
+            assert ours[0].weight.placements == (Shard(0),) and type(ours[0].weight.to_local()) is Halved
+            for number in range(4):
+                x = batch(number, rank, 4 * ranks)
+                assert torch.allclose(torch.tensor(step(ours, x)), torch.tensor(step(theirs, x)), rtol=1e-5)
+            for mine, other in zip(ours.parameters(), theirs.parameters()):
+                torch.testing.assert_close(_plain(mine), _plain(other))
+        held = memory_report(ours).total.gathered
+        assert held == 0, held  # All memory is freed.
 
-    def test_types_of_one_module_are_gathered_by_one_collective(self):
-        run_ranks(2, check_types_in_one_group)
+    @ranks(2)
+    def test_types_of_one_module_are_gathered_by_one_collective():
+        """Types that send different numbers of tensors, of different dtypes."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        mesh, sizes = init_device_mesh("cpu", (ranks,)), [ranks * each for each in (3, 1, 4, 2, 5)]
+        models = [
+            build_of_types(shard, (Halved, Direct, Halved, Direct), sizes, mesh) for shard in (torch_fully_shard, fully_shard)
+        ]
+        seen = [[], []]
+        for number in range(3):
+            losses = []
+            for model, calls in zip(models, seen):
+                for run in (
+                    lambda: losses.append(model(batch(number, rank, sizes[0])).pow(3).mean()),
+                    lambda: losses[-1].backward(),
+                ):
+                    with CommDebugMode() as mode:
+                        run()
+                    calls.append(collectives_seen(mode))
+            assert torch.equal(*losses), losses
+            for theirs, ours in zip(*(model.parameters() for model in models), strict=True):
+                torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor(), rtol=1e-6, atol=1e-7)
+                for each in (theirs, ours):
+                    with torch.no_grad():
+                        each.to_local().add_(each.grad.to_local(), alpha=-0.1)
+                    each.grad = None
+        # One group of types and one of plain parameters. Each is gathered once per pass, and FSDP2's only group, too. The root
+        # stays unsharded after forward.
+        assert seen == [[(1, 0), (0, 1)] * 3, [(2, 0), (0, 2)] * 3], seen
 
     def test_types_of_one_module_have_the_gradients_of_one_rank(self):
         run_ranks(2, check_types_against_one_rank, (Halved, Direct, Scaled, Direct), (6, 2, 8, 4, 10))
-        for ranks in (2, 3):  # Uneven rows, and ranks without rows.
-            run_ranks(ranks, check_types_against_one_rank, (Halved, Direct, Halved, Direct), (7, 2, 5, 1, 4))
+        for world in (2, 3):  # Uneven rows, and ranks without rows.
+            run_ranks(world, check_types_against_one_rank, (Halved, Direct, Halved, Direct), (7, 2, 5, 1, 4))
 
     def test_rows_of_extensions_need_not_divide_by_the_ranks(self):
-        for ranks in (2, 3):
-            run_ranks(ranks, check_uneven)
+        for world in (2, 3):
+            run_ranks(world, check_uneven)
 
-    def test_types_that_compute_with_what_was_gathered(self):
-        run_ranks(2, check_direct)
+    @ranks(2)
+    def test_types_that_compute_with_what_was_gathered():
+        """A type may compute with what was all-gathered: it is gathered again for backward, and its bytes count once."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        mesh = init_device_mesh("cpu", (ranks,))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 16, bias=False))
+        single = nn.Sequential(nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 16, bias=False))
+        for linear, other in ((model[0], single[0]), (model[2], single[2])):
+            other.weight = nn.Parameter(linear.weight.detach().bfloat16().float())
+            linear.weight = nn.Parameter(Direct(linear.weight.detach().clone()))
+            fully_shard(linear, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        inputs = [batch(0, other, 16) for other in range(ranks)]
+        with monitor(model) as watched:
+            peaks = []
+            for _ in range(3):
+                model(inputs[rank]).pow(2).mean().backward()
+                peaks.append(watched.step()["buffer_peak_bytes"])
+        model.zero_grad()
+        model(inputs[rank]).pow(2).mean().backward()
+        single(torch.cat(inputs)).pow(2).mean().backward()
+        for mine, wanted in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), wanted.grad)
+        assert len(set(peaks)) == 1, peaks
+        model[0].unshard()
+        assert memory_report(model).total.gathered == model[0].weight.nbytes
 
-    def test_types_that_keep_numbers_of_an_all_gather_as_attributes(self):
-        run_ranks(2, check_attributes)
+    @ranks(2)
+    def test_types_that_keep_numbers_of_an_all_gather_as_attributes():
+        """What the type writes to ``out`` is what the model computes with: this all-gather's scale, not the first one's."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        for factor in (1.0, -3.0, 0.1):
+            if factor == 1.0:
+                torch.manual_seed(0)
+                model = nn.Linear(16, 8, bias=False)
+                whole = model.weight.detach().clone()
+                model.weight = nn.Parameter(Scaled(whole.clone()))
+                fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)), reshard_after_forward=True)
+            whole *= factor
+            with torch.no_grad():
+                model.weight.to_local().mul_(factor)
+            scale = whole.abs().max() / 127
+            x = batch(1, rank, 16).requires_grad_()
+            out = model(x)
+            torch.testing.assert_close(out, x @ ((whole / scale).round() * scale).t(), rtol=0, atol=0)
+            out.sum().backward()  # It is all-gathered again: writes to the parameter must not look like writes of the model.
+            torch.testing.assert_close(x.grad, ((whole / scale).round() * scale).sum(0).expand_as(x))
 
-    def test_model_parallel_in_inference_mode_first(self):
-        run_ranks(4, check_model_parallel)
+    @ranks(4)
+    def test_model_parallel_in_inference_mode_first():
+        """What the first forward makes in inference mode serves training, also if it is a DTensor."""
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8, bias=False)
+        part = distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]).to_local().clone()
+        model.weight = nn.Parameter(DTensor.from_local(Direct(part), mesh["tp"], [Shard(0)], run_check=False))
+        fully_shard(model, mesh=mesh["dp"])
+        x = DTensor.from_local(torch.ones(2, 8), mesh["tp"], run_check=False)
+        with torch.inference_mode():
+            model(x)
+        for _ in range(2):
+            model(x).to_local().sum().backward()
+        assert torch.equal(model.weight.grad.to_local(), torch.full((2, 8), 4.0))
 
     def test_bad_extensions_are_refused(self):
         words = (

@@ -5,7 +5,7 @@ import unittest
 
 import torch
 import torch.distributed as dist
-from common import error_of, fake_group, run_ranks
+from common import error_of, fake_group, ranks, run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -80,28 +80,6 @@ def assert_loads(model, values, mesh_dims=1):
             assert all(group.shards.holds(param.sharded.to_local()) for param in group.params)
 
 
-def check_every_placement():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    values = values_of(plain())
-    assert_loads(shard(plain(0)), values)
-    assert_loads(shard(plain(0), orig_param_policy=lambda fqn, param: rows(3)), values)
-    assert_loads(shard(plain(0), mesh), values, mesh_dims=2)
-    assert_loads(shard(plain(0), shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.ndim else None), values)
-    assert_loads(shard(plain(0), offload_policy=CPUOffloadPolicy(pin_memory=False)), values)
-    assert_loads(shard(plain(0, tied=True)), values_of(plain(tied=True)))
-    assert_loads(fully_shard(list(plain(0)))[0], {k: v for k, v in values_of(plain()[0]).items()})
-
-
-def check_tensor_parallel():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = plain(0)
-    for block in model[:2]:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    shard(model, mesh["dp"], orig_param_policy=lambda fqn, param: rows(1))
-    assert len(model[0].up.weight.placements) == len(model[0].down.weight.placements) == 2
-    assert_loads(model, values_of(plain()), mesh_dims=3)  # "dp" of plain parameters, and both of the others.
-
-
 def check_ranks_outside_of_the_mesh():
     """They hold no elements and load nothing, and hold their part after reshard_to."""
     model, values = plain(0), values_of(plain())
@@ -113,22 +91,6 @@ def check_ranks_outside_of_the_mesh():
     assert_equal(full(model), values)
     assert_loads(model, values_of(plain(), 5.0))
     return error
-
-
-def check_an_optimizer_trains_what_was_loaded():
-    single, model = plain(), shard(plain(0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(4, WIDTH)
-    model(x)  # Parameters that forward leaves unsharded are resharded first.
-    model.load_state_dict(single.state_dict(), assign=True)
-    reference = torch.optim.SGD(single.parameters(), lr=0.1)
-    for _ in range(2):
-        for each, stepper in ((model, optimizer), (single, reference)):
-            each(x).square().mean().backward()
-            stepper.step()
-            stepper.zero_grad()
-    for name, value in full(model).items():
-        torch.testing.assert_close(value, single.state_dict()[name])
 
 
 def check_some_are_dtensors():
@@ -148,30 +110,6 @@ def check_some_are_dtensors():
     assert unexpected == ["unknown"] and "2.weight" in missing and not {"2.bias", "0.up.weight"} & {*missing}
     assert_equal(full(model), {**values, **{k: v for k, v in part.items() if k != "unknown"}})
     return error_of(model.load_state_dict, part)
-
-
-def check_meta():
-    for knobs in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {"orig_param_policy": lambda f, p: rows(2)}):
-        with torch.device("meta"):
-            model = shard(plain(), **knobs)
-        values, params = values_of(plain()), list(model.parameters())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model.load_state_dict(values, assign=True)
-        assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
-        assert_equal(full(model), values)
-        model(torch.randn(4, WIDTH)).sum().backward()
-        optimizer.step()
-        assert not torch.equal(full(model)["2.weight"], values["2.weight"])
-    with torch.device("meta"):
-        model = shard(plain())
-    for key, value in values.items():  # One name after the other.
-        model.load_state_dict({key: value}, assign=True, strict=False)
-    assert_equal(full(model), values)
-    with torch.device("meta"):
-        model = shard(plain())
-    with unittest.TestCase().assertWarnsRegex(UserWarning, "Did you mean to pass `assign=True`"):
-        model.load_state_dict(values)
-    assert model[0].up.weight.is_meta
 
 
 def check_dtypes():
@@ -335,18 +273,47 @@ class AssignmentTest(unittest.TestCase):
 
 
 class PlainStateDictTest(unittest.TestCase):
-    def test_each_rank_takes_its_part_under_every_placement(self):
-        run_ranks(4, check_every_placement)
+    @ranks(4)
+    def test_each_rank_takes_its_part_under_every_placement():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        values = values_of(plain())
+        assert_loads(shard(plain(0)), values)
+        assert_loads(shard(plain(0), orig_param_policy=lambda fqn, param: rows(3)), values)
+        assert_loads(shard(plain(0), mesh), values, mesh_dims=2)
+        assert_loads(shard(plain(0), shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.ndim else None), values)
+        assert_loads(shard(plain(0), offload_policy=CPUOffloadPolicy(pin_memory=False)), values)
+        assert_loads(shard(plain(0, tied=True)), values_of(plain(tied=True)))
+        assert_loads(fully_shard(list(plain(0)))[0], {k: v for k, v in values_of(plain()[0]).items()})
 
-    def test_each_rank_takes_its_part_of_parameters_under_tensor_parallelism(self):
-        run_ranks(4, check_tensor_parallel)
+    @ranks(4)
+    def test_each_rank_takes_its_part_of_parameters_under_tensor_parallelism():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = plain(0)
+        for block in model[:2]:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        shard(model, mesh["dp"], orig_param_policy=lambda fqn, param: rows(1))
+        assert len(model[0].up.weight.placements) == len(model[0].down.weight.placements) == 2
+        assert_loads(model, values_of(plain()), mesh_dims=3)  # "dp" of plain parameters, and both of the others.
 
     def test_ranks_outside_of_the_mesh_load_nothing_and_load_their_part_in_a_later_mesh(self):
         for error in run_ranks(3, check_ranks_outside_of_the_mesh):
             self.assertIn("size mismatch for 2.bias", error)
 
-    def test_an_optimizer_trains_what_was_loaded(self):
-        run_ranks(2, check_an_optimizer_trains_what_was_loaded)
+    @ranks(2)
+    def test_an_optimizer_trains_what_was_loaded():
+        single, model = plain(), shard(plain(0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(4, WIDTH)
+        model(x)  # Parameters that forward leaves unsharded are resharded first.
+        model.load_state_dict(single.state_dict(), assign=True)
+        reference = torch.optim.SGD(single.parameters(), lr=0.1)
+        for _ in range(2):
+            for each, stepper in ((model, optimizer), (single, reference)):
+                each(x).square().mean().backward()
+                stepper.step()
+                stepper.zero_grad()
+        for name, value in full(model).items():
+            torch.testing.assert_close(value, single.state_dict()[name])
 
     def test_some_values_may_be_dtensors_and_some_missing(self):
         for error in run_ranks(2, check_some_are_dtensors):
@@ -354,8 +321,29 @@ class PlainStateDictTest(unittest.TestCase):
                 error, "RuntimeError: Error.* loading state_dict for FSDPSequential:\n.*Missing key.*\n.*Unexpected key"
             )
 
-    def test_a_model_on_meta_takes_assigned_values_into_the_parameters_that_it_has(self):
-        run_ranks(2, check_meta)
+    @ranks(2)
+    def test_a_model_on_meta_takes_assigned_values_into_the_parameters_that_it_has():
+        for knobs in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {"orig_param_policy": lambda f, p: rows(2)}):
+            with torch.device("meta"):
+                model = shard(plain(), **knobs)
+            values, params = values_of(plain()), list(model.parameters())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model.load_state_dict(values, assign=True)
+            assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+            assert_equal(full(model), values)
+            model(torch.randn(4, WIDTH)).sum().backward()
+            optimizer.step()
+            assert not torch.equal(full(model)["2.weight"], values["2.weight"])
+        with torch.device("meta"):
+            model = shard(plain())
+        for key, value in values.items():  # One name after the other.
+            model.load_state_dict({key: value}, assign=True, strict=False)
+        assert_equal(full(model), values)
+        with torch.device("meta"):
+            model = shard(plain())
+        with unittest.TestCase().assertWarnsRegex(UserWarning, "Did you mean to pass `assign=True`"):
+            model.load_state_dict(values)
+        assert model[0].up.weight.is_meta
 
     def test_copies_cast_and_assigned_values_change_the_dtype_of_a_whole_group(self):
         for error in run_ranks(2, check_dtypes):

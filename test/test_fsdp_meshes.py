@@ -6,7 +6,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from common import error_of, run_ranks
+from common import error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -27,54 +27,6 @@ def tensor_parallel(mesh):
     for layer, placement in zip(module, (Shard(0), Shard(1))):
         layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate(), placement]))
     return module
-
-
-def check_named_dimension_beside_tensor_parallelism():
-    """``dp_mesh_dims``: DTensors on the whole mesh, of which some dimensions are data-parallel."""
-    from torch.distributed.fsdp import DataParallelMeshDims
-
-    mesh, models = dp_and_tp(), []
-    for shard in (torch_fully_shard, fully_shard):
-        models.append(shard(tensor_parallel(mesh), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp")))
-    curves = []
-    for model in models:
-        optimizer, curve = torch.optim.SGD(model.parameters(), lr=0.05), []
-        for step in range(3):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-            local = x.chunk(2)[mesh.get_local_rank("dp")]
-            x = DTensor.from_local(local, mesh, [Shard(0), Replicate()], run_check=False)
-            loss = model(x).pow(2).sum()
-            loss.backward()
-            optimizer.step(), optimizer.zero_grad()
-            curve.append(loss.full_tensor().item())
-        curves.append(torch.tensor(curve))
-    torch.testing.assert_close(curves[1], curves[0])
-    assert curves[0][0] - curves[0][-1] > 0.01
-    for theirs, ours in zip(*(model.parameters() for model in models)):
-        torch.testing.assert_close(ours.full_tensor(), theirs.full_tensor())
-
-
-def check_all_dimensions_are_data_parallel():
-    """All dimensions flattened, replicas only, and both with names."""
-    from torch.distributed.fsdp import DataParallelMeshDims
-
-    mesh = dp_and_tp()
-    for dims in (
-        DataParallelMeshDims(shard=("dp", "tp")),
-        DataParallelMeshDims(replicate="dp", shard="tp"),
-        DataParallelMeshDims(replicate=("dp", "tp")),
-    ):
-        modules = []
-        for shard in (torch_fully_shard, fully_shard):
-            torch.manual_seed(0)
-            module = nn.Linear(8, 8)
-            for name, param in list(module.named_parameters()):
-                setattr(module, name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate()] * 2)))
-            modules.append(shard(module, mesh=mesh, dp_mesh_dims=dims))
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
-            module(DTensor.from_local(x, mesh, [Shard(0), Shard(0)], run_check=False)).sum().backward()
-        for theirs, ours in zip(*(module.parameters() for module in modules)):
-            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor())
 
 
 def named_dimension_errors():
@@ -131,44 +83,56 @@ def warnings_of_context_parallel():
     return texts
 
 
-def check_one_rank():
-    """On one rank, parameters keep one copy and their addresses, and train as without fully_shard."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(8, 300), nn.Tanh(), nn.Linear(300, 300))
-    model = copy.deepcopy(plain)
-    for layer in (model[0], model[2]):
-        fully_shard(layer)
-    fully_shard(model)
-    optimizers = [torch.optim.Adam(each.parameters(), 0.01, foreach=True) for each in (plain, model)]
-    addresses, seen = [param.to_local().data_ptr() for param in model.parameters()], []
-    model[2].register_forward_pre_hook(lambda module, _: seen.append(module.weight.data_ptr()))
-    for step in range(3):
-        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
-        for each, optimizer in zip((plain, model), optimizers):
-            each(x).pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for param, wanted in zip(model.parameters(), plain.parameters()):
-            assert torch.equal(param.full_tensor(), wanted)
-    assert [param.to_local().data_ptr() for param in model.parameters()] == addresses
-    assert seen == [addresses[2]] * 3, (seen, addresses)
-    groups = model._ragged_groups(recurse=True)
-    assert not any(group.buffers()["gathered"] for group in groups)
-    half = fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    assert half(torch.ones(2, 4)).dtype == torch.bfloat16
-    half.to(torch.bfloat16)
-    half(torch.ones(2, 4)).sum().backward()
-    assert half.weight.grad.dtype == torch.bfloat16
-
-
 class MeshTest(unittest.TestCase):
     @unittest.skipIf(torch.__version__ < "2.13", "new in torch 2.13")
-    def test_a_named_mesh_dimension_beside_tensor_parallelism_trains_as_fsdp2s(self):
-        run_ranks(4, check_named_dimension_beside_tensor_parallelism)
+    @ranks(4)
+    def test_a_named_mesh_dimension_beside_tensor_parallelism_trains_as_fsdp2s():
+        """``dp_mesh_dims``: DTensors on the whole mesh, of which some dimensions are data-parallel."""
+        from torch.distributed.fsdp import DataParallelMeshDims
+
+        mesh, models = dp_and_tp(), []
+        for shard in (torch_fully_shard, fully_shard):
+            models.append(shard(tensor_parallel(mesh), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp")))
+        curves = []
+        for model in models:
+            optimizer, curve = torch.optim.SGD(model.parameters(), lr=0.05), []
+            for step in range(3):
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+                local = x.chunk(2)[mesh.get_local_rank("dp")]
+                x = DTensor.from_local(local, mesh, [Shard(0), Replicate()], run_check=False)
+                loss = model(x).pow(2).sum()
+                loss.backward()
+                optimizer.step(), optimizer.zero_grad()
+                curve.append(loss.full_tensor().item())
+            curves.append(torch.tensor(curve))
+        torch.testing.assert_close(curves[1], curves[0])
+        assert curves[0][0] - curves[0][-1] > 0.01
+        for theirs, ours in zip(*(model.parameters() for model in models)):
+            torch.testing.assert_close(ours.full_tensor(), theirs.full_tensor())
 
     @unittest.skipIf(torch.__version__ < "2.13", "new in torch 2.13")
-    def test_all_named_mesh_dimensions_may_be_data_parallel(self):
-        run_ranks(4, check_all_dimensions_are_data_parallel)
+    @ranks(4)
+    def test_all_named_mesh_dimensions_may_be_data_parallel():
+        """All dimensions flattened, replicas only, and both with names."""
+        from torch.distributed.fsdp import DataParallelMeshDims
+
+        mesh = dp_and_tp()
+        for dims in (
+            DataParallelMeshDims(shard=("dp", "tp")),
+            DataParallelMeshDims(replicate="dp", shard="tp"),
+            DataParallelMeshDims(replicate=("dp", "tp")),
+        ):
+            modules = []
+            for shard in (torch_fully_shard, fully_shard):
+                torch.manual_seed(0)
+                module = nn.Linear(8, 8)
+                for name, param in list(module.named_parameters()):
+                    setattr(module, name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate()] * 2)))
+                modules.append(shard(module, mesh=mesh, dp_mesh_dims=dims))
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+                module(DTensor.from_local(x, mesh, [Shard(0), Shard(0)], run_check=False)).sum().backward()
+            for theirs, ours in zip(*(module.parameters() for module in modules)):
+                torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad.full_tensor())
 
     @unittest.skipIf(torch.__version__ < "2.13", "new in torch 2.13")
     def test_bad_names_of_mesh_dimensions_are_refused(self):
@@ -187,8 +151,35 @@ class MeshTest(unittest.TestCase):
             self.assertIn("the ranks of dimension 'cp' are replicas, and parameters are sharded over 'fsdp' only", cp_fsdp[0])
             self.assertEqual((len(dp_cp), len(cp_fsdp), named, unnamed), (1, 1, [], []))
 
-    def test_one_rank_has_no_second_copy_of_its_parameters(self):
-        run_ranks(1, check_one_rank)
+    @ranks(1)
+    def test_one_rank_has_no_second_copy_of_its_parameters():
+        """On one rank, parameters keep one copy and their addresses, and train as without fully_shard."""
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(8, 300), nn.Tanh(), nn.Linear(300, 300))
+        model = copy.deepcopy(plain)
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        fully_shard(model)
+        optimizers = [torch.optim.Adam(each.parameters(), 0.01, foreach=True) for each in (plain, model)]
+        addresses, seen = [param.to_local().data_ptr() for param in model.parameters()], []
+        model[2].register_forward_pre_hook(lambda module, _: seen.append(module.weight.data_ptr()))
+        for step in range(3):
+            x = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
+            for each, optimizer in zip((plain, model), optimizers):
+                each(x).pow(2).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            for param, wanted in zip(model.parameters(), plain.parameters()):
+                assert torch.equal(param.full_tensor(), wanted)
+        assert [param.to_local().data_ptr() for param in model.parameters()] == addresses
+        assert seen == [addresses[2]] * 3, (seen, addresses)
+        groups = model._ragged_groups(recurse=True)
+        assert not any(group.buffers()["gathered"] for group in groups)
+        half = fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        assert half(torch.ones(2, 4)).dtype == torch.bfloat16
+        half.to(torch.bfloat16)
+        half(torch.ones(2, 4)).sum().backward()
+        assert half.weight.grad.dtype == torch.bfloat16
 
     def test_replicas_shards_and_model_parallelism_train_as_one_process(self):
         for uneven, twice in run_ranks(8, check_replicas_and_model_parallel):

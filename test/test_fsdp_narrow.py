@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import run_ranks
+from common import ranks, run_ranks
 from fsdp_common import WideProduct
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -143,21 +143,6 @@ def compare_with_widened(keeps_wide, collectives):
             assert log == (7 * 3 * wide if placements is ZERO1 else of_parts), log
 
 
-def memory_of_reductions():
-    """No second, wider buffer is acquired."""
-    model = sharded(Parts())
-    acquired = []
-    original = DBuffer.__init__
-
-    def noted(buffer, layout, placement, rank, dtype, *others, **options):
-        acquired.append((type(placement), dtype))
-        original(buffer, layout, placement, rank, dtype, *others, **options)
-
-    with mock.patch.object(DBuffer, "__init__", noted):
-        model(torch.randn(2, DIM), ("norm", "linear", "extra")).sum().backward()
-    assert {dtype for placement, dtype in acquired if placement is not Shard} == {torch.bfloat16}, acquired
-
-
 def uneven_accumulation(placements):
     """Ranks that make different numbers of passes, which gather nothing, before one reduction."""
     torch.manual_seed(0)
@@ -207,27 +192,6 @@ def _raise(gradient):
         raise RuntimeError("on rank 0")
 
 
-def untouched_while_sent():
-    """Backward passes without sync that bring a group nothing while it is reduced leave what is sent alone."""
-    torch.manual_seed(0)
-    model = sharded(Parts())
-    model.set_manual_backward_finalization(True)
-    model.set_reduce_scatter_max_input_buffers(2)
-    found = []
-    for has_second in (False, True):
-        model(torch.ones(2, DIM), ("linear",)).sum().backward()
-        if has_second:
-            model.set_requires_gradient_sync(False)
-            model(torch.ones(2, DIM, requires_grad=True), ()).sum().backward()
-            model.set_requires_gradient_sync(True)
-        model.finalize_backward()
-        found.append([None if p.grad is None else p.grad.full_tensor() for p in model.parameters()])
-        model.zero_grad()
-    for one, other in zip(*found):
-        assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
-    assert any(one is not None and one.abs().sum() > 0 for one in found[1])
-
-
 class Product(nn.Module):
     """A matrix, whose gradient comes in float32 on rank 0 and in bfloat16 on the others; and another one."""
 
@@ -240,61 +204,26 @@ class Product(nn.Module):
         return WideProduct.apply(x, self.weight) if dist.get_rank() == 0 else F.linear(x, self.weight.t())
 
 
-def round_what_nobody_expects():
-    """The gradient of a matrix that comes wide on one rank is rounded there, as matmuls' are."""
-    torch.manual_seed(0)
-    plain = Product()
-    with mock.patch("torch_ragged.fsdp.core._fsdp_param_group._KEEPS_WIDE_GRADIENTS", True):
-        model = fully_shard(copy.deepcopy(plain), mp_policy=POLICY)
-    inputs = torch.randn(2, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
-    log = []
-    with reduced_dtypes(log):
-        (model(inputs) ** 2).sum().backward()
-    assert log == [torch.bfloat16], log
-    plain.bfloat16()
-    for param in plain.parameters():
-        param.grad_dtype = None
-    (plain(inputs.bfloat16()) ** 2).sum().backward()
-    for name, param in plain.named_parameters():
-        total = param.grad.bfloat16().float()
-        dist.all_reduce(total)
-        assert torch.equal(model.get_parameter(name).grad.full_tensor(), total / 2), name
-
-
-def sum_wide_gradients():
-    """Cut anywhere, held by any ranks: what arrives is their sum."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    numels = (5, 1, 40, 0, 9)
-    tensors = tuple(TensorSpec(f"{i}", (numel,), (0,), 1) for i, numel in enumerate(numels))
-    layout = BufferLayout(tensors, (0, 6, 7, 47, 50), 20, size, 1, 20, "a test", "a test")
-    wide = WideGradients(layout, rank, (0, 2, 3, 4))
-    assert not wide.are_few and 2 in wide and 1 not in wide
-    shard = DBuffer(layout, Shard(0), rank, torch.float32, torch.device("cpu"))
-    shard.flat.fill_(1.0)
-    mine = {0: (0,), 1: (2, 4), 2: (4,)}[rank]
-    gradients = {index: torch.arange(float(numels[index])).view(-1, 1) + 100 * rank for index in mine}
-    collectives, ones = ProcessGroupCollectives(dist.group.WORLD), torch.full((layout.numel,), 2.0 * (rank == 0))
-    assert wide.allow_narrow(collectives, shard.flat.device) is False
-    wide.reduce_scatter(collectives, shard.flat, ones, gradients, Reduction(divisor=2.0)).wait()
-    totals = [torch.arange(5.0), None, torch.arange(40.0) + 100, torch.empty(0), 2 * torch.arange(9.0) + 300]
-    for index, total in enumerate(totals):
-        start, stop = layout.local_range(index, rank)
-        expected = torch.ones(stop - start) if total is None else 1 + total[start:stop] / 2
-        assert torch.equal(shard.tensor(index), expected), (index, shard.tensor(index), expected)
-    assert WideGradients(layout, rank, (1,)).allow_narrow(collectives, shard.flat.device)
-    with mock.patch.object(collectives, "reduce_scatter") as issued:  # No second one.
-        WideGradients(layout, rank, ()).reduce_scatter(collectives, shard.flat, ones, {}, Reduction())
-    assert issued.call_count == 1
-
-
 class NarrowTest(unittest.TestCase):
     def test_bits_are_those_of_gradients_widened_first(self):
         for keeps_wide, collectives in itertools.product((False, True), (None, "copy_engine")):
             with self.subTest(keeps_wide=keeps_wide, collectives=collectives):
                 run_ranks(2, compare_with_widened, keeps_wide, collectives)
 
-    def test_no_wider_buffer_is_allocated(self):
-        run_ranks(2, memory_of_reductions)
+    @ranks(2)
+    def test_no_wider_buffer_is_allocated():
+        """No second, wider buffer is acquired."""
+        model = sharded(Parts())
+        acquired = []
+        original = DBuffer.__init__
+
+        def noted(buffer, layout, placement, rank, dtype, *others, **options):
+            acquired.append((type(placement), dtype))
+            original(buffer, layout, placement, rank, dtype, *others, **options)
+
+        with mock.patch.object(DBuffer, "__init__", noted):
+            model(torch.randn(2, DIM), ("norm", "linear", "extra")).sum().backward()
+        assert {dtype for placement, dtype in acquired if placement is not Shard} == {torch.bfloat16}, acquired
 
     def test_a_backward_that_raised_on_one_rank_leaves_ranks_in_step(self):
         for where in ("loss", "first"):
@@ -306,19 +235,78 @@ class NarrowTest(unittest.TestCase):
             with self.subTest(placements=placements):
                 run_ranks(2, uneven_accumulation, placements)
 
-    def test_a_backward_without_gradients_leaves_what_is_sent_alone(self):
-        run_ranks(2, untouched_while_sent)
+    @ranks(2)
+    def test_a_backward_without_gradients_leaves_what_is_sent_alone():
+        """Backward passes without sync that bring a group nothing while it is reduced leave what is sent alone."""
+        torch.manual_seed(0)
+        model = sharded(Parts())
+        model.set_manual_backward_finalization(True)
+        model.set_reduce_scatter_max_input_buffers(2)
+        found = []
+        for has_second in (False, True):
+            model(torch.ones(2, DIM), ("linear",)).sum().backward()
+            if has_second:
+                model.set_requires_gradient_sync(False)
+                model(torch.ones(2, DIM, requires_grad=True), ()).sum().backward()
+                model.set_requires_gradient_sync(True)
+            model.finalize_backward()
+            found.append([None if p.grad is None else p.grad.full_tensor() for p in model.parameters()])
+            model.zero_grad()
+        for one, other in zip(*found):
+            assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+        assert any(one is not None and one.abs().sum() > 0 for one in found[1])
 
-    def test_a_wide_gradient_of_a_matrix_is_rounded_as_matmuls_are(self):
-        run_ranks(2, round_what_nobody_expects)
+    @ranks(2)
+    def test_a_wide_gradient_of_a_matrix_is_rounded_as_matmuls_are():
+        """The gradient of a matrix that comes wide on one rank is rounded there, as matmuls' are."""
+        torch.manual_seed(0)
+        plain = Product()
+        with mock.patch("torch_ragged.fsdp.core._fsdp_param_group._KEEPS_WIDE_GRADIENTS", True):
+            model = fully_shard(copy.deepcopy(plain), mp_policy=POLICY)
+        inputs = torch.randn(2, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
+        log = []
+        with reduced_dtypes(log):
+            (model(inputs) ** 2).sum().backward()
+        assert log == [torch.bfloat16], log
+        plain.bfloat16()
+        for param in plain.parameters():
+            param.grad_dtype = None
+        (plain(inputs.bfloat16()) ** 2).sum().backward()
+        for name, param in plain.named_parameters():
+            total = param.grad.bfloat16().float()
+            dist.all_reduce(total)
+            assert torch.equal(model.get_parameter(name).grad.full_tensor(), total / 2), name
 
-    def test_wide_gradients_arrive_where_they_belong(self):
-        run_ranks(3, sum_wide_gradients)
+    @ranks(3)
+    def test_wide_gradients_arrive_where_they_belong():
+        """Cut anywhere, held by any ranks: what arrives is their sum."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        numels = (5, 1, 40, 0, 9)
+        tensors = tuple(TensorSpec(f"{i}", (numel,), (0,), 1) for i, numel in enumerate(numels))
+        layout = BufferLayout(tensors, (0, 6, 7, 47, 50), 20, size, 1, 20, "a test", "a test")
+        wide = WideGradients(layout, rank, (0, 2, 3, 4))
+        assert not wide.are_few and 2 in wide and 1 not in wide
+        shard = DBuffer(layout, Shard(0), rank, torch.float32, torch.device("cpu"))
+        shard.flat.fill_(1.0)
+        mine = {0: (0,), 1: (2, 4), 2: (4,)}[rank]
+        gradients = {index: torch.arange(float(numels[index])).view(-1, 1) + 100 * rank for index in mine}
+        collectives, ones = ProcessGroupCollectives(dist.group.WORLD), torch.full((layout.numel,), 2.0 * (rank == 0))
+        assert wide.allow_narrow(collectives, shard.flat.device) is False
+        wide.reduce_scatter(collectives, shard.flat, ones, gradients, Reduction(divisor=2.0)).wait()
+        totals = [torch.arange(5.0), None, torch.arange(40.0) + 100, torch.empty(0), 2 * torch.arange(9.0) + 300]
+        for index, total in enumerate(totals):
+            start, stop = layout.local_range(index, rank)
+            expected = torch.ones(stop - start) if total is None else 1 + total[start:stop] / 2
+            assert torch.equal(shard.tensor(index), expected), (index, shard.tensor(index), expected)
+        assert WideGradients(layout, rank, (1,)).allow_narrow(collectives, shard.flat.device)
+        with mock.patch.object(collectives, "reduce_scatter") as issued:  # No second one.
+            WideGradients(layout, rank, ()).reduce_scatter(collectives, shard.flat, ones, {}, Reduction())
+        assert issued.call_count == 1
 
     def test_sum_is_that_of_widened_parts(self):
         numel = 2**18 + 77  # Added up in pieces.
-        for dtype, ranks in itertools.product((torch.bfloat16, torch.float16), (1, 2, 5, 33)):
-            parts = torch.randn(ranks, numel, generator=torch.Generator().manual_seed(ranks)).to(dtype)
+        for dtype, world in itertools.product((torch.bfloat16, torch.float16), (1, 2, 5, 33)):
+            parts = torch.randn(world, numel, generator=torch.Generator().manual_seed(world)).to(dtype)
             expected = parts[0].float()
             for part in parts[1:]:
                 expected += part.float()

@@ -7,7 +7,7 @@ import unittest
 
 import torch
 import torch.distributed as dist
-from common import collectives_seen, error_of, run_ranks
+from common import collectives_seen, error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
@@ -139,53 +139,6 @@ def check_a_call_in_an_except_block():
     return fully_shard.state(model.notes).groups[0].is_unsharded
 
 
-def check_frozen_tower():
-    """A tower without gradients, in no_grad on the ranks that run it."""
-    model = Model()
-    model.tower.requires_grad_(False)
-    model = shard_model(model)
-    tower, single = model.tower.forward, Model()
-    model.tower.forward = torch.no_grad()(tower)
-    for step in range(len(STEPS)):
-        model(*batch(step, dist.get_rank())).sum().backward()
-    assert all(param.grad is None for param in model.tower.parameters())
-    single.tower.requires_grad_(False)
-    for step in range(len(STEPS)):
-        for rank in range(2):
-            (single(*batch(step, rank)).sum() / 2).backward()
-    torch.testing.assert_close(model.embed.weight.grad.full_tensor(), single.embed.weight.grad)
-
-
-def check_checkpointed():
-    model = shard_model(Model())
-    blocks = [block.forward for block in model.tower.blocks]
-    for block, forward in zip(model.tower.blocks, blocks):
-        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
-    single = Model()
-    for step in range(len(STEPS)):
-        model(*batch(step, dist.get_rank())).sum().backward()
-        for rank in range(2):
-            (single(*batch(step, rank)).sum() / 2).backward()
-    for param, expected in zip(model.parameters(), single.parameters()):
-        torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
-
-
-def check_nothing_more_is_communicated():
-    """Without optional modules, a step has FSDP's collectives only; with them, the roll calls."""
-    counts = []
-    for optional in (False, True):
-        model = shard_model(Model(), optional=optional)
-        inputs = (torch.ones(2, SIZE), torch.ones(2, SIZE))
-        for _ in range(2):
-            with CommDebugMode() as comm:
-                model(*inputs).sum().backward()
-        counts.append((collectives_seen(comm), comm.get_total_counts()))
-    (seen, total), (also_seen, with_roll_calls) = counts
-    assert seen == also_seen, (seen, also_seen)
-    # Three modules in the tower with two events each, two layers and the end.
-    assert with_roll_calls - total == 2 * 3 + 2 + 1, (total, with_roll_calls)
-
-
 def check_skipped(skips):
     """Ranks that skip a module that is not optional, at the first step and later."""
     texts = []
@@ -198,14 +151,6 @@ def check_skipped(skips):
         texts.append(error_of(model, x, None if dist.get_rank() in skips else x))
         assert time.monotonic() - start < 30, "the error took longer than seconds"  # Far below the timeout of the group.
     return texts
-
-
-def check_branches():
-    """Calls that differ from the last forward on all ranks alike cost no error."""
-    model = shard_model(Model(), optional=False)
-    for step in range(6):
-        inputs = [torch.ones(2, SIZE)] * (1 + step % 2)
-        model(*inputs, experts=[step % 3]).sum().backward()
 
 
 def check_roots(moment):
@@ -245,79 +190,6 @@ def check_usual_roots():
     return len(reports)
 
 
-def check_one_rank_late():
-    """A rank that needs longer than others to come to a new call is waited for."""
-    model = shard_model(Model(), optional=False)
-    x = torch.ones(2, SIZE)
-    model(x).sum().backward()
-    if dist.get_rank() == 1:
-        dist.distributed_c10d._get_default_store().wait(["waited"], datetime.timedelta(seconds=60))
-    else:
-        checks, check = [], _call_log.CallLog.check
-
-        def counted(log):
-            check(log)
-            checks.append(log)
-            dist.distributed_c10d._get_default_store().set("waited", "")
-
-        _call_log.CallLog.check = counted
-    model(x, x).sum().backward()
-    if dist.get_rank() == 0:
-        _call_log.CallLog.check = check
-        assert checks
-
-
-def check_meta():
-    """A model on the meta device, whose parameters load_state_dict assigns."""
-    values = shard_model(Model()).state_dict()
-    with torch.device("meta"):
-        model = shard_model(Model())
-    model.load_state_dict(values, assign=True)
-    for step in range(2):
-        model(*batch(step, dist.get_rank())).sum().backward()
-    assert model.tower.patch.weight.grad is not None
-
-
-def check_numbered_names():
-    """Modules whose names are numbers, as those of ranks are."""
-    model = nn.Sequential(*[fully_shard(nn.Linear(SIZE, SIZE)) for _ in range(4)])
-    fully_shard(model)
-    for _ in range(2):
-        model(torch.ones(2, SIZE)).sum().backward()
-
-
-def check_short_slices():
-    """Ranks that look for differences all the time find none, and lose no result."""
-    slice_ = _call_log._SLICE
-    _call_log._SLICE = peers._SLICE = datetime.timedelta(milliseconds=5)
-    try:
-        model, single = shard_model(Model(), optional=False), Model()
-        for step in range(4):
-            if dist.get_rank() == step % 2:
-                dist.distributed_c10d._get_default_store().wait([f"step {step}"])
-            else:
-                threading.Timer(0.05, dist.distributed_c10d._get_default_store().set, (f"step {step}", "")).start()
-            x = torch.full((2, SIZE), step / 4)
-            (model(x, x).sum() * (1 + dist.get_rank())).backward()
-            single(x, x).sum().mul(1.5).backward()
-    finally:
-        _call_log._SLICE = peers._SLICE = slice_
-    torch.testing.assert_close(model.embed.weight.grad.full_tensor(), single.embed.weight.grad)
-
-
-def check_refusals():
-    model = Model()
-    assert "optional=True expects one module, got 2" in error_of(fully_shard, [model.embed, model.head], optional=True)
-    root = fully_shard(nn.Linear(2, 2), optional=True)
-    assert "the root, whose forward runs first, cannot be optional" in error_of(root, torch.ones(2, 2))
-    tower = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    fully_shard(list(tower))
-    listed = fully_shard(nn.Sequential(fully_shard(tower, optional=True)))
-    assert "FSDPLinear, FSDPLinear are inside an optional module and have one group" in error_of(listed, torch.ones(2, 2))
-    options = {"optional": dist.get_rank() == 0}
-    assert "was called differently on different ranks" in error_of(fully_shard, nn.Linear(2, 2), **options)
-
-
 class OptionalTest(unittest.TestCase):
     def test_a_module_that_returns_nothing_in_an_except_block_has_not_raised(self):
         self.assertEqual(run_ranks(2, check_a_call_in_an_except_block), [False, False])
@@ -334,20 +206,76 @@ class OptionalTest(unittest.TestCase):
     def test_gradients_accumulate(self):
         run_ranks(2, check_training, {}, False, 3)
 
-    def test_a_frozen_tower_may_run_without_gradients(self):
-        run_ranks(2, check_frozen_tower)
+    @ranks(2)
+    def test_a_frozen_tower_may_run_without_gradients():
+        """A tower without gradients, in no_grad on the ranks that run it."""
+        model = Model()
+        model.tower.requires_grad_(False)
+        model = shard_model(model)
+        tower, single = model.tower.forward, Model()
+        model.tower.forward = torch.no_grad()(tower)
+        for step in range(len(STEPS)):
+            model(*batch(step, dist.get_rank())).sum().backward()
+        assert all(param.grad is None for param in model.tower.parameters())
+        single.tower.requires_grad_(False)
+        for step in range(len(STEPS)):
+            for rank in range(2):
+                (single(*batch(step, rank)).sum() / 2).backward()
+        torch.testing.assert_close(model.embed.weight.grad.full_tensor(), single.embed.weight.grad)
 
-    def test_optional_blocks_may_be_checkpointed(self):
-        run_ranks(2, check_checkpointed)
+    @ranks(2)
+    def test_optional_blocks_may_be_checkpointed():
+        model = shard_model(Model())
+        blocks = [block.forward for block in model.tower.blocks]
+        for block, forward in zip(model.tower.blocks, blocks):
+            block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+        single = Model()
+        for step in range(len(STEPS)):
+            model(*batch(step, dist.get_rank())).sum().backward()
+            for rank in range(2):
+                (single(*batch(step, rank)).sum() / 2).backward()
+        for param, expected in zip(model.parameters(), single.parameters()):
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
 
-    def test_roll_calls_are_the_only_new_collectives(self):
-        run_ranks(2, check_nothing_more_is_communicated)
+    @ranks(2)
+    def test_roll_calls_are_the_only_new_collectives():
+        """Without optional modules, a step has FSDP's collectives only; with them, the roll calls."""
+        counts = []
+        for optional in (False, True):
+            model = shard_model(Model(), optional=optional)
+            inputs = (torch.ones(2, SIZE), torch.ones(2, SIZE))
+            for _ in range(2):
+                with CommDebugMode() as comm:
+                    model(*inputs).sum().backward()
+            counts.append((collectives_seen(comm), comm.get_total_counts()))
+        (seen, total), (also_seen, with_roll_calls) = counts
+        assert seen == also_seen, (seen, also_seen)
+        # Three modules in the tower with two events each, two layers and the end.
+        assert with_roll_calls - total == 2 * 3 + 2 + 1, (total, with_roll_calls)
 
-    def test_parameters_may_be_assigned_to_a_model_on_the_meta_device(self):
-        run_ranks(2, check_meta)
+    @ranks(2)
+    def test_parameters_may_be_assigned_to_a_model_on_the_meta_device():
+        """A model on the meta device, whose parameters load_state_dict assigns."""
+        values = shard_model(Model()).state_dict()
+        with torch.device("meta"):
+            model = shard_model(Model())
+        model.load_state_dict(values, assign=True)
+        for step in range(2):
+            model(*batch(step, dist.get_rank())).sum().backward()
+        assert model.tower.patch.weight.grad is not None
 
-    def test_wrong_use_is_an_error_on_all_ranks(self):
-        run_ranks(2, check_refusals)
+    @ranks(2)
+    def test_wrong_use_is_an_error_on_all_ranks():
+        model = Model()
+        assert "optional=True expects one module, got 2" in error_of(fully_shard, [model.embed, model.head], optional=True)
+        root = fully_shard(nn.Linear(2, 2), optional=True)
+        assert "the root, whose forward runs first, cannot be optional" in error_of(root, torch.ones(2, 2))
+        tower = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        fully_shard(list(tower))
+        listed = fully_shard(nn.Sequential(fully_shard(tower, optional=True)))
+        assert "FSDPLinear, FSDPLinear are inside an optional module and have one group" in error_of(listed, torch.ones(2, 2))
+        options = {"optional": dist.get_rank() == 0}
+        assert "was called differently on different ranks" in error_of(fully_shard, nn.Linear(2, 2), **options)
 
 
 class SkippedTest(unittest.TestCase):
@@ -359,11 +287,32 @@ class SkippedTest(unittest.TestCase):
                 self.assertIn("rank 1: layers.0", text)
                 self.assertIn("fully_shard(module, optional=True)", text)
 
-    def test_all_ranks_may_take_another_branch(self):
-        run_ranks(2, check_branches)
+    @ranks(2)
+    def test_all_ranks_may_take_another_branch():
+        """Calls that differ from the last forward on all ranks alike cost no error."""
+        model = shard_model(Model(), optional=False)
+        for step in range(6):
+            inputs = [torch.ones(2, SIZE)] * (1 + step % 2)
+            model(*inputs, experts=[step % 3]).sum().backward()
 
-    def test_looking_for_differences_changes_nothing(self):
-        run_ranks(2, check_short_slices)
+    @ranks(2)
+    def test_looking_for_differences_changes_nothing():
+        """Ranks that look for differences all the time find none, and lose no result."""
+        slice_ = _call_log._SLICE
+        _call_log._SLICE = peers._SLICE = datetime.timedelta(milliseconds=5)
+        try:
+            model, single = shard_model(Model(), optional=False), Model()
+            for step in range(4):
+                if dist.get_rank() == step % 2:
+                    dist.distributed_c10d._get_default_store().wait([f"step {step}"])
+                else:
+                    threading.Timer(0.05, dist.distributed_c10d._get_default_store().set, (f"step {step}", "")).start()
+                x = torch.full((2, SIZE), step / 4)
+                (model(x, x).sum() * (1 + dist.get_rank())).backward()
+                single(x, x).sum().mul(1.5).backward()
+        finally:
+            _call_log._SLICE = peers._SLICE = slice_
+        torch.testing.assert_close(model.embed.weight.grad.full_tensor(), single.embed.weight.grad)
 
     def test_roots_in_different_orders_are_an_error_on_all_ranks(self):
         for moment in (0, 3):
@@ -375,12 +324,35 @@ class SkippedTest(unittest.TestCase):
     def test_roots_that_follow_each_other_as_before_are_not_compared(self):
         self.assertEqual(run_ranks(2, check_usual_roots), [0, 0])
 
-    def test_names_of_modules_may_be_numbers(self):
-        # Ranks that wait for a report that never comes raise after the timeout, or after seconds.
-        run_ranks(3, check_numbered_names)
+    @ranks(3)
+    def test_names_of_modules_may_be_numbers():
+        """Modules whose names are numbers, as those of ranks are."""
+        model = nn.Sequential(*[fully_shard(nn.Linear(SIZE, SIZE)) for _ in range(4)])
+        fully_shard(model)
+        for _ in range(2):
+            model(torch.ones(2, SIZE)).sum().backward()
 
-    def test_a_late_rank_is_waited_for(self):
-        run_ranks(2, check_one_rank_late)
+    @ranks(2)
+    def test_a_late_rank_is_waited_for():
+        """A rank that needs longer than others to come to a new call is waited for."""
+        model = shard_model(Model(), optional=False)
+        x = torch.ones(2, SIZE)
+        model(x).sum().backward()
+        if dist.get_rank() == 1:
+            dist.distributed_c10d._get_default_store().wait(["waited"], datetime.timedelta(seconds=60))
+        else:
+            checks, check = [], _call_log.CallLog.check
+
+            def counted(log):
+                check(log)
+                checks.append(log)
+                dist.distributed_c10d._get_default_store().set("waited", "")
+
+            _call_log.CallLog.check = counted
+        model(x, x).sum().backward()
+        if dist.get_rank() == 0:
+            _call_log.CallLog.check = check
+            assert checks
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import unittest
 import pytest
 import torch
 import torch.distributed as dist
-from common import error_of, run_mortal_ranks, run_ranks
+from common import error_of, ranks, run_mortal_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -102,55 +102,6 @@ def die_in_an_optimizer():
     return peer_error(optimizer.step)
 
 
-def check_meshes():
-    """Ranks that made their meshes in different orders pass process groups that never meet."""
-    first, second = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2,))
-    mesh = (first, second)[dist.get_rank()]
-    if first.get_group() is second.get_group():  # Both are the default group: make two others.
-        groups = [dist.new_group([0, 1]) for _ in range(2)]
-        mesh = DeviceMesh.from_group(groups[dist.get_rank()], "cpu")
-    text = error_of(sharded_model, mesh)
-    assert text.startswith("ValueError: fully_shard was called with different meshes on different ranks: rank "), text
-    assert "rank 0: process group" in text and "rank 1: process group" in text, text
-    names = {part.split()[2] for part in text.split("rank ")[1:] if ": process group" in part}
-    assert "of shape (2,) with ranks [0, 1], dimension 0" in text, names
-
-
-def check_debug():
-    """Each training step has the same bits; each difference is an error on all ranks, before a collective starts."""
-    plain = sharded_model()
-    step(plain)
-    os.environ["TORCH_RAGGED_DEBUG"] = "1"
-    try:
-        model = sharded_model()
-        step(model)
-        for one, other in zip(plain.parameters(), model.parameters()):
-            assert torch.equal(one.grad.to_local(), other.grad.to_local())
-        # One rank accumulates, the other one reduces.
-        model.set_requires_gradient_sync(dist.get_rank() == 0)
-        text = error_of(step, model)
-        start = "ValueError: a collective (TORCH_RAGGED_DEBUG=1) was called differently on different ranks: "
-        assert text.startswith(f"{start}rank 0 has collective "), text
-        assert "reduce-scatter of weight and 1 more in 2, (128,) float32 and (64,) float32, layout" in text, text
-        assert "rank 1 has collective " in text and "all ranks must use equal models" in text, text
-        model = sharded_model()
-        text = error_of(model[dist.get_rank()].unshard)
-        assert text.startswith(f"{start}rank 0 has collective "), text
-        assert re.search(r"all-gather of weight and 1 more in group \d+, \(64,\) float32 and \(128,\) float32", text), text
-    finally:
-        del os.environ["TORCH_RAGGED_DEBUG"]
-
-
-def check_debug_on_one_rank():
-    if dist.get_rank() == 1:
-        os.environ["TORCH_RAGGED_DEBUG"] = "1"
-    try:
-        text = error_of(sharded_model)
-    finally:
-        os.environ.pop("TORCH_RAGGED_DEBUG", None)
-    assert "was called with different meshes" in text and "TORCH_RAGGED_DEBUG=1" in text, text
-
-
 class PeersTest(unittest.TestCase):
     def check_named(self, answer, collective, parameters=""):
         ranks, found, what, text = answer
@@ -173,8 +124,8 @@ class PeersTest(unittest.TestCase):
     @pytest.mark.slow
     def test_a_rank_that_is_stopped_is_named_within_the_timeout(self):
         (answers,) = run_mortal_ranks(2, {1}, fail_in_a_step, signal.SIGSTOP, False, seconds=4).values()
-        for ranks, collective, _, text in answers:
-            self.assertEqual((ranks, collective), ((1,), "all-gather"))
+        for world, collective, _, text in answers:
+            self.assertEqual((world, collective), ((1,), "all-gather"))
             self.assertRegex(text, r"rank 1 is stopped: process \d+ on host ")
 
     @pytest.mark.slow
@@ -195,14 +146,54 @@ class PeersTest(unittest.TestCase):
         (answer,) = run_mortal_ranks(2, {1}, die_in_an_optimizer).values()
         self.check_named(answer, "Muon.step")
 
-    def test_meshes_of_different_process_groups_are_an_error_on_all_ranks(self):
-        run_ranks(2, check_meshes)
+    @ranks(2)
+    def test_meshes_of_different_process_groups_are_an_error_on_all_ranks():
+        """Ranks that made their meshes in different orders pass process groups that never meet."""
+        first, second = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2,))
+        mesh = (first, second)[dist.get_rank()]
+        if first.get_group() is second.get_group():  # Both are the default group: make two others.
+            groups = [dist.new_group([0, 1]) for _ in range(2)]
+            mesh = DeviceMesh.from_group(groups[dist.get_rank()], "cpu")
+        text = error_of(sharded_model, mesh)
+        assert text.startswith("ValueError: fully_shard was called with different meshes on different ranks: rank "), text
+        assert "rank 0: process group" in text and "rank 1: process group" in text, text
+        names = {part.split()[2] for part in text.split("rank ")[1:] if ": process group" in part}
+        assert "of shape (2,) with ranks [0, 1], dimension 0" in text, names
 
-    def test_debug_mode_compares_each_collective(self):
-        run_ranks(2, check_debug)
+    @ranks(2)
+    def test_debug_mode_compares_each_collective():
+        """Each training step has the same bits; each difference is an error on all ranks, before a collective starts."""
+        plain = sharded_model()
+        step(plain)
+        os.environ["TORCH_RAGGED_DEBUG"] = "1"
+        try:
+            model = sharded_model()
+            step(model)
+            for one, other in zip(plain.parameters(), model.parameters()):
+                assert torch.equal(one.grad.to_local(), other.grad.to_local())
+            # One rank accumulates, the other one reduces.
+            model.set_requires_gradient_sync(dist.get_rank() == 0)
+            text = error_of(step, model)
+            start = "ValueError: a collective (TORCH_RAGGED_DEBUG=1) was called differently on different ranks: "
+            assert text.startswith(f"{start}rank 0 has collective "), text
+            assert "reduce-scatter of weight and 1 more in 2, (128,) float32 and (64,) float32, layout" in text, text
+            assert "rank 1 has collective " in text and "all ranks must use equal models" in text, text
+            model = sharded_model()
+            text = error_of(model[dist.get_rank()].unshard)
+            assert text.startswith(f"{start}rank 0 has collective "), text
+            assert re.search(r"all-gather of weight and 1 more in group \d+, \(64,\) float32 and \(128,\) float32", text), text
+        finally:
+            del os.environ["TORCH_RAGGED_DEBUG"]
 
-    def test_debug_mode_on_one_rank_is_an_error_on_all_ranks(self):
-        run_ranks(2, check_debug_on_one_rank)
+    @ranks(2)
+    def test_debug_mode_on_one_rank_is_an_error_on_all_ranks():
+        if dist.get_rank() == 1:
+            os.environ["TORCH_RAGGED_DEBUG"] = "1"
+        try:
+            text = error_of(sharded_model)
+        finally:
+            os.environ.pop("TORCH_RAGGED_DEBUG", None)
+        assert "was called with different meshes" in text and "TORCH_RAGGED_DEBUG=1" in text, text
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import unittest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import error_of, run_ranks
+from common import error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
@@ -100,65 +100,6 @@ def as_in_a_pipeline(**options):
     return model
 
 
-def check_resharded():
-    """The error of a split backward is raised before any collective of backward; other passes raise nothing."""
-    x = torch.ones(1, 4, requires_grad=True)
-    model = as_in_a_pipeline(reshard_after_forward=True)
-    output = model(x).sum()
-    with CommDebugMode() as comm:
-        text = error_of(torch.autograd.grad, output, x)
-    assert text.startswith("RuntimeError: 0.weight and 1 more was resharded after forward, and this backward computes"), text
-    assert text.endswith("Pass reshard_after_forward=False to fully_shard"), text
-    assert comm.get_total_counts() == 0, comm.get_comm_counts()
-    (model(x) * 2).sum().backward()
-    model(x.detach()).sum().backward()  # Inputs without gradients, after some with them.
-    for options in ({"is_last_backward": True}, {"requires_gradient_sync": True}):
-        for name, value in options.items():
-            getattr(model, f"set_{name}")(value)
-        torch.autograd.grad(model(x).sum(), x)
-        model.reset_iter_state()
-        model.set_is_last_backward(False)
-    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    assert gradient.requires_grad
-
-
-def check_split_products():
-    model = fully_shard(nn.Linear(260, 260), reshard_after_forward=False)
-    model.set_requires_gradient_sync(False)
-    model.set_reshard_after_backward(False)
-    x = torch.randn(10, 260, requires_grad=True)
-    assert split_backward(model, x) == [2 * 10 * 260 * 260] * 2
-
-
-def check_assigned():
-    """Four micro-batches whose gradients are narrower than the reduction, with and without a split."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    gradients = []
-    for is_split in (False, True):
-        torch.manual_seed(0)
-        model = fully_shard(nn.Linear(24, 16), reshard_after_forward=False, mp_policy=policy)
-        for number in range(4):
-            model.set_reshard_after_backward(number == 3)
-            model.set_requires_gradient_sync(number == 3)
-            x = torch.randn(5, 24, generator=torch.Generator().manual_seed(number)).bfloat16().requires_grad_()
-            if is_split and number < 3:
-                split_backward(model, x)
-            else:
-                model(x).sum().backward()
-        gradients.append(model.weight.grad.full_tensor())
-    torch.testing.assert_close(*gradients, rtol=2**-6, atol=0)
-
-
-def check_dropped():
-    model = as_in_a_pipeline(reshard_after_forward=False)
-    split_backward(model, torch.ones(1, 4, requires_grad=True))
-    model.reset_iter_state()
-    model.set_requires_gradient_sync(True)
-    model.set_reshard_after_backward(True)
-    model(torch.ones(1, 4)).sum().backward()
-    assert model[0].weight.grad.full_tensor().abs().max() < 1.01, "two gradients"
-
-
 def end_as_olmo_core(modules):
     """OLMo-core 3.0.0 ends a pass without the root's callback."""
     for state in fully_shard.state(modules[0])._state_ctx.all_states:
@@ -206,15 +147,12 @@ def check_private_names(end, placements):
             each.zero_grad()
 
 
-def check_ends():
-    for end in (end_as_olmo_core, end_as_nemo_automodel):
-        for placements in (ZERO3, ZERO2, ZERO1):
-            check_private_names(end, placements)
-
-
 class PipelineTest(unittest.TestCase):
-    def test_programs_end_a_pass_by_the_private_names_of_fsdp2(self):
-        run_ranks(2, check_ends)
+    @ranks(2)
+    def test_programs_end_a_pass_by_the_private_names_of_fsdp2():
+        for end in (end_as_olmo_core, end_as_nemo_automodel):
+            for placements in (ZERO3, ZERO2, ZERO1):
+                check_private_names(end, placements)
 
     def test_every_schedule_gives_the_parameters_of_one_process(self):
         for name in (*SINGLE, *MULTI):
@@ -227,17 +165,66 @@ class PipelineTest(unittest.TestCase):
             with self.subTest(schedule=name):
                 run_ranks(4, check_pipeline, name, 8, True)
 
-    def test_a_split_backward_that_would_lose_gradients_is_an_error(self):
-        run_ranks(2, check_resharded)
+    @ranks(2)
+    def test_a_split_backward_that_would_lose_gradients_is_an_error():
+        """The error of a split backward is raised before any collective of backward; other passes raise nothing."""
+        x = torch.ones(1, 4, requires_grad=True)
+        model = as_in_a_pipeline(reshard_after_forward=True)
+        output = model(x).sum()
+        with CommDebugMode() as comm:
+            text = error_of(torch.autograd.grad, output, x)
+        assert text.startswith("RuntimeError: 0.weight and 1 more was resharded after forward, and this backward computes"), (
+            text
+        )
+        assert text.endswith("Pass reshard_after_forward=False to fully_shard"), text
+        assert comm.get_total_counts() == 0, comm.get_comm_counts()
+        (model(x) * 2).sum().backward()
+        model(x.detach()).sum().backward()  # Inputs without gradients, after some with them.
+        for options in ({"is_last_backward": True}, {"requires_gradient_sync": True}):
+            for name, value in options.items():
+                getattr(model, f"set_{name}")(value)
+            torch.autograd.grad(model(x).sum(), x)
+            model.reset_iter_state()
+            model.set_is_last_backward(False)
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        assert gradient.requires_grad
 
-    def test_a_split_backward_computes_each_product_once(self):
-        run_ranks(1, check_split_products)
+    @ranks(1)
+    def test_a_split_backward_computes_each_product_once():
+        model = fully_shard(nn.Linear(260, 260), reshard_after_forward=False)
+        model.set_requires_gradient_sync(False)
+        model.set_reshard_after_backward(False)
+        x = torch.randn(10, 260, requires_grad=True)
+        assert split_backward(model, x) == [2 * 10 * 260 * 260] * 2
 
-    def test_assigned_gradients_are_cast_to_reduce_dtype(self):
-        run_ranks(2, check_assigned)
+    @ranks(2)
+    def test_assigned_gradients_are_cast_to_reduce_dtype():
+        """Four micro-batches whose gradients are narrower than the reduction, with and without a split."""
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        gradients = []
+        for is_split in (False, True):
+            torch.manual_seed(0)
+            model = fully_shard(nn.Linear(24, 16), reshard_after_forward=False, mp_policy=policy)
+            for number in range(4):
+                model.set_reshard_after_backward(number == 3)
+                model.set_requires_gradient_sync(number == 3)
+                x = torch.randn(5, 24, generator=torch.Generator().manual_seed(number)).bfloat16().requires_grad_()
+                if is_split and number < 3:
+                    split_backward(model, x)
+                else:
+                    model(x).sum().backward()
+            gradients.append(model.weight.grad.full_tensor())
+        torch.testing.assert_close(*gradients, rtol=2**-6, atol=0)
 
-    def test_dropped_gradients_are_dropped_where_a_program_assigned_them_too(self):
-        run_ranks(2, check_dropped)
+    @ranks(2)
+    def test_dropped_gradients_are_dropped_where_a_program_assigned_them_too():
+        model = as_in_a_pipeline(reshard_after_forward=False)
+        split_backward(model, torch.ones(1, 4, requires_grad=True))
+        model.reset_iter_state()
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+        model(torch.ones(1, 4)).sum().backward()
+        assert model[0].weight.grad.full_tensor().abs().max() < 1.01, "two gradients"
 
 
 if __name__ == "__main__":

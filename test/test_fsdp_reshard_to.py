@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from common import error_of, run_ranks
+from common import error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -197,38 +197,6 @@ def training_goes_on(name, raf):
     return max(differences, default=0.0), moved
 
 
-def gradients_and_options_move():
-    old, new = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2, 3])
-    model, optimizer = build(old)
-    if is_in(old):
-        train(model, optimizer, old, 0)
-        backward(model, old, 1)
-        optimizer.param_groups[0].update(lr=0.125, betas=(0.5, 0.75))
-        model.layers[1].up.weight.requires_grad_(False)
-    groups = optimizer.param_groups
-    before = [wholes(states_of(model, optimizer)) if is_in(old) else None]
-    objects = dict(model.named_parameters())
-    reshard_to(model, optimizer, new)
-    dist.broadcast_object_list(before, src=0)
-    assert optimizer.param_groups is groups
-    assert all(a is b for a, b in zip(groups[0]["params"], model.parameters())), "the optimizer holds other parameters"
-    assert not any(param is objects[name] for name, param in model.named_parameters())
-    if is_in(new):
-        assert (groups[0]["lr"], groups[0]["betas"]) == (0.125, (0.5, 0.75))
-        after = wholes(states_of(model, optimizer))
-        assert after.keys() == before[0].keys()
-        assert all(torch.equal(value, after[name]) for name, value in before[0].items() if value is not None)
-        assert [name for name, value in after.items() if value is None] == [n for n, v in before[0].items() if v is None]
-        frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
-        assert sorted(frozen) == ["frozen", "layers.1.up.weight"]
-        assert [layer.calls.item() for layer in model.layers] == [2] * LAYERS
-        before_step = model.head.weight.full_tensor()
-        optimizer.step()  # With the gradients that moved.
-        assert not torch.equal(model.head.weight.full_tensor(), before_step)
-    else:
-        assert bytes_of(model, optimizer) == 0
-
-
 def dormant_models():
     """On a rank outside of the mesh: names, shapes and placements as on the others, no bytes, no collective, no forward."""
     mesh = DeviceMesh("cpu", [1, 2])
@@ -250,79 +218,6 @@ def dormant_models():
     return [error_of(model, data), error_of(model.unshard), error_of(model.half), bytes_of(model, optimizer)]
 
 
-def buffers_are_freed():
-    """After the call, nothing holds the old shards: no state, no hook, no cache of an optimizer."""
-    old, new = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [0, 1, 2])
-    for name in ("adamw", "muon", "8bit", "shampoo"):
-        model, optimizer = build(old, name)
-        train(model, optimizer, old, 0, 1)
-        gone = [weakref.ref(group.sharded) for group in model._ragged_groups(recurse=True)]
-        gone += [weakref.ref(param) for param in model.parameters()]
-        gone += [weakref.ref(v) for v in states_of(model, optimizer).values() if isinstance(v, DTensor) and v.ndim]
-        gc.collect()
-        gc.disable()
-        try:
-            reshard_to(model, optimizer, new)
-            assert len(gone) > 20 and not [each for each in gone if each() is not None], name
-        finally:
-            gc.enable()
-
-
-def settings_stay():
-    old, new = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [1, 3])
-    seen = []
-    model, optimizer = build(old, reshard_after_forward=2)
-    model.set_gradient_divide_factor(8.0)
-    gathered = []
-
-    def gather(output, shard, group, async_op):
-        gathered.append(output.numel())
-        return dist.all_gather_into_tensor(output, shard, group=group, async_op=async_op)
-
-    model.set_custom_all_gather(gather)
-    model.set_all_reduce_hook(lambda shard: seen.append(shard.numel()))
-    model.layers[0].set_reshard_after_backward(False)
-    weight = model.head.weight
-    weight.role = "head"
-    train(model, optimizer, old, 0)
-    seen.clear()
-    names = [group.fqn for group in model._ragged_groups(recurse=True)]
-    reshard_to(model, optimizer, new)
-    gathered.clear()
-    backward(model, new, 1)
-    assert model.head.weight.role == "head"
-    assert bool(gathered) == is_in(new)
-    assert names == [group.fqn for group in model._ragged_groups(recurse=True)] and names[0]
-    if is_in(new):
-        group = model._ragged_groups(recurse=False)[0]
-        assert seen == [group.layout.shard_numel] and group.layout.ranks == 2
-        halved = model.head.bias.grad.full_tensor()
-        model.zero_grad()
-        model.set_gradient_divide_factor(2.0)
-        backward(model, new, 1)
-        torch.testing.assert_close(model.head.bias.grad.full_tensor(), 4 * halved)
-    for placements in (ZERO1, ZERO2):
-        model, optimizer = build(DeviceMesh("cpu", [0, 1]), placements=placements)
-        reshard_to(model, optimizer, old)
-        train(model, optimizer, old, 0)
-        assert all(type(group.keeper).__name__ == "Resident" for group in model._ragged_groups(recurse=True))
-
-
-def parts_in_shard_placements():
-    """Parameters cut by Shard(d), in buffers of their own; HSDP to plain FSDP."""
-    old, new = init_device_mesh("cpu", (2, 2)), DeviceMesh("cpu", [0, 1, 2])
-    place = lambda param: Shard(1) if tuple(param.shape) == (90, WIDTH) else None  # noqa: E731
-    model, optimizer = build(old, shard_placement_fn=place)
-    train(model, optimizer, old, 0)
-    before = wholes(states_of(model, optimizer))
-    reshard_to(model, optimizer, new)
-    if is_in(new):
-        assert model.layers[0].up.weight.placements == (Shard(1),)
-        after = wholes(states_of(model, optimizer))
-        assert all(torch.equal(value, after[name]) for name, value in before.items() if value is not None)
-        train(model, optimizer, new, 1)
-
-
 class Replicated(torch.optim.Optimizer):
     """Each parameter has a state of two numbers, which every rank holds."""
 
@@ -333,19 +228,6 @@ class Replicated(torch.optim.Optimizer):
         for number, param in enumerate(self.param_groups[0]["params"]):
             numbers = torch.tensor([number, 7.0])
             self.state[param]["numbers"] = DTensor.from_local(numbers, param.device_mesh, [Replicate()], run_check=False)
-
-
-def replicated_states_move():
-    """Replicated states of other shapes than the parameters need no method of the optimizer; new ranks get them too."""
-    three, four = DeviceMesh("cpu", [0, 1, 2]), init_device_mesh("cpu", (4,))
-    model, _ = build(three)
-    optimizer = Replicated(model.parameters())
-    optimizer.step()
-    reshard_to(model, optimizer, four)
-    for number, param in enumerate(model.parameters()):
-        numbers = optimizer.state[param]["numbers"]
-        assert numbers.device_mesh == four and numbers.placements == (Replicate(),)
-        assert numbers.to_local().tolist() == [number, 7.0], (number, numbers)
 
 
 class Blind(torch.optim.Optimizer):
@@ -471,8 +353,37 @@ class ReshardToTest(unittest.TestCase):
                 self.assertLess(difference, limit, name)
                 self.assertGreater(moved, 0.02, name)
 
-    def test_gradients_options_and_buffers_move(self):
-        run_ranks(4, gradients_and_options_move)
+    @ranks(4)
+    def test_gradients_options_and_buffers_move():
+        old, new = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2, 3])
+        model, optimizer = build(old)
+        if is_in(old):
+            train(model, optimizer, old, 0)
+            backward(model, old, 1)
+            optimizer.param_groups[0].update(lr=0.125, betas=(0.5, 0.75))
+            model.layers[1].up.weight.requires_grad_(False)
+        groups = optimizer.param_groups
+        before = [wholes(states_of(model, optimizer)) if is_in(old) else None]
+        objects = dict(model.named_parameters())
+        reshard_to(model, optimizer, new)
+        dist.broadcast_object_list(before, src=0)
+        assert optimizer.param_groups is groups
+        assert all(a is b for a, b in zip(groups[0]["params"], model.parameters())), "the optimizer holds other parameters"
+        assert not any(param is objects[name] for name, param in model.named_parameters())
+        if is_in(new):
+            assert (groups[0]["lr"], groups[0]["betas"]) == (0.125, (0.5, 0.75))
+            after = wholes(states_of(model, optimizer))
+            assert after.keys() == before[0].keys()
+            assert all(torch.equal(value, after[name]) for name, value in before[0].items() if value is not None)
+            assert [name for name, value in after.items() if value is None] == [n for n, v in before[0].items() if v is None]
+            frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+            assert sorted(frozen) == ["frozen", "layers.1.up.weight"]
+            assert [layer.calls.item() for layer in model.layers] == [2] * LAYERS
+            before_step = model.head.weight.full_tensor()
+            optimizer.step()  # With the gradients that moved.
+            assert not torch.equal(model.head.weight.full_tensor(), before_step)
+        else:
+            assert bytes_of(model, optimizer) == 0
 
     def test_a_rank_outside_of_the_mesh_has_a_dormant_model(self):
         for rank, (forward, unshard, half, nbytes) in enumerate(run_ranks(4, dormant_models)):
@@ -482,17 +393,91 @@ class ReshardToTest(unittest.TestCase):
                 self.assertRegex(half, "cannot become torch.float16 on rank")
             self.assertEqual(nbytes, 0)
 
-    def test_old_shards_are_freed(self):
-        run_ranks(4, buffers_are_freed)
+    @ranks(4)
+    def test_old_shards_are_freed():
+        """After the call, nothing holds the old shards: no state, no hook, no cache of an optimizer."""
+        old, new = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [0, 1, 2])
+        for name in ("adamw", "muon", "8bit", "shampoo"):
+            model, optimizer = build(old, name)
+            train(model, optimizer, old, 0, 1)
+            gone = [weakref.ref(group.sharded) for group in model._ragged_groups(recurse=True)]
+            gone += [weakref.ref(param) for param in model.parameters()]
+            gone += [weakref.ref(v) for v in states_of(model, optimizer).values() if isinstance(v, DTensor) and v.ndim]
+            gc.collect()
+            gc.disable()
+            try:
+                reshard_to(model, optimizer, new)
+                assert len(gone) > 20 and not [each for each in gone if each() is not None], name
+            finally:
+                gc.enable()
 
-    def test_settings_stay(self):
-        run_ranks(4, settings_stay)
+    @ranks(4)
+    def test_settings_stay():
+        old, new = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [1, 3])
+        seen = []
+        model, optimizer = build(old, reshard_after_forward=2)
+        model.set_gradient_divide_factor(8.0)
+        gathered = []
 
-    def test_shard_placements_and_hsdp(self):
-        run_ranks(4, parts_in_shard_placements)
+        def gather(output, shard, group, async_op):
+            gathered.append(output.numel())
+            return dist.all_gather_into_tensor(output, shard, group=group, async_op=async_op)
 
-    def test_replicated_states_of_other_shapes_move(self):
-        run_ranks(4, replicated_states_move)
+        model.set_custom_all_gather(gather)
+        model.set_all_reduce_hook(lambda shard: seen.append(shard.numel()))
+        model.layers[0].set_reshard_after_backward(False)
+        weight = model.head.weight
+        weight.role = "head"
+        train(model, optimizer, old, 0)
+        seen.clear()
+        names = [group.fqn for group in model._ragged_groups(recurse=True)]
+        reshard_to(model, optimizer, new)
+        gathered.clear()
+        backward(model, new, 1)
+        assert model.head.weight.role == "head"
+        assert bool(gathered) == is_in(new)
+        assert names == [group.fqn for group in model._ragged_groups(recurse=True)] and names[0]
+        if is_in(new):
+            group = model._ragged_groups(recurse=False)[0]
+            assert seen == [group.layout.shard_numel] and group.layout.ranks == 2
+            halved = model.head.bias.grad.full_tensor()
+            model.zero_grad()
+            model.set_gradient_divide_factor(2.0)
+            backward(model, new, 1)
+            torch.testing.assert_close(model.head.bias.grad.full_tensor(), 4 * halved)
+        for placements in (ZERO1, ZERO2):
+            model, optimizer = build(DeviceMesh("cpu", [0, 1]), placements=placements)
+            reshard_to(model, optimizer, old)
+            train(model, optimizer, old, 0)
+            assert all(type(group.keeper).__name__ == "Resident" for group in model._ragged_groups(recurse=True))
+
+    @ranks(4)
+    def test_shard_placements_and_hsdp():
+        """Parameters cut by Shard(d), in buffers of their own; HSDP to plain FSDP."""
+        old, new = init_device_mesh("cpu", (2, 2)), DeviceMesh("cpu", [0, 1, 2])
+        place = lambda param: Shard(1) if tuple(param.shape) == (90, WIDTH) else None  # noqa: E731
+        model, optimizer = build(old, shard_placement_fn=place)
+        train(model, optimizer, old, 0)
+        before = wholes(states_of(model, optimizer))
+        reshard_to(model, optimizer, new)
+        if is_in(new):
+            assert model.layers[0].up.weight.placements == (Shard(1),)
+            after = wholes(states_of(model, optimizer))
+            assert all(torch.equal(value, after[name]) for name, value in before.items() if value is not None)
+            train(model, optimizer, new, 1)
+
+    @ranks(4)
+    def test_replicated_states_of_other_shapes_move():
+        """Replicated states of other shapes than the parameters need no method of the optimizer; new ranks get them too."""
+        three, four = DeviceMesh("cpu", [0, 1, 2]), init_device_mesh("cpu", (4,))
+        model, _ = build(three)
+        optimizer = Replicated(model.parameters())
+        optimizer.step()
+        reshard_to(model, optimizer, four)
+        for number, param in enumerate(model.parameters()):
+            numbers = optimizer.state[param]["numbers"]
+            assert numbers.device_mesh == four and numbers.placements == (Replicate(),)
+            assert numbers.to_local().tolist() == [number, 7.0], (number, numbers)
 
     def test_a_rank_that_left_may_end(self):
         self.assertEqual(run_ranks(4, a_smaller_group, None), [True, False, True, None])

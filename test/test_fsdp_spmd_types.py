@@ -8,7 +8,7 @@ import unittest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from common import error_of, fake_group, run_ranks
+from common import error_of, fake_group, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -130,21 +130,6 @@ def check_training(sizes, checks_types, names=("dp", "tp")):
             assert torch.equal(mine, theirs)
 
 
-def check_mesh_of_one_parameter():
-    import spmd_types as spmd
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    info = types.SimpleNamespace(mesh=mesh["dp"], spmd_mesh=mesh, dp_mesh_dims=dims(shard="dp"))
-    model = Annotated(SIZES, mesh)
-    with spmd.set_current_mesh(mesh):
-        fully_shard(
-            model, mesh=mesh["dp"], shard_placement_fn=lambda param: types.SimpleNamespace(placement=None, mesh_info=info)
-        )
-    assert model.state_dict().keys() == whole(SIZES).keys()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value.full_tensor(), whole(SIZES)[name]), name
-
-
 def check_errors():
     import spmd_types as spmd
 
@@ -228,8 +213,20 @@ class SpmdTypesTest(unittest.TestCase):
     def test_data_parallel_axes_need_no_annotation(self):
         run_ranks(4, check_training, SIZES, True, ("tp",))
 
-    def test_a_mesh_of_one_parameter_keeps_its_data_parallel_dimensions(self):
-        run_ranks(4, check_mesh_of_one_parameter)
+    @ranks(4)
+    def test_a_mesh_of_one_parameter_keeps_its_data_parallel_dimensions():
+        import spmd_types as spmd
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        info = types.SimpleNamespace(mesh=mesh["dp"], spmd_mesh=mesh, dp_mesh_dims=dims(shard="dp"))
+        model = Annotated(SIZES, mesh)
+        with spmd.set_current_mesh(mesh):
+            fully_shard(
+                model, mesh=mesh["dp"], shard_placement_fn=lambda param: types.SimpleNamespace(placement=None, mesh_info=info)
+            )
+        assert model.state_dict().keys() == whole(SIZES).keys()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value.full_tensor(), whole(SIZES)[name]), name
 
     def test_a_piece_is_never_taken_for_the_whole_parameter(self):
         self.assertEqual(run_ranks(4, check_errors), [0, 1, 2, 3])

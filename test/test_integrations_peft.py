@@ -6,7 +6,7 @@ import unittest
 
 import torch
 import torch.distributed.fsdp as fsdp
-from common import error_of, run_ranks
+from common import error_of, ranks, run_ranks
 from small_models import make_model
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -95,22 +95,6 @@ def check_load_adapter(folder):
         installation.uninstall()
 
 
-def check_names():
-    import peft  # noqa: F401
-    import transformers.core_model_loading as loading
-    from transformers.distributed import sharding_utils
-
-    original = sharding_utils.DtensorShardOperation
-    with installed() as installation:
-        assert sharding_utils.DtensorShardOperation is loading.DtensorShardOperation is not original
-        assert issubclass(loading.DtensorShardOperation, original)
-        assert "transformers.core_model_loading.DtensorShardOperation" in installation.names
-        with installed():
-            assert sharding_utils.DtensorShardOperation is loading.DtensorShardOperation is not original
-        assert sharding_utils.DtensorShardOperation is not original
-    assert sharding_utils.DtensorShardOperation is loading.DtensorShardOperation is original
-
-
 def errors_without_install():
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -135,8 +119,21 @@ class PeftTest(unittest.TestCase):
             adapted().save_pretrained(folder)
             run_ranks(2, check_load_adapter, folder)
 
-    def test_the_names_of_transformers_are_restored(self):
-        run_ranks(1, check_names)
+    @ranks(1)
+    def test_the_names_of_transformers_are_restored():
+        import peft  # noqa: F401
+        import transformers.core_model_loading as loading
+        from transformers.distributed import sharding_utils
+
+        original = sharding_utils.DtensorShardOperation
+        with installed() as installation:
+            assert sharding_utils.DtensorShardOperation is loading.DtensorShardOperation is not original
+            assert issubclass(loading.DtensorShardOperation, original)
+            assert "transformers.core_model_loading.DtensorShardOperation" in installation.names
+            with installed():
+                assert sharding_utils.DtensorShardOperation is loading.DtensorShardOperation is not original
+            assert sharding_utils.DtensorShardOperation is not original
+        assert sharding_utils.DtensorShardOperation is loading.DtensorShardOperation is original
 
     def test_without_install_every_rank_raises_and_says_what_to_call(self):
         for texts in run_ranks(2, errors_without_install):

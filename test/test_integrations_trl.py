@@ -7,7 +7,7 @@ import unittest
 import torch
 import torch.distributed as dist
 from case import both
-from common import run_ranks
+from common import ranks, run_ranks
 from doc_pages import run_page
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
@@ -75,19 +75,6 @@ def check_sync(max_bytes, all_ahead):
         assert last >= len(wanted) and first == (last if all_ahead else 1), trainer.weight_transfer.issued
 
 
-def check_failure():
-    trainer, failed = make_trainer(1 << 20, fails=True), None
-    try:
-        trainer._sync_weight()
-    except RuntimeError as error:
-        failed = error
-        trainer.accelerator.wait_for_everyone()  # The others wait here after the transfer.
-    assert (failed is not None) == (dist.get_rank() == 0)
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total.item() == dist.get_world_size()
-
-
 @unittest.skipUnless(HAS_TRL, "trl, accelerate, transformers and peft are not installed")
 class TRLTest(unittest.TestCase):
     def test_losses_and_norms_are_those_of_fsdp2(self):
@@ -103,8 +90,18 @@ class TRLTest(unittest.TestCase):
         for max_bytes, all_ahead in ((1, False), (1 << 20, True)):
             run_ranks(3, check_sync, max_bytes, all_ahead)
 
-    def test_a_transfer_that_fails_on_rank_0_leaves_no_rank_in_a_collective(self):
-        run_ranks(3, check_failure)
+    @ranks(3)
+    def test_a_transfer_that_fails_on_rank_0_leaves_no_rank_in_a_collective():
+        trainer, failed = make_trainer(1 << 20, fails=True), None
+        try:
+            trainer._sync_weight()
+        except RuntimeError as error:
+            failed = error
+            trainer.accelerator.wait_for_everyone()  # The others wait here after the transfer.
+        assert (failed is not None) == (dist.get_rank() == 0)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == dist.get_world_size()
 
     def test_the_mixin_is_refused_where_it_would_do_nothing(self):
         from trl.experimental.async_grpo import AsyncGRPOTrainer

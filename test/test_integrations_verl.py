@@ -10,7 +10,7 @@ import unittest
 import torch
 import torch.distributed as dist
 from case import both
-from common import error_of, run_ranks
+from common import error_of, ranks, run_ranks
 from doc_pages import run_page
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -107,22 +107,6 @@ def check_checkpoint(folder):
     assert found == expected, (found, expected)
 
 
-def check_refusals():
-    from verl.workers.engine.spec import ShardSpec
-
-    from torch_ragged.integrations.verl import _with_offsets, register
-
-    assert "verl has an engine of this name" in error_of(register, backend="fsdp2")
-    assert register(device=["cuda"]) is register()
-    mesh = init_device_mesh("cpu", (1, 1))
-    from torch.distributed.tensor import Shard
-
-    spec = ShardSpec((4, 4), mesh, (RaggedShard((0,), (1,)), Shard(1)))
-    assert "no model parallelism beside fully_shard" in error_of(list, _with_offsets(iter([("w", torch.ones(16), spec)])))
-    plain = ShardSpec.from_param(DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0), Shard(1)]))
-    assert list(_with_offsets(iter([("w", torch.ones(16), plain)])))[0][2] is plain
-
-
 @unittest.skipUnless(HAS_VERL, "verl is not installed")
 class VerlTest(unittest.TestCase):
     def test_losses_and_norms_are_those_of_fsdp2(self):
@@ -135,16 +119,29 @@ class VerlTest(unittest.TestCase):
                     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-6, atol=1e-6)
 
     def test_weights_are_handed_over_whole_as_shards_and_as_changes(self):
-        for ranks, fsdp_size in ((3, -1), (4, 2)):
+        for world, fsdp_size in ((3, -1), (4, 2)):
             with tempfile.TemporaryDirectory() as folder:
-                run_ranks(ranks, check_weights, folder, fsdp_size)
+                run_ranks(world, check_weights, folder, fsdp_size)
 
     def test_a_checkpoint_of_verl_resumes(self):
         with tempfile.TemporaryDirectory() as folder:
             run_ranks(2, check_checkpoint, folder)
 
-    def test_what_verl_could_not_use_is_refused(self):
-        run_ranks(1, check_refusals)
+    @ranks(1)
+    def test_what_verl_could_not_use_is_refused():
+        from verl.workers.engine.spec import ShardSpec
+
+        from torch_ragged.integrations.verl import _with_offsets, register
+
+        assert "verl has an engine of this name" in error_of(register, backend="fsdp2")
+        assert register(device=["cuda"]) is register()
+        mesh = init_device_mesh("cpu", (1, 1))
+        from torch.distributed.tensor import Shard
+
+        spec = ShardSpec((4, 4), mesh, (RaggedShard((0,), (1,)), Shard(1)))
+        assert "no model parallelism beside fully_shard" in error_of(list, _with_offsets(iter([("w", torch.ones(16), spec)])))
+        plain = ShardSpec.from_param(DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0), Shard(1)]))
+        assert list(_with_offsets(iter([("w", torch.ones(16), plain)])))[0][2] is plain
 
     def test_the_commands_of_the_page_run(self):
         self.assertIn("RaggedFSDPEngine", run_page("integrations/verl.md")[0])

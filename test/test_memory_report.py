@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from common import error_of, run_ranks
+from common import error_of, ranks, run_ranks
 from fsdp_common import batch, build, step_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -192,149 +192,9 @@ def accumulate(switch, run):
         run()
 
 
-@as_nccl()
-def check_prediction_of_kept_parameters():
-    """What stays gathered, or is there twice for the moment of a copy, is in the prediction."""
-    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "rank"))
-    for mesh, options in (
-        (line, {"placements": ZERO1}),
-        (line, {"placements": ZERO2}),
-        (square, {"placements": HIERARCHICAL}),
-        (line, {"reshard_after_forward": 2}),
-        (line, {"shard_placement_fn": lambda param: Shard(1) if param.ndim == 2 else None}),
-    ):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-        for module in (*model, model):
-            fully_shard(module, mesh=mesh, **options)
-        for _ in range(2):
-            model.zero_grad()
-            predicted = memory_report(model).peak
-            with Resident(model) as resident:
-                model(torch.ones(2, 64)).sum().backward()
-            assert predicted.total == resident.peak, (options, predicted, resident.peak)
-
-
-@as_nccl()
-def check_prediction_of_accumulation():
-    """Gradients that wait for a later pass, of this rank or of its replica, are in the prediction."""
-    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "rank"))
-    sync, last, replicas = "set_requires_gradient_sync", "set_is_last_backward", "set_requires_all_reduce"
-    for mesh, options, knob in (
-        (line, {"placements": ZERO1}, sync),
-        (line, {"placements": ZERO1}, last),
-        (line, {"placements": ZERO2}, sync),
-        (square, {"placements": HIERARCHICAL}, sync),
-        (square, {}, sync),
-        (square, {}, replicas),
-        (line, {"reshard_after_forward": 2}, sync),
-    ):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-        for module in (*model, model):
-            fully_shard(module, mesh=mesh, **options)
-        once = memory_report(model).peak.total
-        getattr(model, knob)(False)
-        for _ in range(2):
-            predicted = memory_report(model).peak.total
-            with Resident(model) as resident:
-                accumulate(getattr(model, knob), lambda: model(torch.ones(2, 64)).sum().backward())
-            assert once < predicted == resident.peak, (options, knob, once, predicted, resident.peak)
-            model.zero_grad()
-            getattr(model, knob)(False)
-
-
-def check_second_buffer():
-    """Over gloo the second buffer of a reduce-scatter counts."""
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-    for module in (*model, model):
-        fully_shard(module)
-    model(torch.ones(2, 64)).sum().backward()
-    model.zero_grad()
-    whole = 64 * 64 * 4
-    # The gradient of 1, a tensor of autograd's, is there while that of 2 is reduced.
-    for context, gradients in ((as_nccl(), 2), (contextlib.nullcontext(), 3)):
-        with context:
-            peak = memory_report(model).peak
-        assert (peak.name, peak.gathered, peak.gradients) == ("backward of 1", 2 * whole, gradients * whole), peak
-
-
-@as_nccl()
-def check_bound():
-    """Where the gradients of a module around others come last only, the prediction is too high by their buffer at most."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    for layer in model[1:]:
-        fully_shard(layer)
-    fully_shard(model)
-    for _ in range(2):
-        model(torch.ones(2, 64)).sum().backward()
-        model.zero_grad()
-    predicted = memory_report(model).peak.total
-    with Resident(model) as resident:
-        model(torch.ones(2, 64)).sum().backward()
-    assert resident.peak < predicted <= resident.peak + buffer_layouts(model)["root"].numel * 4
-
-
 def shards_of(model):
     """Bytes of a group's shard, by its name."""
     return {name: layout.shard_numel * 4 for name, layout in buffer_layouts(model).items()}
-
-
-@as_nccl()
-def check_report_of_a_new_model():
-    model = build("ragged")
-    layouts, shards = buffer_layouts(model), shards_of(model)
-    report = memory_report(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
-    assert [row.name for row in report.groups] == list(layouts) == ["root", "blocks.0", "blocks.1", "blocks.2"]
-    for row in report.groups:
-        assert row == MemoryRow(row.name, sharded=shards[row.name])
-    assert report.total == MemoryRow("total", sharded=sum(shards.values()))
-
-
-@as_nccl()
-def check_report_of_gathered_parameters():
-    """The root's stay after forward, those of a block that was unsharded by name do not."""
-    model = build("ragged")
-    model.blocks[1].unshard()
-    model(batch(0, False)[:, :-1])
-    gathered = {row.name: row.gathered for row in memory_report(model).groups}
-    root = buffer_layouts(model)["root"].numel * 4
-    assert gathered == {"root": root, "blocks.0": 0, "blocks.1": 0, "blocks.2": 0}, gathered
-
-
-@as_nccl()
-def check_report_of_gradients():
-    """They are unreduced without gradient sync, and in ``.grad`` with it."""
-    model = build("ragged")
-    model.set_requires_gradient_sync(False)
-    step_of(model)
-    report = memory_report(model)
-    assert [row.gradients for row in report.groups] == [layout.numel * 4 for layout in buffer_layouts(model).values()]
-    model.set_requires_gradient_sync(True)
-    step_of(model)
-    report = memory_report(model)
-    assert [(row.gathered, row.gradients, row.grad) for row in report.groups] == [(0, 0, n) for n in shards_of(model).values()]
-
-
-@as_nccl()
-def check_report_of_the_optimizer():
-    model = build("ragged")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    before = memory_report(model, optimizer).peak
-    step_of(model)
-    optimizer.step()
-    report = memory_report(model, optimizer)
-    assert before.total == report.peak.total and not report.notes  # It was predicted.
-    for row, group in zip(report.groups, groups_of(model).values()):
-        local = sum(param.sharded.to_local().nbytes for param in group.params)
-        assert row.optimizer == 2 * local + 4 * len(group.params)  # two moments, and a step count each
-    assert report.total.optimizer == sum(row.optimizer for row in report.groups)
-    assert report.peak.optimizer == report.total.optimizer
-    with Resident(model) as resident:
-        optimizer.zero_grad()
-        step_of(model)
-    assert report.peak.total == resident.peak + report.total.optimizer
 
 
 OPTIMIZERS = {
@@ -359,28 +219,6 @@ def by_shape(params, algorithm):
     return [{"params": kinds[True], "algorithm": algorithm}, {"params": kinds[False], "algorithm": "adamw"}]
 
 
-@as_nccl()
-def check_prediction_of_optimizers():
-    """Before the first step, of an optimizer or of its class: the bytes that are there after it, on every rank."""
-    for name, make in OPTIMIZERS.items():
-        model = build("ragged")
-        params = list(model.parameters())
-        makers = [make]
-        if make is None:
-            makers = [lambda given: torch.optim.SGD(given[::2], momentum=0.9), lambda given: torch.optim.Adam(given[1::2])]
-        optimizers = [make(params) for make in makers]
-        of_classes, of_instances = memory_report(model, makers), memory_report(model, optimizers)
-        assert of_classes.notes == of_instances.notes and of_classes.peak == of_instances.peak, name
-        assert all(not one.state for one in optimizers) or name == "Adagrad"
-        step_of(model)
-        for one in optimizers:
-            one.step()
-        model.zero_grad()
-        report = memory_report(model, optimizers)
-        assert report.peak == of_classes.peak and report.total.optimizer == report.peak.optimizer, (name, report, of_classes)
-        assert (report.peak.optimizer > 0) == (name != "SGD") and (not report.notes or name == "SGD"), (name, report.notes)
-
-
 class Odd(torch.optim.SGD):
     """Its step needs values."""
 
@@ -388,65 +226,6 @@ class Odd(torch.optim.SGD):
         if self.param_groups[0]["params"][0].sum().item() == 0:
             return
         super().step()
-
-
-def check_prediction_that_fails():
-    """Whatever an optimizer does, the report is made, and a note says what is not in it. Wrong arguments are errors."""
-    model = build("ragged")
-    before = [param.detach().clone() for param in model.parameters()]
-    report = memory_report(model, functools.partial(Odd, momentum=0.9))
-    (note,) = report.notes
-    assert note.startswith("Odd has no states yet. Those of its first step cannot be predicted, and are not in the peak: ")
-    assert report.peak.optimizer == 0 and str(report).endswith(note)
-    assert memory_report(model, torch.optim.AdamW).notes[0].startswith("AdamW has no states yet. The peak has the ")
-    assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before))
-    for wrong in ("adam", lambda params: "adam", [3]):
-        assert "TypeError: memory_report got " in error_of(memory_report, model, wrong), wrong
-
-
-@as_nccl()
-def check_text_of_the_report():
-    model = build("ragged")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    step_of(model, 0, optimizer)
-    report = memory_report(model, optimizer)
-    lines = str(report).splitlines()
-    header = "group, sharded params, gathered params, unreduced grads, .grad, optimizer states, total"
-    assert re.sub(" {2,}", ", ", lines[0]) == header
-    names = [line.split()[0] for line in lines[1:]]
-    assert names == [*buffer_layouts(model), "total", "peak:"] and len(set(map(len, lines))) == 1
-    assert f"{report.total.sharded / 1024:.2f} KiB" in lines[-2] and f"{report.peak.total / 1024:.2f} KiB" in lines[-1]
-
-
-def check_report_in_any_mode():
-    """A report is the same in every mode; before the first forward, also for a list of modules that are one unit."""
-    model = build("ragged")
-    reports = [memory_report(model)]
-    with torch.inference_mode():
-        reports.append(memory_report(model))
-    step_of(model)
-    model.zero_grad()
-    with torch.inference_mode():
-        reports.append(memory_report(model))
-    assert reports[0] == reports[1] == reports[2], reports
-    parts = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    fully_shard([parts[0], parts[2]])
-    assert memory_report(fully_shard(parts)).peak.gradients > 0
-
-
-@as_nccl()
-def check_report_of_several_roots():
-    """Each root's last forward is played: the report after it is that before it."""
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-    for layer in model:
-        fully_shard(layer)
-    before = memory_report(model).peak
-    model(torch.ones(2, 64)).sum().backward()
-    model.zero_grad()
-    assert memory_report(model).peak == before
-    with Resident(model) as resident:
-        model(torch.ones(2, 64)).sum().backward()
-    assert before.total == resident.peak, (before, resident.peak)
 
 
 class Planned(nn.Module):
@@ -463,25 +242,6 @@ class Planned(nn.Module):
         return self.head(x)
 
 
-def check_plan():
-    """What a training holds between steps is what the offline planner says of the model, byte for byte."""
-    model = Planned()
-    precision = Precision(torch.float32, torch.float32, torch.float32, states=2)
-    planner = ModelPlanner(Model("", module_groups(model)), granularity_policy(elements(), False), precision.alignment)
-    planned = zero_memory(planner.plan(dist.get_world_size()).ragged, precision)[3]
-    for module in (*model.blocks, model):
-        fully_shard(module)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 64)).sum().backward()
-    optimizer.step()
-    params = list(model.parameters())
-    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
-    held = [storages_nbytes(kind) for kind in (params, [param.grad for param in params], states)]
-    assert held == [planned.parameters, planned.gradients, planned.optimizer], (held, planned)
-    report = memory_report(model, optimizer).total
-    assert [report.sharded, report.grad, report.optimizer] == [*held[:2], held[2] + 4 * len(params)]  # step counts
-
-
 def storages_nbytes(tensors):
     """Bytes of the distinct storages of DTensors' locals."""
     storages = {t.to_local().untyped_storage().data_ptr(): t.to_local().untyped_storage().nbytes() for t in tensors}
@@ -493,47 +253,251 @@ class MemoryReportTest(unittest.TestCase):
         for adds_wide in (False, True):
             run_ranks(2, check_prediction, adds_wide)
 
-    def test_predicted_peak_has_what_stays_gathered(self):
-        run_ranks(4, check_prediction_of_kept_parameters)
+    @ranks(4)
+    @as_nccl()
+    def test_predicted_peak_has_what_stays_gathered():
+        """What stays gathered, or is there twice for the moment of a copy, is in the prediction."""
+        line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "rank"))
+        for mesh, options in (
+            (line, {"placements": ZERO1}),
+            (line, {"placements": ZERO2}),
+            (square, {"placements": HIERARCHICAL}),
+            (line, {"reshard_after_forward": 2}),
+            (line, {"shard_placement_fn": lambda param: Shard(1) if param.ndim == 2 else None}),
+        ):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+            for module in (*model, model):
+                fully_shard(module, mesh=mesh, **options)
+            for _ in range(2):
+                model.zero_grad()
+                predicted = memory_report(model).peak
+                with Resident(model) as resident:
+                    model(torch.ones(2, 64)).sum().backward()
+                assert predicted.total == resident.peak, (options, predicted, resident.peak)
 
-    def test_predicted_peak_has_gradients_that_accumulate(self):
-        run_ranks(4, check_prediction_of_accumulation)
+    @ranks(4)
+    @as_nccl()
+    def test_predicted_peak_has_gradients_that_accumulate():
+        """Gradients that wait for a later pass, of this rank or of its replica, are in the prediction."""
+        line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "rank"))
+        sync, last, replicas = "set_requires_gradient_sync", "set_is_last_backward", "set_requires_all_reduce"
+        for mesh, options, knob in (
+            (line, {"placements": ZERO1}, sync),
+            (line, {"placements": ZERO1}, last),
+            (line, {"placements": ZERO2}, sync),
+            (square, {"placements": HIERARCHICAL}, sync),
+            (square, {}, sync),
+            (square, {}, replicas),
+            (line, {"reshard_after_forward": 2}, sync),
+        ):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+            for module in (*model, model):
+                fully_shard(module, mesh=mesh, **options)
+            once = memory_report(model).peak.total
+            getattr(model, knob)(False)
+            for _ in range(2):
+                predicted = memory_report(model).peak.total
+                with Resident(model) as resident:
+                    accumulate(getattr(model, knob), lambda: model(torch.ones(2, 64)).sum().backward())
+                assert once < predicted == resident.peak, (options, knob, once, predicted, resident.peak)
+                model.zero_grad()
+                getattr(model, knob)(False)
 
-    def test_predicted_peak_has_the_second_buffer_of_gloo(self):
-        run_ranks(2, check_second_buffer)
+    @ranks(2)
+    def test_predicted_peak_has_the_second_buffer_of_gloo():
+        """Over gloo the second buffer of a reduce-scatter counts."""
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        for module in (*model, model):
+            fully_shard(module)
+        model(torch.ones(2, 64)).sum().backward()
+        model.zero_grad()
+        whole = 64 * 64 * 4
+        # The gradient of 1, a tensor of autograd's, is there while that of 2 is reduced.
+        for context, gradients in ((as_nccl(), 2), (contextlib.nullcontext(), 3)):
+            with context:
+                peak = memory_report(model).peak
+            assert (peak.name, peak.gathered, peak.gradients) == ("backward of 1", 2 * whole, gradients * whole), peak
 
-    def test_predicted_peak_is_a_bound(self):
-        run_ranks(2, check_bound)
+    @ranks(2)
+    @as_nccl()
+    def test_predicted_peak_is_a_bound():
+        """Where the gradients of a module around others come last only, the prediction is too high by their buffer at most."""
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        for layer in model[1:]:
+            fully_shard(layer)
+        fully_shard(model)
+        for _ in range(2):
+            model(torch.ones(2, 64)).sum().backward()
+            model.zero_grad()
+        predicted = memory_report(model).peak.total
+        with Resident(model) as resident:
+            model(torch.ones(2, 64)).sum().backward()
+        assert resident.peak < predicted <= resident.peak + buffer_layouts(model)["root"].numel * 4
 
-    def test_a_new_model_holds_its_shards(self):
-        run_ranks(2, check_report_of_a_new_model)
+    @ranks(2)
+    @as_nccl()
+    def test_a_new_model_holds_its_shards():
+        model = build("ragged")
+        layouts, shards = buffer_layouts(model), shards_of(model)
+        report = memory_report(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+        assert [row.name for row in report.groups] == list(layouts) == ["root", "blocks.0", "blocks.1", "blocks.2"]
+        for row in report.groups:
+            assert row == MemoryRow(row.name, sharded=shards[row.name])
+        assert report.total == MemoryRow("total", sharded=sum(shards.values()))
 
-    def test_gathered_parameters_are_counted_while_they_stay(self):
-        run_ranks(2, check_report_of_gathered_parameters)
+    @ranks(2)
+    @as_nccl()
+    def test_gathered_parameters_are_counted_while_they_stay():
+        """The root's stay after forward, those of a block that was unsharded by name do not."""
+        model = build("ragged")
+        model.blocks[1].unshard()
+        model(batch(0, False)[:, :-1])
+        gathered = {row.name: row.gathered for row in memory_report(model).groups}
+        root = buffer_layouts(model)["root"].numel * 4
+        assert gathered == {"root": root, "blocks.0": 0, "blocks.1": 0, "blocks.2": 0}, gathered
 
-    def test_gradients_are_counted_where_they_are(self):
-        run_ranks(2, check_report_of_gradients)
+    @ranks(2)
+    @as_nccl()
+    def test_gradients_are_counted_where_they_are():
+        """They are unreduced without gradient sync, and in ``.grad`` with it."""
+        model = build("ragged")
+        model.set_requires_gradient_sync(False)
+        step_of(model)
+        report = memory_report(model)
+        assert [row.gradients for row in report.groups] == [layout.numel * 4 for layout in buffer_layouts(model).values()]
+        model.set_requires_gradient_sync(True)
+        step_of(model)
+        report = memory_report(model)
+        assert [(row.gathered, row.gradients, row.grad) for row in report.groups] == [
+            (0, 0, n) for n in shards_of(model).values()
+        ]
 
-    def test_states_of_the_optimizer_are_counted_in_the_peak_too(self):
-        run_ranks(2, check_report_of_the_optimizer)
+    @ranks(2)
+    @as_nccl()
+    def test_states_of_the_optimizer_are_counted_in_the_peak_too():
+        model = build("ragged")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        before = memory_report(model, optimizer).peak
+        step_of(model)
+        optimizer.step()
+        report = memory_report(model, optimizer)
+        assert before.total == report.peak.total and not report.notes  # It was predicted.
+        for row, group in zip(report.groups, groups_of(model).values()):
+            local = sum(param.sharded.to_local().nbytes for param in group.params)
+            assert row.optimizer == 2 * local + 4 * len(group.params)  # two moments, and a step count each
+        assert report.total.optimizer == sum(row.optimizer for row in report.groups)
+        assert report.peak.optimizer == report.total.optimizer
+        with Resident(model) as resident:
+            optimizer.zero_grad()
+            step_of(model)
+        assert report.peak.total == resident.peak + report.total.optimizer
 
-    def test_states_of_the_first_step_are_predicted(self):
-        run_ranks(2, check_prediction_of_optimizers)
+    @ranks(2)
+    @as_nccl()
+    def test_states_of_the_first_step_are_predicted():
+        """Before the first step, of an optimizer or of its class: the bytes that are there after it, on every rank."""
+        for name, make in OPTIMIZERS.items():
+            model = build("ragged")
+            params = list(model.parameters())
+            makers = [make]
+            if make is None:
+                makers = [lambda given: torch.optim.SGD(given[::2], momentum=0.9), lambda given: torch.optim.Adam(given[1::2])]
+            optimizers = [make(params) for make in makers]
+            of_classes, of_instances = memory_report(model, makers), memory_report(model, optimizers)
+            assert of_classes.notes == of_instances.notes and of_classes.peak == of_instances.peak, name
+            assert all(not one.state for one in optimizers) or name == "Adagrad"
+            step_of(model)
+            for one in optimizers:
+                one.step()
+            model.zero_grad()
+            report = memory_report(model, optimizers)
+            assert report.peak == of_classes.peak and report.total.optimizer == report.peak.optimizer, (
+                name,
+                report,
+                of_classes,
+            )
+            assert (report.peak.optimizer > 0) == (name != "SGD") and (not report.notes or name == "SGD"), (name, report.notes)
 
-    def test_a_report_says_what_cannot_be_predicted(self):
-        run_ranks(2, check_prediction_that_fails)
+    @ranks(2)
+    def test_a_report_says_what_cannot_be_predicted():
+        """Whatever an optimizer does, the report is made, and a note says what is not in it. Wrong arguments are errors."""
+        model = build("ragged")
+        before = [param.detach().clone() for param in model.parameters()]
+        report = memory_report(model, functools.partial(Odd, momentum=0.9))
+        (note,) = report.notes
+        assert note.startswith("Odd has no states yet. Those of its first step cannot be predicted, and are not in the peak: ")
+        assert report.peak.optimizer == 0 and str(report).endswith(note)
+        assert memory_report(model, torch.optim.AdamW).notes[0].startswith("AdamW has no states yet. The peak has the ")
+        assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before))
+        for wrong in ("adam", lambda params: "adam", [3]):
+            assert "TypeError: memory_report got " in error_of(memory_report, model, wrong), wrong
 
-    def test_the_text_has_a_line_for_each_group(self):
-        run_ranks(2, check_text_of_the_report)
+    @ranks(2)
+    @as_nccl()
+    def test_the_text_has_a_line_for_each_group():
+        model = build("ragged")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        step_of(model, 0, optimizer)
+        report = memory_report(model, optimizer)
+        lines = str(report).splitlines()
+        header = "group, sharded params, gathered params, unreduced grads, .grad, optimizer states, total"
+        assert re.sub(" {2,}", ", ", lines[0]) == header
+        names = [line.split()[0] for line in lines[1:]]
+        assert names == [*buffer_layouts(model), "total", "peak:"] and len(set(map(len, lines))) == 1
+        assert f"{report.total.sharded / 1024:.2f} KiB" in lines[-2] and f"{report.peak.total / 1024:.2f} KiB" in lines[-1]
 
-    def test_a_report_is_the_same_in_inference_mode(self):
-        run_ranks(2, check_report_in_any_mode)
+    @ranks(2)
+    def test_a_report_is_the_same_in_inference_mode():
+        """A report is the same in every mode; before the first forward, also for a list of modules that are one unit."""
+        model = build("ragged")
+        reports = [memory_report(model)]
+        with torch.inference_mode():
+            reports.append(memory_report(model))
+        step_of(model)
+        model.zero_grad()
+        with torch.inference_mode():
+            reports.append(memory_report(model))
+        assert reports[0] == reports[1] == reports[2], reports
+        parts = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+        fully_shard([parts[0], parts[2]])
+        assert memory_report(fully_shard(parts)).peak.gradients > 0
 
-    def test_every_root_of_a_model_is_in_the_prediction(self):
-        run_ranks(2, check_report_of_several_roots)
+    @ranks(2)
+    @as_nccl()
+    def test_every_root_of_a_model_is_in_the_prediction():
+        """Each root's last forward is played: the report after it is that before it."""
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        for layer in model:
+            fully_shard(layer)
+        before = memory_report(model).peak
+        model(torch.ones(2, 64)).sum().backward()
+        model.zero_grad()
+        assert memory_report(model).peak == before
+        with Resident(model) as resident:
+            model(torch.ones(2, 64)).sum().backward()
+        assert before.total == resident.peak, (before, resident.peak)
 
-    def test_resident_memory_is_what_was_planned(self):
-        run_ranks(2, check_plan)
+    @ranks(2)
+    def test_resident_memory_is_what_was_planned():
+        """What a training holds between steps is what the offline planner says of the model, byte for byte."""
+        model = Planned()
+        precision = Precision(torch.float32, torch.float32, torch.float32, states=2)
+        planner = ModelPlanner(Model("", module_groups(model)), granularity_policy(elements(), False), precision.alignment)
+        planned = zero_memory(planner.plan(dist.get_world_size()).ragged, precision)[3]
+        for module in (*model.blocks, model):
+            fully_shard(module)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        params = list(model.parameters())
+        states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+        held = [storages_nbytes(kind) for kind in (params, [param.grad for param in params], states)]
+        assert held == [planned.parameters, planned.gradients, planned.optimizer], (held, planned)
+        report = memory_report(model, optimizer).total
+        assert [report.sharded, report.grad, report.optimizer] == [*held[:2], held[2] + 4 * len(params)]  # step counts
 
 
 if __name__ == "__main__":

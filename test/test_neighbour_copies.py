@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import error_of, run_mortal_ranks, run_ranks
+from common import error_of, ranks, run_mortal_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -90,38 +90,6 @@ def train_and_die(rank, port, victims, kind, pipe):
     os._exit(0)
 
 
-def check_update():
-    mesh = init_device_mesh("cpu", (2, 2))
-    assert "a 1-D mesh of at least 2 ranks" in error_of(NeighbourCopies, *make(mesh))
-    flat = init_device_mesh("cpu", (4,))
-    model, optimizer = make(flat)
-    for options in ({"every": 0}, {"distance": 0}, {"distance": 4}):
-        assert "expected every >= 1 and a distance between 1 and 3" in error_of(NeighbourCopies, model, optimizer, **options)
-    copies = NeighbourCopies(model, optimizer, every=2, distance=3)
-    assert "no complete copy" in error_of(copies.recover, flat)
-    for number in range(4):
-        step(model, optimizer, number)
-        copies.update()
-        if number == 1:
-            wanted = copied(whole(model, optimizer))
-    copies.wait()
-    # Of all ranks, two generations of two copies; each tensor starts at a multiple of 16 bytes.
-    moments = [value for param in model.parameters() for value in optimizer.state[param].values() if value.numel() > 1]
-    held = sum(-(-tensor.to_local().nbytes // 16) * 16 for tensor in (*model.parameters(), *moments))
-    total = torch.tensor([held, copies.nbytes])
-    dist.all_reduce(total)
-    assert int(total[1]) == 4 * int(total[0]), total
-    third = copied(whole(model, optimizer))
-    for each in copies._generations:  # As if a rank had died before the last copy was complete.
-        if each.step == 4 and dist.get_rank() == 1:
-            each.step = -1
-    assert copies.recover(flat) == 2
-    buffers = [name for name, _ in model.named_buffers()]
-    got = whole(model, optimizer)
-    assert not [name for name in same(got, wanted) if name not in buffers], same(got, wanted)
-    assert same(got, third)
-
-
 class CopiedBy:
     """An option of an optimizer, which calls a function when NeighbourCopies copy it."""
 
@@ -146,69 +114,6 @@ def copied_after(model, optimizer, copies):
     copies.update()
     copies.wait()
     return copied(whole(model, optimizer)) | copied(dict(model.named_buffers()))
-
-
-def check_resharded():
-    """4 ranks, 3, 4 again, with new copies after each. The copies that are out of date say so."""
-    four, three = DeviceMesh("cpu", [0, 1, 2, 3]), DeviceMesh("cpu", [0, 1, 2])
-    if dist.get_rank() < 3:  # Rank 3 has made fewer.
-        NeighbourCopies(*make(three))
-    model, optimizer = make(four)
-    copies = NeighbourCopies(model, optimizer)
-    step(model, optimizer, 0)
-    copied_after(model, optimizer, copies)
-    reshard_to(model, optimizer, three)
-    start = time.monotonic()
-    text = error_of(copies.update)
-    assert text.startswith("ValueError: the model is on DeviceMesh((3,)"), text
-    assert text.endswith("make new ones after reshard_to() or recover()"), text
-    assert time.monotonic() - start < 5
-    if dist.get_rank() < 3:
-        copied_after(model, optimizer, NeighbourCopies(model, optimizer))
-    reshard_to(model, optimizer, four)
-    copies = NeighbourCopies(model, optimizer)
-    wanted = copied_after(model, optimizer, copies)
-    step(model, optimizer, 1)
-    assert same(whole(model, optimizer), wanted)
-    assert copies.recover(four) == 1
-    assert not same(whole(model, optimizer), wanted)
-
-
-def check_arguments_differ():
-    rank = dist.get_rank()
-    model, optimizer = make(init_device_mesh("cpu", (4,)))
-    for options, words in (
-        ({"every": 1 + rank // 3}, "rank 0 has every=1, distance=1, rank 3 has every=2, distance=1"),
-        ({"distance": 1 + rank % 2}, "rank 0 has every=1, distance=1, rank 1 has every=1, distance=2"),
-    ):
-        text = error_of(NeighbourCopies, model, optimizer, **options)
-        assert text.startswith(f"ValueError: NeighbourCopies was called differently on different ranks: {words}"), text
-    text = error_of(NeighbourCopies, model, optimizer, distance=4 if rank == 1 else 1)
-    assert "expected every >= 1 and a distance between 1 and 3" in text, text
-
-
-def check_refused():
-    """The state of one rank cannot be copied: all ranks raise, and the last copy stays."""
-    mesh = init_device_mesh("cpu", (4,))
-    model, optimizer = make(mesh)
-    option = optimizer.param_groups[0]["note"] = CopiedBy()
-    copies = NeighbourCopies(model, optimizer)
-    step(model, optimizer, 0)
-    copied_after(model, optimizer, copies)
-    step(model, optimizer, 1)
-    wanted = copied_after(model, optimizer, copies)
-    option.function = refuse if dist.get_rank() == 1 else None
-    start = time.monotonic()
-    text = error_of(copies.update)
-    assert text == ("TypeError: no copy of this" if dist.get_rank() == 1 else ""), text
-    text = error_of(copies.wait)
-    assert "TransferError" in text and "rank 1: TypeError: no copy of this" in text, text
-    assert time.monotonic() - start < 8
-    option.function = None
-    for _ in range(3):
-        assert "RuntimeError: a copy has failed, and its process group is not usable" in error_of(copies.update)
-    assert copies.recover(mesh) == 2
-    assert not same(whole(model, optimizer), wanted)
 
 
 def lose_a_rank_when_states_appear():
@@ -303,17 +208,102 @@ class NeighbourCopiesTest(unittest.TestCase):
         for _, lost, *_ in self.run_world((1, 2), "adamw"):
             self.assertEqual(lost, "RuntimeError: recover(): rank 1 with its copy on rank 2 are gone: load a checkpoint")
 
-    def test_copies_take_the_memory_that_is_said_and_incomplete_ones_are_not_used(self):
-        run_ranks(4, check_update)
+    @ranks(4)
+    def test_copies_take_the_memory_that_is_said_and_incomplete_ones_are_not_used():
+        mesh = init_device_mesh("cpu", (2, 2))
+        assert "a 1-D mesh of at least 2 ranks" in error_of(NeighbourCopies, *make(mesh))
+        flat = init_device_mesh("cpu", (4,))
+        model, optimizer = make(flat)
+        for options in ({"every": 0}, {"distance": 0}, {"distance": 4}):
+            assert "expected every >= 1 and a distance between 1 and 3" in error_of(
+                NeighbourCopies, model, optimizer, **options
+            )
+        copies = NeighbourCopies(model, optimizer, every=2, distance=3)
+        assert "no complete copy" in error_of(copies.recover, flat)
+        for number in range(4):
+            step(model, optimizer, number)
+            copies.update()
+            if number == 1:
+                wanted = copied(whole(model, optimizer))
+        copies.wait()
+        # Of all ranks, two generations of two copies; each tensor starts at a multiple of 16 bytes.
+        moments = [value for param in model.parameters() for value in optimizer.state[param].values() if value.numel() > 1]
+        held = sum(-(-tensor.to_local().nbytes // 16) * 16 for tensor in (*model.parameters(), *moments))
+        total = torch.tensor([held, copies.nbytes])
+        dist.all_reduce(total)
+        assert int(total[1]) == 4 * int(total[0]), total
+        third = copied(whole(model, optimizer))
+        for each in copies._generations:  # As if a rank had died before the last copy was complete.
+            if each.step == 4 and dist.get_rank() == 1:
+                each.step = -1
+        assert copies.recover(flat) == 2
+        buffers = [name for name, _ in model.named_buffers()]
+        got = whole(model, optimizer)
+        assert not [name for name in same(got, wanted) if name not in buffers], same(got, wanted)
+        assert same(got, third)
 
-    def test_new_copies_follow_a_model_to_other_meshes(self):
-        run_ranks(4, check_resharded)
+    @ranks(4)
+    def test_new_copies_follow_a_model_to_other_meshes():
+        """4 ranks, 3, 4 again, with new copies after each. The copies that are out of date say so."""
+        four, three = DeviceMesh("cpu", [0, 1, 2, 3]), DeviceMesh("cpu", [0, 1, 2])
+        if dist.get_rank() < 3:  # Rank 3 has made fewer.
+            NeighbourCopies(*make(three))
+        model, optimizer = make(four)
+        copies = NeighbourCopies(model, optimizer)
+        step(model, optimizer, 0)
+        copied_after(model, optimizer, copies)
+        reshard_to(model, optimizer, three)
+        start = time.monotonic()
+        text = error_of(copies.update)
+        assert text.startswith("ValueError: the model is on DeviceMesh((3,)"), text
+        assert text.endswith("make new ones after reshard_to() or recover()"), text
+        assert time.monotonic() - start < 5
+        if dist.get_rank() < 3:
+            copied_after(model, optimizer, NeighbourCopies(model, optimizer))
+        reshard_to(model, optimizer, four)
+        copies = NeighbourCopies(model, optimizer)
+        wanted = copied_after(model, optimizer, copies)
+        step(model, optimizer, 1)
+        assert same(whole(model, optimizer), wanted)
+        assert copies.recover(four) == 1
+        assert not same(whole(model, optimizer), wanted)
 
-    def test_arguments_that_differ_are_an_error_on_all_ranks(self):
-        run_ranks(4, check_arguments_differ)
+    @ranks(4)
+    def test_arguments_that_differ_are_an_error_on_all_ranks():
+        rank = dist.get_rank()
+        model, optimizer = make(init_device_mesh("cpu", (4,)))
+        for options, words in (
+            ({"every": 1 + rank // 3}, "rank 0 has every=1, distance=1, rank 3 has every=2, distance=1"),
+            ({"distance": 1 + rank % 2}, "rank 0 has every=1, distance=1, rank 1 has every=1, distance=2"),
+        ):
+            text = error_of(NeighbourCopies, model, optimizer, **options)
+            assert text.startswith(f"ValueError: NeighbourCopies was called differently on different ranks: {words}"), text
+        text = error_of(NeighbourCopies, model, optimizer, distance=4 if rank == 1 else 1)
+        assert "expected every >= 1 and a distance between 1 and 3" in text, text
 
-    def test_a_state_that_cannot_be_copied_is_an_error_on_all_ranks(self):
-        run_ranks(4, check_refused)
+    @ranks(4)
+    def test_a_state_that_cannot_be_copied_is_an_error_on_all_ranks():
+        """The state of one rank cannot be copied: all ranks raise, and the last copy stays."""
+        mesh = init_device_mesh("cpu", (4,))
+        model, optimizer = make(mesh)
+        option = optimizer.param_groups[0]["note"] = CopiedBy()
+        copies = NeighbourCopies(model, optimizer)
+        step(model, optimizer, 0)
+        copied_after(model, optimizer, copies)
+        step(model, optimizer, 1)
+        wanted = copied_after(model, optimizer, copies)
+        option.function = refuse if dist.get_rank() == 1 else None
+        start = time.monotonic()
+        text = error_of(copies.update)
+        assert text == ("TypeError: no copy of this" if dist.get_rank() == 1 else ""), text
+        text = error_of(copies.wait)
+        assert "TransferError" in text and "rank 1: TypeError: no copy of this" in text, text
+        assert time.monotonic() - start < 8
+        option.function = None
+        for _ in range(3):
+            assert "RuntimeError: a copy has failed, and its process group is not usable" in error_of(copies.update)
+        assert copies.recover(mesh) == 2
+        assert not same(whole(model, optimizer), wanted)
 
     def test_the_last_copy_stays_until_a_larger_one_is_complete(self):
         for failure, recovered, different in run_mortal_ranks(4, {2}, lose_a_rank_when_states_appear).values():

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from unittest import mock
 
 import torch
-from common import error_of, run_ranks
+from common import error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -89,51 +89,6 @@ def step(model: Blocks) -> torch.Tensor:
     return loss.detach()
 
 
-def addresses_stay() -> None:
-    model, made = shard(Blocks(), mp_policy=MIXED), []
-
-    def counted(device: torch.device) -> Callable[..., torch.Tensor]:
-        allocate = allocator(device)
-        return lambda numel, dtype: made.append(dtype) or allocate(numel, dtype)
-
-    with mock.patch.object(_fsdp_module, "allocator", counted):
-        model.set_persistent_buffers(places=2)
-    groups = [group for group in model._ragged_groups(recurse=True)]
-    seen: list[list[int]] = []
-    for _ in range(3):
-        step(model)
-        found = [group.unsharded.flat.data_ptr() for group in groups]
-        found += [buffer.flat.data_ptr() for group in groups for buffer in group.buffers()["gradients"]]
-        seen.append(found)
-        model.zero_grad()
-    assert seen[0] == seen[1] == seen[2]
-    # Two slots and the root's, as large as the largest of their groups: gathered, unreduced, and in the dtype of reductions.
-    assert sorted(map(str, made)) == ["torch.bfloat16"] * 6 + ["torch.float32"] * 3, made
-    root, *blocks = groups
-    gathered = [group.unsharded.flat.data_ptr() for group in blocks]
-    assert gathered[0::2] == gathered[:1] * 3 and gathered[1::2] == gathered[1:2] * 3, gathered
-    assert root.unsharded.flat.data_ptr() not in gathered
-    assert all(buffer.resident_nbytes == 0 for group in groups for buffer in group.buffers()["gathered"])
-    model.set_persistent_buffers(False)
-    step(model)
-    assert len({group.unsharded.flat.untyped_storage().nbytes() for group in blocks}) == 1  # Every slot is as large.
-
-
-def converted() -> None:
-    """``model.to(dtype)`` makes new slabs; training goes on with the bits of one that has none."""
-    losses = []
-    for persistent in (False, True):
-        model = shard(Blocks())
-        if persistent:
-            model.set_persistent_buffers()
-        found = [step(model)]
-        model.zero_grad()
-        model.to(torch.bfloat16)
-        found.append(step(model))
-        losses.append(torch.stack([loss.float() for loss in found]))
-    assert torch.equal(*losses), losses
-
-
 def turns_not_kept() -> list[str]:
     model = shard(Blocks())
     model.set_persistent_buffers(places=2)
@@ -156,42 +111,6 @@ def turns_not_kept() -> list[str]:
     return errors
 
 
-def several_dtypes() -> None:
-    """Groups of one module, by dtype, have places of their own; results are those without."""
-    losses = []
-    for persistent in (False, True):
-        model = Blocks(3)
-        for block in model.blocks:
-            block[2].double()
-            block.forward = lambda x, block=block: block[2](block[1](block[0](x)).double()).float()
-        shard(model)
-        if persistent:
-            model.set_persistent_buffers(places=2)
-        for _ in range(2):
-            losses.append(step(model))
-            model.zero_grad()
-    assert torch.equal(torch.stack(losses[:2]), torch.stack(losses[2:])), losses
-
-
-def stay_gathered() -> None:
-    """What stays gathered for a step (ZeRO-2, or not resharded after forward) has places of its own."""
-    losses = []
-    for options in ({"placements": ZERO2}, {"reshard_after_forward": False}):
-        for persistent in (False, True):
-            model = shard(Blocks(), **options)
-            if persistent:
-                model.set_persistent_buffers(places=2)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for _ in range(3):
-                losses.append(step(model))
-                optimizer.step()
-                optimizer.zero_grad()
-    assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:6])), losses
-    assert losses[:3] == losses[6:9] == losses[9:], losses
-    addresses = {group.unsharded.flat.data_ptr() for group in model._ragged_groups(recurse=True)}
-    assert len(addresses) == 7, addresses
-
-
 class Interleaved(nn.Module):
     """Two lists of layers, used by turns: not in the order in which they are registered."""
 
@@ -204,13 +123,6 @@ class Interleaved(nn.Module):
             for layer in pair:
                 x = torch.tanh(layer(x))
         return x
-
-
-def other_orders() -> None:
-    """Slots are assigned in the order of modules; in another order of use, no all-gather is issued ahead into a slot in use."""
-    for policy in (MIXED, Float8Policy(torch.bfloat16, torch.float32)):
-        found = [gradients_of_interleaved(policy, persistent) for persistent in (False, True)]
-        assert all(torch.equal(one, other) for one, other in zip(*found)), policy
 
 
 def gradients_of_interleaved(policy: MixedPrecisionPolicy, persistent: bool) -> list[torch.Tensor]:
@@ -261,25 +173,98 @@ def pending_and_kept() -> list[str]:
 
 
 class PersistentBuffersTest(unittest.TestCase):
-    def test_another_order_of_use_gives_the_same_gradients(self):
-        run_ranks(2, other_orders)
+    @ranks(2)
+    def test_another_order_of_use_gives_the_same_gradients():
+        """Slots are assigned in the order of modules; in another order, no all-gather is issued ahead into a slot in use."""
+        for policy in (MIXED, Float8Policy(torch.bfloat16, torch.float32)):
+            found = [gradients_of_interleaved(policy, persistent) for persistent in (False, True)]
+            assert all(torch.equal(one, other) for one, other in zip(*found)), policy
 
     def test_gradients_that_wait_are_not_lost(self):
         for errors in run_ranks(2, pending_and_kept):
             for error in errors:
                 self.assertRegex(error, "^RuntimeError: .*gradients.* not in .grad yet.*between steps")
 
-    def test_what_stays_gathered_has_memory_of_its_own(self):
-        run_ranks(2, stay_gathered)
+    @ranks(2)
+    def test_what_stays_gathered_has_memory_of_its_own():
+        """What stays gathered for a step (ZeRO-2, or not resharded after forward) has places of its own."""
+        losses = []
+        for options in ({"placements": ZERO2}, {"reshard_after_forward": False}):
+            for persistent in (False, True):
+                model = shard(Blocks(), **options)
+                if persistent:
+                    model.set_persistent_buffers(places=2)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                for _ in range(3):
+                    losses.append(step(model))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:6])), losses
+        assert losses[:3] == losses[6:9] == losses[9:], losses
+        addresses = {group.unsharded.flat.data_ptr() for group in model._ragged_groups(recurse=True)}
+        assert len(addresses) == 7, addresses
 
-    def test_addresses_stay_over_steps(self):
-        run_ranks(2, addresses_stay)
+    @ranks(2)
+    def test_addresses_stay_over_steps():
+        model, made = shard(Blocks(), mp_policy=MIXED), []
 
-    def test_a_conversion_makes_new_buffers_and_trains_on(self):
-        run_ranks(2, converted)
+        def counted(device: torch.device) -> Callable[..., torch.Tensor]:
+            allocate = allocator(device)
+            return lambda numel, dtype: made.append(dtype) or allocate(numel, dtype)
 
-    def test_groups_of_several_dtypes_train_as_without(self):
-        run_ranks(2, several_dtypes)
+        with mock.patch.object(_fsdp_module, "allocator", counted):
+            model.set_persistent_buffers(places=2)
+        groups = [group for group in model._ragged_groups(recurse=True)]
+        seen: list[list[int]] = []
+        for _ in range(3):
+            step(model)
+            found = [group.unsharded.flat.data_ptr() for group in groups]
+            found += [buffer.flat.data_ptr() for group in groups for buffer in group.buffers()["gradients"]]
+            seen.append(found)
+            model.zero_grad()
+        assert seen[0] == seen[1] == seen[2]
+        # Two slots and the root's, as large as the largest of their groups: gathered, unreduced, in the reduce dtype.
+        assert sorted(map(str, made)) == ["torch.bfloat16"] * 6 + ["torch.float32"] * 3, made
+        root, *blocks = groups
+        gathered = [group.unsharded.flat.data_ptr() for group in blocks]
+        assert gathered[0::2] == gathered[:1] * 3 and gathered[1::2] == gathered[1:2] * 3, gathered
+        assert root.unsharded.flat.data_ptr() not in gathered
+        assert all(buffer.resident_nbytes == 0 for group in groups for buffer in group.buffers()["gathered"])
+        model.set_persistent_buffers(False)
+        step(model)
+        assert len({group.unsharded.flat.untyped_storage().nbytes() for group in blocks}) == 1  # Every slot is as large.
+
+    @ranks(2)
+    def test_a_conversion_makes_new_buffers_and_trains_on():
+        """``model.to(dtype)`` makes new slabs; training goes on with the bits of one that has none."""
+        losses = []
+        for persistent in (False, True):
+            model = shard(Blocks())
+            if persistent:
+                model.set_persistent_buffers()
+            found = [step(model)]
+            model.zero_grad()
+            model.to(torch.bfloat16)
+            found.append(step(model))
+            losses.append(torch.stack([loss.float() for loss in found]))
+        assert torch.equal(*losses), losses
+
+    @ranks(2)
+    def test_groups_of_several_dtypes_train_as_without():
+        """Groups of one module, by dtype, have places of their own; results are those without."""
+        losses = []
+        for persistent in (False, True):
+            model = Blocks(3)
+            for block in model.blocks:
+                block[2].double()
+                block.forward = lambda x, block=block: block[2](block[1](block[0](x)).double()).float()
+            shard(model)
+            if persistent:
+                model.set_persistent_buffers(places=2)
+            for _ in range(2):
+                losses.append(step(model))
+                model.zero_grad()
+        assert torch.equal(torch.stack(losses[:2]), torch.stack(losses[2:])), losses
 
     def test_turns_that_are_not_kept_are_told(self):
         for gathered, gradients, meta in run_ranks(2, turns_not_kept):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor as dt
-from common import error_of, run_ranks
+from common import error_of, ranks, run_ranks
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -165,44 +165,6 @@ Cyclic.extension = CYCLIC
 FULL = torch.arange(15.0).view(5, 3)
 
 
-def check_layout():
-    mesh = init_device_mesh("cpu", (2,))
-    mine = FULL[mesh.get_local_rank() :: 2]
-    tensor = distribute_tensor(FULL, mesh, [Cyclic()])
-    assert torch.equal(tensor.to_local(), mine) and tensor.placements == (Cyclic(),)
-    assert compute_local_shape_and_global_offset(FULL.shape, mesh, [Cyclic()]) == (tuple(mine.shape), ())
-    for target in (Replicate(), Shard(0), Shard(1), Cyclic()):
-        moved = tensor.redistribute(placements=[target])
-        assert moved.placements == (target,) and torch.equal(moved.full_tensor(), FULL), target
-        assert torch.equal(moved.redistribute(placements=[Cyclic()]).to_local(), mine), target
-    assert torch.equal(DTensor.from_local(mine, mesh, [Cyclic()], shape=FULL.shape).full_tensor(), FULL)
-    assert error_of(DTensor.from_local, FULL, mesh, [Cyclic()], shape=FULL.shape).startswith("ValueError: expected")
-    leaf = distribute_tensor(FULL, mesh, [Cyclic()]).requires_grad_()
-    (leaf.to_local() * 2).sum().backward()
-    assert leaf.grad.placements == (Cyclic(),) and torch.equal(leaf.grad.full_tensor(), torch.full_like(FULL, 2))
-    if hasattr(tensor, "_stable_hash_for_caching"):
-        hashes = [None, None]
-        dist.all_gather_object(hashes, tensor._stable_hash_for_caching())
-        assert hashes[0] != hashes[1]
-
-
-def check_operators():
-    mesh = init_device_mesh("cpu", (2,))
-    tensor = distribute_tensor(FULL, mesh, [Cyclic()])
-    for function in (torch.exp, lambda x: x**2, lambda x: x * 3):
-        for _ in range(2):  # The second time from the dispatcher's cache.
-            assert torch.equal(function(tensor).full_tensor(), function(FULL))
-    assert "rows here and there" in error_of(torch.sum, tensor)
-    assert int(torch.argmax(tensor)) == -7  # DTensor has a handler for it.
-    assert torch.ops.aten.is_same_size.default(tensor, tensor)  # And for this, which does not look at placements.
-
-
-def check_factories():
-    mesh = init_device_mesh("cpu", (2,))
-    made = dt.full((5, 3), 2.0, device_mesh=mesh, placements=[Cyclic()])
-    assert made.placements == (Cyclic(),) and torch.equal(made.full_tensor(), torch.full((5, 3), 2.0))
-
-
 def check_checkpoint(path):
     mesh = init_device_mesh("cpu", (2,))
     dcp.save({"x": distribute_tensor(FULL, mesh, [Cyclic()])}, checkpoint_id=path)
@@ -217,45 +179,71 @@ def check_checkpoint(path):
     assert torch.equal(model.x.full_tensor(), FULL)
 
 
-def check_what_is_not_brought():
-    mesh = init_device_mesh("cpu", (2,))
-    tensor = dtensor(FULL, mesh, [Bare()], FULL.shape)
-    errors = [
-        error_of(distribute_tensor, FULL, mesh, [Bare()]),
-        error_of(DTensor.from_local, FULL, mesh, [Bare()]),
-        error_of(tensor.redistribute, placements=[Shard(0)]),
-        error_of(compute_local_shape_and_global_offset, FULL.shape, mesh, [Bare()]),
-        error_of(torch.neg, tensor),
-        error_of(torch.argmax, tensor),
-        error_of(dt.zeros, 5, 3, device_mesh=mesh, placements=[Bare()]),
-        error_of(tensor.__create_chunk_list__),
-        error_of(tensor.__get_tensor_shard__, MetadataIndex("x")),
-    ]
-    for error in errors:
-        assert error.startswith("NotImplementedError: PlacementExtension brings no rule for "), error
-    assert len(set(errors)) == 8, errors  # Both of the checkpoint's are the same.
-
-
 class PlacementExtensionTest(unittest.TestCase):
     def test_torchs_own_placements_bring_none(self):
         self.assertIsNone(extension_of((Shard(0), Replicate(), Shard(1))))
         self.assertIs(extension_of((Shard(0), Cyclic())), CYCLIC)
 
-    def test_a_new_placement_lays_out_and_redistributes(self):
-        run_ranks(2, check_layout)
+    @ranks(2)
+    def test_a_new_placement_lays_out_and_redistributes():
+        mesh = init_device_mesh("cpu", (2,))
+        mine = FULL[mesh.get_local_rank() :: 2]
+        tensor = distribute_tensor(FULL, mesh, [Cyclic()])
+        assert torch.equal(tensor.to_local(), mine) and tensor.placements == (Cyclic(),)
+        assert compute_local_shape_and_global_offset(FULL.shape, mesh, [Cyclic()]) == (tuple(mine.shape), ())
+        for target in (Replicate(), Shard(0), Shard(1), Cyclic()):
+            moved = tensor.redistribute(placements=[target])
+            assert moved.placements == (target,) and torch.equal(moved.full_tensor(), FULL), target
+            assert torch.equal(moved.redistribute(placements=[Cyclic()]).to_local(), mine), target
+        assert torch.equal(DTensor.from_local(mine, mesh, [Cyclic()], shape=FULL.shape).full_tensor(), FULL)
+        assert error_of(DTensor.from_local, FULL, mesh, [Cyclic()], shape=FULL.shape).startswith("ValueError: expected")
+        leaf = distribute_tensor(FULL, mesh, [Cyclic()]).requires_grad_()
+        (leaf.to_local() * 2).sum().backward()
+        assert leaf.grad.placements == (Cyclic(),) and torch.equal(leaf.grad.full_tensor(), torch.full_like(FULL, 2))
+        if hasattr(tensor, "_stable_hash_for_caching"):
+            hashes = [None, None]
+            dist.all_gather_object(hashes, tensor._stable_hash_for_caching())
+            assert hashes[0] != hashes[1]
 
-    def test_ops_run_under_a_new_placement(self):
-        run_ranks(2, check_operators)
+    @ranks(2)
+    def test_ops_run_under_a_new_placement():
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = distribute_tensor(FULL, mesh, [Cyclic()])
+        for function in (torch.exp, lambda x: x**2, lambda x: x * 3):
+            for _ in range(2):  # The second time from the dispatcher's cache.
+                assert torch.equal(function(tensor).full_tensor(), function(FULL))
+        assert "rows here and there" in error_of(torch.sum, tensor)
+        assert int(torch.argmax(tensor)) == -7  # DTensor has a handler for it.
+        assert torch.ops.aten.is_same_size.default(tensor, tensor)  # And for this, which does not look at placements.
 
-    def test_factories_make_a_new_placement(self):
-        run_ranks(2, check_factories)
+    @ranks(2)
+    def test_factories_make_a_new_placement():
+        mesh = init_device_mesh("cpu", (2,))
+        made = dt.full((5, 3), 2.0, device_mesh=mesh, placements=[Cyclic()])
+        assert made.placements == (Cyclic(),) and torch.equal(made.full_tensor(), torch.full((5, 3), 2.0))
 
     def test_a_new_placement_is_saved_and_loaded(self):
         with tempfile.TemporaryDirectory() as path:
             run_ranks(2, check_checkpoint, path)
 
-    def test_what_is_not_brought_is_an_error(self):
-        run_ranks(2, check_what_is_not_brought)
+    @ranks(2)
+    def test_what_is_not_brought_is_an_error():
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = dtensor(FULL, mesh, [Bare()], FULL.shape)
+        errors = [
+            error_of(distribute_tensor, FULL, mesh, [Bare()]),
+            error_of(DTensor.from_local, FULL, mesh, [Bare()]),
+            error_of(tensor.redistribute, placements=[Shard(0)]),
+            error_of(compute_local_shape_and_global_offset, FULL.shape, mesh, [Bare()]),
+            error_of(torch.neg, tensor),
+            error_of(torch.argmax, tensor),
+            error_of(dt.zeros, 5, 3, device_mesh=mesh, placements=[Bare()]),
+            error_of(tensor.__create_chunk_list__),
+            error_of(tensor.__get_tensor_shard__, MetadataIndex("x")),
+        ]
+        for error in errors:
+            assert error.startswith("NotImplementedError: PlacementExtension brings no rule for "), error
+        assert len(set(errors)) == 8, errors  # Both of the checkpoint's are the same.
 
 
 if __name__ == "__main__":

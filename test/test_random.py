@@ -9,7 +9,7 @@ import unittest.mock
 import pytest
 import torch
 import torch.nn.functional as F
-from common import error_of, run_ranks
+from common import error_of, ranks, run_ranks
 from oracle import local_of, random_placement
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -113,96 +113,6 @@ def check_random_cases(mesh_shape, rounds, seed):
             seen["two cuts"] += sum(not p.is_replicate() for p in placements) > 1
             seen["strided"] += any(isinstance(p, StridedRaggedShard) and p.split_factor > 1 for p in placements)
     return seen
-
-
-def check_probabilities():
-    """Probabilities that are replicated, broadcast, or placed otherwise follow the tensor that is drawn."""
-    mesh = init_device_mesh("cpu", (3,))
-    x = distribute_tensor(torch.zeros(8, 6), mesh, [RaggedShard((0,), (3, 0, 5))])
-    for shape, placement, comms in (((6,), Replicate(), 0), ((8, 6), Shard(0), 1), ((8, 6), RaggedShard((0,), (0, 8, 0)), 1)):
-        torch.manual_seed(1)
-        p = torch.rand(shape)
-        placed = distribute_tensor(p, mesh, [placement])
-        with CommDebugMode() as mode:
-            got, *states = state_after(lambda x, p, g: x.bernoulli_(p, generator=g), x, placed, 2, True)
-        assert mode.get_total_counts() == comms, (placement, mode.get_comm_counts())
-        want, *wanted = state_after(lambda x, p, g: x.bernoulli_(p, generator=g), torch.zeros(8, 6), p, 2, True)
-        assert torch.equal(got.full_tensor(), want) and all(map(torch.equal, states, wanted)), placement
-    if torch.__version__ >= "2.12":  # Before, DTensor itself has no rule.
-        got, *states = state_after(lambda x, p, g: torch.multinomial(p, 4, generator=g), x, x + 0.5, 3, True)
-        want, *wanted = state_after(lambda x, p, g: torch.multinomial(p, 4, generator=g), want, want + 0.5, 3, True)
-        assert torch.equal(got.full_tensor(), want) and all(map(torch.equal, states, wanted))
-        two = init_device_mesh("cpu", (1, 3))
-        pending = DTensor.from_local(x.to_local(), two, [Partial(), *x.placements], shape=(8, 6), stride=(6, 1))
-        assert "its random numbers would depend on the placement" in error_of(torch.multinomial, pending, 2)
-
-
-def check_views():
-    """Random ops on views of whole intervals draw the numbers of the view."""
-    mesh = init_device_mesh("cpu", (3,))
-    views = {
-        "row": lambda t: t[3],
-        "rows": lambda t: t[2:7],
-        "reshaped": lambda t: t.view(8, 2, 3),
-        "flat": lambda t: t.view(-1)[5:40],
-        "detached": lambda t: t.detach(),
-    }
-    for units in ((1, 5, 2), (0, 8, 0), (3, 0, 5)):
-        for name, view in views.items():
-            full = torch.zeros(8, 6)
-            x = distribute_tensor(full, mesh, [RaggedShard((0,), units)])
-            for tensor in (x, full):
-                torch.manual_seed(5)
-                view(tensor).normal_()
-            assert torch.equal(x.full_tensor(), full), (name, units)
-        x, full = x.view(8, 2, 3, 1), full.view(8, 2, 3, 1)  # Strides that no flat local tensor has: gathered.
-        results = [
-            state_after(lambda t, p, g: torch.rand_like(t, memory_format=torch.channels_last), t, t, 5, False)
-            for t in (x, full)
-        ]
-        assert torch.equal(results[0][0].full_tensor(), results[1][0]) and torch.equal(results[0][1], results[1][1])
-        assert results[0][0].stride() == results[1][0].stride() != full.stride()
-
-
-def check_in_flight_and_outside():
-    """A tensor in flight is waited for; a rank outside of the mesh holds nothing and draws nothing."""
-    mesh, full = init_device_mesh("cpu", (3,)), torch.rand(8, 6)
-    for function in (lambda t, p, g: t.normal_(), lambda t, p, g: torch.bernoulli(t), lambda t, p, g: F.dropout(t)):
-        x = distribute_tensor(full, mesh, [Shard(1)])
-        x = x.redistribute(placements=[RaggedShard((0,), (1, 5, 2))], async_op=True)
-        assert torch.equal(function(x, x, torch.manual_seed(4)).full_tensor(), function(full.clone(), x, torch.manual_seed(4)))
-    numel = (9, 0, 3)[mesh.get_local_rank()]
-    two = DeviceMesh("cpu", [0, 2])
-    x = DTensor.from_local(torch.empty(numel), two, [RaggedShard((0,), (3, 1))], shape=(4, 3), stride=(3, 1))
-    before = torch.manual_seed(5).get_state()
-    mask = torch.native_dropout(torch.rand_like(x.normal_()), 0.5, True)[1]
-    assert mask.to_local().shape == (numel,) and torch.equal(before, torch.get_rng_state()) == (numel == 0)
-
-
-def check_dropout():
-    """Forward and backward; what is dropped forward gets no gradient."""
-    mesh = init_device_mesh("cpu", (3,))
-    full = torch.randn(8, 6)
-    functions = {
-        "dropout": lambda x: F.dropout(x, 0.4),
-        "native_dropout": lambda x: torch.native_dropout(x, 0.4, True)[0],
-        "feature dropout": lambda x: F.dropout1d(x, 0.4),
-        "rrelu": lambda x: F.rrelu(x, training=True),
-        "module": nn.Dropout(0.4),
-        "checkpointed": lambda x: torch.utils.checkpoint.checkpoint(nn.Dropout(0.4), x, use_reentrant=False),
-    }
-    for units in ((1, 5, 2), (0, 8, 0), (3, 0, 5)):
-        for name, function in functions.items():
-            results = []
-            for x in (distribute_tensor(full, mesh, [RaggedShard((0,), units)]), full.clone()):
-                torch.manual_seed(6)
-                y = function(x.requires_grad_())
-                (y * y).sum().backward()
-                results += [y, x.grad, torch.get_rng_state()]
-            (got, gradient, state), (want, wanted_gradient, wanted_state) = results[:3], results[3:]
-            assert torch.equal(got.full_tensor(), want) and 0 < int((want == 0).sum()) + (name == "rrelu") < 48, name
-            assert gradient.placements == got.placements and torch.equal(gradient.full_tensor(), wanted_gradient), name
-            assert torch.equal(state, wanted_state), name
 
 
 INITS = {
@@ -326,34 +236,6 @@ def check_modules(mesh_shape):
             for (path, mine), theirs in zip(module.named_parameters(), reference.parameters(), strict=True):
                 assert isinstance(mine, nn.Parameter) and has_ragged(mine.placements), path
                 assert torch.equal(mine.detach().full_tensor(), theirs), f"{name}.{path} {mine.placements}"
-
-
-def check_nothing_drawn():
-    """On meta and on fake tensors only shapes are computed, and no random state moves."""
-    mesh = init_device_mesh("cpu", (2,))
-    numel = (9, 3)[mesh.get_local_rank()]
-
-    def tensor(device):
-        placements = [RaggedShard((0,), (3, 1))]
-        return DTensor.from_local(torch.empty(numel, device=device), mesh, placements, shape=(4, 3), stride=(3, 1))
-
-    def check(device):
-        for name, (_, function) in (OPS | GATHERS).items():
-            result, *states = state_after(function, tensor(device), tensor(device), 1, "generator" in name)
-            assert result.shape == (4, 3) and result.to_local().shape == (numel,), (device, name)
-            assert torch.equal(states[0], torch.manual_seed(1).get_state()), (device, name)
-
-    check("meta")
-    with FakeTensorMode():
-        x = tensor("cpu")
-        before = torch.random.default_generator.seed()
-        y = torch.native_dropout(torch.rand_like(x.normal_()), 0.5, True)[1]
-        assert y.to_local().shape == (numel,) and y.to_local().dtype == torch.bool
-        assert torch.random.default_generator.initial_seed() == before
-    x = tensor("cpu")
-    with torch.inference_mode():
-        torch.manual_seed(1)
-        assert torch.equal(torch.rand_like(x).full_tensor(), torch.manual_seed(1) and torch.rand(4, 3))
 
 
 ERRORS = {
@@ -505,17 +387,101 @@ class RandomTest(ExpectTestCase):
             seen = self.check_cases(mesh_shape, 8, seed=math.prod(mesh_shape) + 1)
             self.assertTrue(seen["empty local"], seen)
 
-    def test_probabilities_follow_the_tensor_that_is_drawn(self):
-        run_ranks(3, check_probabilities)
+    @ranks(3)
+    def test_probabilities_follow_the_tensor_that_is_drawn():
+        """Probabilities that are replicated, broadcast, or placed otherwise follow the tensor that is drawn."""
+        mesh = init_device_mesh("cpu", (3,))
+        x = distribute_tensor(torch.zeros(8, 6), mesh, [RaggedShard((0,), (3, 0, 5))])
+        for shape, placement, comms in (
+            ((6,), Replicate(), 0),
+            ((8, 6), Shard(0), 1),
+            ((8, 6), RaggedShard((0,), (0, 8, 0)), 1),
+        ):
+            torch.manual_seed(1)
+            p = torch.rand(shape)
+            placed = distribute_tensor(p, mesh, [placement])
+            with CommDebugMode() as mode:
+                got, *states = state_after(lambda x, p, g: x.bernoulli_(p, generator=g), x, placed, 2, True)
+            assert mode.get_total_counts() == comms, (placement, mode.get_comm_counts())
+            want, *wanted = state_after(lambda x, p, g: x.bernoulli_(p, generator=g), torch.zeros(8, 6), p, 2, True)
+            assert torch.equal(got.full_tensor(), want) and all(map(torch.equal, states, wanted)), placement
+        if torch.__version__ >= "2.12":  # Before, DTensor itself has no rule.
+            got, *states = state_after(lambda x, p, g: torch.multinomial(p, 4, generator=g), x, x + 0.5, 3, True)
+            want, *wanted = state_after(lambda x, p, g: torch.multinomial(p, 4, generator=g), want, want + 0.5, 3, True)
+            assert torch.equal(got.full_tensor(), want) and all(map(torch.equal, states, wanted))
+            two = init_device_mesh("cpu", (1, 3))
+            pending = DTensor.from_local(x.to_local(), two, [Partial(), *x.placements], shape=(8, 6), stride=(6, 1))
+            assert "its random numbers would depend on the placement" in error_of(torch.multinomial, pending, 2)
 
-    def test_views_draw_the_numbers_of_the_view(self):
-        run_ranks(3, check_views)
+    @ranks(3)
+    def test_views_draw_the_numbers_of_the_view():
+        """Random ops on views of whole intervals draw the numbers of the view."""
+        mesh = init_device_mesh("cpu", (3,))
+        views = {
+            "row": lambda t: t[3],
+            "rows": lambda t: t[2:7],
+            "reshaped": lambda t: t.view(8, 2, 3),
+            "flat": lambda t: t.view(-1)[5:40],
+            "detached": lambda t: t.detach(),
+        }
+        for units in ((1, 5, 2), (0, 8, 0), (3, 0, 5)):
+            for name, view in views.items():
+                full = torch.zeros(8, 6)
+                x = distribute_tensor(full, mesh, [RaggedShard((0,), units)])
+                for tensor in (x, full):
+                    torch.manual_seed(5)
+                    view(tensor).normal_()
+                assert torch.equal(x.full_tensor(), full), (name, units)
+            x, full = x.view(8, 2, 3, 1), full.view(8, 2, 3, 1)  # Strides that no flat local tensor has: gathered.
+            results = [
+                state_after(lambda t, p, g: torch.rand_like(t, memory_format=torch.channels_last), t, t, 5, False)
+                for t in (x, full)
+            ]
+            assert torch.equal(results[0][0].full_tensor(), results[1][0]) and torch.equal(results[0][1], results[1][1])
+            assert results[0][0].stride() == results[1][0].stride() != full.stride()
 
-    def test_a_tensor_in_flight_is_waited_for_and_a_rank_outside_draws_nothing(self):
-        run_ranks(3, check_in_flight_and_outside)
+    @ranks(3)
+    def test_a_tensor_in_flight_is_waited_for_and_a_rank_outside_draws_nothing():
+        """A tensor in flight is waited for; a rank outside of the mesh holds nothing and draws nothing."""
+        mesh, full = init_device_mesh("cpu", (3,)), torch.rand(8, 6)
+        for function in (lambda t, p, g: t.normal_(), lambda t, p, g: torch.bernoulli(t), lambda t, p, g: F.dropout(t)):
+            x = distribute_tensor(full, mesh, [Shard(1)])
+            x = x.redistribute(placements=[RaggedShard((0,), (1, 5, 2))], async_op=True)
+            assert torch.equal(
+                function(x, x, torch.manual_seed(4)).full_tensor(), function(full.clone(), x, torch.manual_seed(4))
+            )
+        numel = (9, 0, 3)[mesh.get_local_rank()]
+        two = DeviceMesh("cpu", [0, 2])
+        x = DTensor.from_local(torch.empty(numel), two, [RaggedShard((0,), (3, 1))], shape=(4, 3), stride=(3, 1))
+        before = torch.manual_seed(5).get_state()
+        mask = torch.native_dropout(torch.rand_like(x.normal_()), 0.5, True)[1]
+        assert mask.to_local().shape == (numel,) and torch.equal(before, torch.get_rng_state()) == (numel == 0)
 
-    def test_dropout_masks_backward_as_forward(self):
-        run_ranks(3, check_dropout)
+    @ranks(3)
+    def test_dropout_masks_backward_as_forward():
+        """Forward and backward; what is dropped forward gets no gradient."""
+        mesh = init_device_mesh("cpu", (3,))
+        full = torch.randn(8, 6)
+        functions = {
+            "dropout": lambda x: F.dropout(x, 0.4),
+            "native_dropout": lambda x: torch.native_dropout(x, 0.4, True)[0],
+            "feature dropout": lambda x: F.dropout1d(x, 0.4),
+            "rrelu": lambda x: F.rrelu(x, training=True),
+            "module": nn.Dropout(0.4),
+            "checkpointed": lambda x: torch.utils.checkpoint.checkpoint(nn.Dropout(0.4), x, use_reentrant=False),
+        }
+        for units in ((1, 5, 2), (0, 8, 0), (3, 0, 5)):
+            for name, function in functions.items():
+                results = []
+                for x in (distribute_tensor(full, mesh, [RaggedShard((0,), units)]), full.clone()):
+                    torch.manual_seed(6)
+                    y = function(x.requires_grad_())
+                    (y * y).sum().backward()
+                    results += [y, x.grad, torch.get_rng_state()]
+                (got, gradient, state), (want, wanted_gradient, wanted_state) = results[:3], results[3:]
+                assert torch.equal(got.full_tensor(), want) and 0 < int((want == 0).sum()) + (name == "rrelu") < 48, name
+                assert gradient.placements == got.placements and torch.equal(gradient.full_tensor(), wanted_gradient), name
+                assert torch.equal(state, wanted_state), name
 
     def test_nn_init_draws_the_numbers_of_one_process(self):
         run_ranks(3, check_init, (3,))
@@ -525,8 +491,33 @@ class RandomTest(ExpectTestCase):
         run_ranks(2, check_modules, (2,))
         run_ranks(4, check_modules, (2, 2))
 
-    def test_meta_and_fake_tensors_draw_nothing(self):
-        run_ranks(2, check_nothing_drawn)
+    @ranks(2)
+    def test_meta_and_fake_tensors_draw_nothing():
+        """On meta and on fake tensors only shapes are computed, and no random state moves."""
+        mesh = init_device_mesh("cpu", (2,))
+        numel = (9, 3)[mesh.get_local_rank()]
+
+        def tensor(device):
+            placements = [RaggedShard((0,), (3, 1))]
+            return DTensor.from_local(torch.empty(numel, device=device), mesh, placements, shape=(4, 3), stride=(3, 1))
+
+        def check(device):
+            for name, (_, function) in (OPS | GATHERS).items():
+                result, *states = state_after(function, tensor(device), tensor(device), 1, "generator" in name)
+                assert result.shape == (4, 3) and result.to_local().shape == (numel,), (device, name)
+                assert torch.equal(states[0], torch.manual_seed(1).get_state()), (device, name)
+
+        check("meta")
+        with FakeTensorMode():
+            x = tensor("cpu")
+            before = torch.random.default_generator.seed()
+            y = torch.native_dropout(torch.rand_like(x.normal_()), 0.5, True)[1]
+            assert y.to_local().shape == (numel,) and y.to_local().dtype == torch.bool
+            assert torch.random.default_generator.initial_seed() == before
+        x = tensor("cpu")
+        with torch.inference_mode():
+            torch.manual_seed(1)
+            assert torch.equal(torch.rand_like(x).full_tensor(), torch.manual_seed(1) and torch.rand(4, 3))
 
     def test_compiled_code_draws_the_numbers_of_eager(self):
         run_ranks(2, check_compiled, without_draws, ((0, 1),))

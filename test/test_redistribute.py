@@ -7,7 +7,7 @@ import warnings
 import expecttest
 import torch
 import torch.distributed as dist
-from common import error_of, run_ranks
+from common import error_of, ranks, run_ranks
 from oracle import MESHES, check_case, kinds_of_random_cases
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -59,58 +59,6 @@ def count_collectives():
     return counts
 
 
-def check_nested_cuts_that_become_pending():
-    mesh = init_device_mesh("cpu", (2, 2, 2))
-    for nested in ((_StridedShard(0, split_factor=2), Shard(0), Shard(0)), (Replicate(), Shard(0), Shard(0))):
-        owner = RaggedShard((), (0, 1))
-        for operation in ("sum", "avg", "max", "min"):
-            check_case(mesh, ((2,), nested, (owner, Partial(operation), Partial(operation))), torch.float32, 0)
-
-
-def check_reductions_onto_strided_columns():
-    """The reduced piece arrives stripe by stripe; in the local tensor the stripes lie side by side."""
-    mesh, ragged, strided = init_device_mesh("cpu", (2, 2)), RaggedShard((0,), (1, 3)), _StridedShard(1, split_factor=2)
-    for operation in ("sum", "avg", "max"):
-        check_case(mesh, ((4, 4), (ragged, Partial(operation)), (ragged, strided)), torch.float32, 0)
-
-
-def check_dtypes_that_no_backend_sends():
-    """Complex numbers and 16-bit integers travel as reals and as bytes. Booleans have their own fills."""
-    mesh = init_device_mesh("cpu", (4,))
-    ragged = [RaggedShard((0,), (1, 5, 0, 2)), RaggedShard((0, 1), (0, 20, 4, 8)), Shard(1), Replicate()]
-    for values in (torch.randn(8, 4, dtype=torch.complex64), torch.arange(-16, 16, dtype=torch.int16).view(8, 4)):
-        for source, target in itertools.permutations(ragged, 2):
-            if not any(isinstance(p, RaggedShard) for p in (source, target)):
-                continue  # Torch's own redistribution.
-            placed, expected = (distribute_tensor(values, mesh, [p], src_data_rank=None) for p in (source, target))
-            moved = placed.redistribute(placements=[target])
-            assert torch.equal(moved.to_local(), expected.to_local()), (values.dtype, source, target)
-    truths = torch.arange(32).view(8, 4) % 3 == 0
-    for operation in ("min", "max"):
-        pending = distribute_tensor(truths, mesh, ragged[:1]).redistribute(placements=[Partial(operation)])
-        assert torch.equal(pending.redistribute(placements=ragged[1:2]).full_tensor(), truths), operation
-
-
-def check_averages():
-    """The mean over the ranks of whole numbers, onto every kind of owners; of complex numbers too."""
-    mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
-    owners = [(1, 1, 1, 1), (1, 5, 0, 2), (0, 0, 8, 0), (7, 1, 0, 0)]
-    for dtype, units in itertools.product((torch.float32, torch.complex64), owners):
-        mine = (torch.arange(32).view(8, 4) * (rank + 1)).to(dtype)
-        pending = DTensor.from_local(mine, mesh, [Partial("avg")])
-        moved = pending.redistribute(placements=[RaggedShard((0,), units)])
-        assert torch.equal(moved.full_tensor(), (torch.arange(32).view(8, 4) * 2.5).to(dtype)), (dtype, units)
-
-
-def check_ranks_outside_of_the_mesh():
-    """They hold nothing and communicate nothing, on a mesh of the first two of four ranks."""
-    mesh, values = DeviceMesh("cpu", [0, 1]), torch.arange(32.0).view(8, 4)
-    placed = distribute_tensor(values, mesh, [RaggedShard((0,), (1, 3))], src_data_rank=None)
-    moved = placed.redistribute(placements=[RaggedShard((0,), (3, 1))])
-    rank = dist.get_rank()
-    assert torch.equal(moved.to_local(), values.view(-1).split([24, 8, 0, 0])[rank]), moved
-
-
 def check_groups_of_some_ranks():
     """Half of the ranks make a group of their own; others, that some of them are in too, are made after it."""
     mesh, rank = init_device_mesh("cpu", (2, 2, 2)), dist.get_rank()
@@ -160,43 +108,6 @@ def check_that_torchs_own_order_is_told():
     return heard
 
 
-def check_what_is_in_flight():
-    """One collective is in flight until the caller waits; what several rounds or owners combine is complete."""
-    mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
-    even, skewed, root = RaggedShard((0,), (1, 1, 1, 1)), RaggedShard((0,), (1, 5, 0, 2)), RaggedShard((), (0, 0, 1, 0))
-    two, values = RaggedShard((0,), (5, 3, 0, 0)), torch.arange(32.0).view(8, 4)
-    for source, target, in_flight in (
-        (even, Replicate(), True),
-        (root, Replicate(), True),
-        (two, Replicate(), False),
-        (skewed, root, True),
-        (Replicate(), skewed, False),
-        (even, Partial(), False),
-        (Partial(), Replicate(), True),
-        (Partial(), even, True),
-        (Partial(), RaggedShard((0,), (3, 1, 2, 2)), True),
-    ):
-        local = values / 4 if isinstance(source, Partial) else distribute_tensor(values, mesh, [source]).to_local()
-        pending = redistribute_local(local, mesh, (8, 4), (source,), (target,))
-        assert pending.in_flight == in_flight, (source, target)
-        result = DTensor.from_local(pending.wait(), mesh, [target], shape=(8, 4), stride=(4, 1))
-        assert torch.equal(result.full_tensor(), values), (source, target, rank)
-
-
-def check_reduce_to_a_root():
-    """The operator that stands for ``dist.reduce`` in a traced program."""
-    mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
-    DTensor.from_local(torch.ones(4), mesh, [Partial()]).redistribute(placements=[RaggedShard((), (0, 1, 0, 0))])
-    name, mine = mesh.get_group().group_name, torch.tensor([1.0, 5.0]) * (rank + 1)
-    for operation, expected in (("sum", [10.0, 50.0]), ("max", [4.0, 20.0]), ("min", [1.0, 5.0])):
-        result = torch.ops.ragged_shard.reduce(mine, operation, 1, name)
-        assert rank != 1 or result.tolist() == expected, (operation, result)
-    assert mine.tolist() == [1.0 + rank, 5.0 + 5 * rank]
-    with FakeTensorMode():
-        traced = torch.ops.ragged_shard.reduce(torch.empty(3, dtype=torch.bfloat16), "sum", 1, name)
-    assert (traced.shape, traced.dtype) == ((3,), torch.bfloat16)
-
-
 def check_errors():
     rank = dist.get_rank()
     mesh, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
@@ -228,18 +139,27 @@ def check_errors():
 class RedistributeTest(expecttest.TestCase):
     def test_random_cases_are_bitwise_right_and_move_the_least(self):
         kinds = set()
-        for ranks in (1, 2, 3, 5, 7):
-            kinds |= kinds_of_random_cases(((ranks,),), 40, ranks)
-        for ranks, mesh_shapes in MESHES.items():
-            kinds |= kinds_of_random_cases(mesh_shapes, 120, ranks)
+        for world in (1, 2, 3, 5, 7):
+            kinds |= kinds_of_random_cases(((world,),), 40, world)
+        for world, mesh_shapes in MESHES.items():
+            kinds |= kinds_of_random_cases(mesh_shapes, 120, world)
         names = ("Replicate", "Shard", "_StridedShard", "Partial", "RaggedShard")
         self.assertLessEqual(set(itertools.product(names, names)), kinds)
 
-    def test_nested_cuts_become_pending_bitwise_right(self):
-        run_ranks(8, check_nested_cuts_that_become_pending)
+    @ranks(8)
+    def test_nested_cuts_become_pending_bitwise_right():
+        mesh = init_device_mesh("cpu", (2, 2, 2))
+        for nested in ((_StridedShard(0, split_factor=2), Shard(0), Shard(0)), (Replicate(), Shard(0), Shard(0))):
+            owner = RaggedShard((), (0, 1))
+            for operation in ("sum", "avg", "max", "min"):
+                check_case(mesh, ((2,), nested, (owner, Partial(operation), Partial(operation))), torch.float32, 0)
 
-    def test_reductions_onto_strided_columns_are_bitwise_right(self):
-        run_ranks(4, check_reductions_onto_strided_columns)
+    @ranks(4)
+    def test_reductions_onto_strided_columns_are_bitwise_right():
+        """The reduced piece arrives stripe by stripe; in the local tensor the stripes lie side by side."""
+        mesh, ragged, strided = init_device_mesh("cpu", (2, 2)), RaggedShard((0,), (1, 3)), _StridedShard(1, split_factor=2)
+        for operation in ("sum", "avg", "max"):
+            check_case(mesh, ((4, 4), (ragged, Partial(operation)), (ragged, strided)), torch.float32, 0)
 
     def test_plans_cost_nothing_per_rank(self):
         """A step for each of so many ranks would never end."""
@@ -252,18 +172,46 @@ class RedistributeTest(expecttest.TestCase):
         (step,) = plan((6, 4), (many,), (one,), (other,), (many - 2,))
         self.assertEqual((step.send_splits[many - 3], step.receive_splits.total), (16, 0))
 
-    def test_dtypes_that_no_backend_sends_are_bitwise_right(self):
-        run_ranks(4, check_dtypes_that_no_backend_sends)
+    @ranks(4)
+    def test_dtypes_that_no_backend_sends_are_bitwise_right():
+        """Complex numbers and 16-bit integers travel as reals and as bytes. Booleans have their own fills."""
+        mesh = init_device_mesh("cpu", (4,))
+        ragged = [RaggedShard((0,), (1, 5, 0, 2)), RaggedShard((0, 1), (0, 20, 4, 8)), Shard(1), Replicate()]
+        for values in (torch.randn(8, 4, dtype=torch.complex64), torch.arange(-16, 16, dtype=torch.int16).view(8, 4)):
+            for source, target in itertools.permutations(ragged, 2):
+                if not any(isinstance(p, RaggedShard) for p in (source, target)):
+                    continue  # Torch's own redistribution.
+                placed, expected = (distribute_tensor(values, mesh, [p], src_data_rank=None) for p in (source, target))
+                moved = placed.redistribute(placements=[target])
+                assert torch.equal(moved.to_local(), expected.to_local()), (values.dtype, source, target)
+        truths = torch.arange(32).view(8, 4) % 3 == 0
+        for operation in ("min", "max"):
+            pending = distribute_tensor(truths, mesh, ragged[:1]).redistribute(placements=[Partial(operation)])
+            assert torch.equal(pending.redistribute(placements=ragged[1:2]).full_tensor(), truths), operation
 
-    def test_averages_are_right(self):
-        run_ranks(4, check_averages)
+    @ranks(4)
+    def test_averages_are_right():
+        """The mean over the ranks of whole numbers, onto every kind of owners; of complex numbers too."""
+        mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
+        owners = [(1, 1, 1, 1), (1, 5, 0, 2), (0, 0, 8, 0), (7, 1, 0, 0)]
+        for dtype, units in itertools.product((torch.float32, torch.complex64), owners):
+            mine = (torch.arange(32).view(8, 4) * (rank + 1)).to(dtype)
+            pending = DTensor.from_local(mine, mesh, [Partial("avg")])
+            moved = pending.redistribute(placements=[RaggedShard((0,), units)])
+            assert torch.equal(moved.full_tensor(), (torch.arange(32).view(8, 4) * 2.5).to(dtype)), (dtype, units)
 
-    def test_ranks_outside_of_the_mesh_hold_nothing(self):
-        run_ranks(4, check_ranks_outside_of_the_mesh)
+    @ranks(4)
+    def test_ranks_outside_of_the_mesh_hold_nothing():
+        """They hold nothing and communicate nothing, on a mesh of the first two of four ranks."""
+        mesh, values = DeviceMesh("cpu", [0, 1]), torch.arange(32.0).view(8, 4)
+        placed = distribute_tensor(values, mesh, [RaggedShard((0,), (1, 3))], src_data_rank=None)
+        moved = placed.redistribute(placements=[RaggedShard((0,), (3, 1))])
+        rank = dist.get_rank()
+        assert torch.equal(moved.to_local(), values.view(-1).split([24, 8, 0, 0])[rank]), moved
 
     def test_random_cases_on_meshes_whose_ranks_do_not_ascend(self):
-        for ranks, mesh_shapes in MESHES.items() if can_order_groups else ():
-            kinds_of_random_cases(mesh_shapes, 60, ranks, permuted=True)
+        for world, mesh_shapes in MESHES.items() if can_order_groups else ():
+            kinds_of_random_cases(mesh_shapes, 60, world, permuted=True)
 
     def test_a_mesh_whose_ranks_do_not_ascend_decides_where_parts_are(self):
         for found in run_ranks(4, check_a_mesh_whose_ranks_do_not_ascend):
@@ -278,11 +226,42 @@ class RedistributeTest(expecttest.TestCase):
             )
             self.assertIn("places its parts by mesh coordinates, as DCP does", heard["shard"][0][0])
 
-    def test_one_collective_is_in_flight_until_it_is_waited_for(self):
-        run_ranks(4, check_what_is_in_flight)
+    @ranks(4)
+    def test_one_collective_is_in_flight_until_it_is_waited_for():
+        """One collective is in flight until the caller waits; what several rounds or owners combine is complete."""
+        mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
+        even, skewed, root = RaggedShard((0,), (1, 1, 1, 1)), RaggedShard((0,), (1, 5, 0, 2)), RaggedShard((), (0, 0, 1, 0))
+        two, values = RaggedShard((0,), (5, 3, 0, 0)), torch.arange(32.0).view(8, 4)
+        for source, target, in_flight in (
+            (even, Replicate(), True),
+            (root, Replicate(), True),
+            (two, Replicate(), False),
+            (skewed, root, True),
+            (Replicate(), skewed, False),
+            (even, Partial(), False),
+            (Partial(), Replicate(), True),
+            (Partial(), even, True),
+            (Partial(), RaggedShard((0,), (3, 1, 2, 2)), True),
+        ):
+            local = values / 4 if isinstance(source, Partial) else distribute_tensor(values, mesh, [source]).to_local()
+            pending = redistribute_local(local, mesh, (8, 4), (source,), (target,))
+            assert pending.in_flight == in_flight, (source, target)
+            result = DTensor.from_local(pending.wait(), mesh, [target], shape=(8, 4), stride=(4, 1))
+            assert torch.equal(result.full_tensor(), values), (source, target, rank)
 
-    def test_the_traced_reduce_gives_its_root_the_result(self):
-        run_ranks(4, check_reduce_to_a_root)
+    @ranks(4)
+    def test_the_traced_reduce_gives_its_root_the_result():
+        """The operator that stands for ``dist.reduce`` in a traced program."""
+        mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
+        DTensor.from_local(torch.ones(4), mesh, [Partial()]).redistribute(placements=[RaggedShard((), (0, 1, 0, 0))])
+        name, mine = mesh.get_group().group_name, torch.tensor([1.0, 5.0]) * (rank + 1)
+        for operation, expected in (("sum", [10.0, 50.0]), ("max", [4.0, 20.0]), ("min", [1.0, 5.0])):
+            result = torch.ops.ragged_shard.reduce(mine, operation, 1, name)
+            assert rank != 1 or result.tolist() == expected, (operation, result)
+        assert mine.tolist() == [1.0 + rank, 5.0 + 5 * rank]
+        with FakeTensorMode():
+            traced = torch.ops.ragged_shard.reduce(torch.empty(3, dtype=torch.bfloat16), "sum", 1, name)
+        assert (traced.shape, traced.dtype) == ((3,), torch.bfloat16)
 
     def test_some_ranks_may_make_a_group_before_all_do(self):
         run_ranks(8, check_groups_of_some_ranks, timeout=30)

@@ -6,7 +6,7 @@ import unittest
 import pytest
 import torch
 import torch.nn.functional as F
-from common import error_of, run_ranks
+from common import error_of, ranks, run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -69,36 +69,6 @@ NO_BACKWARD = (
 def tensors():
     torch.manual_seed(5)
     return [torch.randn(s) for s in ((8, 6), (5, 6), (5,), (6,), (6, 6))]
-
-
-def check_rows():
-    mesh = init_device_mesh("cpu", (4,))
-    plain = tensors()
-    for units in TOKENS:
-        for name, function in FORWARD.items():
-            want_in = [t.clone().requires_grad_() for t in plain]
-            want = function(*want_in)
-            x = distribute_tensor(plain[0], mesh, [RaggedShard((0,), units)]).requires_grad_()
-            rest = [distribute_tensor(t, mesh, [Replicate()]).requires_grad_() for t in plain[1:]]
-            seed = torch.randn(want.shape)
-            with CommDebugMode() as mode:
-                got = function(x, *rest)
-                assert not isinstance(got.placements[0], (Replicate, Shard)), (name, got.placements)
-                gradient = DTensor.from_local(seed, mesh, [Replicate()], run_check=False)
-                if name not in NO_BACKWARD:
-                    (got * gradient).sum().backward()
-            # One all-reduce for the gradient of the sum, which is pending: none for the op or its backward.
-            assert mode.get_total_counts() == 0, (name, units, mode.get_comm_counts())
-            assert got.shape == want.shape and got.stride() == want.stride(), (name, got.stride(), want.stride())
-            torch.testing.assert_close(got.full_tensor(), want.detach(), rtol=1e-5, atol=1e-6, msg=f"{name} {units}")
-            if name not in NO_BACKWARD:
-                (want * seed).sum().backward()
-            for mine, theirs in zip((x, *rest), want_in):
-                assert (mine.grad is None) == (theirs.grad is None), name
-                if mine.grad is not None:
-                    torch.testing.assert_close(
-                        mine.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-6, msg=f"{name} {units}"
-                    )
 
 
 # Losses of tokens x (8, 6) and what they are compared with: other values y, classes c, some of them ignored.
@@ -176,133 +146,8 @@ def check_losses(takes_all):
             torch.testing.assert_close(found[1].full_tensor(), want_gradient, msg=f"{case}: gradient")
 
 
-def check_losses_of_16_bits():
-    """A sum that overflows where the average does not, and a gradient that is too small before it is multiplied."""
-    mesh = init_device_mesh("cpu", (4,))
-    ragged = RaggedShard((0,), (3, 1, 0, 4))
-    x, y = torch.full((64, 64), 100.0, dtype=torch.float16), torch.zeros(64, 64, dtype=torch.float16)
-    classes = torch.zeros(64, dtype=torch.int64)
-    for function in (F.mse_loss, F.huber_loss, lambda a, b: F.nll_loss(a, classes_of(a, classes, mesh))):
-        (want_x, mine) = (x.clone().requires_grad_(), distribute_tensor(x, mesh, [ragged]).requires_grad_())
-        want, found = function(want_x, y), function(mine, distribute_tensor(y, mesh, [ragged]))
-        want.backward()
-        found.backward()
-        assert found.dtype == torch.float16 and want.isfinite()
-        torch.testing.assert_close(found.full_tensor(), want.detach(), rtol=2e-3, atol=0)
-        torch.testing.assert_close(mine.grad.full_tensor(), want_x.grad, rtol=2e-3, atol=1e-7)
-
-
 def classes_of(like, classes, mesh):
     return distribute_tensor(classes, mesh, like.placements) if isinstance(like, DTensor) else classes
-
-
-def check_nothing_to_average():
-    """Every class ignored: NaN, as on a single device."""
-    mesh, (x, y, classes, w) = init_device_mesh("cpu", (4,)), loss_inputs()
-    inputs = x, y, torch.full_like(classes, -100), w
-    for units in TOKENS:
-        loss, gradient, *_ = loss_and_gradient(LOSSES["nll"], inputs, RaggedShard((0,), units), mesh, "mean")
-        assert loss.full_tensor().isnan() and loss.dtype == x.dtype
-        want = x.clone().requires_grad_()
-        F.nll_loss(want, inputs[2], w).backward()
-        torch.testing.assert_close(gradient.full_tensor(), want.grad, equal_nan=True)
-
-
-def check_averages_over_rows():
-    mesh, plain = init_device_mesh("cpu", (4,)), torch.randn(8, 6, 2)
-    functions = {
-        "first": lambda t: t.mean(0),
-        "first two": lambda t: t.mean((0, -2), keepdim=True),
-        "bfloat16": lambda t: t.to(torch.bfloat16).mean(0),
-        "distance": lambda t: torch.dist(t, t * 2),
-        "other norm of the distance": lambda t: torch.dist(t, t * 2, p=1),
-    }
-    for (name, function), units in itertools.product(functions.items(), TOKENS):
-        mine = distribute_tensor(plain, mesh, [RaggedShard((0,), units)]).requires_grad_()
-        whole = plain.clone().requires_grad_()
-        with torch.no_grad(), CommDebugMode() as mode:  # For autograd, torch 2.15 detaches a norm, and reduces it before.
-            function(mine)
-        assert mode.get_total_counts() == 0, (name, mode.get_comm_counts())
-        found, want = function(mine), function(whole)
-        tolerance = {"rtol": 1e-2, "atol": 1e-2} if name == "bfloat16" else {}
-        torch.testing.assert_close(found.full_tensor(), want.detach(), **tolerance)
-        found.sum().backward()
-        want.sum().backward()
-        torch.testing.assert_close(mine.grad.full_tensor(), whole.grad, **tolerance)
-
-
-def check_embedding():
-    mesh = init_device_mesh("cpu", (4,))
-    tokens, table = torch.randint(0, 10, (8, 2)), torch.randn(10, 3)
-    for units in TOKENS:
-        mine = distribute_tensor(table, mesh, [Replicate()]).requires_grad_()
-        theirs = table.clone().requires_grad_()
-        with CommDebugMode() as mode:
-            got = F.embedding(distribute_tensor(tokens, mesh, [RaggedShard((0,), units)]), mine)
-            counts = mode.get_total_counts()
-            got.sum().backward()
-        want = F.embedding(tokens, theirs)
-        want.sum().backward()
-        assert torch.equal(got.full_tensor(), want) and torch.equal(mine.grad.full_tensor(), theirs.grad), (units, counts)
-
-
-def check_aliases():
-    mesh = init_device_mesh("cpu", (4,))
-    plain = tensors()[0]
-    for units in TOKENS:
-        for view in (
-            lambda t: t.view(8, 2, 3),
-            lambda t: t[2:7],
-            lambda t: t.t(),
-            lambda t: t[:, 1:4],
-            lambda t: t.unbind(1)[3],
-            lambda t: t.split(2, dim=1)[0],
-            lambda t: t.view(-1)[5:31],
-            lambda t: t.unsqueeze(0).expand(1, 8, 6),
-        ):
-            whole, mine = plain.clone(), distribute_tensor(plain, mesh, [RaggedShard((0,), units)])
-            view(whole).mul_(2)
-            with CommDebugMode() as mode:
-                view(mine).mul_(2)
-            assert mode.get_total_counts() == 0
-            assert torch.equal(mine.full_tensor(), whole), units
-
-
-def check_views_back():
-    """Strided views lead back to Replicate and Shard, forward and backward."""
-    mesh = init_device_mesh("cpu", (4,))
-    plain, weight = tensors()[0], torch.randn(6, 8)
-    for units in TOKENS:
-        for target in (Replicate(), Shard(0), Shard(1)):
-            mine = distribute_tensor(plain, mesh, [RaggedShard((0,), units)]).requires_grad_()
-            moved = mine.t().redistribute(placements=[target])
-            assert moved.placements == (target,) and torch.equal(moved.full_tensor(), plain.t())
-            (moved * distribute_tensor(weight, mesh, [target])).sum().backward()
-            assert mine.grad.placements == mine.placements and torch.equal(mine.grad.full_tensor(), weight.t()), target
-
-
-def check_columns_of_strided_shards():
-    """A ragged vector leads: the other tensor is cut into columns, and the dimension of its own strided shard moves."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    plain, vector = torch.arange(16.0).view(8, 2), torch.tensor([1.0, 2.0])
-    shards = (_StridedShard(0, split_factor=2), Shard(0), Replicate())
-    for first, second in itertools.permutations(shards, 2):
-        x = distribute_tensor(plain, mesh, [Replicate()] * 2).redistribute(placements=[first, second])
-        for placements in ([RaggedShard((0,), (1, 1)), Replicate()], [Replicate(), RaggedShard((0,), (2, 0))]):
-            found = x - distribute_tensor(vector, mesh, placements)
-            assert torch.equal(found.full_tensor(), plain - vector), (first, second, placements)
-
-
-def check_lists_beside_whole_tensors():
-    """A list op in place writes to replicated tensors on ranks without rows, too."""
-    mesh = init_device_mesh("cpu", (4,))
-    plain = tensors()[0]
-    for units in TOKENS:
-        view = distribute_tensor(plain, mesh, [RaggedShard((0,), units)]).t()
-        whole = distribute_tensor(plain.t().contiguous(), mesh, [Replicate()])
-        torch._foreach_mul_([view, whole], 2)
-        for found in (whole, view):
-            assert torch.equal(found.full_tensor(), plain.t() * 2), units
 
 
 ERRORS = {
@@ -322,21 +167,51 @@ def check_errors():
     return "\n".join(f"{name}\n    {error_of(function, x)}" for name, function in ERRORS.items())
 
 
-def check_a_mesh_whose_ranks_do_not_ascend():
-    mesh, x = DeviceMesh("cpu", [0, 2, 1, 3]), torch.arange(32.0).view(8, 4)
-    place, w = [RaggedShard((0,), (1, 5, 0, 2))], torch.arange(12.0).view(4, 3)
-    ragged, whole = distribute_tensor(x, mesh, place), distribute_tensor(w, mesh, [Replicate()])
-    for op in (lambda x, w: x * 2, lambda x, w: x.sum(), lambda x, w: x @ w, lambda x, w: x[:, 1:], lambda x, w: x.argmax(0)):
-        assert torch.equal(op(ragged, whole).full_tensor(), op(x, w))
-
-
 class RowOpsTest(ExpectTestCase):
     @unittest.skipUnless(can_order_groups, "torch sorts the ranks of a group")
-    def test_a_mesh_whose_ranks_do_not_ascend(self):
-        run_ranks(4, check_a_mesh_whose_ranks_do_not_ascend)
+    @ranks(4)
+    def test_a_mesh_whose_ranks_do_not_ascend():
+        mesh, x = DeviceMesh("cpu", [0, 2, 1, 3]), torch.arange(32.0).view(8, 4)
+        place, w = [RaggedShard((0,), (1, 5, 0, 2))], torch.arange(12.0).view(4, 3)
+        ragged, whole = distribute_tensor(x, mesh, place), distribute_tensor(w, mesh, [Replicate()])
+        for op in (
+            lambda x, w: x * 2,
+            lambda x, w: x.sum(),
+            lambda x, w: x @ w,
+            lambda x, w: x[:, 1:],
+            lambda x, w: x.argmax(0),
+        ):
+            assert torch.equal(op(ragged, whole).full_tensor(), op(x, w))
 
-    def test_rows_need_no_communication_forward_and_backward(self):
-        run_ranks(4, check_rows)
+    @ranks(4)
+    def test_rows_need_no_communication_forward_and_backward():
+        mesh = init_device_mesh("cpu", (4,))
+        plain = tensors()
+        for units in TOKENS:
+            for name, function in FORWARD.items():
+                want_in = [t.clone().requires_grad_() for t in plain]
+                want = function(*want_in)
+                x = distribute_tensor(plain[0], mesh, [RaggedShard((0,), units)]).requires_grad_()
+                rest = [distribute_tensor(t, mesh, [Replicate()]).requires_grad_() for t in plain[1:]]
+                seed = torch.randn(want.shape)
+                with CommDebugMode() as mode:
+                    got = function(x, *rest)
+                    assert not isinstance(got.placements[0], (Replicate, Shard)), (name, got.placements)
+                    gradient = DTensor.from_local(seed, mesh, [Replicate()], run_check=False)
+                    if name not in NO_BACKWARD:
+                        (got * gradient).sum().backward()
+                # One all-reduce for the gradient of the sum, which is pending: none for the op or its backward.
+                assert mode.get_total_counts() == 0, (name, units, mode.get_comm_counts())
+                assert got.shape == want.shape and got.stride() == want.stride(), (name, got.stride(), want.stride())
+                torch.testing.assert_close(got.full_tensor(), want.detach(), rtol=1e-5, atol=1e-6, msg=f"{name} {units}")
+                if name not in NO_BACKWARD:
+                    (want * seed).sum().backward()
+                for mine, theirs in zip((x, *rest), want_in):
+                    assert (mine.grad is None) == (theirs.grad is None), name
+                    if mine.grad is not None:
+                        torch.testing.assert_close(
+                            mine.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-6, msg=f"{name} {units}"
+                        )
 
     def test_losses_communicate_no_more_than_under_shard(self):
         run_ranks(4, check_losses, False)
@@ -345,29 +220,130 @@ class RowOpsTest(ExpectTestCase):
     def test_losses_of_all_units_communicate_no_more_than_under_shard(self):
         run_ranks(4, check_losses, True)
 
-    def test_losses_of_16_bits_neither_overflow_nor_vanish(self):
-        run_ranks(4, check_losses_of_16_bits)
+    @ranks(4)
+    def test_losses_of_16_bits_neither_overflow_nor_vanish():
+        """A sum that overflows where the average does not, and a gradient that is too small before it is multiplied."""
+        mesh = init_device_mesh("cpu", (4,))
+        ragged = RaggedShard((0,), (3, 1, 0, 4))
+        x, y = torch.full((64, 64), 100.0, dtype=torch.float16), torch.zeros(64, 64, dtype=torch.float16)
+        classes = torch.zeros(64, dtype=torch.int64)
+        for function in (F.mse_loss, F.huber_loss, lambda a, b: F.nll_loss(a, classes_of(a, classes, mesh))):
+            (want_x, mine) = (x.clone().requires_grad_(), distribute_tensor(x, mesh, [ragged]).requires_grad_())
+            want, found = function(want_x, y), function(mine, distribute_tensor(y, mesh, [ragged]))
+            want.backward()
+            found.backward()
+            assert found.dtype == torch.float16 and want.isfinite()
+            torch.testing.assert_close(found.full_tensor(), want.detach(), rtol=2e-3, atol=0)
+            torch.testing.assert_close(mine.grad.full_tensor(), want_x.grad, rtol=2e-3, atol=1e-7)
 
-    def test_a_loss_of_nothing_is_that_of_a_single_device(self):
-        run_ranks(4, check_nothing_to_average)
+    @ranks(4)
+    def test_a_loss_of_nothing_is_that_of_a_single_device():
+        """Every class ignored: NaN, as on a single device."""
+        mesh, (x, y, classes, w) = init_device_mesh("cpu", (4,)), loss_inputs()
+        inputs = x, y, torch.full_like(classes, -100), w
+        for units in TOKENS:
+            loss, gradient, *_ = loss_and_gradient(LOSSES["nll"], inputs, RaggedShard((0,), units), mesh, "mean")
+            assert loss.full_tensor().isnan() and loss.dtype == x.dtype
+            want = x.clone().requires_grad_()
+            F.nll_loss(want, inputs[2], w).backward()
+            torch.testing.assert_close(gradient.full_tensor(), want.grad, equal_nan=True)
 
-    def test_averages_over_rows_are_pending(self):
-        run_ranks(4, check_averages_over_rows)
+    @ranks(4)
+    def test_averages_over_rows_are_pending():
+        mesh, plain = init_device_mesh("cpu", (4,)), torch.randn(8, 6, 2)
+        functions = {
+            "first": lambda t: t.mean(0),
+            "first two": lambda t: t.mean((0, -2), keepdim=True),
+            "bfloat16": lambda t: t.to(torch.bfloat16).mean(0),
+            "distance": lambda t: torch.dist(t, t * 2),
+            "other norm of the distance": lambda t: torch.dist(t, t * 2, p=1),
+        }
+        for (name, function), units in itertools.product(functions.items(), TOKENS):
+            mine = distribute_tensor(plain, mesh, [RaggedShard((0,), units)]).requires_grad_()
+            whole = plain.clone().requires_grad_()
+            with torch.no_grad(), CommDebugMode() as mode:  # For autograd, torch 2.15 detaches a norm, and reduces it before.
+                function(mine)
+            assert mode.get_total_counts() == 0, (name, mode.get_comm_counts())
+            found, want = function(mine), function(whole)
+            tolerance = {"rtol": 1e-2, "atol": 1e-2} if name == "bfloat16" else {}
+            torch.testing.assert_close(found.full_tensor(), want.detach(), **tolerance)
+            found.sum().backward()
+            want.sum().backward()
+            torch.testing.assert_close(mine.grad.full_tensor(), whole.grad, **tolerance)
 
-    def test_an_embedding_of_ragged_tokens_equals_plain_tensors(self):
-        run_ranks(4, check_embedding)
+    @ranks(4)
+    def test_an_embedding_of_ragged_tokens_equals_plain_tensors():
+        mesh = init_device_mesh("cpu", (4,))
+        tokens, table = torch.randint(0, 10, (8, 2)), torch.randn(10, 3)
+        for units in TOKENS:
+            mine = distribute_tensor(table, mesh, [Replicate()]).requires_grad_()
+            theirs = table.clone().requires_grad_()
+            with CommDebugMode() as mode:
+                got = F.embedding(distribute_tensor(tokens, mesh, [RaggedShard((0,), units)]), mine)
+                counts = mode.get_total_counts()
+                got.sum().backward()
+            want = F.embedding(tokens, theirs)
+            want.sum().backward()
+            assert torch.equal(got.full_tensor(), want) and torch.equal(mine.grad.full_tensor(), theirs.grad), (units, counts)
 
-    def test_views_alias_the_tensor(self):
-        run_ranks(4, check_aliases)
+    @ranks(4)
+    def test_views_alias_the_tensor():
+        mesh = init_device_mesh("cpu", (4,))
+        plain = tensors()[0]
+        for units in TOKENS:
+            for view in (
+                lambda t: t.view(8, 2, 3),
+                lambda t: t[2:7],
+                lambda t: t.t(),
+                lambda t: t[:, 1:4],
+                lambda t: t.unbind(1)[3],
+                lambda t: t.split(2, dim=1)[0],
+                lambda t: t.view(-1)[5:31],
+                lambda t: t.unsqueeze(0).expand(1, 8, 6),
+            ):
+                whole, mine = plain.clone(), distribute_tensor(plain, mesh, [RaggedShard((0,), units)])
+                view(whole).mul_(2)
+                with CommDebugMode() as mode:
+                    view(mine).mul_(2)
+                assert mode.get_total_counts() == 0
+                assert torch.equal(mine.full_tensor(), whole), units
 
-    def test_strided_views_lead_back(self):
-        run_ranks(4, check_views_back)
+    @ranks(4)
+    def test_strided_views_lead_back():
+        """Strided views lead back to Replicate and Shard, forward and backward."""
+        mesh = init_device_mesh("cpu", (4,))
+        plain, weight = tensors()[0], torch.randn(6, 8)
+        for units in TOKENS:
+            for target in (Replicate(), Shard(0), Shard(1)):
+                mine = distribute_tensor(plain, mesh, [RaggedShard((0,), units)]).requires_grad_()
+                moved = mine.t().redistribute(placements=[target])
+                assert moved.placements == (target,) and torch.equal(moved.full_tensor(), plain.t())
+                (moved * distribute_tensor(weight, mesh, [target])).sum().backward()
+                assert mine.grad.placements == mine.placements and torch.equal(mine.grad.full_tensor(), weight.t()), target
 
-    def test_columns_of_strided_shards_equal_plain_tensors(self):
-        run_ranks(4, check_columns_of_strided_shards)
+    @ranks(4)
+    def test_columns_of_strided_shards_equal_plain_tensors():
+        """A ragged vector leads: the other tensor is cut into columns, and the dimension of its own strided shard moves."""
+        mesh = init_device_mesh("cpu", (2, 2))
+        plain, vector = torch.arange(16.0).view(8, 2), torch.tensor([1.0, 2.0])
+        shards = (_StridedShard(0, split_factor=2), Shard(0), Replicate())
+        for first, second in itertools.permutations(shards, 2):
+            x = distribute_tensor(plain, mesh, [Replicate()] * 2).redistribute(placements=[first, second])
+            for placements in ([RaggedShard((0,), (1, 1)), Replicate()], [Replicate(), RaggedShard((0,), (2, 0))]):
+                found = x - distribute_tensor(vector, mesh, placements)
+                assert torch.equal(found.full_tensor(), plain - vector), (first, second, placements)
 
-    def test_lists_in_place_write_to_whole_tensors_on_every_rank(self):
-        run_ranks(4, check_lists_beside_whole_tensors)
+    @ranks(4)
+    def test_lists_in_place_write_to_whole_tensors_on_every_rank():
+        """A list op in place writes to replicated tensors on ranks without rows, too."""
+        mesh = init_device_mesh("cpu", (4,))
+        plain = tensors()[0]
+        for units in TOKENS:
+            view = distribute_tensor(plain, mesh, [RaggedShard((0,), units)]).t()
+            whole = distribute_tensor(plain.t().contiguous(), mesh, [Replicate()])
+            torch._foreach_mul_([view, whole], 2)
+            for found in (whole, view):
+                assert torch.equal(found.full_tensor(), plain.t() * 2), units
 
     def test_what_rows_cannot_do_is_an_error_on_every_rank(self):
         answers = run_ranks(4, check_errors)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from alone import ALONE, OTHERS, outcomes
-from common import enter_fake_group, error_of, run_mortal_ranks, run_ranks
+from common import enter_fake_group, error_of, ranks, run_mortal_ranks, run_ranks
 from torch import nn
 
 from torch_ragged._ranks import peers
@@ -244,23 +244,6 @@ def check_other_expectations():
     return [key for key, _ in counts if key.startswith("1/") and key.count("/") == 2]
 
 
-def check_end_of_forward():
-    """Rank 0 ends its first forward, and so may end its program, before rank 1 does."""
-    model = nn.Sequential(nn.Linear(SIZE, SIZE))
-    fully_shard(model)
-    store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 1:
-        model[0].register_forward_hook(lambda *_: store.wait(["rank 0 has ended its forward"]))
-    with torch.no_grad():
-        model(torch.ones(1, SIZE))
-    if dist.get_rank() == 0:
-        store.set("rank 0 has ended its forward", "")
-    log = fully_shard.state(model).context.log
-    log.start()
-    with mock.patch.object(log, "_count", side_effect=dist.DistStoreError("connection refused")):
-        log.finish()  # The rank with the store has ended.
-
-
 class CallLogTest(unittest.TestCase):
     def test_a_call_costs_each_rank_one_counter(self):
         answers = run_ranks(2, check_calls_of_the_store)
@@ -280,8 +263,22 @@ class CallLogTest(unittest.TestCase):
         for keys in run_ranks(2, check_other_expectations):
             self.assertEqual(len(keys), len(set(keys)))  # No rank counts twice.
 
-    def test_the_end_of_a_forward_waits_for_no_rank(self):
-        run_ranks(2, check_end_of_forward)
+    @ranks(2)
+    def test_the_end_of_a_forward_waits_for_no_rank():
+        """Rank 0 ends its first forward, and so may end its program, before rank 1 does."""
+        model = nn.Sequential(nn.Linear(SIZE, SIZE))
+        fully_shard(model)
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 1:
+            model[0].register_forward_hook(lambda *_: store.wait(["rank 0 has ended its forward"]))
+        with torch.no_grad():
+            model(torch.ones(1, SIZE))
+        if dist.get_rank() == 0:
+            store.set("rank 0 has ended its forward", "")
+        log = fully_shard.state(model).context.log
+        log.start()
+        with mock.patch.object(log, "_count", side_effect=dist.DistStoreError("connection refused")):
+            log.finish()  # The rank with the store has ended.
 
 
 class EndMessagesTest(unittest.TestCase):

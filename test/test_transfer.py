@@ -9,7 +9,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from common import error_of, run_ranks
+from common import error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -38,66 +38,10 @@ def whole_net():
     return Net()
 
 
-def check_values():
-    """Of fully_shard, of mixed placements on two mesh dimensions, and of plain tensors."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    model = fully_shard(whole_net(), mesh=mesh, orig_param_policy=lambda fqn, param: rows(2))
-    wanted = whole_net().state_dict()
-    found = dict(stream(model, LARGE))
-    assert list(found) == list(wanted) and all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert not any(tensor.requires_grad or type(tensor) is not torch.Tensor for tensor in found.values())
-    assert torch.is_grad_enabled()
-    cast = dict(stream(model, 1, dtype=torch.bfloat16))
-    assert all(torch.equal(cast[name], wanted[name].bfloat16()) for name in wanted if name != "steps")
-    assert cast["steps"].dtype == torch.int64
-    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
-    units = RaggedShard((0,), (1, 2))
-    kinds = [(units, Replicate()), (Replicate(), units), (units, Shard(1)), (Shard(0), Shard(1)), (Replicate(), Replicate())]
-    pairs = [(str(kind), distribute_tensor(x, mesh, kind)) for kind in kinds]
-    for name, tensor in stream(((name, value) for name, value in pairs), 2 * x.nbytes):
-        assert torch.equal(tensor, x) and type(tensor) is torch.Tensor, name
-
-
 def equal_tensors(count):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     placement = [RaggedShard((0,), tuple(range(dist.get_world_size())))]
     return {str(i): distribute_tensor(torch.full((6, 4), float(i)), mesh, placement) for i in range(count)}
-
-
-def check_in_flight():
-    """How many tensors were gathered before each one is yielded: as many as ``max_bytes`` allows, and one at least."""
-    tensors = equal_tensors(6)
-    nbytes = 6 * 4 * 4
-    for max_bytes, expected in (
-        (1, [1, 2, 3, 4, 5, 6]),
-        (2 * nbytes - 1, [1, 2, 3, 4, 5, 6]),
-        (2 * nbytes, [2, 3, 4, 5, 6, 6]),
-        (3 * nbytes, [3, 4, 5, 6, 6, 6]),
-        (LARGE, [6, 6, 6, 6, 6, 6]),
-    ):
-        issued = []
-        with CommDebugMode() as mode:
-            for _ in stream(tensors, max_bytes):
-                issued.append(mode.get_total_counts() // 2)  # Two ranks have elements, and each broadcasts them.
-        assert issued == expected, (max_bytes, issued)
-    halved = []
-    with CommDebugMode() as mode:
-        for _ in stream(tensors, 2 * nbytes, dtype=torch.bfloat16):  # Cast before they are gathered: half the bytes.
-            halved.append(mode.get_total_counts() // 2)
-    assert halved == [4, 5, 6, 6, 6, 6], halved
-
-
-def check_memory():
-    """A tensor that the consumer drops is free when the next one is gathered."""
-    tensors, alive = equal_tensors(5), []
-    for _, tensor in stream(tensors, 1):
-        alive.append(weakref.ref(tensor.untyped_storage()))
-        del tensor
-        gc.collect()
-        deadline = time.monotonic() + 20
-        while any(each() is not None for each in alive):  # A thread of gloo drops its reference a moment after the wait.
-            assert time.monotonic() < deadline, "a dropped tensor is alive"
-            time.sleep(0.001)
 
 
 def check_early_end(how):
@@ -138,14 +82,67 @@ def check_errors():
 
 
 class StreamTest(unittest.TestCase):
-    def test_whole_tensors_come_in_the_order_of_the_state_dict(self):
-        run_ranks(4, check_values)
+    @ranks(4)
+    def test_whole_tensors_come_in_the_order_of_the_state_dict():
+        """Of fully_shard, of mixed placements on two mesh dimensions, and of plain tensors."""
+        mesh = init_device_mesh("cpu", (2, 2))
+        model = fully_shard(whole_net(), mesh=mesh, orig_param_policy=lambda fqn, param: rows(2))
+        wanted = whole_net().state_dict()
+        found = dict(stream(model, LARGE))
+        assert list(found) == list(wanted) and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert not any(tensor.requires_grad or type(tensor) is not torch.Tensor for tensor in found.values())
+        assert torch.is_grad_enabled()
+        cast = dict(stream(model, 1, dtype=torch.bfloat16))
+        assert all(torch.equal(cast[name], wanted[name].bfloat16()) for name in wanted if name != "steps")
+        assert cast["steps"].dtype == torch.int64
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
+        units = RaggedShard((0,), (1, 2))
+        kinds = [
+            (units, Replicate()),
+            (Replicate(), units),
+            (units, Shard(1)),
+            (Shard(0), Shard(1)),
+            (Replicate(), Replicate()),
+        ]
+        pairs = [(str(kind), distribute_tensor(x, mesh, kind)) for kind in kinds]
+        for name, tensor in stream(((name, value) for name, value in pairs), 2 * x.nbytes):
+            assert torch.equal(tensor, x) and type(tensor) is torch.Tensor, name
 
-    def test_as_many_are_in_flight_as_fit(self):
-        run_ranks(3, check_in_flight)
+    @ranks(3)
+    def test_as_many_are_in_flight_as_fit():
+        """How many tensors were gathered before each one is yielded: as many as ``max_bytes`` allows, and one at least."""
+        tensors = equal_tensors(6)
+        nbytes = 6 * 4 * 4
+        for max_bytes, expected in (
+            (1, [1, 2, 3, 4, 5, 6]),
+            (2 * nbytes - 1, [1, 2, 3, 4, 5, 6]),
+            (2 * nbytes, [2, 3, 4, 5, 6, 6]),
+            (3 * nbytes, [3, 4, 5, 6, 6, 6]),
+            (LARGE, [6, 6, 6, 6, 6, 6]),
+        ):
+            issued = []
+            with CommDebugMode() as mode:
+                for _ in stream(tensors, max_bytes):
+                    issued.append(mode.get_total_counts() // 2)  # Two ranks have elements, and each broadcasts them.
+            assert issued == expected, (max_bytes, issued)
+        halved = []
+        with CommDebugMode() as mode:
+            for _ in stream(tensors, 2 * nbytes, dtype=torch.bfloat16):  # Cast before they are gathered: half the bytes.
+                halved.append(mode.get_total_counts() // 2)
+        assert halved == [4, 5, 6, 6, 6, 6], halved
 
-    def test_a_dropped_tensor_is_freed_before_the_next_one_is_gathered(self):
-        run_ranks(2, check_memory)
+    @ranks(2)
+    def test_a_dropped_tensor_is_freed_before_the_next_one_is_gathered():
+        """A tensor that the consumer drops is free when the next one is gathered."""
+        tensors, alive = equal_tensors(5), []
+        for _, tensor in stream(tensors, 1):
+            alive.append(weakref.ref(tensor.untyped_storage()))
+            del tensor
+            gc.collect()
+            deadline = time.monotonic() + 20
+            while any(each() is not None for each in alive):  # A thread of gloo drops its reference a moment after the wait.
+                assert time.monotonic() < deadline, "a dropped tensor is alive"
+                time.sleep(0.001)
 
     def test_a_rank_that_breaks_does_not_stop_the_others(self):
         run_ranks(3, check_early_end, "break")

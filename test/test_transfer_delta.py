@@ -9,7 +9,7 @@ import unittest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import run_ranks
+from common import ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -189,90 +189,6 @@ def table(found):
     return "\n".join(lines)
 
 
-def check_partial_sources():
-    """Also on a mesh dimension of one rank, such as that of HSDP's replicas."""
-    both, one = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("replicas", "shards"))
-    for operation in ("sum", "avg", "max"):
-        for mesh, placements, factor in (
-            (one, [Partial(operation), Shard(0)], 1),
-            (one, [Partial(operation), Replicate()], 1),
-            (both, [Partial(operation)], 2 if operation == "sum" else 1),
-        ):
-            shape = (2, 3) if placements[-1] == Shard(0) else (4, 3)
-            source = {"w": DTensor.from_local(torch.ones(shape), mesh, placements, run_check=False)}
-            for to in (Replicate(), Shard(1)):
-                target = {"w": distribute_tensor(torch.zeros(4, 3), both, [to])}
-                plan = transfer.plan(source, target)
-                plan.run(source, target, delta="version")
-                double = [] if operation == "max" else [lambda w: w.mul_(2)]  # torch has no such operator of a maximum.
-                for write in (lambda w: w.to_local().add_(1), *double, lambda w: w.to_local().data.fill_(5)):
-                    with torch.no_grad():
-                        write(source["w"])
-                    plan.run(source, target, delta="version")
-                    wanted = source["w"].to_local()[0, 0] * factor
-                    got = target["w"].full_tensor()
-                    assert torch.equal(got, wanted.expand(4, 3)), (operation, placements, got)
-
-
-def check_checksums():
-    """What a sum of words would not see, in every dtype, and parts of one element with any stride."""
-    here, there = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1])
-
-    def dtensor(full, mesh):
-        return distribute_tensor(full.clone(), mesh, [Replicate()], src_data_rank=None)
-
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.bool, torch.complex128):
-        full = torch.arange(1, 22).to(torch.float32).to(dtype)
-        negated = (-full.to(torch.complex128)).to(dtype) if dtype not in (torch.uint8, torch.bool) else ~full
-        two = full.clone()
-        two[3], two[4] = negated[3], negated[4]
-        source, target = {"w": dtensor(full, here)}, {"w": dtensor(torch.zeros_like(full), there)}
-        plan = transfer.plan(source, target)
-        for values in (full, full.view(torch.uint8).flip(0).view(dtype) if dtype != torch.bool else ~full, full, negated, two):
-            source["w"] = dtensor(values, here)
-            plan.run(source, target, delta="checksum")
-            if dist.get_rank() == 1:
-                got = target["w"].to_local()
-                assert torch.equal(got.view(torch.uint8), values.view(torch.uint8)), (dtype, got, values)
-    mesh = DeviceMesh("cpu", [0, 1])
-    for dtype in (torch.float32, torch.float64, torch.int64, torch.complex64):
-        local = torch.arange(2).to(dtype)[::2] + 1 + dist.get_rank()  # One element, whose stride is 2.
-        local = torch.stack([local, local]).t().reshape(-1)[::2]
-        assert local.stride() == (2,) and local.is_contiguous()
-        source = {"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}
-        target = {"w": distribute_tensor(torch.zeros(2, dtype=dtype), mesh, [Replicate()])}
-        for mode in MODES:
-            target["w"].zero_()
-            transfer.plan(source, target).run(source, target, delta=mode)
-            assert target["w"].to_local().tolist() == [1, 2]
-
-
-def check_large_parts():
-    """Parts of several chunks, strided on one end, cast on the way, that begin anywhere: one changed element travels."""
-    here, there = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1])
-    full = torch.randn(301, 1001, generator=torch.Generator().manual_seed(0))
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        local = torch.zeros(full.numel() + 1, dtype=dtype)[1:].view(full.shape)
-        whole = DTensor.from_local(local, there, [Replicate()], run_check=False) if dist.get_rank() == 1 else None
-        columns = distribute_tensor(
-            torch.zeros_like(full, dtype=dtype), DeviceMesh("cpu", [[1], [0]]), [Shard(1), Shard(0)], src_data_rank=None
-        )
-        for target in (whole, columns):
-            source = {"w": distribute_tensor(full.clone(), here, [Replicate()], src_data_rank=None)}
-            plan = transfer.plan(source, None if target is None else {"w": target})
-            for place in (None, 0, 1, 65_536, 150_001, full.numel() - 1):
-                if place is not None and dist.get_rank() == 0:
-                    source["w"].to_local().view(-1)[place] += 4
-                plan.run(source, None if target is None else {"w": target}, delta="checksum")
-                values = [source["w"].to_local().clone() if dist.get_rank() == 0 else torch.empty_like(full)]
-                dist.broadcast(values[0], 0)
-                if target is not None:
-                    wanted = distribute_tensor(values[0].to(dtype), target.device_mesh, target.placements, src_data_rank=None)
-                    assert torch.equal(target.to_local(), wanted.to_local()), (dtype, place)
-                plan.run(source, None if target is None else {"w": target}, delta="checksum")
-                assert plan.last_sent_bytes == 0
-
-
 class TransferDeltaTest(unittest.TestCase):
     def test_every_way_to_write_is_seen_as_the_page_says(self):
         found = {}
@@ -287,14 +203,105 @@ class TransferDeltaTest(unittest.TestCase):
                     found[key] = found.get(key, True) and fine
         self.assertTrue(table(found) in PAGE.read_text(), f"the page lacks this matrix:\n{table(found)}")
 
-    def test_writes_to_partial_sources_are_seen(self):
-        run_ranks(2, check_partial_sources)
+    @ranks(2)
+    def test_writes_to_partial_sources_are_seen():
+        """Also on a mesh dimension of one rank, such as that of HSDP's replicas."""
+        both, one = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("replicas", "shards"))
+        for operation in ("sum", "avg", "max"):
+            for mesh, placements, factor in (
+                (one, [Partial(operation), Shard(0)], 1),
+                (one, [Partial(operation), Replicate()], 1),
+                (both, [Partial(operation)], 2 if operation == "sum" else 1),
+            ):
+                shape = (2, 3) if placements[-1] == Shard(0) else (4, 3)
+                source = {"w": DTensor.from_local(torch.ones(shape), mesh, placements, run_check=False)}
+                for to in (Replicate(), Shard(1)):
+                    target = {"w": distribute_tensor(torch.zeros(4, 3), both, [to])}
+                    plan = transfer.plan(source, target)
+                    plan.run(source, target, delta="version")
+                    double = [] if operation == "max" else [lambda w: w.mul_(2)]  # torch has no such operator of a maximum.
+                    for write in (lambda w: w.to_local().add_(1), *double, lambda w: w.to_local().data.fill_(5)):
+                        with torch.no_grad():
+                            write(source["w"])
+                        plan.run(source, target, delta="version")
+                        wanted = source["w"].to_local()[0, 0] * factor
+                        got = target["w"].full_tensor()
+                        assert torch.equal(got, wanted.expand(4, 3)), (operation, placements, got)
 
-    def test_swapped_and_negated_elements_are_seen(self):
-        run_ranks(2, check_checksums)
+    @ranks(2)
+    def test_swapped_and_negated_elements_are_seen():
+        """What a sum of words would not see, in every dtype, and parts of one element with any stride."""
+        here, there = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1])
 
-    def test_one_changed_element_of_a_large_part_is_seen(self):
-        run_ranks(2, check_large_parts)
+        def dtensor(full, mesh):
+            return distribute_tensor(full.clone(), mesh, [Replicate()], src_data_rank=None)
+
+        for dtype in (
+            torch.float32,
+            torch.float64,
+            torch.bfloat16,
+            torch.float8_e4m3fn,
+            torch.uint8,
+            torch.bool,
+            torch.complex128,
+        ):
+            full = torch.arange(1, 22).to(torch.float32).to(dtype)
+            negated = (-full.to(torch.complex128)).to(dtype) if dtype not in (torch.uint8, torch.bool) else ~full
+            two = full.clone()
+            two[3], two[4] = negated[3], negated[4]
+            source, target = {"w": dtensor(full, here)}, {"w": dtensor(torch.zeros_like(full), there)}
+            plan = transfer.plan(source, target)
+            for values in (
+                full,
+                full.view(torch.uint8).flip(0).view(dtype) if dtype != torch.bool else ~full,
+                full,
+                negated,
+                two,
+            ):
+                source["w"] = dtensor(values, here)
+                plan.run(source, target, delta="checksum")
+                if dist.get_rank() == 1:
+                    got = target["w"].to_local()
+                    assert torch.equal(got.view(torch.uint8), values.view(torch.uint8)), (dtype, got, values)
+        mesh = DeviceMesh("cpu", [0, 1])
+        for dtype in (torch.float32, torch.float64, torch.int64, torch.complex64):
+            local = torch.arange(2).to(dtype)[::2] + 1 + dist.get_rank()  # One element, whose stride is 2.
+            local = torch.stack([local, local]).t().reshape(-1)[::2]
+            assert local.stride() == (2,) and local.is_contiguous()
+            source = {"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}
+            target = {"w": distribute_tensor(torch.zeros(2, dtype=dtype), mesh, [Replicate()])}
+            for mode in MODES:
+                target["w"].zero_()
+                transfer.plan(source, target).run(source, target, delta=mode)
+                assert target["w"].to_local().tolist() == [1, 2]
+
+    @ranks(2)
+    def test_one_changed_element_of_a_large_part_is_seen():
+        """Parts of several chunks, strided on one end, cast on the way, that begin anywhere: one changed element travels."""
+        here, there = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1])
+        full = torch.randn(301, 1001, generator=torch.Generator().manual_seed(0))
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            local = torch.zeros(full.numel() + 1, dtype=dtype)[1:].view(full.shape)
+            whole = DTensor.from_local(local, there, [Replicate()], run_check=False) if dist.get_rank() == 1 else None
+            columns = distribute_tensor(
+                torch.zeros_like(full, dtype=dtype), DeviceMesh("cpu", [[1], [0]]), [Shard(1), Shard(0)], src_data_rank=None
+            )
+            for target in (whole, columns):
+                source = {"w": distribute_tensor(full.clone(), here, [Replicate()], src_data_rank=None)}
+                plan = transfer.plan(source, None if target is None else {"w": target})
+                for place in (None, 0, 1, 65_536, 150_001, full.numel() - 1):
+                    if place is not None and dist.get_rank() == 0:
+                        source["w"].to_local().view(-1)[place] += 4
+                    plan.run(source, None if target is None else {"w": target}, delta="checksum")
+                    values = [source["w"].to_local().clone() if dist.get_rank() == 0 else torch.empty_like(full)]
+                    dist.broadcast(values[0], 0)
+                    if target is not None:
+                        wanted = distribute_tensor(
+                            values[0].to(dtype), target.device_mesh, target.placements, src_data_rank=None
+                        )
+                        assert torch.equal(target.to_local(), wanted.to_local()), (dtype, place)
+                    plan.run(source, None if target is None else {"w": target}, delta="checksum")
+                    assert plan.last_sent_bytes == 0
 
 
 if __name__ == "__main__":

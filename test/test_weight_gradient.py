@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from common import error_of, run_ranks
+from common import error_of, ranks
 from moe import MoEConfig, MoETransformer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -356,48 +356,45 @@ def train(is_direct, policy, compiles=False, micro_batches=2, checkpoints=False,
     return results, moved, written
 
 
-def check_training():
-    policy = MixedPrecisionPolicy()
-    for knobs in ({"micro_batches": 1}, {}, {"checkpoints": True}, {"compiles": True}):
-        (plain, _, _), (got, moved, written) = train(False, policy, **knobs), train(True, policy, **knobs)
-        for one, other in zip(plain, got):
-            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6, msg=lambda m: f"{knobs}: {m}")
-        passes = 2 * knobs.get("micro_batches", 2)
-        by_autograd = {"embedding.weight": passes, "position": passes}  # The former is the head's weight, too.
-        if "compiles" in knobs:
-            by_autograd.update({"attention.qkv.weight": 2 * passes, "attention.out.weight": 2 * passes})
-        assert {fqn: count for fqn, count in moved.items() if count and "norm" not in fqn} == by_autograd, moved
-        wanted = {"experts.up": 3, "experts.down": 3, "experts.router.weight": 1, "embedding.weight": 1}
-        if "compiles" not in knobs:
-            wanted.update({"attention.qkv.weight": 1, "attention.out.weight": 1})
-        for fqn, count in written.items():
-            assert count == passes * wanted.get(fqn.partition(".")[2], 0), (fqn, count)
-    bf16, fp32 = torch.bfloat16, torch.float32
-    for param_dtype, reduce_dtype in ((bf16, bf16), (bf16, fp32), (fp32, bf16)):
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-        knobs = {"micro_batches": 1, "steps": 1}
-        (plain, _, _), (got, moved, written) = train(False, policy, **knobs), train(True, policy, **knobs)
-        # Gradients that are kept wide are not rounded before they are added: sums with what is written in place differ by that.
-        tolerance = {"rtol": 1e-2, "atol": 1e-3} if fsdp2_keeps_wide_gradients() else {"rtol": 0, "atol": 0}
-        for one, other in zip(plain, got):
-            torch.testing.assert_close(other, one, **tolerance)
-        is_direct = param_dtype == bf16  # Gradients that are rounded for their buffer take autograd's way.
-        assert written["0.attention.qkv.weight"] == is_direct and moved["experts.up"] == 2 * (not is_direct), (written, moved)
-
-
-def check_dtensor():
-    """What a parameter of the wrong class meets: torch's error, as for any plain parameter."""
-    x, plain, weight, b = linear_case()
-    distributed = DTensor.from_local(x.detach(), init_device_mesh("cpu", (1,)), [Replicate()])
-    assert error_of(F.linear, distributed, weight) == error_of(F.linear, distributed, plain) != ""
-
-
 class FullyShardTest(unittest.TestCase):
-    def test_training_is_that_of_copied_gradients(self):
-        run_ranks(2, check_training)
+    @ranks(2)
+    def test_training_is_that_of_copied_gradients():
+        policy = MixedPrecisionPolicy()
+        for knobs in ({"micro_batches": 1}, {}, {"checkpoints": True}, {"compiles": True}):
+            (plain, _, _), (got, moved, written) = train(False, policy, **knobs), train(True, policy, **knobs)
+            for one, other in zip(plain, got):
+                torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6, msg=lambda m: f"{knobs}: {m}")
+            passes = 2 * knobs.get("micro_batches", 2)
+            by_autograd = {"embedding.weight": passes, "position": passes}  # The former is the head's weight, too.
+            if "compiles" in knobs:
+                by_autograd.update({"attention.qkv.weight": 2 * passes, "attention.out.weight": 2 * passes})
+            assert {fqn: count for fqn, count in moved.items() if count and "norm" not in fqn} == by_autograd, moved
+            wanted = {"experts.up": 3, "experts.down": 3, "experts.router.weight": 1, "embedding.weight": 1}
+            if "compiles" not in knobs:
+                wanted.update({"attention.qkv.weight": 1, "attention.out.weight": 1})
+            for fqn, count in written.items():
+                assert count == passes * wanted.get(fqn.partition(".")[2], 0), (fqn, count)
+        bf16, fp32 = torch.bfloat16, torch.float32
+        for param_dtype, reduce_dtype in ((bf16, bf16), (bf16, fp32), (fp32, bf16)):
+            policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+            knobs = {"micro_batches": 1, "steps": 1}
+            (plain, _, _), (got, moved, written) = train(False, policy, **knobs), train(True, policy, **knobs)
+            # Gradients that are kept wide are not rounded before they are added: sums with those written in place differ.
+            tolerance = {"rtol": 1e-2, "atol": 1e-3} if fsdp2_keeps_wide_gradients() else {"rtol": 0, "atol": 0}
+            for one, other in zip(plain, got):
+                torch.testing.assert_close(other, one, **tolerance)
+            is_direct = param_dtype == bf16  # Gradients that are rounded for their buffer take autograd's way.
+            assert written["0.attention.qkv.weight"] == is_direct and moved["experts.up"] == 2 * (not is_direct), (
+                written,
+                moved,
+            )
 
-    def test_dtensor_input(self):
-        run_ranks(1, check_dtensor)
+    @ranks(1)
+    def test_dtensor_input():
+        """What a parameter of the wrong class meets: torch's error, as for any plain parameter."""
+        x, plain, weight, b = linear_case()
+        distributed = DTensor.from_local(x.detach(), init_device_mesh("cpu", (1,)), [Replicate()])
+        assert error_of(F.linear, distributed, weight) == error_of(F.linear, distributed, plain) != ""
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import enter_fake_group, error_of, run_ranks
+from common import enter_fake_group, error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -65,18 +65,6 @@ def check_arguments():
     return found
 
 
-def check_policies_that_fit():
-    def variadic(*arguments):
-        return rows(2)
-
-    class Policy:
-        def __call__(self, fqn, parameter, more=None):
-            return rows(2)
-
-    for policy in (variadic, Policy(), BlockPolicy(), partial(lambda size, fqn, parameter: rows(size), 2)):
-        fully_shard(linear(), orig_param_policy=policy)
-
-
 def check_calls_that_differ():
     """What differs is named by the parameter, not by the buffer that it makes."""
     rank, found = dist.get_rank(), []
@@ -123,13 +111,6 @@ def check_orders():
     return found
 
 
-def check_ignored_params():
-    for kind in (list, tuple, iter, set, dict.fromkeys):
-        model = nn.Sequential(linear(), linear())
-        fully_shard(model, ignored_params=kind(list(model[0].parameters())))
-        assert not isinstance(model[0].weight, DTensor) and isinstance(model[1].weight, DTensor)
-
-
 class ArgumentsTest(unittest.TestCase):
     def test_a_wrong_argument_on_one_rank_is_named_on_all(self):
         for rank, errors in enumerate(run_ranks(2, check_arguments)):
@@ -139,8 +120,17 @@ class ArgumentsTest(unittest.TestCase):
                     error.startswith("TypeError: " if rank else "RuntimeError: fully_shard failed on rank 1: TypeErr")
                 )
 
-    def test_every_function_of_the_right_arguments_is_a_policy(self):
-        run_ranks(2, check_policies_that_fit)
+    @ranks(2)
+    def test_every_function_of_the_right_arguments_is_a_policy():
+        def variadic(*arguments):
+            return rows(2)
+
+        class Policy:
+            def __call__(self, fqn, parameter, more=None):
+                return rows(2)
+
+        for policy in (variadic, Policy(), BlockPolicy(), partial(lambda size, fqn, parameter: rows(size), 2)):
+            fully_shard(linear(), orig_param_policy=policy)
 
     def test_calls_that_differ_between_ranks_are_named_by_their_parameters(self):
         for dtype, calls, blocks in run_ranks(2, check_calls_that_differ):
@@ -168,8 +158,12 @@ class ArgumentsTest(unittest.TestCase):
                 "which was called on FSDPSequential: call the fully_shard of torch_ragged.fsdp on all modules", around
             )
 
-    def test_ignored_params_may_be_any_iterable(self):
-        run_ranks(2, check_ignored_params)
+    @ranks(2)
+    def test_ignored_params_may_be_any_iterable():
+        for kind in (list, tuple, iter, set, dict.fromkeys):
+            model = nn.Sequential(linear(), linear())
+            fully_shard(model, ignored_params=kind(list(model[0].parameters())))
+            assert not isinstance(model[0].weight, DTensor) and isinstance(model[1].weight, DTensor)
 
 
 class DefaultMeshTest(unittest.TestCase):
