@@ -67,7 +67,7 @@ clients: $(CLIENTS)/programs/.ready $(CLIENTS)/torchtitan/.ready $(CLIENTS)/verl
 	$(CLIENTS)/verl/bin/python test/clients/run.py verl --json $(OUT)/clients/3.json || true
 	$(CLIENTS)/programs/bin/python test/clients/run.py --table $(OUT)/clients/[123].json
 	for program in programs torchtitan verl; do \
-		OMP_NUM_THREADS=1 $(CLIENTS)/$$program/bin/python -m pytest -q test/test_integrations*.py || exit 1; done
+		OMP_NUM_THREADS=1 $(CLIENTS)/$$program/bin/python -m pytest -q test/integrations || exit 1; done
 
 $(CLIENTS)/programs/.ready: test/clients/requirements.txt
 $(CLIENTS)/torchtitan/.ready: test/clients/requirements-torchtitan.txt

@@ -74,7 +74,7 @@ def new_files(step: Step) -> Iterator[tuple[str, str]]:
         name = torch_name(".".join(parts[:-1] if is_package else parts)).replace(".", "/")
         yield name + ("/__init__.py" if is_package else ".py"), in_torch(path.read_text())
     for test in step.tests:
-        yield f"{TESTS}/{test}", in_torch((ROOT / "test" / test).read_text())
+        yield f"{TESTS}/{Path(test).name}", in_torch((ROOT / "test" / test).read_text())
     for document in step.documents:
         yield f"{DOCUMENTS}/{document}", (ROOT / "upstream" / document).read_text()
 

@@ -101,7 +101,8 @@ def main() -> None:
 
     for number, step in enumerate(SERIES[:ALONE], start=1):
         tree = patched_tree(options.out / f"{version}-{number}", patches[:number])
-        tests = [name for name in step.tests if name.startswith("test_") and (not options.quick or name[:-3] in quick)]
+        names = [Path(test).name for test in step.tests]
+        tests = [name for name in names if name.startswith("test_") and (not options.quick or name[:-3] in quick)]
         if tests:
             pytest(f"patches 1 to {number}, tests of {step.name}", tests, tree, folder=tree / TESTS)
     whole = patched_tree(options.out / f"{version}-all", patches)
@@ -109,10 +110,11 @@ def main() -> None:
         "the package", [sys.executable, "-c", "import torch_ragged as r; print(r.registration_report())"], whole, (ROOT,)
     )
     assert "no hooks" in report, report
-    names = [f"test/{name}.py" for name in PACKAGE_TESTS if not options.quick or name in quick]
+    wanted = {f"{name}.py" for name in PACKAGE_TESTS if not options.quick or name in quick}
+    names = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "test").rglob("test_*.py")) if path.name in wanted]
     pytest("this package's tests, registration off", names, whole, (ROOT,))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    same_on_both("plain DTensor programs", [*launch, str(ROOT / "test/plain_dtensor_program.py")], whole)
+    same_on_both("plain DTensor programs", [*launch, str(ROOT / "test/tensor/plain_dtensor_program.py")], whole)
     same_on_both("torch's DTensor checks", [sys.executable, "dtensor_checks.py"], whole)
 
 

@@ -74,7 +74,7 @@ def summary(report: ElementTree.Element) -> dict[str, dict[str, Any]]:
 def table(results: dict[str, dict[str, Any]]) -> str:
     """A Markdown table with one line per version."""
     lines = ["| torch | Python | files of tests | passed | failed | skipped | minutes |", "|---|---|---|---|---|---|---|"]
-    every = {path.name for path in (ROOT / "test").glob("test_*.py")}
+    every = {path.name for path in (ROOT / "test").rglob("test_*.py")}
     for found in (results[version] for version in VERSIONS if version in results):
         files = found["files"].values()
         missing = every - {Path(file).name for file in found["files"]}

@@ -28,7 +28,8 @@ class Step:
     Attributes:
         name: the number and subject, for file names.
         sources: the package's files that the patch adds, as patterns relative to ``torch_ragged``.
-        tests: the test files that the patch adds, relative to ``test``; files not named ``test_*`` are helpers.
+        tests: the test files that the patch adds, relative to ``test``; files not named ``test_*`` are helpers. In
+            torch, they are in one folder.
         documents: the files of ``upstream`` that the patch adds to torch's documentation.
     """
 
@@ -50,7 +51,7 @@ SERIES = (
     Step(
         "0001-placement-extension",
         ("tensor/_placement_extension.py",),
-        ("common.py", "test_placement_extension.py"),
+        ("common/common.py", "tensor/test_placement_extension.py"),
     ),
     Step(
         "0002-ragged-shard",
@@ -64,29 +65,35 @@ SERIES = (
             "tensor/_async_tensor.py",
             "tensor/_api.py",
         ),
-        ("oracle.py", "test_units.py", "test_placement_types.py", "test_redistribute.py"),
+        ("common/oracle.py", "tensor/test_units.py", "tensor/test_placement_types.py", "tensor/test_redistribute.py"),
     ),
     Step(
         "0003-ragged-shard-operators",
         ("tensor/_ops/*.py", "tensor/_random.py", "tensor/_dispatch.py"),
-        ("test_redistribute_autograd.py", "test_ops.py", "test_row_ops.py", "op_conformance.py", "test_op_conformance.py"),
+        (
+            "tensor/test_redistribute_autograd.py",
+            "tensor/test_ops.py",
+            "tensor/test_row_ops.py",
+            "tensor/op_conformance.py",
+            "tensor/test_op_conformance.py",
+        ),
     ),
     Step(
         "0004-strided-ragged-shard",
         ("tensor/strided_placement_types.py",),
         (
-            "test_strided_ragged_shard.py",
-            "test_ownership.py",
-            "test_random.py",
-            "test_compile.py",
-            "test_everyday.py",
-            "test_factories.py",
+            "tensor/test_strided_ragged_shard.py",
+            "tensor/test_ownership.py",
+            "tensor/test_random.py",
+            "tensor/test_compile.py",
+            "tensor/test_everyday.py",
+            "tensor/test_factories.py",
         ),
     ),
     Step(
         "0005-ragged-shard-checkpoint",
         ("tensor/_checkpoint.py", "tensor/_hf_storage.py"),
-        ("test_checkpoint.py",),
+        ("checkpoint/test_checkpoint.py",),
     ),
     Step(
         "0006-ragged-fsdp",
@@ -109,7 +116,7 @@ SERIES = (
             "fsdp/elastic/*.py",
             "fsdp/tools/*.py",
         ),
-        ("transformer.py", "test_fsdp_training.py"),
+        ("common/transformer.py", "fsdp/test_fsdp_training.py"),
     ),
     Step("0007-ragged-shard-documentation", documents=("distributed.tensor.ragged.md",)),
 )

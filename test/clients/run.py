@@ -20,7 +20,7 @@ import time
 from typing import Any
 
 _HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent), str(_HERE.parent.parent)]
+sys.path[:0] = [str(_HERE), str(_HERE.parent / "common"), str(_HERE.parent.parent)]
 
 import torch  # noqa: E402
 from case import Case, versions  # noqa: E402

@@ -30,7 +30,7 @@ MESHES |= {6: ((6,), (2, 3), (3, 2)), 8: ((8,), (2, 4), (4, 2), (2, 2, 2))}
 RANKS = (1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 4, 4, 4, 4, 4, 4, 6, 8)
 SIZES = (1, 2, 2, 3, 4, 4, 5, 6, 8)
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16, "int64": torch.int64}
-CLEAR = (  # Refusals that name the operation and the way out, as in test/op_conformance.py.
+CLEAR = (  # Refusals that name the operation and the way out, as in test/tensor/op_conformance.py.
     "is not supported on a DTensor with",
     "in-place operations that require placement changes are not supported",
     "redistribute the strided view to Replicate or Shard first",

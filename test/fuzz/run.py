@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent / "common"), str(HERE.parent.parent)]
 BATCH = 150  # Seeds in a row, of which those of one size share a process group.
 
 

@@ -38,7 +38,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
             "test_redistribute_autograd.py",
         ],
     ),
-    "core": (["torch_ragged/fsdp/core/*.py"], _FSDP),
+    "core": (["torch_ragged/fsdp/core/**/*.py"], _FSDP),
     "checkpoint": (
         [f"torch_ragged/checkpoint/_{name}.py" for name in ("writer", "reader", "manifest")],
         [
@@ -69,5 +69,5 @@ def tests_of(root: Path, group: str) -> list[str]:
     """A group's test files, relative to the root, or classes in them as pytest names these."""
     result = []
     for pattern, colons, name in (test.partition("::") for test in GROUPS[group][1]):
-        result += [f"{path.relative_to(root)}{colons}{name}" for path in sorted((root / "test").glob(pattern))]
+        result += [f"{path.relative_to(root)}{colons}{name}" for path in sorted((root / "test").rglob(pattern))]
     return result

@@ -24,7 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "test"), str(HERE)]
+sys.path[:0] = [str(ROOT), str(ROOT / "test/common"), str(HERE)]
 os.environ["OMP_NUM_THREADS"] = "1"  # Threads do not survive a fork.
 
 import common  # noqa: E402
@@ -86,7 +86,7 @@ class Session:
     def _reached(self, items: dict[str, Any]) -> dict[str, Any]:
         """Seconds and lines of each test that passes: {name: (seconds, {(path, line)})}. Kept while no file changes."""
         digest = hashlib.sha256()
-        for path in sorted([*ROOT.glob("torch_ragged/**/*.py"), *ROOT.glob("test/*.py"), HERE / "tracing.py"]):
+        for path in sorted([*ROOT.glob("torch_ragged/**/*.py"), *ROOT.glob("test/**/*.py"), HERE / "tracing.py"]):
             if not path.name.startswith("test_"):
                 digest.update(path.read_bytes())
         keys = {name: f"{name} {hashlib.sha256(item.path.read_bytes()).hexdigest()}" for name, item in items.items()}

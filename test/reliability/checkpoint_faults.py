@@ -32,7 +32,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("checkpoint", "common")]
 from checkpoint_crash import Recorder, crash_states, write_state  # noqa: E402
 from checkpoint_jobs import POINTS, Job  # noqa: E402
 from checkpoint_ranks import LOAD, PUBLISH, RANKS, SAVE, kill_one, value_in  # noqa: E402

@@ -1,0 +1,116 @@
+"""Runs pages of the documentation as a reader would: scripts are saved, commands are run, other code runs block after block.
+
+Code on a page may need names that a reader has already, such as ``model``. A comment of HTML sets them up::
+
+    <!-- ranks: 2
+    model = nn.Linear(4, 4)
+    -->
+
+It stands before the first block that needs them. A block that cannot run has ``<!-- not run: the reason -->`` before it.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+
+_REPOSITORY = pathlib.Path(__file__).parents[2]
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"# (\S+\.(?:py|yaml|json))\n")
+_PIECE = re.compile(r"^<!-- (not run|ranks): (.*?)-->\n|^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Code:
+    """Python code of a page: what a reader sees, or what sets it up.
+
+    Attributes:
+        line: the line of the page on which it begins.
+        text: the code.
+        ranks: the ranks that run it.
+        reason: why it does not run; empty if it does.
+        is_file: it is a script, which a command of the page runs.
+    """
+
+    line: int
+    text: str
+    ranks: int
+    reason: str
+    is_file: bool
+
+
+def code_of(page: str) -> list[Code]:
+    """The Python code of ``docs/<page>`` in its order, with what sets it up.
+
+    Raises:
+        ValueError: a reason stands before no block.
+    """
+    text = (_REPOSITORY / "docs" / page).read_text()
+    found, ranks, reason = [], 1, ""
+    for piece in _PIECE.finditer(text):
+        kind, note, body = piece.groups()
+        line = text.count("\n", 0, piece.start()) + 2
+        if kind == "ranks":
+            number, _, body = note.partition("\n")
+            ranks = int(number)
+            found.append(Code(line, body, ranks, "", False))
+        elif kind == "not run":
+            if not text.startswith("```python", piece.end()):
+                raise ValueError(f"docs/{page}, line {line}: a reason not to run stands before no block of Python")
+            reason = note.strip()
+        else:
+            found.append(Code(line, body, ranks, reason, bool(_FILE.match(body))))
+            reason = ""
+    return found
+
+
+def run_code(page: str, folder: str) -> None:
+    """Run the code of a page on this rank, in one namespace and in ``folder``. Scripts and what cannot run are left out."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        for code in code_of(page):
+            if not code.is_file and not code.reason:
+                exec(compile("\n" * (code.line - 1) + code.text, f"docs/{page}", "exec"), names)
+    finally:
+        os.chdir(before)
+
+
+def run_page(page: str, timeout: float = 300.0) -> list[str]:
+    """Run each ``sh`` block of ``docs/<page>`` in one new folder; returns what each printed.
+
+    A block whose first line is ``# name.py`` is saved there under this name first. ``python``, ``torchrun`` and other commands
+    are those of this test's environment, and ``torch_ragged`` is this repository's.
+
+    Raises:
+        AssertionError: a command failed; with what it printed. Or the page has no command.
+    """
+    text = (_REPOSITORY / "docs" / page).read_text()
+    blocks = _BLOCK.findall(text)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PATH": os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": str(_REPOSITORY),
+    }
+    printed = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _, body in blocks:
+            if name := _FILE.match(body):
+                (pathlib.Path(folder) / name[1]).write_text(body)
+        for language, body in blocks:
+            if language != "sh":
+                continue
+            done = subprocess.run(
+                ["bash", "-e", "-c", body], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
+            )
+            assert done.returncode == 0, f"docs/{page}:\n{body}\n{done.stdout}\n{done.stderr}"
+            printed.append(done.stdout)
+    assert printed, f"docs/{page} has no command"
+    return printed

@@ -1,0 +1,386 @@
+"""DBuffer, its memory and what keeps a part of it, in one process: views, padding, slots, neighbours, resident parameters."""
+
+import itertools
+import math
+import unittest
+from types import SimpleNamespace
+
+import torch
+from common import error_of
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from torch_ragged.fsdp import BufferLayout, TensorSpec
+from torch_ragged.fsdp.comm._collectives import done
+from torch_ragged.fsdp.comm._hierarchical import Levels
+from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, allocate_storage, free_storage, high_water, in_buffer_form
+from torch_ragged.fsdp.core._slots import Slot
+from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
+from torch_ragged.fsdp.core.keepers._resident import Resident
+from torch_ragged.fsdp.layout._rows_layout import RowsLayout, rows_layout
+
+CPU = torch.device("cpu")
+TENSORS = tuple(TensorSpec(name, shape, (), 1) for name, shape in (("a", (2, 3)), ("b", (7,)), ("c", (3, 5)), ("d", ())))
+# a at 0, 2 elements of padding, b over two shards, padding at its end, c over two shards, d, padding.
+LAYOUT = BufferLayout(TENSORS, (0, 8, 18, 34), 10, 4, 1, 0, "", "")
+PADDING = {*range(6, 8), *range(15, 18), 33, *range(35, 40)}
+
+
+class Copying:
+    """Collectives of one rank that has the numbers of all."""
+
+    def __init__(self, whole=None):
+        self.whole, self.calls = whole, []
+
+    def all_gather(self, output, source):
+        self.calls.append((output, source))
+
+    def reduce_scatter(self, output, source, reduction):
+        self.calls.append((output, source, reduction))
+
+
+def buffer(placement, rank=0, dtype=torch.float32, **arguments):
+    return DBuffer(LAYOUT, placement, rank, dtype, CPU, **arguments)
+
+
+class DBufferTest(unittest.TestCase):
+    def test_tensors_of_a_whole_buffer_are_views_at_their_offsets(self):
+        for placement in (Replicate(), Partial()):
+            whole = buffer(placement)
+            self.assertEqual((whole.flat.numel(), whole.nbytes, whole.resident_nbytes), (40, 160, 160))
+            whole.flat.copy_(torch.arange(40.0))
+            for index, (tensor, offset) in enumerate(zip(TENSORS, LAYOUT.offsets)):
+                expected = torch.arange(float(offset), offset + tensor.numel).view(tensor.shape)
+                self.assertTrue(torch.equal(whole.tensor(index), expected))
+                self.assertEqual(whole.tensor(index).data_ptr(), whole.flat.data_ptr() + 4 * offset)
+                self.assertTrue(whole.holds(whole.tensor(index)))
+
+    def test_tensors_of_shards_are_the_parts_in_them(self):
+        parts = [[] for _ in TENSORS]
+        for rank in range(4):
+            shard = buffer(Shard(0), rank)
+            self.assertEqual((shard.flat.numel(), shard.nbytes), (10, 40))
+            shard.flat.copy_(torch.arange(10.0 * rank, 10 * rank + 10))
+            for index in range(len(TENSORS)):
+                parts[index] += shard.tensor(index).tolist()
+                self.assertEqual(shard.tensor(index).dim(), 1)
+        for found, tensor, offset in zip(parts, TENSORS, LAYOUT.offsets):
+            self.assertEqual(found, list(range(offset, offset + tensor.numel)))
+
+    def test_views_have_their_own_version_counters(self):
+        whole = buffer(Replicate())
+        view = whole.tensor(0)
+        before = view._version
+        whole.flat.zero_()
+        self.assertEqual(view._version, before)
+
+    def test_padding_is_zero_and_nothing_else(self):
+        whole = buffer(Partial())
+        whole.flat.fill_(float("nan"))
+        whole.zero_padding()
+        self.assertEqual({i for i, value in enumerate(whole.flat.tolist()) if value == 0}, PADDING)
+        for rank in range(4):
+            shard = buffer(Shard(0), rank)
+            shard.flat.fill_(float("nan"))
+            shard.zero_padding()
+            zeros = {10 * rank + i for i, value in enumerate(shard.flat.tolist()) if value == 0}
+            self.assertEqual(zeros, PADDING & {*range(10 * rank, 10 * rank + 10)})
+
+    def test_the_shard_of_a_whole_buffer_is_a_slice_of_it(self):
+        for rank in range(4):
+            whole, shard = buffer(Replicate(), rank), buffer(Shard(0), rank)
+            self.assertEqual(whole.shard().numel(), 10)
+            self.assertEqual(whole.shard().data_ptr(), whole.flat.data_ptr() + 40 * rank)
+            self.assertIs(shard.shard(), shard.flat)
+
+    def test_memory_is_freed_as_a_whole_and_views_are_valid_again(self):
+        log = MemoryLog()
+        log.start()
+        whole = buffer(Replicate(), log=log)
+        view = whole.tensor(2)
+        whole.allocate()  # It is allocated: no change.
+        whole.free()
+        self.assertEqual((whole.is_allocated, whole.resident_nbytes, whole.nbytes), (False, 0, 160))
+        self.assertFalse(whole.holds(view))
+        whole.free()
+        whole.allocate()
+        self.assertEqual((whole.is_allocated, whole.resident_nbytes), (True, 160))
+        whole.flat.copy_(torch.arange(40.0))
+        self.assertEqual(view.flatten().tolist(), list(range(18, 33)))
+        self.assertEqual([nbytes for _, nbytes in log.events], [160, -160, 160])
+
+    def test_a_buffer_holds_its_own_memory_only(self):
+        one, two = buffer(Replicate()), buffer(Replicate())
+        self.assertFalse(one.holds(two.tensor(0)))
+        self.assertTrue(one.holds(torch.nn.Parameter(one.tensor(0))))
+        self.assertFalse(one.holds(torch.nn.Parameter(two.tensor(0))))
+        self.assertFalse(one.holds(torch.ones(3).to_sparse()))
+
+    def test_borrowed_memory_is_dropped_and_not_freed(self):
+        mine = torch.arange(40.0)
+        borrowed = buffer(Replicate(), borrowed=mine)
+        self.assertTrue(borrowed.is_borrowed)
+        self.assertFalse(buffer(Replicate()).is_borrowed)
+        self.assertEqual(borrowed.tensor(0).data_ptr(), mine.data_ptr())
+        borrowed.free()
+        self.assertEqual(borrowed.flat.numel(), 0)
+        self.assertEqual(mine.tolist(), list(range(40)))
+
+    def test_other_placements_are_refused(self):
+        text = error_of(buffer, torch.distributed.tensor.placement_types.Placement())
+        self.assertIn("DBuffer placement must be Shard(0), Replicate() or Partial(), got", text)
+
+    def test_an_all_gather_reads_the_shard_or_casts_it_into_its_slice(self):
+        for rank, dtype in itertools.product(range(4), (torch.float32, torch.bfloat16)):
+            collectives, whole, shard = Copying(), buffer(Replicate(), rank, dtype), buffer(Shard(0), rank)
+            shard.flat.copy_(torch.arange(10.0 * rank, 10 * rank + 10))
+            whole.free()
+            whole.all_gather_from(shard, collectives)
+            ((output, source),) = collectives.calls
+            self.assertIs(output, whole.flat)
+            self.assertTrue(whole.is_allocated)
+            self.assertEqual(source.data_ptr(), (shard.flat if dtype == torch.float32 else whole.shard()).data_ptr())
+            self.assertEqual(source.dtype, dtype)
+            self.assertEqual(source.tolist(), shard.flat.tolist())
+
+    def test_a_reduce_scatter_reads_the_whole_and_fills_the_shard(self):
+        collectives, whole, shard = Copying(), buffer(Partial(), 1), buffer(Shard(0), 1)
+        whole.reduce_scatter_to(shard, collectives, "sum")
+        ((output, source, reduction),) = collectives.calls
+        self.assertIs(output, shard.flat)
+        self.assertIs(source, whole.flat)
+        self.assertEqual(reduction, "sum")
+
+
+class SlotTest(unittest.TestCase):
+    def setUp(self):
+        self.made = []
+
+    def allocate(self, numel, dtype):
+        self.made.append((numel, dtype))
+        return torch.zeros(numel, dtype=dtype)
+
+    def test_one_buffer_at_a_time_uses_a_slot(self):
+        slot = Slot("gathered parameters", self.allocate)
+        slot.reserve(torch.float32, 50)
+        slot.reserve(torch.float32, 40)
+        one = buffer(Replicate(), pool=slot)
+        self.assertEqual(self.made, [(50, torch.float32)])
+        self.assertTrue(one.is_allocated and one.is_free)
+        text = error_of(buffer, Replicate(), pool=slot)
+        self.assertIn("gathered parameters of torch.float32 is in use by another group", text)
+        one.free()
+        two = buffer(Replicate(), pool=slot)
+        self.assertEqual(two.flat.data_ptr(), one.flat.data_ptr())
+        self.assertFalse(one.is_allocated or one.is_free)
+        one.free()  # It has none: the slot stays the other's.
+        self.assertTrue(two.is_allocated)
+        self.assertIn("is in use by another group", error_of(one.allocate))
+        two.free()
+        one.allocate()
+        self.assertEqual((one.is_allocated, two.is_allocated, two.is_free), (True, False, False))
+        self.assertEqual(self.made, [(50, torch.float32)])
+        self.assertEqual(slot.nbytes, 200)
+
+    def test_a_slab_that_is_too_small_is_replaced(self):
+        slot = Slot("gradients", self.allocate)
+        first = slot.slab(torch.float32, 10)
+        self.assertIs(slot.slab(torch.float32, 10), first)
+        self.assertIs(slot.slab(torch.float32, 4), first)
+        self.assertEqual(slot.slab(torch.float32, 11).flat.numel(), 11)
+        slot.slab(torch.bfloat16, 3)
+        self.assertEqual(self.made, [(10, torch.float32), (11, torch.float32), (3, torch.bfloat16)])
+        self.assertEqual(slot.nbytes, 4 * 11 + 2 * 3)
+
+
+class Ranks:
+    """The collectives of four ranks that run one after the other: an all-gather reads what the other ranks hold."""
+
+    def __init__(self, rank):
+        self.rank, self.calls = rank, []
+
+    def size(self):
+        return 2
+
+    def all_gather(self, output, source, group=None):
+        self.calls.append((group, output, source))
+        return done
+
+
+def numbers(rank):
+    return torch.arange(10.0 * rank, 10 * rank + 10)
+
+
+class KeeperTest(unittest.TestCase):
+    def setUp(self):
+        self.log = MemoryLog()
+        self.log.start()
+
+    def noted(self):
+        return [nbytes for _, nbytes in self.log.events]
+
+    def test_neighbours_keep_their_part_of_the_gathered_buffer(self):
+        for size, index in ((2, 0), (2, 1), (4, 2)):
+            self.log.start()
+            group, collectives, whole = object(), Ranks(0), buffer(Replicate())
+            encoding = SimpleNamespace(buffer=whole, all_gather=lambda shards, collectives: "from the shards")
+            whole.flat.copy_(torch.arange(40.0))
+            keeper = Neighbours(size, index, group, self.log)
+            self.assertEqual((keeper.nbytes, keeper.holds_part), (0, False))
+            self.assertEqual(keeper.all_gather(None, encoding, [], collectives), "from the shards")
+            keeper.drop()
+            keeper.keep(encoding)
+            whole.free()
+            self.assertEqual((keeper.nbytes, keeper.holds_part), (160 // size, True))
+            keeper.all_gather(None, encoding, [], collectives)
+            ((where, output, source),) = collectives.calls
+            self.assertIs(where, group)
+            self.assertIs(output, whole.flat)
+            self.assertTrue(whole.is_allocated)
+            self.assertEqual(source.tolist(), torch.arange(40.0).split(40 // size)[index].tolist())
+            keeper.drop()
+            self.assertEqual((keeper.nbytes, keeper.holds_part), (0, False))
+            self.assertEqual(self.noted(), [160 // size, -160 // size])
+
+    def test_resident_shards_of_all_nodes_are_gathered_in_place(self):
+        for rank, dtype in itertools.product(range(4), (torch.float32, torch.bfloat16)):
+            self.log.start()
+            across, within, collectives = Ranks(rank), Ranks(rank), Ranks(rank)
+            keeper = Resident(Levels(across, within), self.log)
+            self.assertEqual((keeper.keeps_buffer, keeper.nbytes), (False, 0))
+            shards, whole = SimpleNamespace(buffer=buffer(Shard(0), rank)), buffer(Replicate(), rank, dtype)
+            shards.buffer.flat.copy_(numbers(rank))
+            whole.free()
+            keeper.all_gather(shards, SimpleNamespace(buffer=whole), [1], collectives)
+            (first, kept, mine), *nodes = collectives.calls
+            self.assertIs(first, across)
+            self.assertEqual((kept.numel(), kept.dtype, keeper.nbytes), (20, dtype, 20 * dtype.itemsize))
+            self.assertEqual(mine.data_ptr(), kept.data_ptr() + rank // 2 * 10 * dtype.itemsize)
+            self.assertEqual(mine.tolist(), numbers(rank).tolist())
+            for node, (where, output, source) in enumerate(nodes):
+                self.assertIs(where, within)
+                self.assertEqual((output.numel(), source.numel()), (20, 10))
+                self.assertEqual(output.data_ptr(), whole.flat.data_ptr() + node * 20 * dtype.itemsize)
+                self.assertEqual(source.data_ptr(), kept.data_ptr() + node * 10 * dtype.itemsize)
+            self.assertEqual(len(nodes), 2)
+            for versions, calls in (([1], 2), ([2], 3), ([2], 2)):  # Across nodes only if the parameters have changed.
+                collectives.calls.clear()
+                keeper.all_gather(shards, SimpleNamespace(buffer=whole), versions, collectives)
+                self.assertEqual(len(collectives.calls), calls)
+            keeper.invalidate()
+            collectives.calls.clear()
+            keeper.all_gather(shards, SimpleNamespace(buffer=whole), [2], collectives)
+            self.assertEqual(len(collectives.calls), 3)
+            self.assertIs(collectives.calls[0][1], kept)
+            keeper.reset()
+            self.assertEqual(keeper.nbytes, 0)
+            self.assertEqual(self.noted(), [20 * dtype.itemsize, -20 * dtype.itemsize])
+
+    def test_a_resident_buffer_is_gathered_once_per_version(self):
+        calls = []
+        encoding = SimpleNamespace(all_gather=lambda *arguments: calls.append(arguments) or "work")
+        keeper = Resident(Levels(Ranks(0), None), self.log)
+        self.assertTrue(keeper.keeps_buffer)
+        self.assertEqual(keeper.all_gather("shards", encoding, [1], "collectives"), "work")
+        self.assertEqual(calls, [("shards", "collectives")])
+        self.assertIs(keeper.all_gather("shards", encoding, [1], "collectives"), done)
+        keeper.all_gather("shards", encoding, [2], "collectives")
+        keeper.invalidate()
+        keeper.all_gather("shards", encoding, [2], "collectives")
+        keeper.reset()
+        keeper.all_gather("shards", encoding, [2], "collectives")
+        self.assertEqual(len(calls), 4)
+
+
+class MemoryLogTest(unittest.TestCase):
+    def test_it_records_between_start_and_stop(self):
+        log = MemoryLog()
+        log.note(3)
+        log.start()
+        log.note(5)
+        log.note(-5)
+        self.assertEqual([nbytes for _, nbytes in log.events], [5, -5])
+        self.assertLess(*(moment for moment, _ in log.events))
+        log.start()
+        self.assertEqual(log.events, [])
+        log.note(1)
+        log.stop()
+        self.assertEqual(log.events, [])
+
+    def test_the_high_water_is_the_first_moment_of_the_largest_sum(self):
+        one, two = MemoryLog(), MemoryLog()
+        for log in (one, two):
+            log.start()
+        for log, nbytes in ((one, 10), (two, 5), (one, -10), (two, 10), (one, -3)):
+            log.note(nbytes)
+        kinds = (("one", one), ("two", two))
+        moment, most = high_water(kinds, {"one": 4, "two": 0})
+        self.assertEqual((moment, most), (two.events[0][0], {"one": 14, "two": 5}))
+        self.assertEqual(high_water(kinds, {"one": 0, "two": 0})[1], {"one": 10, "two": 5})
+        two.start()
+        two.note(-1)
+        self.assertEqual(high_water((("two", two),), {"two": 7}), (-1, {"two": 7}))
+
+    def test_storage_is_allocated_and_freed_once(self):
+        log, tensor = MemoryLog(), torch.ones(6)
+        log.start()
+        allocate_storage(tensor, log)
+        free_storage(tensor, log)
+        self.assertEqual(tensor.untyped_storage().nbytes(), 0)
+        free_storage(tensor, log)
+        allocate_storage(tensor, log)
+        self.assertEqual(tensor.untyped_storage().nbytes(), 24)
+        self.assertEqual([nbytes for _, nbytes in log.events], [-24, 24])
+
+
+class RowsTest(unittest.TestCase):
+    """Tensors that are cut by Shard(0) and share a buffer."""
+
+    SHAPES = ((5, 3), (2, 1, 4), (7,), (1, 2), (4, 2))
+
+    def specs(self, shapes):
+        return [TensorSpec(f"t{i}", shape, (0,), max(1, math.prod(shape[1:]))) for i, shape in enumerate(shapes)]
+
+    def test_every_shard_has_the_rows_of_each_tensor(self):
+        values = [torch.randn(shape) for shape in self.SHAPES]
+        for ranks in range(1, 9):
+            layout = rows_layout(self.specs(self.SHAPES), ranks)
+            whole = DBuffer(layout, Partial(), 0, torch.float32, CPU)
+            whole.flat.fill_(torch.nan)
+            for index, value in enumerate(values):
+                whole.tensor(index).copy_(in_buffer_form(value, layout, index))
+            self.assertTrue(whole.flat.isfinite().all())  # Padding, too.
+            self.assertEqual(layout.padding_numel, layout.numel - sum(value.numel() for value in values))
+            for rank, part in enumerate(whole.flat.chunk(ranks)):
+                shard = DBuffer(layout, Shard(0), rank, torch.float32, CPU)
+                shard.flat.copy_(part)
+                for index, value in enumerate(values):
+                    chunks = value.chunk(ranks)
+                    rows = chunks[rank] if rank < len(chunks) else value[:0]
+                    self.assertTrue(torch.equal(shard.tensor(index).view(rows.shape), rows))
+                    placement = layout.placement(index)
+                    self.assertEqual(placement.local_units[rank] * value.shape[0], len(rows) * sum(placement.local_units))
+
+    def test_one_tensor_that_divides_is_contiguous_and_not_copied(self):
+        layout, value = rows_layout(self.specs([(6, 5)]), 3), torch.randn(6, 5)
+        self.assertTrue(DBuffer(layout, Partial(), 0, torch.float32, CPU).tensor(0).is_contiguous())
+        self.assertEqual(in_buffer_form(value, layout, 0).data_ptr(), value.data_ptr())
+        self.assertIs(in_buffer_form(value, LAYOUT, 0), value)
+
+    def test_empty_tensors_take_no_memory(self):
+        layout = rows_layout(self.specs([(0, 3), (4, 0), (4, 2)]), 2)
+        self.assertEqual((layout.shard_numel, layout.gaps), (4, ()))
+        self.assertEqual([layout.local_range(index, 1) for index in range(3)], [(0, 0), (0, 0), (4, 8)])
+        whole = DBuffer(layout, Partial(), 0, torch.float32, CPU)
+        for index, shape in enumerate([(0, 3), (4, 0), (4, 2)]):
+            whole.tensor(index).copy_(in_buffer_form(torch.zeros(shape), layout, index))
+        nothing = rows_layout(self.specs([(0, 3)]), 2)
+        self.assertEqual((nothing.shard_numel, nothing.gaps), (1, ((0, 2),)))
+        self.assertEqual(sum(nothing.placement(0).local_units), 1)
+
+    def test_shards_without_room_or_order_are_refused(self):
+        specs = tuple(self.specs([(4, 2), (2, 3)]))
+        good = rows_layout(specs, 2)
+        self.assertEqual((good.offsets, good.shard_numel, good.forced_by), ((0, 4), 7, "Shard(0) of t0 and 1 more"))
+        for offsets, shard in (((0, 3), 7), ((0, 4), 8), ((0,), 4), ((0, 4, 7), 7)):
+            error = error_of(RowsLayout, specs, offsets, shard, 2, 1, 7, "", "")
+            self.assertIn(f"at offsets (0, 4) of 7 elements, got {offsets} of {shard}", error)

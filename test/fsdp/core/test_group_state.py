@@ -1,0 +1,88 @@
+"""The states that a group goes through in a step, and that no other way between them is taken."""
+
+import itertools
+import unittest
+
+import torch
+import torch.distributed as dist
+from common import fake_group, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torch_ragged.fsdp import fully_shard
+from torch_ragged.fsdp.core._fsdp_param import ShardedState
+
+
+def states_in_a_step():
+    """The states of the first of two layers, seen by hooks around it."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+    for module in (*model, model):
+        fully_shard(module)
+    group = model[0]._ragged_groups(False)[0]
+    seen = []
+
+    def see(when):
+        seen.append((when, group._sharded_state.name, group.reduction.state.name))
+
+    x = torch.ones(2, 8, requires_grad=True)
+    x.register_hook(lambda gradient: see("gradient of the input"))
+    see("start")
+    model[0].unshard(async_op=True)
+    see("unshard(async_op=True)")
+    inside = model[0].register_forward_hook(lambda module, args, output: see("forward"), prepend=True)
+    loss = model(x).sum()
+    inside.remove()
+    see("after forward")
+    model.set_requires_gradient_sync(False)
+    loss.backward()
+    see("backward without gradient sync")
+    model.set_requires_gradient_sync(True)
+    model.set_manual_backward_finalization(True)
+    model(x).sum().backward()
+    see("backward with gradient sync")
+    group.reduction.wait()
+    see("its reduce-scatter waited for")
+    model.finalize_backward()
+    see("finalize_backward")
+    assert model[0].weight.grad is not None and dist.get_world_size() == 2
+    return seen
+
+
+class GroupStateTest(unittest.TestCase):
+    def test_states_in_a_step(self):
+        for seen in run_ranks(2, states_in_a_step):
+            self.assertEqual(
+                seen,
+                [
+                    ("start", "SHARDED", "EMPTY"),
+                    ("unshard(async_op=True)", "GATHERING", "EMPTY"),
+                    ("forward", "UNSHARDED", "EMPTY"),
+                    ("after forward", "SHARDED", "EMPTY"),
+                    ("gradient of the input", "SHARDED", "ACCUMULATING"),
+                    ("backward without gradient sync", "SHARDED", "ACCUMULATING"),
+                    ("gradient of the input", "SHARDED", "REDUCING"),
+                    ("backward with gradient sync", "SHARDED", "REDUCING"),
+                    ("its reduce-scatter waited for", "SHARDED", "REDUCED"),
+                    ("finalize_backward", "SHARDED", "EMPTY"),
+                ],
+            )
+
+    def test_wrong_transitions_raise(self):
+        legal = {
+            ("SHARDED", "GATHERING"),
+            ("GATHERING", "UNSHARDED"),
+            ("GATHERING", "SHARDED"),
+            ("UNSHARDED", "SHARDED"),
+        }
+        with fake_group(2):
+            model = fully_shard(nn.Linear(2, 2, bias=False), mesh=init_device_mesh("cpu", (2,)))
+            (group,) = model._ragged_groups(recurse=False)
+        for state, following in itertools.product(ShardedState, ShardedState):
+            group._sharded_state = state
+            if (state.name, following.name) in legal:
+                group._move_to(following)
+                self.assertIs(group._sharded_state, following)
+                continue
+            with self.assertRaisesRegex(RuntimeError, f"^weight cannot go from {state.name} to {following.name}$"):
+                group._move_to(following)
+            self.assertIs(group._sharded_state, state)

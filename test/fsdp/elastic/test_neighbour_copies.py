@@ -1,0 +1,329 @@
+"""NeighbourCopies: after the death of a rank, the others go on with the last copy, bit by bit."""
+
+import os
+import signal
+import time
+import unittest
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from common import error_of, ranks, run_mortal_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torch_ragged.fsdp import NeighbourCopies, fully_shard, reshard_to, rows
+from torch_ragged.optim import AdamW8bit
+
+
+def make(mesh, optimizer="adamw"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Tanh(), nn.Linear(10, 5))
+    for layer in (model[0], model[3]):
+        fully_shard(layer, mesh=mesh, orig_param_policy=lambda fqn, param: rows(2))
+    fully_shard(model, mesh=mesh)
+    kinds = {"adamw": torch.optim.AdamW, "adamw8bit": AdamW8bit}
+    return model, kinds[optimizer](model.parameters(), lr=0.1)
+
+
+def step(model, optimizer, number):
+    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    model(torch.randn(8, 6, generator=generator)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(model, optimizer):
+    """Parameters, buffers and optimizer states, gathered."""
+    found = dict(model.state_dict())
+    for name, param in model.named_parameters():
+        found |= {f"{name}.{key}": value for key, value in optimizer.state[param].items()}
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
+
+
+def copied(found):
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+
+
+def same(got, wanted):
+    if set(got) != set(wanted):
+        return f"{set(got) ^ set(wanted)}"
+    return [name for name, value in got.items() if not torch.equal(torch.as_tensor(value), torch.as_tensor(wanted[name]))]
+
+
+def train_and_die(rank, port, victims, kind, pipe):
+    """A process of its own: trains 3 steps with copies, loses ranks in the fourth, recovers and trains on."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    model, optimizer = make(init_device_mesh("cpu", (4,)), kind)
+    copies, states = NeighbourCopies(model, optimizer, distance=1), []
+    for number in range(3):
+        step(model, optimizer, number)
+        copies.update()
+        buffers = {name: value.clone() for name, value in model.named_buffers()}  # Each rank has its own.
+        states.append(copied(whole(model, optimizer)) | buffers)
+        optimizer.param_groups[0]["lr"] *= 0.5
+    copies.wait()
+    if rank in victims:
+        handle = model[3].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    failure = error_of(step, model, optimizer, 3)
+    if rank in victims:
+        handle.remove()
+    left = copies.ranks_left()
+    mesh = DeviceMesh.from_group(dist.new_group(left, use_local_synchronization=True), "cpu")
+    lost = error_of(copies.recover, mesh)
+    if lost:
+        pipe.send((failure, lost, None, None))
+        pipe.recv()
+        os._exit(0)
+    different = same(whole(model, optimizer), states[-1]) or optimizer.param_groups[0]["lr"] != 0.025
+    step(model, optimizer, 3)
+    copies = NeighbourCopies(model, optimizer)
+    copies.update()
+    copies.wait()
+    step(model, optimizer, 4)
+    after = sum(value.double().sum().item() for value in whole(model, optimizer).values() if isinstance(value, torch.Tensor))
+    pipe.send((failure, "", different, after))
+    pipe.recv()
+    os._exit(0)
+
+
+class CopiedBy:
+    """An option of an optimizer, which calls a function when NeighbourCopies copy it."""
+
+    function = None
+
+    def __deepcopy__(self, memo):
+        if self.function is not None:
+            self.function()
+        return CopiedBy()
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refuse():
+    raise TypeError("no copy of this")
+
+
+def copied_after(model, optimizer, copies):
+    """Make and complete one copy. The state that it is of."""
+    copies.update()
+    copies.wait()
+    return copied(whole(model, optimizer)) | copied(dict(model.named_buffers()))
+
+
+def lose_a_rank_when_states_appear():
+    """The copy of a model before its first step is complete. In the next one, which has states too, rank 2 dies."""
+    if dist.get_rank() < 3:
+        NeighbourCopies(*make(DeviceMesh("cpu", [0, 1, 2])))  # Rank 3 has made fewer process groups.
+    model, optimizer = make(init_device_mesh("cpu", (4,)))
+    option = optimizer.param_groups[0]["note"] = CopiedBy()
+    copies = NeighbourCopies(model, optimizer)
+    wanted = copied_after(model, optimizer, copies)
+    step(model, optimizer, 0)
+    option.function = die if dist.get_rank() == 2 else None
+    copies.update()
+    failure = error_of(copies.wait)
+    recovered = copies.recover()
+    different = same(whole(model, optimizer), wanted)
+    step(model, optimizer, 0)  # The optimizer makes its states again.
+    return failure, recovered, different
+
+
+def lose_two_ranks():
+    """Rank 1 dies in training, rank 3 when the others have agreed to go on with it."""
+    rank = dist.get_rank()
+    model, optimizer = make(init_device_mesh("cpu", (4,)))
+    copies = NeighbourCopies(model, optimizer)
+    step(model, optimizer, 0)
+    wanted = copied_after(model, optimizer, copies)
+    if rank == 1:
+        die()
+    error_of(step, model, optimizer, 1)
+    if rank == 3:
+        copies.ranks_left()
+        die()
+    failure = error_of(copies.recover)
+    return failure, copies.recover(), same(whole(model, optimizer), wanted), next(model.parameters()).device_mesh.mesh.tolist()
+
+
+def lose_a_rank_while_others_are_busy():
+    """Rank 1 dies. Rank 0 is in a collective with it, rank 2 computes, rank 3 waits for rank 2 in another group."""
+    rank = dist.get_rank()
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1, 2, 3]), "cpu")
+    copies = NeighbourCopies(*make(mesh))
+    dist.barrier()
+    if rank == 1:
+        die()
+    if rank == 2:
+        time.sleep(11)
+    failure = error_of(dist.all_reduce, torch.ones(1), group=None if rank == 3 else mesh.get_group())
+    return failure, copies.ranks_left()
+
+
+def lose_a_rank_and_stop_another():
+    rank = dist.get_rank()
+    copies = NeighbourCopies(*make(init_device_mesh("cpu", (4,))))
+    dist.barrier()
+    if rank in (1, 3):
+        os.kill(os.getpid(), signal.SIGKILL if rank == 1 else signal.SIGSTOP)
+    start = time.monotonic()
+    return copies.ranks_left(4), time.monotonic() - start
+
+
+class NeighbourCopiesTest(unittest.TestCase):
+    def run_world(self, victims, kind):
+        context = mp.get_context("spawn")
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        pipes = [context.Pipe() for _ in range(4)]
+        for rank, (_, theirs) in enumerate(pipes):
+            context.Process(target=train_and_die, args=(rank, store.port, victims, kind, theirs), daemon=True).start()
+        left = [ours for rank, (ours, _) in enumerate(pipes) if rank not in victims]
+        answers = []
+        for pipe in left:
+            self.assertTrue(pipe.poll(100), "a rank hangs")
+            answers.append(pipe.recv())
+        for pipe in left:
+            pipe.send("end")
+        return answers
+
+    def test_the_ranks_that_are_left_go_on_with_the_last_copy(self):
+        self.check_one_death("adamw")
+
+    @pytest.mark.slow
+    def test_the_states_of_other_optimizers_are_copied_too(self):
+        self.check_one_death("adamw8bit")
+
+    def check_one_death(self, kind):
+        for failure, lost, different, _ in self.run_world((2,), kind):
+            self.assertIn("PeerError", failure)
+            self.assertEqual((lost, different), ("", False))
+
+    @pytest.mark.slow
+    def test_a_rank_that_dies_with_its_copy_is_an_error(self):
+        for _, lost, *_ in self.run_world((1, 2), "adamw"):
+            self.assertEqual(lost, "RuntimeError: recover(): rank 1 with its copy on rank 2 are gone: load a checkpoint")
+
+    @ranks(4)
+    def test_copies_take_the_memory_that_is_said_and_incomplete_ones_are_not_used():
+        mesh = init_device_mesh("cpu", (2, 2))
+        assert "a 1-D mesh of at least 2 ranks" in error_of(NeighbourCopies, *make(mesh))
+        flat = init_device_mesh("cpu", (4,))
+        model, optimizer = make(flat)
+        for options in ({"every": 0}, {"distance": 0}, {"distance": 4}):
+            assert "expected every >= 1 and a distance between 1 and 3" in error_of(
+                NeighbourCopies, model, optimizer, **options
+            )
+        copies = NeighbourCopies(model, optimizer, every=2, distance=3)
+        assert "no complete copy" in error_of(copies.recover, flat)
+        for number in range(4):
+            step(model, optimizer, number)
+            copies.update()
+            if number == 1:
+                wanted = copied(whole(model, optimizer))
+        copies.wait()
+        # Of all ranks, two generations of two copies; each tensor starts at a multiple of 16 bytes.
+        moments = [value for param in model.parameters() for value in optimizer.state[param].values() if value.numel() > 1]
+        held = sum(-(-tensor.to_local().nbytes // 16) * 16 for tensor in (*model.parameters(), *moments))
+        total = torch.tensor([held, copies.nbytes])
+        dist.all_reduce(total)
+        assert int(total[1]) == 4 * int(total[0]), total
+        third = copied(whole(model, optimizer))
+        for each in copies._generations:  # As if a rank had died before the last copy was complete.
+            if each.step == 4 and dist.get_rank() == 1:
+                each.step = -1
+        assert copies.recover(flat) == 2
+        buffers = [name for name, _ in model.named_buffers()]
+        got = whole(model, optimizer)
+        assert not [name for name in same(got, wanted) if name not in buffers], same(got, wanted)
+        assert same(got, third)
+
+    @ranks(4)
+    def test_new_copies_follow_a_model_to_other_meshes():
+        """4 ranks, 3, 4 again, with new copies after each. The copies that are out of date say so."""
+        four, three = DeviceMesh("cpu", [0, 1, 2, 3]), DeviceMesh("cpu", [0, 1, 2])
+        if dist.get_rank() < 3:  # Rank 3 has made fewer.
+            NeighbourCopies(*make(three))
+        model, optimizer = make(four)
+        copies = NeighbourCopies(model, optimizer)
+        step(model, optimizer, 0)
+        copied_after(model, optimizer, copies)
+        reshard_to(model, optimizer, three)
+        start = time.monotonic()
+        text = error_of(copies.update)
+        assert text.startswith("ValueError: the model is on DeviceMesh((3,)"), text
+        assert text.endswith("make new ones after reshard_to() or recover()"), text
+        assert time.monotonic() - start < 5
+        if dist.get_rank() < 3:
+            copied_after(model, optimizer, NeighbourCopies(model, optimizer))
+        reshard_to(model, optimizer, four)
+        copies = NeighbourCopies(model, optimizer)
+        wanted = copied_after(model, optimizer, copies)
+        step(model, optimizer, 1)
+        assert same(whole(model, optimizer), wanted)
+        assert copies.recover(four) == 1
+        assert not same(whole(model, optimizer), wanted)
+
+    @ranks(4)
+    def test_arguments_that_differ_are_an_error_on_all_ranks():
+        rank = dist.get_rank()
+        model, optimizer = make(init_device_mesh("cpu", (4,)))
+        for options, words in (
+            ({"every": 1 + rank // 3}, "rank 0 has every=1, distance=1, rank 3 has every=2, distance=1"),
+            ({"distance": 1 + rank % 2}, "rank 0 has every=1, distance=1, rank 1 has every=1, distance=2"),
+        ):
+            text = error_of(NeighbourCopies, model, optimizer, **options)
+            assert text.startswith(f"ValueError: NeighbourCopies was called differently on different ranks: {words}"), text
+        text = error_of(NeighbourCopies, model, optimizer, distance=4 if rank == 1 else 1)
+        assert "expected every >= 1 and a distance between 1 and 3" in text, text
+
+    @ranks(4)
+    def test_a_state_that_cannot_be_copied_is_an_error_on_all_ranks():
+        """The state of one rank cannot be copied: all ranks raise, and the last copy stays."""
+        mesh = init_device_mesh("cpu", (4,))
+        model, optimizer = make(mesh)
+        option = optimizer.param_groups[0]["note"] = CopiedBy()
+        copies = NeighbourCopies(model, optimizer)
+        step(model, optimizer, 0)
+        copied_after(model, optimizer, copies)
+        step(model, optimizer, 1)
+        wanted = copied_after(model, optimizer, copies)
+        option.function = refuse if dist.get_rank() == 1 else None
+        start = time.monotonic()
+        text = error_of(copies.update)
+        assert text == ("TypeError: no copy of this" if dist.get_rank() == 1 else ""), text
+        text = error_of(copies.wait)
+        assert "TransferError" in text and "rank 1: TypeError: no copy of this" in text, text
+        assert time.monotonic() - start < 8
+        option.function = None
+        for _ in range(3):
+            assert "RuntimeError: a copy has failed, and its process group is not usable" in error_of(copies.update)
+        assert copies.recover(mesh) == 2
+        assert not same(whole(model, optimizer), wanted)
+
+    def test_the_last_copy_stays_until_a_larger_one_is_complete(self):
+        for failure, recovered, different in run_mortal_ranks(4, {2}, lose_a_rank_when_states_appear).values():
+            self.assertIn("TransferError", failure)
+            self.assertIn("rank 2 died", failure)
+            self.assertEqual((recovered, different), (1, []))
+
+    @pytest.mark.slow
+    def test_a_death_while_ranks_recover_is_survived_too(self):
+        for failure, *rest in run_mortal_ranks(4, {1, 3}, lose_two_ranks, seconds=6).values():
+            self.assertNotEqual(failure, "")
+            self.assertEqual(rest, [1, [], [0, 2]])
+
+    def test_ranks_that_live_are_left_when_they_notice_late(self):
+        for failure, left in run_mortal_ranks(4, {1}, lose_a_rank_while_others_are_busy).values():
+            self.assertIn("RuntimeError", failure)
+            self.assertEqual(left, [0, 2, 3])
+
+    @pytest.mark.slow
+    def test_a_stopped_rank_is_waited_for_as_long_as_patience_lasts(self):
+        for left, seconds in run_mortal_ranks(4, {1, 3}, lose_a_rank_and_stop_another).values():
+            self.assertEqual(left, [0, 2])
+            self.assertLess(seconds, 12)

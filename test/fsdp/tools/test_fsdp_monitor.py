@@ -1,0 +1,299 @@
+"""monitor: what it counts is what the layouts say and what the buffers hold; nothing is left behind."""
+
+import json
+import os
+import tempfile
+import unittest
+
+import torch
+import torch.distributed as dist
+from common import error_of, ranks, run_ranks
+from fsdp_common import Boom, batch, build, loss_of, step_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from torch_ragged.fsdp import (
+    buffer_layouts,
+    fully_shard,
+    memory_report,
+    monitor,
+)
+from torch_ragged.fsdp._fully_shard import named_groups as groups_of
+from torch_ragged.fsdp.tools._timeline import timeline_of
+
+KINDS = ("all_gather", "reduce_scatter", "other")
+FILLING = ("compute", "optimizer", "exposed")
+KEYS = {"step_s", "optimizer_s", "exposed_s", "compute_s", "buffer_bytes", "buffer_peak_bytes"}
+KEYS |= {"memory_peak_bytes", "memory_reserved_bytes"}
+KEYS |= {f"{kind}_{unit}" for kind in KINDS for unit in ("s", "exposed_s", "calls", "bytes")}
+
+
+def numel_of(model):
+    return sum(layout.numel for layout in buffer_layouts(model).values())
+
+
+def check_timeline_of_overlaps():
+    """Collectives that are in flight at once are in rows of their own; a wait in an optimizer's step is a wait."""
+    first, second = ("all_gather", "a", -1.0, 1.0, 2.0), ("all_gather", "b", 0.5, 5.0, 6.0)
+    timeline = timeline_of(10.0, [second, first], [(4.0, 8.0)], 3)
+    times = [(span.kind, span.name, span.begin, span.end) for span in timeline.spans]
+    compute = [("compute", "", 0.0, 1.0), ("compute", "", 2.0, 4.0), ("compute", "", 8.0, 10.0)]
+    optimizer = [("optimizer", "", 4.0, 5.0), ("optimizer", "", 6.0, 8.0)]
+    exposed = [("exposed", "a", 1.0, 2.0), ("exposed", "b", 5.0, 6.0)]
+    assert times == compute + optimizer + exposed + [("all_gather", "a", -1.0, 2.0), ("all_gather", "b", 0.5, 6.0)]
+    assert [label for label, _ in timeline._tracks()] == ["compute", "optimizer", "exposed", "all_gather", ""]
+    assert min(event["ts"] for event in timeline._trace()["traceEvents"] if "ts" in event) == 0.0
+
+
+def check_times(row):
+    assert all(value >= 0 for value in row.values()), row
+    exposed = sum(row[f"{kind}_exposed_s"] for kind in KINDS)
+    assert abs(exposed - row["exposed_s"]) < 1e-9
+    assert abs(row["compute_s"] + row["optimizer_s"] + row["exposed_s"] - row["step_s"]) < 1e-9
+    assert all(row[f"{kind}_s"] >= row[f"{kind}_exposed_s"] for kind in KINDS)
+    assert row["compute_s"] > 0
+
+
+def trained_once():
+    """A model that has made a step, its optimizer, and what a monitor must leave as it is."""
+    model = build("ragged")
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    step_of(model)
+    model.zero_grad()
+    return model, optimizer, [group.collectives for group in groups_of(model).values()]
+
+
+def assert_steps_as_unwatched(model):
+    other = build("ragged")
+    other.load_state_dict(model.state_dict())
+    model.zero_grad()
+    for each in (model, other):
+        step_of(each)
+    for (name, param), (_, plain) in zip(model.named_parameters(), other.named_parameters()):
+        assert torch.equal(param.grad.to_local(), plain.grad.to_local()), name
+
+
+def fail_watched(model, optimizer, part):
+    def fail(*args):
+        raise KeyError(part)
+
+    handles = []
+    with monitor(model, optimizer):
+        try:
+            if part == "forward":
+                handles.append(model.blocks[1].register_forward_pre_hook(fail))
+            if part == "backward":
+                handles.append(model.blocks[0].register_forward_hook(lambda module, args, output: Boom.apply(output)))
+            loss = loss_of(model, batch(0, False))
+            loss.backward()
+            optimizer.step(fail)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def assert_as_before(model, optimizer, before):
+    for group, collectives in zip(groups_of(model).values(), before, strict=True):
+        assert group.collectives is collectives and not group.memory.gathered.events and not group.memory.gradients.events
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+
+
+def errors_of_other_models():
+    plain, theirs = nn.Linear(4, 4), torch_fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return [error_of(what, model) for what in (monitor, memory_report) for model in (plain, theirs, "model")]
+
+
+class MonitorTest(unittest.TestCase):
+    @ranks(2)
+    def test_a_timeline_has_the_times_of_the_row():
+        """It has the seconds of the row, without overlap of what fills the step, and is saved as a trace and as a picture."""
+        model = build("ragged", raf=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        with monitor(model, optimizer) as watch:
+            assert "call watch.step() after a training step" in error_of(lambda: watch.timeline)
+            step_of(model, 0, optimizer)
+            row = watch.step()
+            timeline = watch.timeline
+            assert (timeline.rank, timeline.seconds) == (dist.get_rank(), row["step_s"])
+            spans = {kind: [span for span in timeline.spans if span.kind == kind] for kind in (*KINDS, *FILLING)}
+            for kind in spans:
+                assert abs(sum(span.end - span.begin for span in spans[kind]) - row[f"{kind}_s"]) < 1e-9, kind
+            assert sorted(span.name for span in spans["all_gather"]) == sorted(2 * list(buffer_layouts(model)))
+            assert [span.name for span in spans["reduce_scatter"]] == ["blocks.2", "blocks.1", "blocks.0", "root"]
+            filling = sorted((span for kind in FILLING for span in spans[kind]), key=lambda span: (span.begin, span.end))
+            assert filling[0].begin == 0.0 and filling[-1].end == timeline.seconds
+            assert all(abs(a.end - b.begin) < 1e-9 for a, b in zip(filling, filling[1:]))
+            step_of(model, 1)
+            watch.step()
+            assert watch.timeline is not timeline and not any(span.kind == "optimizer" for span in watch.timeline.spans)
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("step.json", "step.png", "step.svg"):
+                timeline.save(os.path.join(folder, name))
+            with open(os.path.join(folder, "step.json")) as file:
+                events = json.load(file)["traceEvents"]
+            with open(os.path.join(folder, "step.png"), "rb") as file:
+                assert file.read(8) == b"\x89PNG\r\n\x1a\n"
+            drawn = [event for event in events if event["ph"] == "X"]
+            assert len(drawn) == len(timeline.spans) and all(event["dur"] >= 0 and event["ts"] >= 0 for event in drawn)
+            assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} >= {*KINDS, *FILLING}
+            for track in {event["tid"] for event in drawn}:
+                mine = sorted((event["ts"], event["ts"] + event["dur"]) for event in drawn if event["tid"] == track)
+                assert all(end <= begin + 1e-6 for (_, end), (begin, _) in zip(mine, mine[1:])), mine
+            assert "use one of these endings" in error_of(timeline.save, os.path.join(folder, "step.pdf"))
+            assert len(os.listdir(folder)) == 3
+
+    def test_a_timeline_separates_what_overlaps(self):
+        check_timeline_of_overlaps()
+
+    @ranks(2)
+    def test_the_row_of_a_step_counts_what_the_layouts_say():
+        model = build("ragged", raf=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        whole = numel_of(model) * 4
+        shards = whole // dist.get_world_size()
+        flags = sum(len(group.params) for group in groups_of(model).values())
+        with monitor(model, optimizer) as watch:
+            assert watch.postfix() == ""
+            for step in range(3):
+                step_of(model, step, optimizer)
+                row = watch.step(tokens=144)
+                assert set(row) == KEYS | {"tokens_per_s"} and all(type(value) is float for value in row.values())
+                # Every group is gathered in forward and in backward.
+                assert (row["all_gather_calls"], row["all_gather_bytes"]) == (8, 2 * whole)
+                assert (row["reduce_scatter_calls"], row["reduce_scatter_bytes"]) == (4, whole)
+                assert (row["other_calls"], row["other_bytes"]) == (1, flags)
+                check_times(row)
+                assert row["optimizer_s"] > 0 and abs(row["tokens_per_s"] * row["step_s"] - 144) < 1e-6
+                assert row["buffer_bytes"] == shards < row["buffer_peak_bytes"]  # Everything gathered is freed.
+                assert row["memory_peak_bytes"] >= row["memory_reserved_bytes"] > 1e7
+                assert "tokens/s, " in watch.postfix() and "% in collectives, peak " in watch.postfix()
+
+    @ranks(2)
+    def test_the_row_of_an_evaluation_has_no_gradients():
+        model = build("ragged", raf=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        with monitor(model, optimizer) as watch:
+            step_of(model, 0, optimizer)
+            watch.step(tokens=144)
+            with torch.no_grad():
+                model(batch(0, False)[:, :-1])
+            row = watch.step()
+            assert set(row) == KEYS and (row["all_gather_calls"], row["all_gather_bytes"]) == (4, numel_of(model) * 4)
+            assert (
+                row["reduce_scatter_calls"] == row["other_calls"] == row["optimizer_s"] == row["reduce_scatter_exposed_s"] == 0
+            )
+            assert " s/step, " in watch.postfix()
+
+    @ranks(2)
+    def test_nothing_is_reduced_without_gradient_sync():
+        model = build("ragged", raf=True)
+        with monitor(model) as watch:
+            model.set_requires_gradient_sync(False)
+            step_of(model)
+            assert watch.step()["reduce_scatter_calls"] == 0
+
+    @ranks(2)
+    def test_a_collective_of_the_user_is_another_one():
+        model = build("ragged", raf=True)
+        with monitor(model) as watch:
+            step_of(model)
+            watch.restart()
+            with watch.collective(nbytes=40):
+                dist.all_reduce(torch.ones(10))
+            row = watch.step()
+            assert (row["other_calls"], row["other_bytes"], row["all_gather_bytes"]) == (1, 40, 0)
+            assert row["exposed_s"] == row["other_exposed_s"] == row["other_s"] > 0
+
+    @ranks(2)
+    def test_a_restart_drops_what_was_counted():
+        model = build("ragged", raf=True)
+        with monitor(model) as watch:
+            model(batch(0, False)[:, :-1])
+            watch.restart()
+            assert watch.step()["all_gather_calls"] == 0
+
+    @ranks(2)
+    def test_parameters_that_stay_gathered_are_counted_once():
+        kept = build("ragged", raf=False)
+        whole, root = numel_of(kept) * 4, buffer_layouts(kept)["root"].numel * 4
+        with monitor(kept) as watch:
+            step_of(kept)
+            row = watch.step()
+            assert row["all_gather_bytes"] == whole and row["optimizer_s"] == 0 and root < whole
+
+    @ranks(2)
+    def test_collectives_of_a_closure_are_no_time_of_the_optimizer():
+        model, optimizer, before = trained_once()
+
+        def closure():
+            model.zero_grad()
+            loss = loss_of(model, batch(0, False))
+            loss.backward()
+            return loss
+
+        with monitor(model, [optimizer]) as watch:
+            optimizer.step(closure)
+            row = watch.step()
+            assert row["all_gather_calls"] >= 4 and row["optimizer_s"] > 0
+            assert abs(row["compute_s"] + row["optimizer_s"] + row["exposed_s"] - row["step_s"]) < 1e-9
+        assert_as_before(model, optimizer, before)
+
+    @ranks(2)
+    def test_a_model_has_one_monitor_at_a_time():
+        model, optimizer, before = trained_once()
+        with monitor(model, [optimizer]) as watch:
+            assert "ValueError: another monitor watches this model" in error_of(monitor, model)
+        assert_as_before(model, optimizer, before)
+        assert "RuntimeError: the monitor is closed" in error_of(watch.step)
+        watch.close()
+
+    @ranks(2)
+    def test_errors_come_through_and_leave_the_model_as_it_was():
+        """And the model goes on as one that was never watched."""
+        model, optimizer, before = trained_once()
+        for part in ("forward", "backward", "optimizer"):
+            error = error_of(fail_watched, model, optimizer, part)
+            assert error == f"KeyError: '{'boom' if part == 'backward' else part}'", error
+            assert_as_before(model, optimizer, before)
+            if part == "backward":
+                model.reset_iter_state()
+        assert_steps_as_unwatched(model)
+
+    @ranks(2)
+    def test_work_in_flight_is_waited_for_after_the_close():
+        model, _, _ = trained_once()
+        with monitor(model):
+            handle = model.blocks[0].unshard(async_op=True)
+        handle.wait()
+        model.blocks[0].reshard()
+        assert_steps_as_unwatched(model)
+
+    @ranks(2)
+    def test_profiler_ranges_have_the_groups_names():
+        model = build("ragged", raf=True)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            step_of(model)
+        counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("torch_ragged::")}
+        hooks = ("pre_forward", "pre_backward", "post_backward")
+        want = {f"torch_ragged::all_gather{wait} ({name})": 2 for name in buffer_layouts(model) for wait in ("", "_wait")}
+        want |= {f"torch_ragged::reduce_scatter{wait} ({name})": 1 for name in buffer_layouts(model) for wait in ("", "_wait")}
+        want |= {f"torch_ragged::{when} ({name})": 1 for name in buffer_layouts(model) for when in hooks}
+        once = ("unused_parameters_all_reduce", "unused_parameters_all_reduce_wait", "root_post_backward_callback")
+        want |= {f"torch_ragged::{what} (root)": 1 for what in once}
+        assert counts == want, (counts, want)
+
+    def test_other_models_are_errors(self):
+        for errors in run_ranks(2, errors_of_other_models):
+            for error in errors:
+                self.assertRegex(
+                    error, "^ValueError: expected a module that .*fully_shard was called on.*call fully_shard first$"
+                )
+
+    @ranks(2)
+    def test_a_module_that_only_holds_sharded_ones_is_watched():
+        holder = nn.ModuleDict({"a": fully_shard(nn.Linear(4, 4)), "b": nn.Linear(4, 4)})  # No root, but it holds one.
+        with monitor(holder) as watch:
+            holder["a"](torch.ones(1, 4)).sum().backward()
+            assert watch.step()["all_gather_calls"] == 1
+        assert [row.name for row in memory_report(holder).groups] == ["a"]

@@ -1,0 +1,145 @@
+"""The documentation: its code runs, its links lead somewhere, it lists every public name and every error."""
+
+import importlib
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from common import run_ranks
+from doc_pages import code_of, run_code
+
+from torch_ragged.fsdp import fully_shard
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+
+PUBLIC = (
+    "torch_ragged",
+    *(f"torch_ragged.{name}" for name in "fsdp optim checkpoint transfer debug granularity integrations".split()),
+)
+
+
+def pages_with_code():
+    """The pages with code that runs in a test's process, and the ranks that it needs."""
+    found = {page: [code for code in code_of(page) if not code.is_file and not code.reason] for page in PAGES}
+    return {page: max(code.ranks for code in codes) for page, codes in found.items() if codes}
+
+
+def entries():
+    """The names that the API reference has an entry for, with their modules."""
+    text = "\n".join(path.read_text() for path in (DOCS / "api").glob("*.rst"))
+    return set(re.findall(r"^\.\. (?:auto\w+|py:data)::\s+([\w.]+)(?:\(.*\))?$", text, re.MULTILINE))
+
+
+def links(path):
+    """The targets in the repository of a page's links: file and heading."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"`[^`]*`", "", text)
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        name, _, heading = target.partition("#")
+        yield (path.parent / name).resolve() if name else path, heading
+
+
+def headings(path):
+    """The anchors of a page's headings, as GitHub and Sphinx name them."""
+    titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+class PagesTest(unittest.TestCase):
+    def test_code_that_does_not_run_is_rare_and_says_why(self):
+        left_out = {(page, code.reason) for page in PAGES for code in code_of(page) if code.reason}
+        self.assertLessEqual(len(left_out), 8, left_out)
+        self.assertTrue(all(len(reason) > 20 for _, reason in left_out))
+
+    def test_pages_with_scripts_are_run_by_a_test_of_theirs(self):
+        tests = "".join(path.read_text() for path in (ROOT / "test").glob("test_*.py"))
+        run = set(re.findall(r'run_page\("([\w/.]+)"', tests))
+        pages = {page for page in PAGES if any(code.is_file for code in code_of(page))}
+        self.assertGreater(len(pages), 5)
+        self.assertEqual(pages - run, set())
+
+    def test_links_lead_to_pages_and_headings_that_are_there(self):
+        for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(DOCS / page for page in PAGES)]:
+            for target, heading in links(path):
+                self.assertTrue(target.exists(), f"{path}: {target}")
+                if heading and target.suffix == ".md":
+                    self.assertIn(heading, headings(target), f"{path}: {target.name}")
+
+    def test_every_page_is_in_the_contents(self):
+        contents = "\n".join((DOCS / page).read_text() for page in PAGES)
+        contents = "\n".join(re.findall(r"^```\{toctree\}\n(.*?)^```", contents, re.MULTILINE | re.DOTALL))
+        listed = {name.rpartition("<")[2].rstrip(">") for name in contents.split("\n")}
+        self.assertEqual({page.removesuffix(".md").removeprefix("integrations/") for page in PAGES} - listed, {"index"})
+
+    def test_the_readme_is_short(self):
+        self.assertLessEqual(len((ROOT / "README.md").read_text().splitlines()), 120)
+
+    def test_the_picture_is_what_its_script_draws(self):
+        picture = load("make_picture")
+        self.assertEqual((DOCS / "buffer.svg").read_text(), picture.picture())
+        colours = re.findall(r"(?:fill|stroke)='([^']+)'", picture.picture())
+        self.assertTrue(all(re.fullmatch(r"#[0-9a-f]{6}|none", colour) for colour in colours), set(colours))
+
+
+def load(name) -> ModuleType:
+    """A script of docs/, as a module."""
+    sys.path.insert(0, str(DOCS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(DOCS))
+
+
+class ReferenceTest(unittest.TestCase):
+    def test_every_public_name_has_an_entry_and_a_docstring(self):
+        listed = entries()
+        for module in map(importlib.import_module, PUBLIC):
+            for name in module.__all__:
+                value = getattr(module, name)
+                if isinstance(value, ModuleType):
+                    continue
+                self.assertIn(f"{module.__name__}.{name}", listed)
+                if callable(value) and not hasattr(value, "__origin__"):
+                    self.assertGreater(len(value.__doc__ or ""), 20, f"{module.__name__}.{name}")
+
+    def test_every_entry_is_of_a_name_that_is_there(self):
+        for entry in entries():
+            module, _, name = entry.rpartition(".")
+            if module in PUBLIC:
+                self.assertIn(name, importlib.import_module(module).__all__)
+
+    def test_the_signature_of_fully_shard_is_whole(self):
+        """Sphinx would show those of its overloads, without arguments."""
+        shown = re.search(r"fully_shard\((.*)\)$", (DOCS / "api/fsdp.rst").read_text(), re.MULTILINE)[1]
+        names = [part.partition("=")[0].strip() for part in shown.split(",")]
+        self.assertEqual([name for name in names if name != "*"], list(inspect.signature(fully_shard).parameters))
+
+    def test_the_page_of_errors_has_every_error_of_the_package(self):
+        errors = load("make_errors")
+        self.assertGreater(len(errors.messages()), 300)
+        self.assertEqual(errors.PAGE.read_text(), errors.page(), "run make errors")
+
+
+@pytest.mark.slow
+class CodeTest(unittest.TestCase):
+    def test_the_code_of_every_page_runs(self):
+        self.assertGreater(len(pages_with_code()), 9)
+        for page, ranks in pages_with_code().items():
+            with self.subTest(page), tempfile.TemporaryDirectory() as folder:
+                run_ranks(ranks, run_code, page, folder)
+
+    @unittest.skipUnless(importlib.util.find_spec("sphinx"), "needs Sphinx: the extra docs")
+    def test_the_site_is_built_without_a_warning(self):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), folder]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
+            self.assertEqual(done.returncode, 0, done.stderr)

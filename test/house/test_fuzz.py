@@ -1,0 +1,75 @@
+"""Random cases agree with one process, a planted defect is found, and a hang is a failure: see test/fuzz/run.py."""
+
+import sys
+import unittest
+from pathlib import Path
+
+import pytest
+from common import run_ranks, stop_ranks
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
+
+import fuzz_case  # noqa: E402
+from fuzz_workers import Workers  # noqa: E402
+
+
+def seeds_of(kind, size, count, first=0):
+    """The first seeds whose cases need that many ranks."""
+    found, seed = [], first
+    while len(found) < count:
+        if fuzz_case.size_of(kind, seed) == size:
+            found.append(seed)
+        seed += 1
+    return found
+
+
+class FuzzTest(unittest.TestCase):
+    def check(self, kind, size, count, first=0):
+        seeds = seeds_of(kind, size, count, first)
+        for answers in run_ranks(size, fuzz_case.run_seeds, kind, seeds):
+            for seed, status, details in answers:
+                self.assertIn(status, ("ok", "refused"), f"{kind} seed {seed}:\n{fuzz_case.describe(kind, seed)}\n{details}")
+            self.assertEqual([seed for seed, _, _ in answers], seeds)
+
+    def test_some_random_models_train_as_in_one_process(self):
+        self.check("fsdp", 2, 3)
+
+    def test_some_random_programs_on_dtensors_have_the_values_of_plain_tensors(self):
+        self.check("dtensor", 2, 6)
+
+    def test_some_random_transfers_are_right_bit_by_bit(self):
+        self.check("transfer", 4, 12)
+
+    def test_a_wrong_division_of_gradients_is_found(self):
+        for answers in run_ranks(2, fuzz_case.run_seeds, "fsdp", seeds_of("fsdp", 2, 4), "divisor"):
+            self.assertEqual(answers[-1][1], "failed")
+            self.assertIn("gradient of", answers[-1][2])
+
+    def test_a_checksum_that_sees_no_change_is_found(self):
+        for answers in run_ranks(4, fuzz_case.run_seeds, "transfer", seeds_of("transfer", 4, 12), "checksum"):
+            self.assertEqual(answers[-1][1], "failed")
+            self.assertIn("expected", answers[-1][2])
+
+    def test_a_case_is_the_same_each_time_it_is_made(self):
+        for kind in fuzz_case.KINDS:
+            self.assertEqual(fuzz_case.describe(kind, 5), fuzz_case.describe(kind, 5))
+            self.assertNotEqual(fuzz_case.describe(kind, 5), fuzz_case.describe(kind, 6))
+
+    @pytest.mark.slow
+    def test_a_rank_that_never_answers_is_a_failure_with_its_stack_and_the_next_case_runs(self):
+        workers = Workers(limit=5.0)
+        self.addCleanup(workers.stop)
+        first, second = seeds_of("dtensor", 2, 2)
+        ((seed, status, details),) = workers.run("dtensor", [first], 2, "hang")
+        self.assertEqual((seed, status), (first, "hangs"))
+        self.assertIn("ranks without an answer: [0, 1]", details)
+        self.assertIn("_hang", details)
+        ((seed, status, _),) = workers.run("dtensor", [second], 2)
+        self.assertEqual((seed, status), (second, "ok"))
+
+    @pytest.mark.slow
+    def test_fifty_random_cases(self):
+        stop_ranks()
+        for kind in fuzz_case.KINDS:
+            for size, count in ((1, 5), (2, 10), (4, 10)):
+                self.check(kind, size, count, first=100)

@@ -1,0 +1,283 @@
+"""How the package and its tests are laid out: imports, read from the sources, are what CONTRIBUTING.md says.
+
+Nothing is imported here.
+"""
+
+import ast
+import re
+import unittest
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "torch_ragged"
+FSDP = f"{PACKAGE}.fsdp"
+MOST_LINES = 900
+MOST_ARROWS = 30
+MOST_FILES_OF_CORE = 17
+MOST_ARROWS_IN_CORE = 40
+EVERYWHERE = None
+
+# Private modules and names of torch that are imported outside _register/: where, and why.
+PRIVATE = {
+    "torch.utils._python_dispatch": (("tensor._redistribute",), "a mesh's ranks are read while torch.compile traces"),
+    "torch.utils._pytree": (EVERYWHERE, "operators' arguments nest; torch has no public way to walk them"),
+    "torch.distributed.tensor.placement_types._StridedShard": (EVERYWHERE, "a placement that DTensor makes"),
+    # What the patches of upstream/ have in common with this package: these modules are written to be torch's.
+    "torch.distributed.tensor._dtensor_spec": (
+        ("tensor._api", "tensor._dispatch", "tensor._placement_extension"),
+        "a DTensor's spec",
+    ),
+    "torch.distributed.tensor._op_schema": (
+        ("tensor._dispatch", "tensor._placement_extension"),
+        "what the dispatcher asks with",
+    ),
+    "torch.distributed.tensor._dispatch": (("tensor._dispatch",), "runs an op on local tensors"),
+    "torch.distributed.tensor._ops": (("tensor._dispatch",), "the partial placement of a norm"),
+    "torch.distributed.tensor._redistribute": (("tensor._api",), "torch's own way between its own placements"),
+    "torch.distributed.tensor._random": (("tensor._random",), "the random state that DTensor's ranks share"),
+    "torch.distributed._functional_collectives": (
+        ("tensor._api", "tensor._async_tensor", "tensor._dispatch", "tensor._random"),
+        "a result that waits when it is used; whether torch traces",
+    ),
+    "torch.distributed.checkpoint.filesystem._StorageInfo": (("checkpoint._metadata",), "where DCP's files have a chunk"),
+    "torch._compile": (("tensor._dispatch",), "hides a function from Dynamo without importing it"),
+    "torch._guards": (("tensor._random",), "whether torch.compile traces"),
+    "torch._subclasses": (("tensor._random",), "the error that breaks a graph"),
+    # Only this module of torch's has symmetric memory.
+    "torch.distributed._symmetric_memory": (
+        ("fsdp.comm._capabilities", "fsdp.comm.experimental._multicast", "fsdp.comm.experimental._peer_memory"),
+        "buffers that other ranks read and write",
+    ),
+}
+
+# Assignments to what torch defines, outside _register/. Each has an entry in the registration report.
+ASSIGNED = {("tensor._random", "dtensor_random._rng_tracker")}
+
+
+def sources():
+    """The path of each module of the package, by its name without ``torch_ragged.``; that of the package itself is ''."""
+    paths = sorted((ROOT / PACKAGE).rglob("*.py"))
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+
+SOURCES = sources()
+TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
+
+
+def imported(name):
+    """What a module imports, at the top or in a function, as (module, name in it or None)."""
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def modules_imported(name):
+    """The package's modules that a module imports."""
+    found = {f"{module}.{part}" if f"{module}.{part}" in SOURCES else module for module, part in imported(name)}
+    return (found & set(SOURCES)) - {name}
+
+
+IMPORTS = {name: modules_imported(name) for name in SOURCES}
+
+
+def short(name):
+    return name.removeprefix(f"{PACKAGE}.")
+
+
+def part(name):
+    """The part of the package that a module is of: a file or folder at its top. _register._torch stands for itself."""
+    return "_register._torch" if short(name) == "_register._torch" else short(name).partition(".")[0]
+
+
+def wing(folder):
+    """A function of modules: the part of a folder that a module is of, a folder in it or a file; None outside of it."""
+    package = f"{PACKAGE}.{folder}"
+
+    def of(name):
+        if name != package and not name.startswith(f"{package}."):
+            return None
+        return name.removeprefix(package).strip(".").partition(".")[0] or "__init__"
+
+    return of
+
+
+def parts_imported(of):
+    """The parts of the package that each part imports; ``of`` gives the part of a module, None for one that has none."""
+    found = {}
+    for name, others in IMPORTS.items():
+        if of(name) is not None:
+            found.setdefault(of(name), set()).update({of(other) for other in others} - {of(name), None})
+    return found
+
+
+PARTS = parts_imported(part)
+WINGS = {folder: parts_imported(wing(folder)) for folder in ("_ranks", "tensor", "fsdp")}
+RULES = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def line_of_rules(folder):
+    """The parts of a folder that CONTRIBUTING.md lists from left to right, as groups of equals."""
+    text = " ".join(re.search(rf"^ *{folder}: (.*(?:\n +<- .*)*)$", RULES, re.MULTILINE)[1].split())
+    return [group.strip().split(", ") for group in text.split("<-")]
+
+
+def against(groups, imports):
+    """The imports that point to the right, or to an equal."""
+    place = {name: number for number, group in enumerate(groups) for name in group}
+    return [f"{name} -> {other}" for name in place for other in imports[name] if place.get(other, -1) >= place[name]]
+
+
+def circles():
+    """Each set of modules that import each other, directly or not."""
+    reached = {name: set(others) for name, others in IMPORTS.items()}
+    for middle in reached:
+        for others in reached.values():
+            if middle in others:
+                others |= reached[middle]
+    return sorted({tuple(sorted(b for b in reached[a] if a in reached[b])) for a in reached if a in reached[a]})
+
+
+def private_imports(name):
+    """The private modules of torch, or private names in public modules, that a module imports: up to the first private part."""
+    for module, item in imported(name):
+        private = re.match(r"torch(\.[^\W_]\w*)*\._[^\W_]\w*", module if item is None else f"{module}.{item}")
+        if private:
+            yield private[0]
+
+
+def assigned_to_torch(name):
+    """The attributes and items of what a module imports from torch that it assigns to or deletes."""
+    tree = TREES[name]
+    names = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+        if (node.module if isinstance(node, ast.ImportFrom) else alias.name).split(".")[0] == "torch"
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            root = node.value
+            while isinstance(root, (ast.Attribute, ast.Subscript)):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in names:
+                yield ast.unparse(node)
+
+
+class ImportsTest(unittest.TestCase):
+    def test_no_modules_import_each_other_in_a_circle(self):
+        self.assertEqual(circles(), [])
+
+    def test_parts_of_a_folder_import_only_what_contributing_lists_to_their_left(self):
+        apart = {"_ranks": set(), "tensor": {"_placement_extension", "_hf_storage"}, "fsdp": set()}
+        for folder, imports in WINGS.items():
+            groups = line_of_rules(folder)
+            listed = {name for group in groups for name in group}
+            self.assertEqual(listed | apart[folder] | {"__init__"}, set(imports))
+            self.assertEqual(against(groups, imports), [])
+            self.assertEqual({name: imports[name] for name in apart[folder] if imports[name]}, {})
+            self.assertEqual({name for name, others in imports.items() if "__init__" in others}, set())
+            for left, group in zip(groups, groups[1:]):
+                for name in group:
+                    self.assertTrue(imports[name] & set(left), f"{name} imports nothing of {left}: it belongs to the left")
+        self.assertLessEqual(sum(map(len, WINGS["fsdp"].values())), MOST_ARROWS)
+
+    def test_core_is_few_files_with_few_imports_between_them(self):
+        core = {name for name in SOURCES if re.fullmatch(rf"{FSDP}\.core\._\w+", name)}
+        self.assertLessEqual(len(core), MOST_FILES_OF_CORE)
+        self.assertLessEqual(sum(len(IMPORTS[name] & core) for name in core), MOST_ARROWS_IN_CORE)
+
+    def test_parts_of_the_package_import_of_each_other_what_contributing_says(self):
+        rows = re.findall(r"^ *\| `(\w+)` \| (.*) \|$", RULES, re.MULTILINE)
+        told = {name: set(re.findall(r"`([\w.]+)`", others)) for name, others in rows}
+        self.assertEqual({name: PARTS[name] for name in told}, told)
+        top = {PACKAGE, "debug", "_register", "_register._torch"}
+        self.assertEqual({name for name in PARTS if PARTS[name]} - top, set(told) - {"_kernels"})
+        self.assertNotIn("fsdp", PARTS["optim"])
+
+    def test_private_names_of_torch_are_imported_only_where_the_list_says(self):
+        found = {}
+        for name in SOURCES:
+            if part(name) not in ("_register", "_register._torch"):
+                for private in private_imports(name):
+                    found.setdefault(private, set()).add(short(name))
+        unlisted = {
+            private: names
+            for private, names in found.items()
+            if private not in PRIVATE or (PRIVATE[private][0] is not EVERYWHERE and names - set(PRIVATE[private][0]))
+        }
+        self.assertEqual(unlisted, {})
+        listed = {private: set(names or ()) for private, (names, _) in PRIVATE.items()}
+        needless = {private: names - found.get(private, set()) for private, names in listed.items() if private in found}
+        self.assertEqual(set(listed) - set(found), set())
+        self.assertEqual({private: names for private, names in needless.items() if names}, {})
+
+    def test_no_module_compares_a_version_of_torch(self):
+        """A build before a release is older than it by number, with the release's features: modules ask for these."""
+        found = {
+            short(name)
+            for name in SOURCES
+            for node in ast.walk(TREES[name])
+            if isinstance(node, ast.Compare) and "__version__" in ast.unparse(node)
+        }
+        self.assertEqual(found, set())
+
+    def test_only_the_register_assigns_to_what_torch_defines(self):
+        found = {(short(name), text) for name in SOURCES if part(name) != "_register" for text in assigned_to_torch(name)}
+        self.assertEqual(found, ASSIGNED)
+
+
+def names_imported(tree):
+    """The modules that a file imports, at the top or in a function, and what it takes from them, as dotted names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module or ''}.{alias.name}" for alias in node.names)
+
+
+def mocks_without_spec(tree):
+    """Mocks that answer any attribute: made without ``spec`` and of nothing real."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("Mock", "MagicMock"):
+            if not {keyword.arg for keyword in node.keywords} & {"spec", "spec_set", "wraps"}:
+                yield ast.unparse(node)
+
+
+class TestFilesTest(unittest.TestCase):
+    FILES = {path.stem: ast.parse(path.read_text()) for path in sorted((ROOT / "test").rglob("*.py"))}
+
+    def test_no_test_file_imports_a_test_file(self):
+        """What test files share is in helpers, whose names do not begin with test_."""
+        tests = {name for name in self.FILES if name.startswith("test_")}
+        self.assertGreater(len(tests), 50)
+        found = {name: {part for used in names_imported(self.FILES[name]) for part in used.split(".")} for name in self.FILES}
+        self.assertEqual({name: used & tests for name, used in found.items() if used & tests}, {})
+
+    def test_no_mock_answers_what_its_original_does_not_have(self):
+        found = {name: list(mocks_without_spec(tree)) for name, tree in self.FILES.items()}
+        self.assertEqual({name: mocks for name, mocks in found.items() if mocks}, {})
+
+
+class SizesTest(unittest.TestCase):
+    def test_no_file_is_too_long_to_read(self):
+        folders = (PACKAGE, "test", "upstream", "examples", "benchmarks")
+        lines = {path: len(path.read_text().splitlines()) for folder in folders for path in (ROOT / folder).rglob("*.py")}
+        self.assertGreater(len(lines), len(SOURCES))
+        self.assertEqual({str(path.relative_to(ROOT)): count for path, count in lines.items() if count > MOST_LINES}, {})
+
+
+class DocsTest(unittest.TestCase):
+    def test_the_life_of_a_parameter_names_functions_that_are_there(self):
+        """docs/design.md follows one parameter by file and function."""
+        text = (ROOT / "docs/design.md").read_text()
+        life = text[text.index("## Life of a parameter") : text.index("## Optimizers")]
+        steps = re.findall(r"\| `([\w./]+)`: `(\w+)` \|", life)
+        self.assertGreater(len(steps), 15)
+        for file, name in steps:
+            tree = ast.parse((ROOT / PACKAGE / "fsdp" / file).read_text())
+            kinds = (ast.FunctionDef, ast.ClassDef)
+            self.assertIn(name, {node.name for node in ast.walk(tree) if isinstance(node, kinds)}, file)

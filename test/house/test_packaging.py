@@ -1,0 +1,159 @@
+"""The package as others install it: a wheel with its metadata and commands, and types that a program outside can check."""
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import torch_ragged
+
+ROOT = Path(__file__).parents[2]
+
+USER = """
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torch_ragged import RaggedShard, checkpoint, transfer
+from torch_ragged.fsdp import FSDPModule, fully_shard, rows
+from torch_ragged.optim import Muon, matrix_groups
+
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+mesh = init_device_mesh("cpu", (2,))
+sharded: FSDPModule = fully_shard(model, mesh=mesh, orig_param_policy=lambda name, param: rows(2))
+optimizer = Muon(matrix_groups(model, lr=3e-4), lr=0.02)
+units: tuple[int, ...] = RaggedShard((0,), (1, 2)).local_units
+state = checkpoint.TrainState(model, optimizer)
+checkpoint.save("out", state)
+plan = transfer.plan(model, model)
+rounds: int = plan.rounds
+"""
+WRONG = '\nmodel_or_text: int = RaggedShard((0,), "1, 2")\n'
+
+
+def run(*command, cwd=None):
+    return subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=280)
+
+
+def environment_with_a_wheel(folder):
+    """An environment in which the package lies in site-packages, as after ``pip install``."""
+    folder = Path(folder)
+    shutil.copytree(ROOT / "torch_ragged", folder / "source/torch_ragged", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / "source")
+    options = ("--no-deps", "--no-build-isolation", "-q")
+    done = run(sys.executable, "-m", "pip", "wheel", folder / "source", *options, "-w", folder)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    done = run(sys.executable, "-m", "venv", "--without-pip", folder / "venv")
+    assert done.returncode == 0, done.stderr
+    (packages,) = (folder / "venv/lib").glob("python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)
+    (packages / "others.pth").write_text(str(Path(importlib.util.find_spec("torch").origin).parents[1]))
+    return wheel, folder / "venv/bin/python"
+
+
+def metadata_of(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name.partition(".dist-info/")[2]: name for name in archive.namelist() if ".dist-info/" in name}
+        return {name: archive.read(files[name]).decode() for name in ("METADATA", "entry_points.txt")}
+
+
+class PackagingTest(unittest.TestCase):
+    def test_the_version_stands_in_one_file_and_in_the_change_log(self):
+        self.assertIn('dynamic = ["version"]', (ROOT / "pyproject.toml").read_text())
+        self.assertRegex((ROOT / "CHANGELOG.md").read_text(), rf"(?m)^## {re.escape(torch_ragged.__version__)}\b")
+
+    def test_console_scripts_name_functions_that_are_there(self):
+        scripts = re.findall(r'^torch-ragged-\w+ = "([\w.]+):(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+        self.assertEqual(len(scripts), 2)
+        for module, function in scripts:
+            self.assertTrue(callable(getattr(importlib.import_module(module), function)))
+
+    def test_a_command_line_names_itself_by_the_command_that_was_typed(self):
+        scripts = dict(re.findall(r'^(torch-ragged-\w+) = "([\w.]+)\._cli:main"$', (ROOT / "pyproject.toml").read_text(), re.M))
+        self.assertEqual(set(scripts), {"torch-ragged-plan", "torch-ragged-checkpoint"})
+        for script, module in scripts.items():
+            for typed, name in ((f"/usr/bin/{script}", script), (f"{module}/__main__.py", f"python -m {module}")):
+                help_text, wrong = io.StringIO(), io.StringIO()
+                main = importlib.import_module(f"{module}._cli").main
+                with mock.patch.object(sys, "argv", [typed]), contextlib.redirect_stdout(help_text):
+                    self.assertRaises(SystemExit, main, ["--help"])
+                with mock.patch.object(sys, "argv", [typed]), contextlib.redirect_stderr(wrong):
+                    with contextlib.suppress(SystemExit):  # argparse's own way; the planner returns 2.
+                        main(["--wrong"])
+                self.assertTrue(help_text.getvalue().startswith(f"usage: {name} "), help_text.getvalue())
+                self.assertIn(f"{name}: error: ", wrong.getvalue())
+                other = f"python -m {module}" if name == script else script
+                self.assertNotIn(other, help_text.getvalue() + wrong.getvalue())
+
+    def test_no_text_names_a_package_that_no_registry_has(self):
+        """Until the package is published, pip finds it in a clone only."""
+        texts = [
+            *ROOT.glob("*.md"),
+            *(p for folder in ("docs", "examples", "torch_ragged") for p in (ROOT / folder).rglob("*")),
+        ]
+        wrong = [
+            str(p)
+            for p in texts
+            if p.suffix in (".md", ".py", ".rst") and re.search(r"pip install '?torch_ragged", p.read_text())
+        ]
+        self.assertEqual(wrong, [])
+
+    def test_a_command_line_ends_quietly_if_nobody_reads_on(self):
+        command = [sys.executable, "-m", "torch_ragged.offline", "llama-3-70b", "--ranks", "8"]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+        process.stdout.close()  # As ``| head`` does after its last line.
+        with process.stderr:
+            self.assertEqual(process.stderr.read(), b"")
+        self.assertEqual(process.wait(timeout=60), 0)
+
+    @pytest.mark.slow
+    def test_a_wheel_has_what_a_registry_shows_and_its_types_are_seen_from_outside(self):
+        with tempfile.TemporaryDirectory() as folder:
+            wheel, python = environment_with_a_wheel(folder)
+            files = metadata_of(wheel)
+            metadata = Parser().parsestr(files["METADATA"])
+            self.assertEqual(metadata["Version"], torch_ragged.__version__)
+            self.assertEqual(metadata.get_payload().strip(), (ROOT / "README.md").read_text().strip())
+            self.assertEqual(metadata["Description-Content-Type"], "text/markdown")
+            self.assertIn("Typing :: Typed", metadata.get_all("Classifier"))
+            self.assertTrue(metadata.get_all("Project-URL"))
+            self.assertIn("torch-ragged-plan", files["entry_points.txt"])
+            with zipfile.ZipFile(wheel) as archive:
+                self.assertIn("torch_ragged/py.typed", archive.namelist())
+            (Path(folder) / "user.py").write_text(USER)
+            (Path(folder) / "wrong.py").write_text(USER + WRONG)
+            self.check_with_mypy(folder, python)
+            if importlib.util.find_spec("pyright"):
+                self.check_with_pyright(folder, python)
+
+    def check_with_mypy(self, folder, python):
+        mypy = (sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "--follow-imports", "silent")
+        done = run(*mypy, "user.py", cwd=folder)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        done = run(*mypy, "wrong.py", cwd=folder)
+        self.assertIn("[assignment]", done.stdout)
+        self.assertIn("[arg-type]", done.stdout)
+
+    def check_with_pyright(self, folder, python):
+        done = run(sys.executable, "-m", "pyright", "--pythonpath", python, "user.py", cwd=folder)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        done = run(sys.executable, "-m", "pyright", "--pythonpath", python, "wrong.py", cwd=folder)
+        self.assertIn("reportArgumentType", done.stdout)

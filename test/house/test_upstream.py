@@ -1,0 +1,177 @@
+"""The patch series and torch's versions: patches are made and apply; a patched, a newer and an unknown torch."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+import torch
+
+from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged._register import hooks
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "upstream"))
+
+import build  # noqa: E402
+import readme  # noqa: E402
+from series import ALONE, RELEASES, SERIES  # noqa: E402
+from tree import patched_tree  # noqa: E402
+
+IS_RELEASE = torch.__version__.startswith(RELEASES)
+
+
+class SeriesTest(unittest.TestCase):
+    @unittest.skipUnless(IS_RELEASE, f"the series is for torch {RELEASES}")
+    def test_the_sources_make_each_patch_and_the_same_bytes_each_time(self):
+        _, site_packages = build.installed()
+        patches = build.build(site_packages)
+        self.assertEqual(list(patches), [f"{step.name}.patch" for step in SERIES])
+        for step, text in zip(SERIES, patches.values(), strict=True):
+            for path in [path for path, _ in (*build.new_files(step), *build.edits(step))]:
+                self.assertIn(f"diff --git a/{path} b/{path}\n", text)
+        self.assertEqual(build.build(site_packages), patches)
+
+    def test_the_series_has_all_of_fsdp(self):
+        fsdp = ROOT / "torch_ragged/fsdp"
+        files = {path for step in SERIES for path in step.source_files() if fsdp in path.parents}
+        self.assertEqual(files, {path for path in fsdp.rglob("*.py")})
+
+    def test_an_edit_that_does_not_fit_is_an_error(self):
+        text = "a\nb\nc\n"
+        self.assertEqual(build.apply_hunk(text, [" a", "+new", " b"], "file"), "a\nnew\nb\nc\n")
+        self.assertEqual(build.apply_hunk(text, [" a", "-b", "+new"], "file"), "a\nnew\nc\n")
+        for hunk, times in (([" a", " c", "+d"], 0), ([" a", "+b"], 2)):
+            with self.assertRaisesRegex(ValueError, f"occur {times} times"):
+                build.apply_hunk("a\nb\na\n", hunk, "file")
+
+    def test_core_lines_are_listed_and_few(self):
+        lines = sum(sum(counts) for files in build.changed_lines().values() for counts in files.values())
+        self.assertLess(lines, 400)
+        self.assertEqual(readme.README.read_text(), readme.with_table(readme.README.read_text()))
+
+    def test_placements_are_nothing_special_to_torch(self):
+        """What is added to torch's own files names the protocol; RaggedShard only where it is imported and exported."""
+        for step in SERIES:
+            for path, hunks in build.edits(step):
+                added = [line for hunk in hunks for line in hunk if line[0] == "+"]
+                named = [line for line in added if "Ragged" in line and path != "torch/distributed/tensor/__init__.py"]
+                self.assertEqual([line for line in named if "_ragged/" not in path], [], path)
+
+    def test_hooks_name_patches_of_the_series(self):
+        self.assertEqual({hook.patch for hook in hooks} - {step.name for step in SERIES}, set())
+        self.assertGreater(len(hooks), 10)
+
+    def test_no_file_in_the_series_names_the_package(self):
+        for step in SERIES[:ALONE]:
+            for path, text in build.new_files(step):
+                self.assertNotIn("torch_ragged", text, path)
+
+    @unittest.skipUnless(IS_RELEASE, f"the series is for torch {RELEASES}")
+    def test_a_patched_torch_has_the_placements_and_the_installed_one_stays_as_it_is(self):
+        _, site_packages = build.installed()
+        edited = {site_packages / path for step in SERIES for path, _ in build.edits(step) if (site_packages / path).exists()}
+        before = {path: path.read_bytes() for path in edited}
+        program = (
+            "import sys, torch, torch_ragged, torch_ragged.fsdp\n"
+            "from torch.distributed.tensor import RaggedShard, StridedRaggedShard\n"
+            "assert torch_ragged.RaggedShard is RaggedShard and torch_ragged.StridedRaggedShard is StridedRaggedShard\n"
+            "from torch_ragged.tensor._ops._rows import RaggedRows\n"
+            "print(RaggedRows.__module__, torch_ragged.fsdp.DBuffer.__module__)\n"
+            "print(torch_ragged.registration_report())\n"
+            "loaded = torch.load(sys.argv[1], weights_only=True)\n"
+            "assert loaded == [RaggedShard((0,), (1, 2)), StridedRaggedShard((0,), (1, 2), 2)], loaded"
+        )
+        out = ROOT / "out"
+        out.mkdir(exist_ok=True)  # On the file system of the environment as a rule, so that links can be made.
+        with tempfile.TemporaryDirectory(dir=out) as folder:
+            tree = patched_tree(Path(folder) / "torch", build.write(Path(folder) / "patches"))
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)])}
+            saved = str(Path(folder) / "placements.pt")
+            torch.save([RaggedShard((0,), (1, 2)), StridedRaggedShard((0,), (1, 2), 2)], saved)
+            command = [sys.executable, "-c", program, saved]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            names, report = done.stdout.splitlines()
+            self.assertEqual(names, "torch.distributed.tensor._ragged._ops._rows torch.distributed.fsdp._ragged.core._dbuffer")
+            self.assertIn("no hooks", report)
+        self.assertEqual(before, {path: path.read_bytes() for path in edited})
+
+
+# Imports torch_ragged in a fork for each case, after a change of torch; prints how that ended.
+FORKS = """
+import json, os, warnings
+import torch, torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor.debug
+from torch.distributed import tensor
+dispatcher, from_local = tensor._dispatch.OpDispatcher, tensor.DTensor.from_local
+for version, change in json.loads(os.environ["CASES"]):
+    if os.fork():
+        os.wait()
+        continue
+    torch.__version__ = version
+    exec(change)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            import torch_ragged
+            outcome = "imported"
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"
+    texts = [str(w.message) for w in caught if w.category is UserWarning]
+    print(json.dumps([outcome, texts, tensor.DTensor.from_local is not from_local]), flush=True)
+    os._exit(0)
+"""
+
+
+def outcomes(*cases):
+    """For each version and change of torch: how an import ended, what it warned of, and whether hooks were installed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CASES": json.dumps(cases)}
+    command = [sys.executable, "-c", FORKS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    if len(found) != len(cases):
+        raise AssertionError(done.stdout + done.stderr)
+    return found
+
+
+class VersionsTest(unittest.TestCase):
+    """Fake versions of torch, and layouts that it never had."""
+
+    LAYOUTS = {
+        "dispatcher._propagate_op_sharding_dispatch_slow_path = lambda self, op_info: None": "OpDispatcher._propagate_op",
+        "del dispatcher._dispatch_get_local_results_slow_path": "OpDispatcher._propagate_op",
+        "tensor._redistribute.redistribute_local_tensor = lambda local: 0": "_redistribute.redistribute_local_tensor",
+        "del tensor._api._ToTorchTensor": "_api._ToTorchTensor.backward",
+        "del tensor.placement_types._StridedShard": "_StridedShard",
+        "del torch.distributed._state_dict_utils._distribute_tensors": "_state_dict_utils._distribute_tensors",
+    }
+
+    @classmethod
+    def setUpClass(cls):
+        known = (torch.__version__, "2.15.0a0+git1234", "2.15.0.dev20261001", "2.15.0rc1", "2.11")
+        versions = [(version, "") for version in ("2.10.1", "2.99.0a0+git1234", *known)]
+        found = outcomes(*versions, *(("2.99.0", change) for change in cls.LAYOUTS))
+        cls.older, cls.newer, *found = found
+        cls.known, cls.unknown = found[: len(known)], found[len(known) :]
+
+    def test_a_known_version(self):
+        for outcome in self.known:
+            self.assertEqual(outcome, ["imported", [], True])
+
+    def test_an_older_version_is_an_error(self):
+        text = "ImportError: torch_ragged needs torch >= 2.11, found 2.10.1: install a newer torch"
+        self.assertEqual(self.older, [text, [], False])
+
+    def test_a_newer_version_with_a_known_layout_is_a_warning(self):
+        self.assertEqual((self.newer[0], self.newer[2]), ("imported", True))
+        (warning,) = self.newer[1]
+        self.assertIn("checked on torch 2.11 to 2.15, not on 2.99.0a0+git1234", warning)
+
+    def test_an_unknown_layout_is_an_error_that_names_it_and_nothing_is_installed(self):
+        for named, (text, _, installed) in zip(self.LAYOUTS.values(), self.unknown, strict=True):
+            self.assertTrue(text.startswith("ImportError: torch_ragged cannot extend torch 2.99.0: "), text)
+            self.assertIn(named, text)
+            self.assertFalse(installed)

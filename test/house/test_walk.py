@@ -1,0 +1,33 @@
+"""Calls point down: in a step, no file of fsdp calls one that imports it."""
+
+import sys
+import unittest
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # Last: both folders have a module ``common``.
+
+from torch import nn
+from walk import imports_of, traced, walks
+
+from torch_ragged.fsdp.core import _fsdp_state
+
+
+class WalkTest(unittest.TestCase):
+    def test_a_step_calls_nothing_above(self):
+        found = walks("torch_ragged")
+        for name, walk in found.items():
+            if name != "fully_shard(Linear)":
+                self.assertGreater(walk.functions.total(), 50, name)  # It has been traced.
+                self.assertEqual(dict(walk.upward), {}, name)
+
+    def test_a_call_to_a_file_above_is_seen(self):
+        core = Path(_fsdp_state.__file__).parent
+        above = imports_of(core.parents[1])
+        state, group, gradients = (str(core / f"{name}.py") for name in ("_fsdp_state", "_fsdp_param_group", "_grad_buffer"))
+        self.assertLessEqual({group, gradients}, above[state])  # Also what it imports over others.
+        self.assertNotIn(state, above[group] | above[gradients])
+        names: dict = {}
+        exec(compile("def calls_up(function, *arguments): return function(*arguments)", gradients, "exec"), names)
+        walk = traced("torch_ragged", lambda: names["calls_up"](_fsdp_state.state_of, nn.Linear(1, 1)))
+        self.assertEqual(dict(walk.upward), {("_grad_buffer.py:calls_up", "_fsdp_state.py:state_of"): 1})
+        self.assertEqual(walk.row(), {"files": 2, "functions": 2, "calls": 2, "upward": 1, "depth": 2})

@@ -1,0 +1,592 @@
+"""The offline planner: models, other schemes, memory arithmetic and the command line."""
+
+import contextlib
+import io
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.testing._internal.common_utils import TestCase
+
+from torch_ragged.fsdp import TensorSpec, blocks, elements, plan_layout, rows, tensor
+from torch_ragged.offline import BUILT_IN, Model, ModelPlanner, Parameter, granularity_policy, load_model, main, tensor_specs
+from torch_ragged.offline._memory import Collective, Memory, Precision, collectives, zero_memory
+from torch_ragged.offline._model_plan import Sharding
+from torch_ragged.offline._models import module_groups
+from torch_ragged.offline._peers import RowBuffer, fsdp2_shard
+
+LLAMA = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+# Parameters of published models as their model cards count them, by the fields of their config.json.
+CONFIGS = {
+    8_030_261_248: dict(LLAMA, model_type="llama", vocab_size=128256),  # Llama-3-8B
+    7_241_732_096: dict(LLAMA, model_type="mistral", vocab_size=32000, head_dim=None),  # Mistral-7B
+    46_702_792_704: dict(LLAMA, model_type="mixtral", vocab_size=32000, num_local_experts=8),  # Mixtral-8x7B
+    494_032_768: dict(  # Qwen2.5-0.5B
+        model_type="qwen2",
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+    ),
+    8_190_735_360: dict(  # Qwen3-8B
+        LLAMA, model_type="qwen3", intermediate_size=12288, num_hidden_layers=36, head_dim=128, vocab_size=151936
+    ),
+    20_914_757_184: dict(  # GPT-OSS-20B
+        model_type="gpt_oss",
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=24,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_local_experts=32,
+        vocab_size=201088,
+    ),
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Linear(8, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+
+
+class TinyMoE(nn.Module):
+    """Two blocks with experts; the head is tied to the embedding, and a scale of the first block to that of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embedding.weight
+        self.decoder.layers[1].norm.weight = self.decoder.layers[0].norm.weight
+
+
+def not_a_module() -> int:
+    return 1
+
+
+def broken() -> nn.Module:
+    raise RuntimeError("no such weights")
+
+
+def spec(shape, block=1, name="t"):
+    return TensorSpec(name, tuple(shape), tuple(range(len(shape))), block)
+
+
+class Fused:
+    """A fused (4, 6, 2) tensor in blocks of 8 elements, counted anew every ``period`` elements."""
+
+    name, shape, dims, block, numel = "w", (4, 6, 2), (0, 1), 8, 48
+
+    def __init__(self, period):
+        self.period = period
+
+
+def run(*arguments):
+    """Exit status, standard output and standard error of the tool."""
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        status = main([str(argument) for argument in arguments])
+    return status, out.getvalue(), error.getvalue()
+
+
+class Folder(TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+
+    def write(self, content, name="config.json"):
+        path = self.folder / name
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+
+class ModelTest(Folder):
+    def test_built_in_models_have_their_published_sizes(self):
+        sizes = {name: (model.numel, model.num_tensors, len(model.groups)) for name, model in map(named, BUILT_IN)}
+        self.assertEqual(
+            sizes,
+            {
+                "deepseek-v3": (671_026_419_200, 45_395, 62),
+                "gpt-oss-120b": (116_829_156_672, 471, 37),
+                "llama-3-70b": (70_553_706_496, 723, 81),
+                "qwen3-30b-a3b": (30_532_122_624, 18_867, 49),
+            },
+        )
+
+    def test_expert_matrices_of_built_in_models(self):
+        found = {}
+        for name, model in map(named, BUILT_IN):
+            found[name] = dict(Counter(one.shape for group in model.groups.values() for one in group if one.expert))
+        self.assertEqual(
+            found,
+            {
+                "deepseek-v3": {(2048, 7168): 58 * 257 * 2, (7168, 2048): 58 * 257},
+                "gpt-oss-120b": {(128, 5760, 2880): 36, (128, 2880, 2880): 36},
+                "llama-3-70b": {},
+                "qwen3-30b-a3b": {(768, 2048): 48 * 128 * 2, (2048, 768): 48 * 128},
+            },
+        )
+
+    def test_configs_of_published_models(self):
+        for numel, fields in CONFIGS.items():
+            model = load_model(str(self.write(fields)))
+            self.assertEqual(model.numel, numel, fields)
+            self.assertEqual(len(model.groups), fields["num_hidden_layers"] + 1)
+
+    def test_a_config_gives_the_same_as_the_built_in_model(self):
+        fields = dict(
+            model_type="qwen3_moe",
+            hidden_size=2048,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            vocab_size=151936,
+        )
+        self.write(fields)
+        built_in = load_model("Qwen3-30B-A3B").groups
+        self.assertTrue(load_model(str(self.folder)).groups == built_in)
+        dense = load_model(str(self.write(dict(fields, mlp_only_layers=[0], decoder_sparse_step=2)))).groups
+        routed = [name for name, group in dense.items() if any(one.expert for one in group)]
+        self.assertEqual(routed, [f"model.layers.{layer}" for layer in range(1, 48, 2)])
+
+    def test_deepseek_without_a_query_rank_and_with_no_shared_expert(self):
+        fields = dict(
+            model_type="deepseek_v3",
+            hidden_size=16,
+            intermediate_size=32,
+            moe_intermediate_size=8,
+            n_routed_experts=2,
+            first_k_dense_replace=1,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            q_lora_rank=None,
+            kv_lora_rank=4,
+            qk_nope_head_dim=3,
+            qk_rope_head_dim=2,
+            v_head_dim=5,
+            vocab_size=7,
+            tie_word_embeddings=True,
+        )
+        groups = load_model(str(self.write(fields))).groups
+        shapes = {one.name.removeprefix("model.layers.1."): one.shape for one in groups["model.layers.1"]}
+        expected = {
+            "self_attn.q_proj.weight": (2 * 5, 16),
+            "self_attn.kv_a_proj_with_mqa.weight": (4 + 2, 16),
+            "self_attn.kv_a_layernorm.weight": (4,),
+            "self_attn.kv_b_proj.weight": (2 * 8, 4),
+            "self_attn.o_proj.weight": (16, 2 * 5),
+            "mlp.gate.weight": (2, 16),
+            "mlp.gate.e_score_correction_bias": (2,),
+            "input_layernorm.weight": (16,),
+            "post_attention_layernorm.weight": (16,),
+        }
+        for expert in range(2):
+            for name, shape in (("gate", (8, 16)), ("up", (8, 16)), ("down", (16, 8))):
+                expected[f"mlp.experts.{expert}.{name}_proj.weight"] = shape
+        self.assertEqual(shapes, expected)
+        self.assertEqual([one.name for one in groups["rest"]], ["model.embed_tokens.weight", "model.norm.weight"])
+
+    def test_children_of_outermost_lists_are_groups_and_tied_parameters_count_once(self):
+        module = TinyMoE()
+        groups = module_groups(module)
+        self.assertEqual(list(groups), ["decoder.layers.0", "decoder.layers.1", "rest"])
+        self.assertEqual([one.name for one in groups["rest"]], ["embedding.weight"])
+        self.assertIn("decoder.layers.0.norm.weight", [one.name for one in groups["decoder.layers.0"]])
+        self.assertNotIn("decoder.layers.1.norm.weight", [one.name for one in groups["decoder.layers.1"]])
+        numel = sum(math.prod(one.shape) for group in groups.values() for one in group)
+        self.assertEqual(numel, sum(parameter.numel() for parameter in module.parameters()))
+        self.assertEqual(list(module_groups(module.decoder.layers)), ["0", "1"])
+        self.assertEqual(list(module_groups(module.head)), ["rest"])
+
+    def test_expert_matrices_of_a_module_are_named(self):
+        source = f"{__name__}:TinyMoE"
+
+        def experts(pattern):
+            groups = load_model(source, pattern).groups
+            return [one.name for one in groups["decoder.layers.0"] if one.expert]
+
+        self.assertEqual(experts(None), [f"decoder.layers.0.experts.{i}.weight" for i in range(2)])
+        self.assertEqual(experts("attention"), ["decoder.layers.0.attention.weight"])
+        self.assertEqual(experts("norm"), [])
+
+
+def named(name):
+    return name, load_model(name)
+
+
+class PeersTest(TestCase):
+    def test_fsdp2_shards_are_those_of_torch_chunk(self):
+        generator = random.Random(0)
+        for _ in range(300):
+            shape = tuple(generator.randint(1, 9) for _ in range(generator.randint(1, 3)))
+            ranks = generator.randint(1, 12)
+            largest = torch.empty(shape).chunk(ranks, dim=0)[0].numel()
+            self.assertEqual(fsdp2_shard([spec(shape), spec((4, 2), block=3)], ranks), largest + -(-4 // ranks) * 2)
+        self.assertEqual(fsdp2_shard([spec(())], 3), 1)
+
+    def test_row_buffers_cut_no_row_and_no_block(self):
+        generator = random.Random(1)
+        shared, capped = 0, 0
+        for _ in range(2000):
+            tensors = []
+            for _ in range(generator.randint(1, 7)):
+                shape = tuple(generator.randint(1, 6) for _ in range(generator.randint(0, 3)))
+                granularity = generator.choice((elements(), elements(), rows(1), rows(2), blocks(2, 2), tensor()))
+                tensors.append(granularity.tensor_spec("t", shape))
+            alignment, ranks = generator.choice((1, 4)), generator.randint(1, 6)
+            buffer = RowBuffer.pack(tensors, alignment)
+            shard = buffer.shard(ranks)
+            self.assertEqual(shard % alignment, 0)
+            total = sum(one.numel for one in tensors)
+            if shard < buffer.cell:
+                self.assertEqual(shard, -(-total // alignment) * alignment)
+                capped += 1
+                continue
+            if shard % buffer.cell:  # All of it on one rank.
+                self.assertGreaterEqual(shard, total)
+                continue
+            position = 0
+            for offset, one in sorted(zip(buffer.offsets, tensors), key=lambda pair: (pair[0], pair[1].numel)):
+                self.assertGreaterEqual(offset, position)
+                position = offset + one.numel
+                for boundary in range(shard, ranks * shard, shard):
+                    if offset < boundary < position:
+                        self.assertEqual((boundary - offset) % math.prod(one.shape[1:]), 0)
+                        self.assertEqual((boundary - offset) % (one.period or one.numel) % one.block, 0)
+                shared += offset % buffer.cell > 0 and one.numel >= buffer.cell
+            self.assertLessEqual(position, ranks * shard)
+        self.assertGreater(shared, 15)  # Large tensors did end on a cell that another one begins.
+        self.assertGreater(capped, 15)
+
+    def test_row_buffer_of_two_tensors_that_share_a_cell(self):
+        # Cells of 6: the first takes one and two thirds, the second its remainder of 2 and one more; the third fits nowhere.
+        buffer = RowBuffer.pack([spec((5, 2)), spec((8,)), spec((1, 3))], 1)
+        self.assertEqual((buffer.cell, buffer.offsets, buffer.cells), (6, (0, 10, 18), 4))
+        self.assertEqual([buffer.shard(ranks) for ranks in (1, 2, 3, 4, 9)], [21, 12, 12, 6, 6])
+
+    def test_cells_where_blocks_begin_anew_in_each_matrix(self):
+        cells = [RowBuffer.pack([Fused(period)], 1).cell for period in (0, 12, 24)]
+        self.assertEqual(cells, [24, 12, 24])
+
+    def test_what_peers_lose_on_gpt_oss(self):
+        model = load_model("gpt-oss-120b")
+        block = tensor_specs("block.0", model.groups["block.0"], granularity_policy(rows(128), False))
+        numel, row_buffer = sum(one.numel for one in block), RowBuffer.pack(block, 64)
+        lost = [round(100 * (ranks * row_buffer.shard(ranks) / numel - 1), 1) for ranks in (64, 512)]
+        self.assertEqual(lost, [32.2, 164.3])
+        self.assertEqual(round(256 * fsdp2_shard(block, 256) / numel, 1), 2.0)
+
+
+class MemoryTest(TestCase):
+    # Two groups of 30 elements in shards of 8, and one of 5 in shards of 2, over 4 ranks: a shard holds 18, buffers 72.
+    sharding = Sharding(4, 65, ((2, 8), (1, 2)))
+
+    def test_zero_stages_hold_parts_of_the_padded_buffers(self):
+        self.assertEqual(self.sharding.padding_fraction, 7 / 65)
+        self.assertEqual(
+            zero_memory(self.sharding, Precision()),
+            {
+                1: Memory(72 * 2, 72 * 4, 18 * 3 * 4),
+                2: Memory(72 * 2, 18 * 4, 18 * 3 * 4),
+                3: Memory(18 * 2, 18 * 4, 18 * 3 * 4),
+            },
+        )
+        self.assertEqual(Memory(1, 10, 100).total, 111)
+
+    def test_dtypes_and_number_of_optimizer_states(self):
+        precision = Precision(torch.float32, torch.bfloat16, torch.float8_e4m3fn, 2)
+        self.assertEqual(zero_memory(self.sharding, precision)[3], Memory(18 * 4, 18 * 2, 18 * 2))
+        alignments = [
+            Precision(param, torch.float32).alignment for param in (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
+        ]
+        self.assertEqual(alignments, [32, 64, 128])
+
+    def test_collectives_move_the_padded_buffers(self):
+        moved = {"all_gather": Collective(4 * 8 * 2, 72 * 2), "reduce_scatter": Collective(4 * 8 * 4, 72 * 4)}
+        self.assertEqual(collectives(self.sharding, Precision()), moved)
+        moved["all_reduce"] = Collective(8 * 4, 18 * 4)
+        self.assertEqual(collectives(self.sharding, Precision(), replicas=2), moved)
+
+
+class ModelPlanTest(TestCase):
+    def test_groups_of_equal_shapes_are_planned_once(self):
+        calls = []
+
+        def counting(tensors, *arguments):
+            calls.append(tensors)
+            return plan_layout(tensors, *arguments)
+
+        model = load_model("gpt-oss-120b")
+        with mock.patch("torch_ragged.offline._model_plan.plan_layout", counting):
+            plan = ModelPlanner(model, granularity_policy(rows(16), False), 64).plan(64)
+        self.assertEqual(len(calls), 2)
+        self.assertEqual(list(plan.group_layouts()), list(model.groups))
+        self.assertEqual(plan.ragged.shards, ((36, plan.layouts[0].shard_numel), (1, plan.layouts[1].shard_numel)))
+        padding = sum(layout.padding_numel for layout in plan.group_layouts().values())
+        self.assertEqual(plan.ragged.padding_fraction, padding / model.numel)
+
+    def test_groups_of_equal_shapes_and_other_blocks_are_planned_apart(self):
+        groups = {name: [Parameter(f"{name}.w", (6, 5), name != "b")] for name in "abc"}
+        kinds = ModelPlanner(Model("m", groups), granularity_policy(rows(2), False), 1).kinds
+        self.assertEqual([(kind.names, kind.tensors[0].block) for kind in kinds], [(("a", "c"), 10), (("b",), 1)])
+
+    def test_rows_are_kept_on_the_matrices_they_apply_to(self):
+        parameters = [Parameter("b.experts.w", (6, 5), True), Parameter("b.q", (6, 5)), Parameter("b.norm", (5,))]
+        for every_matrix, expected in ((False, [10, 1, 1]), (True, [10, 10, 1])):
+            specs = tensor_specs("b", parameters, granularity_policy(rows(2), every_matrix))
+            self.assertEqual([one.block for one in specs], expected)
+            self.assertEqual([one.name for one in specs], ["experts.w", "q", "norm"])
+
+    def test_elements_are_never_above_fsdp2_nor_rows_above_lcm(self):
+        for name in ("gpt-oss-120b", "llama-3-70b"):
+            model = load_model(name)
+            for granularity in (elements(), rows(1), rows(16)):
+                planner = ModelPlanner(model, granularity_policy(granularity, not model.has_experts), 64)
+                for ranks in (8, 320, 1024, 8192):
+                    plan = planner.plan(ranks)
+                    self.assertLessEqual(plan.bound.padding_fraction, plan.ragged.padding_fraction)
+                    self.assertLessEqual(plan.ragged.padding_fraction, plan.lcm.padding_fraction)
+                    if granularity.kind == "elements":
+                        self.assertLessEqual(plan.ragged.shard_numel, plan.fsdp2.shard_numel + 64 * len(model.groups))
+
+
+class CommandLineTest(Folder):
+    def test_the_tables_of_a_built_in_model(self):
+        status, out, error = run("gpt-oss-120b", "--granularity", "rows:128", "--ranks", "64,512,8", "--replicas", 2)
+        self.assertEqual((status, error), (0, ""))
+        title, padding, moved, memory, advice = out.strip().split("\n\n")
+        self.assertEqual(
+            title,
+            "gpt-oss-120b: 116,829,156,672 parameters in 471 tensors, 37 groups; "
+            "rows(128) on expert matrices, else elements()\n"
+            "bfloat16 parameters, float32 gradients, 3 optimizer values in float32; shards are multiples of 64 elements\n"
+            "2 replicas: the world is 2 times the FSDP size",
+        )
+        lines = [line.split() for line in padding.splitlines()[1:]]
+        self.assertEqual(lines[0], ["FSDP", "size", "world", "torch_ragged", "bound", "FSDP2", "LCM"])
+        self.assertEqual([line[:2] for line in lines[1:]], [["8", "16"], ["64", "128"], ["512", "1,024"]])
+        self.assertEqual([line[4:] for line in lines[1:]], [["0.00", "3.23"], ["0.00", "31.85"], ["294.60", "162.71"]])
+        self.assertEqual(len(moved.splitlines()), 2 + 3 * 3)
+        self.assertEqual(len(memory.splitlines()), 2 + 3 * 3)
+        # FSDP2 on 64 ranks pads nothing to speak of: 2 + 4 + 12 bytes per parameter, on 64 ranks.
+        total = f"{116_829_156_672 * 18 / 64 / 2**30:.1f}"
+        self.assertIn(total, memory.splitlines()[7].split()[-4])
+        self.assertTrue(
+            advice.startswith("Recommended FSDP sizes: 8, 64. Their padding is within 5%; 64 needs the least memory")
+        )
+        self.assertIn("\nblock.0 and 35 more: padding ", advice)
+
+    def test_advice_is_for_the_smallest_size_that_is_not_recommended(self):
+        _, out, _ = run("gpt-oss-120b", "--granularity", "rows:128", "--ranks", "64,256,512", "--limit", 0.1)
+        self.assertRegex(out, r"\nNot recommended, for padding above 0.1%: 64 \(.*%\), 256 \(.*%\), 512 \(.*%\). At 64:\n")
+        self.assertIn("block.0 and 35 more: padding", out)
+        self.assertIn(" on 64 ranks exceeds 0.1%", out)
+        self.assertNotIn("Recommended", out)
+
+    def test_a_module_and_its_json(self):
+        path = self.folder / "plan.json"
+        options = ["--ranks", "2,4", "--param-dtype", "float32", "--states", 2, "--granularity", "tensor", "--replicas", 3]
+        status, _, error = run(f"{__name__}:TinyMoE", *options, "--json", path)
+        self.assertEqual((status, error), (0, ""))
+        found = json.loads(path.read_text())
+        numel = sum(parameter.numel() for parameter in TinyMoE().parameters())
+        expected = dict(parameters=numel, tensors=16, groups=3, param_dtype="float32", reduce_dtype="float32", alignment=32)
+        expected |= dict(granularity="tensor() on expert matrices, else elements()", optimizer_states=2, replicas=3, limit=0.05)
+        self.assertEqual({key: found[key] for key in expected}, expected)
+        two = found["sizes"][0]
+        self.assertEqual([(size["ranks"], size["world"]) for size in found["sizes"]], [(2, 6), (4, 12)])
+        self.assertEqual([group["names"] for group in two["groups"]], [["decoder.layers.0"], ["decoder.layers.1"], ["rest"]])
+        # 160, 152 and 80 elements on two ranks, in multiples of 32: 96, 96 and 64.
+        self.assertEqual([group["shard_numel"] for group in two["groups"]], [96, 96, 64])
+        self.assertEqual(two["layouts"]["torch_ragged"]["padding"], (2 * 256 - numel) / numel)
+        memory = dict(parameters=256 * 4, gradients=256 * 4, optimizer=256 * 8, total=256 * 16)
+        self.assertEqual(two["layouts"]["torch_ragged"]["memory_bytes"]["zero3"], memory)
+        moved = two["layouts"]["torch_ragged"]["collective_bytes"]
+        self.assertEqual(moved["all_gather"], dict(largest=2 * 96 * 4, total=2 * 256 * 4))
+        self.assertEqual(moved["all_reduce"], dict(largest=96 * 4, total=256 * 4))
+        chunks = sum(parameter.chunk(2)[0].numel() for parameter in TinyMoE().parameters())
+        self.assertEqual(two["layouts"]["FSDP2"]["padding"], (2 * chunks - numel) / numel)
+        self.assertEqual(found["recommended"], [])
+        self.assertTrue(found["advice"])
+
+    def test_a_config_without_experts_keeps_the_rows_of_all_matrices(self):
+        path = self.write(dict(CONFIGS[8_030_261_248], num_hidden_layers=2))
+        status, out, _ = run(path, "--granularity", "rows:16", "--ranks", 512, "--json", self.folder / "plan.json")
+        self.assertEqual(status, 0)
+        self.assertIn("rows(16) on all matrices, else elements()", out)
+        (size,) = json.loads((self.folder / "plan.json").read_text())["sizes"]
+        self.assertEqual([group["names"] for group in size["groups"]], [["model.layers.0", "model.layers.1"], ["rest"]])
+        plan = ModelPlanner(load_model(str(path)), granularity_policy(rows(16), True), 64).plan(512)
+        self.assertGreater(plan.ragged.padding_fraction, 0.01)
+        self.assertEqual(size["layouts"]["torch_ragged"]["padding"], plan.ragged.padding_fraction)
+
+    def test_no_cost_grows_with_ranks(self):
+        ranks = f"100000,{10**12}"
+        status, out, error = run("gpt-oss-120b", "--granularity", "rows:128", "--ranks", ranks)
+        self.assertEqual((status, error), (0, ""))
+        self.assertIn("\n1,000,000,000,000 ", out)
+        status, out, _ = run("gpt-oss-120b", "--explain", "block.3", "--ranks", 10**12, "--svg", self.folder / "a.svg")
+        self.assertEqual(status, 0)
+        self.assertIn("999999999999 |", out)
+
+    def test_explain_draws_a_group(self):
+        svg = self.folder / "block.svg"
+        arguments = [f"{__name__}:TinyMoE", "--granularity", "rows:4", "--ranks", 3, "--explain", "decoder.layers.1"]
+        status, out, error = run(*arguments, "--svg", svg, "--limit", 50)
+        self.assertEqual((status, error), (0, ""))
+        self.assertExpectedInline(
+            out,
+            """\
+decoder.layers.1: 7 tensors on 3 ranks, shard 64 elements, padding 26.32% (bound 26.32%), 384 bytes per collective, order given
+the bound: all 152 elements must fit into 3 shards
+
+rank 0 |aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa|
+rank 1 |bbbbbbbbccccccccccccccccccccccccccccccccdddd////////////////////|  padding 20
+rank 2 |eeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeeffffgggggggg////////////////////|  padding 20
+
+   tensor              shape   block  elements  ranks
+a  attention.weight    (8, 8)      1        64  0
+b  attention.bias      (8,)        1         8  1
+c  experts.0.weight    (4, 8)     32        32  1
+d  experts.0.bias      (4,)        1         4  1
+e  experts.1.weight    (4, 8)     32        32  2
+f  experts.1.bias      (4,)        1         4  2
+g  norm.bias           (8,)        1         8  2
+/  padding, in 2 gaps                       40  1-2
+""",
+        )
+        self.assertEqual(ElementTree.fromstring(svg.read_text()).tag, "{http://www.w3.org/2000/svg}svg")
+        _, out, _ = run(*arguments, "--limit", 1)
+        self.assertIn("\n\ndecoder.layers.1: padding 26.32% on 3 ranks exceeds 1%", out)
+
+    def test_the_plot_shows_every_layout(self):
+        for name in ("a.svg", "b.png"):
+            status, _, error = run("gpt-oss-120b", "--ranks", "8,64", "--plot", self.folder / name)
+            self.assertEqual((status, error), (0, ""))
+        texts = re.findall(r">([^<>]+)</text>", (self.folder / "a.svg").read_text())
+        for text in ("FSDP2", "LCM", "torch_ragged", "lower bound of torch_ragged", "gpt-oss-120b, elements()", "8", "64"):
+            self.assertIn(text, texts)
+        self.assertEqual((self.folder / "b.png").read_bytes()[:8], b"\x89PNG\r\n\x1a\n")
+
+    def test_as_a_program_it_needs_no_process_group(self):
+        command = [sys.executable, "-m", "torch_ragged.offline", "llama-3-70b", "--ranks", "8"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assertTrue(done.stdout.startswith("llama-3-70b: 70,553,706,496 parameters in 723 tensors, 81 groups"))
+
+
+class BadInputTest(Folder):
+    def error(self, *arguments):
+        """The one line that the tool answers with, having planned nothing."""
+        with mock.patch("torch_ragged.offline._cli.ModelPlanner", side_effect=AssertionError("work before all checks")):
+            status, out, error = run(*arguments)
+        self.assertEqual((status, out, error.count("\n"), error[-1:]), (2, "", 1, "\n"))
+        return error.removeprefix("python -m torch_ragged.offline: error: ").rstrip("\n")
+
+    def test_unknown_models_are_refused(self):
+        expected = (
+            "expected deepseek-v3, gpt-oss-120b, llama-3-70b, qwen3-30b-a3b, the path of a config.json, or module:callable"
+        )
+        self.assertEqual(self.error("deepseek-v2"), f"unknown model 'deepseek-v2' (did you mean deepseek-v3?): {expected}")
+        self.assertEqual(self.error("nothing"), f"unknown model 'nothing': {expected}")
+        module = __name__
+        self.assertEqual(
+            self.error("no_such_module:build"),
+            "cannot import no_such_module:build: ModuleNotFoundError: No module named 'no_such_module'",
+        )
+        self.assertIn(f"cannot import {module}:missing: AttributeError: ", self.error(f"{module}:missing"))
+        self.assertEqual(
+            self.error(f"{module}:broken"), f"{module}:broken() failed on the meta device: RuntimeError: no such weights"
+        )
+        self.assertEqual(self.error(f"{module}:not_a_module"), f"{module}:not_a_module() returned int, expected an nn.Module")
+        self.assertEqual(self.error("torch.nn:Identity"), "torch.nn:Identity has no parameters")
+
+    def test_bad_configs_are_refused(self):
+        llama = CONFIGS[8_030_261_248]
+        cases = {
+            "missing.json": (None, "cannot read {}: No such file or directory"),
+            "broken.json": ("{", "cannot read {}: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+            "list.json": ("[]", "cannot read {}: expected a JSON object, got list"),
+            "none.json": ({}, "{}: model_type must be one of deepseek_v3, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, "
+                          "qwen3_moe, got None"),
+            "field.json": ({"model_type": "llama"}, "{} has no field 'hidden_size', which its model_type needs"),
+            "type.json": (dict(llama, vocab_size="many"), "{}: vocab_size must be an integer of at least 1, got 'many'"),
+            "flag.json": (dict(llama, mlp_bias=1), "{}: mlp_bias must be true or false, got 1"),
+            "layers.json": (
+                dict(llama, model_type="qwen3_moe", num_experts=1, moe_intermediate_size=1, mlp_only_layers=3),
+                "{}: mlp_only_layers must be a list of layer numbers, got 3",
+            ),
+        }  # fmt: skip
+        for name, (content, message) in cases.items():
+            path = self.folder / name if content is None else self.write(content, name)
+            self.assertEqual(self.error(path), message.format(path))
+
+    def test_bad_sizes_and_types_are_refused(self):
+        gpt = "gpt-oss-120b"
+        for arguments, message in (
+            (["--ranks", "8,0"], "argument --ranks: expected an integer of at least 1, got '0'"),
+            (["--ranks", "8,,9"], "argument --ranks: expected an integer of at least 1, got ''"),
+            (["--ranks", "-8"], "argument --ranks: expected an integer of at least 1, got '-8'"),
+            (["--replicas", "0"], "argument --replicas: expected an integer of at least 1, got '0'"),
+            (["--states", "x"], "argument --states: expected an integer of at least 0, got 'x'"),
+            (["--limit", "nan"], "argument --limit: expected a percentage, got 'nan'"),
+            (
+                ["--param-dtype", "int8"],
+                "argument --param-dtype: expected a floating-point type of torch, such as bfloat16, got 'int8'",
+            ),
+            (["--granularity", "rows"], "--granularity 'rows': expected elements, rows:N, rows:N/WITHIN, blocks:HxW or tensor"),
+            (["--granularity", "rows:0"], "rows() takes positive integers, got 0"),
+            (["--granularity", "blocks:4x0"], "blocks() takes positive integers, got 0"),
+            (["--experts", "("], "--experts '(' is not a regular expression: missing ), unterminated subpattern at position 0"),
+            (["--nonsense"], "unrecognized arguments: --nonsense"),
+        ):
+            self.assertEqual(self.error(gpt, *arguments), message)
+        self.assertEqual(self.error(), "the following arguments are required: model")
+        self.assertEqual(
+            self.error("llama-3-70b", "--apply", "experts"),
+            "llama-3-70b has no expert matrices: use --apply all, or match their names with --experts REGEX",
+        )
+
+    def test_unknown_groups_and_bad_files_are_refused(self):
+        gpt = "gpt-oss-120b"
+        for arguments, message in (
+            (
+                ["--explain", "blok.3", "--ranks", 8],
+                "gpt-oss-120b has no group 'blok.3'; close names: block.3, block.35, block.34",
+            ),
+            (["--explain", "#", "--ranks", 8], "gpt-oss-120b has no group '#'; close names: block.0, block.1, block.2"),
+            (["--explain", "block.0"], "--explain draws one FSDP size: give one size with --ranks"),
+            (["--explain", "block.0", "--ranks", "8,16"], "--explain draws one FSDP size: give one size with --ranks"),
+            (["--svg", "a.svg"], "--svg needs --explain GROUP: it draws the same buffer"),
+            (["--json", "/no/folder/a.json"], "--json /no/folder/a.json: expected the path of a file in an existing folder"),
+            (["--json", self.folder], f"--json {self.folder}: expected the path of a file in an existing folder"),
+            (["--plot", "a.gif"], "--plot a.gif: expected a file name that ends in .png, .svg, .pdf"),
+        ):
+            self.assertEqual(self.error(gpt, *arguments), message)
+        with mock.patch("importlib.util.find_spec", return_value=None):
+            self.assertEqual(self.error(gpt, "--plot", "a.png"), "--plot needs matplotlib: run pip install matplotlib")

@@ -1,0 +1,307 @@
+"""Ranks that wait for each other in different calls: they are found, and all of them raise and name the calls."""
+
+import datetime
+import os
+import threading
+import time
+import unittest
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from alone import ALONE, OTHERS, outcomes
+from common import enter_fake_group, error_of, ranks, run_mortal_ranks, run_ranks
+from torch import nn
+
+from torch_ragged._ranks import peers
+from torch_ragged._ranks.groups import end_messages
+from torch_ragged._ranks.peers import Fate, Tracker, Whereabouts, issued_on, peers_named
+from torch_ragged._ranks.standstill import standstill
+from torch_ragged._ranks.store import SharedStore
+from torch_ragged.fsdp import fully_shard
+from torch_ragged.fsdp.comm import _call_log
+from torch_ragged.fsdp.comm._call_log import CallLog, Predictor
+
+SIZE = 4
+
+
+def computes():
+    return Fate(True, "", Whereabouts("in a layer"))
+
+
+def waits(call, ranks, tickets=(), issued=(), is_held=True):
+    """A rank in ``call``; ``issued`` are the collectives of process group g, in their order."""
+    numbers = {"g": dict(enumerate(issued, 1))}
+    return Fate(True, "", Whereabouts(f"in {call}", call, ranks, is_held, list(tickets), numbers))
+
+
+def ended():
+    return Fate(False, "has ended")
+
+
+class StandstillTest(unittest.TestCase):
+    def check(self, expected, *fates):
+        self.assertEqual(standstill(dict(enumerate(fates))), set(expected))
+
+    def test_ranks_in_different_calls_wait_for_each_other_whatever_a_third_one_does(self):
+        gather = waits("all-gather of a", [0, 1], [("g", 1)], ["all-gather of a"])
+        self.check([0, 1], gather, waits("barrier", [0, 1, 2]), computes())
+        self.check([0, 1, 2], gather, waits("barrier", [0, 1, 2]), waits("barrier", [0, 1, 2]))
+
+    def test_ranks_in_one_call_wait_for_the_network(self):
+        gather = waits("all-gather of a", [0, 1], [("g", 1)], ["all-gather of a"])
+        self.check([], gather, gather)
+        self.check([], waits("barrier", [0, 1]), waits("barrier", [0, 1]))
+
+    def test_a_rank_that_computes_is_waited_for(self):
+        gather = waits("all-gather of a", [0, 1], [("g", 1)], ["all-gather of a"])
+        self.check([], gather, computes())
+        # Rank 1 waits for rank 2 in a call without rank 0, and rank 2 computes.
+        self.check([], gather, waits("barrier of the others", [1, 2]), computes())
+        self.check([], gather, waits("barrier", [0, 1], is_held=False))
+
+    def test_a_call_whose_ranks_are_not_known_may_wait_for_a_rank_that_computes(self):
+        gather = waits("all-gather of a", [0, 1], [("g", 1)], ["all-gather of a"])
+        self.check([], gather, waits("recv", None), computes())
+        self.check([0, 1, 2], gather, waits("recv", None), waits("barrier", [0, 1, 2]))
+
+    def test_a_collective_that_was_issued_ahead_needs_no_wait(self):
+        names = ["all-gather of a", "all-gather of b"]
+        self.check([], waits(names[0], [0, 1], [("g", 1)], names), waits(names[1], [0, 1], [("g", 2)], names))
+        # This rank has come so far that the collective is remembered no more.
+        far = Fate(True, "", Whereabouts("", "b", [0, 1], True, [("g", 99)], {"g": {98: "x", 99: "b"}}))
+        self.check([], waits(names[0], [0, 1], [("g", 1)], names), far)
+
+    def test_collectives_of_one_number_and_different_names_never_meet(self):
+        one = waits("all-gather of a", [0, 1], [("g", 1)], ["all-gather of a"])
+        self.check([0, 1], one, waits("agreement", [0, 1], [("g", 1)], ["agreement"]))
+
+    def test_a_rank_that_has_ended_is_waited_for_in_vain(self):
+        self.check([0, 1], waits("barrier", [0, 1, 2]), ended(), computes())
+        self.check([1], computes(), ended(), waits("barrier of others", [0, 2]))
+
+    def test_all_ways_in_which_one_rank_is_alone_are_errors_on_all_ranks(self):
+        self.check_alone("a forward without gradients", "barrier")
+
+    @pytest.mark.slow
+    def test_each_way_in_which_one_rank_is_alone_is_an_error_on_all_ranks(self):
+        for alone in ALONE:
+            for others in OTHERS:
+                # Messages of different sizes: gloo itself ends the process.
+                if alone != others and (alone, others) != ("checkpoint.save", "a forward and backward"):
+                    with self.subTest(alone=alone, others=others):
+                        self.check_alone(alone, others)
+
+    def check_alone(self, alone, others):
+        found = outcomes(alone, others, True)
+        waiting = [0] if others == "the end of the program" else [0, 1, 2]
+        texts = []
+        for rank in waiting:
+            error, logged, seconds = found[rank]
+            self.assertTrue(error, (rank, alone, others))
+            self.assertLess(seconds, 30)  # The timeout is 50 s.
+            texts.append(error + logged)
+        named = [text for text in texts if "ranks 1, 2" in text or "rank 1 died" in text]
+        self.assertTrue(named and all("rank 0" in text or "died" in text for text in named), texts)
+
+
+class TrackerTest(unittest.TestCase):
+    def setUp(self):
+        enter_fake_group(self, 2)
+        self.end, self.entered = threading.Event(), threading.Event()
+        self.tracker = Tracker()
+
+    def in_thread(self, function):
+        def run():
+            self.tracker.watch_this_thread()
+            function()
+
+        thread = threading.Thread(target=run)
+        self.addCleanup(thread.join)
+        self.addCleanup(self.end.set)
+        thread.start()
+        self.entered.wait()
+
+    def waits_in_a_call(self):
+        with peers_named("all-gather", "weight", lambda: [0, 1], [issued_on(dist.group.WORLD).issue("all-gather of weight")]):
+            self.entered.set()
+            self.end.wait()
+
+    def test_a_thread_that_stays_in_a_call_is_held(self):
+        self.in_thread(self.waits_in_a_call)
+        with mock.patch.object(peers, "HELD", 0.1):
+            self.assertFalse(self.tracker.look().is_held)
+            time.sleep(0.2)
+            where = self.tracker.look()
+            self.assertTrue(where.is_held)
+            self.assertEqual((where.call, where.ranks), ("all-gather of weight", [0, 1]))
+            self.assertEqual(where.tickets, [(dist.group.WORLD.group_name, 1)])
+            self.assertEqual(where.issued[dist.group.WORLD.group_name], {1: "all-gather of weight"})
+            self.assertRegex(where.text, r"in all-gather of weight, called in waits_in_a_call \(test_standstill.py:\d+\)")
+            with mock.patch.object(peers, "_bytes_written", return_value=2**40):  # Something is on its way.
+                self.assertFalse(self.tracker.look().is_held)
+            with mock.patch.object(peers, "_cpu_time", return_value=1e6):  # It computes.
+                self.assertFalse(self.tracker.look().is_held)
+
+    def test_a_thread_outside_of_calls_runs(self):
+        self.in_thread(lambda: self.entered.set() or self.end.wait())
+        where = self.tracker.look()
+        self.assertEqual((where.call, where.is_held), ("", False))
+
+    def test_what_is_sent_is_what_arrives(self):
+        self.in_thread(self.waits_in_a_call)
+        where = self.tracker.look()
+        self.assertEqual(Whereabouts.from_json(where.to_json()), where)
+
+
+def check_calls_of_the_store():
+    """Each rank adds to one counter for a call that was not expected, and asks whether it is full."""
+    counts = {name: 0 for name in ("add", "set", "get", "swap", "append", "delete")}
+
+    def counted(name, method):
+        def call(store, *arguments):
+            counts[name] += 1
+            return method(store, *arguments)
+
+        return call
+
+    model = nn.Sequential(*(fully_shard(nn.Linear(SIZE, SIZE)) for _ in range(3)))
+    fully_shard(model)
+    dist.barrier()
+    with mock.patch.multiple(SharedStore, **{name: counted(name, getattr(SharedStore, name)) for name in counts}):
+        model(torch.ones(1, SIZE))
+        first = dict(counts)
+        model(torch.ones(1, SIZE))
+    return first, counts
+
+
+class Paths(nn.Module):
+    """A model with two ways through it."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = (nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(2)) for _ in range(2))
+
+    def forward(self, x, decodes):
+        for layer in self.decoder if decodes else self.encoder:
+            x = layer(x)
+        return x
+
+
+def check_alternating_paths():
+    model = Paths()
+    for layer in (*model.encoder, *model.decoder):
+        fully_shard(layer)
+    fully_shard(model)
+    counts, count = [], CallLog._count
+
+    def counted(log, *arguments):
+        counts[-1] += 1
+        return count(log, *arguments)
+
+    with mock.patch.object(_call_log.CallLog, "_count", counted):
+        for step in range(12):
+            counts.append(0)
+            model(torch.ones(1, SIZE), step % 2 == 1).sum().backward()
+        for step in range(6):  # A switch at a moment that nothing predicts.
+            counts.append(0)
+            model(torch.ones(1, SIZE), step > 2).sum().backward()
+    return counts
+
+
+def end_messages_beside_a_dead_rank():
+    """The first peer of rank 1 is dead; rank 2 waits for rank 1."""
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        os._exit(0)
+    if dist.get_rank() == 1:
+        while error_of(dist.recv, torch.empty(1), 0) == "":  # Until its end is seen here.
+            pass
+        store.wait(["rank 2 waits"])
+        end_messages(dist.group.WORLD, torch.device("cpu"))
+        return ""
+    work = dist.irecv(torch.empty(1), 1)
+    store.set("rank 2 waits", "")
+    return error_of(work.wait)
+
+
+def check_other_expectations():
+    """Rank 1 expects the first call, so it does not count itself; rank 0 waits for it there, and rank 1 at the second call."""
+    log = CallLog([0, 1], datetime.timedelta(seconds=30), "root")
+    if dist.get_rank() == 1:
+        log._paths.add(("a", "b"))
+    counts, count = [], SharedStore.add
+    with (
+        mock.patch.object(_call_log, "_SLICE", datetime.timedelta(milliseconds=50)),
+        mock.patch.object(SharedStore, "add", lambda store, *each: counts.append(each) or count(store, *each)),
+    ):
+        log.start()
+        for call in ("a", "c", "d"):
+            log.add(call)
+        log.finish()
+    return [key for key, _ in counts if key.startswith("1/") and key.count("/") == 2]
+
+
+class CallLogTest(unittest.TestCase):
+    def test_a_call_costs_each_rank_one_counter(self):
+        answers = run_ranks(2, check_calls_of_the_store)
+        calls = 4 + 2  # The root and its modules; the root among roots, and the end.
+        for first, both in answers:
+            self.assertEqual((first["add"], first["get"], first["append"], first["swap"]), (calls, 0, 0, 0))
+            self.assertEqual(both, first)  # The second forward is expected.
+        sets = sum(first["set"] for first, _ in answers)
+        self.assertLessEqual(sets, calls + 4)  # Of all ranks together; and each rank's address.
+
+    def test_paths_that_alternate_are_expected(self):
+        for counts in run_ranks(2, check_alternating_paths):
+            self.assertEqual(counts[4:12], [0] * 8)
+            self.assertTrue(all(count <= 1 for count in counts[12:]), counts)
+
+    def test_ranks_that_expect_different_calls_and_make_the_same_ones_go_on(self):
+        for keys in run_ranks(2, check_other_expectations):
+            self.assertEqual(len(keys), len(set(keys)))  # No rank counts twice.
+
+    @ranks(2)
+    def test_the_end_of_a_forward_waits_for_no_rank():
+        """Rank 0 ends its first forward, and so may end its program, before rank 1 does."""
+        model = nn.Sequential(nn.Linear(SIZE, SIZE))
+        fully_shard(model)
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 1:
+            model[0].register_forward_hook(lambda *_: store.wait(["rank 0 has ended its forward"]))
+        with torch.no_grad():
+            model(torch.ones(1, SIZE))
+        if dist.get_rank() == 0:
+            store.set("rank 0 has ended its forward", "")
+        log = fully_shard.state(model).context.log
+        log.start()
+        with mock.patch.object(log, "_count", side_effect=dist.DistStoreError("connection refused")):
+            log.finish()  # The rank with the store has ended.
+
+
+class EndMessagesTest(unittest.TestCase):
+    def test_all_connections_close_if_the_first_peer_is_dead(self):
+        answers = run_mortal_ranks(3, {0}, end_messages_beside_a_dead_rank, seconds=40)
+        self.assertRegex(answers[2], "Connection (closed|reset) by peer")
+
+
+class PredictorTest(unittest.TestCase):
+    def test_what_has_followed_is_expected(self):
+        paths, a, b = Predictor(), ("root", "a"), ("root", "b")
+        self.assertEqual(paths.expected(), ())
+        for path in (a, b) * 4:
+            paths.add(path)
+        self.assertEqual(paths.expected(), a)
+        paths.add(a)
+        self.assertEqual(paths.expected(), b)
+        self.assertEqual(paths.beginning_with(["root", "a"]), None)
+        self.assertEqual(paths.beginning_with(["root"]), a)
+
+    def test_memory_is_bounded(self):
+        paths = Predictor()
+        for index in range(5000):
+            paths.add((str(index),))
+        self.assertLessEqual(len(paths._paths), 16)
+        self.assertLessEqual(len(paths._followed), 1024 + 7)

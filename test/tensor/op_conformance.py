@@ -1,0 +1,348 @@
+"""Torch's own OpInfo database on ragged DTensors: does every op give the single-device result, or a clear error?
+
+``python test/tensor/op_conformance.py --write docs/op_coverage.md`` sweeps everything on 4 ranks; the test takes a sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import functools
+import itertools
+import logging
+import math
+import pathlib
+import platform
+import random
+import re
+import sys
+import warnings
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from common import run_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import Placement
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils import _pytree as pytree
+
+from torch_ragged import RaggedShard
+from torch_ragged.tensor.placement_types import has_ragged
+
+RANKS = 4
+CLEAR = (
+    "is not supported on a DTensor with",  # ours: names the op, the tensors and the way out
+    "in-place operations that require placement changes are not supported",  # torch's: and how to write it instead
+    "got mixed torch.Tensor and DTensor",  # torch's: the op makes plain tensors inside, so no DTensor can take it
+)
+UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+DTYPES = {torch.float32: 1, torch.bfloat16: 4, torch.int64: 4}
+TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
+
+
+def patterns(shape: tuple[int, ...]) -> list[RaggedShard]:
+    """Even, uneven, with zeros, one owner; of whole rows, and of elements where there are several dimensions."""
+    found = {RaggedShard((), (0, 0, 1, 0)): None}
+    for length in {min(1, len(shape)), len(shape)} - {0}:
+        size = math.prod(shape[:length])
+        bounds = [size * rank // RANKS for rank in range(RANKS + 1)]
+        first, middle = min(1, size), size // 3
+        dims = tuple(range(length))
+        for edges in (bounds, [0, first, max(first, middle), max(first, middle), size], [0, 0, middle, middle, size]):
+            units = [b - a for a, b in itertools.pairwise(edges)]
+            if any(units):
+                found[RaggedShard(dims, units)] = None
+    return list(found)
+
+
+@dataclass
+class Tally:
+    """How one op fared: cases by outcome, and the texts of errors and wrong results."""
+
+    equal: int = 0
+    local: int = 0
+    error: int = 0
+    texts: dict[str, int] = field(default_factory=collections.Counter)
+    wrong: list[str] = field(default_factory=list)
+    torch: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op on one sample, with the tensors at positions ``ragged`` of its flattened arguments cut by pattern ``which``."""
+
+    op: Any
+    sample: Any
+    variant: str
+    which: int
+    ragged: tuple[int, ...]
+
+    def call(self, tensors: list[Any]) -> Any:
+        leaves, tree = pytree.tree_flatten((self.sample.input, self.sample.args, self.sample.kwargs))
+        positions = iter(tensors)
+        leaves = [next(positions) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        first, args, kwargs = pytree.tree_unflatten(leaves, tree)
+        if self.variant == "gradient":
+            return self.gradient(tensors, first, args, kwargs)
+        if self.variant == "out":
+            out = self.out_like(tensors, self.op(first, *args, **kwargs))
+            return self.op(first, *args, out=out, **kwargs), out
+        if self.variant == "in-place":
+            result = self.op.get_inplace()(first, *args, **kwargs)
+            return result, first
+        return self.op(first, *args, **kwargs)
+
+    def gradient(self, tensors: list[Any], first: Any, args: Any, kwargs: Any) -> Any:
+        leaves = [tensors[i].requires_grad_() for i in self.ragged if tensors[i].is_floating_point()]
+        result = self.op(first, *args, **kwargs)
+        terms = [(r * r.detach()).sum() for r in pytree.tree_leaves(result) if isinstance(r, torch.Tensor) and r.requires_grad]
+        return torch.autograd.grad(functools.reduce(torch.add, terms), leaves)
+
+    def out_like(self, tensors: list[Any], result: Any) -> Any:
+        """An uninitialized tensor for the result; ragged where the tensors are DTensors."""
+        if not isinstance(result, torch.Tensor):
+            raise TypeError("several outputs")
+        if not isinstance(tensors[0], DTensor):
+            return torch.empty_like(result)
+        found = patterns(tuple(result.shape))
+        meta = {"dtype": result.dtype, "placements": [found[self.which % len(found)]]}
+        return torch.distributed.tensor.zeros(result.shape, device_mesh=tensors[0].device_mesh, **meta)
+
+    def __str__(self) -> str:
+        given = tensors_of(self.sample)
+        pattern = patterns(tuple(given[self.ragged[0]].shape))[self.which]
+
+        def brief(leaf: Any) -> Any:
+            return f"{str(leaf.dtype)[6:]}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else leaf
+
+        arguments = pytree.tree_map(brief, (self.sample.input, *self.sample.args, self.sample.kwargs))
+        return f"{self.op.formatted_name} {self.variant} {arguments}, tensors {self.ragged} as {pattern}"
+
+
+def tensors_of(sample: Any) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def cases_of(op: Any, dtype: torch.dtype, samples: int) -> list[Case]:
+    """The cases of ``op`` on up to ``samples`` samples, which take turns at the patterns."""
+    for seed in (torch.manual_seed, np.random.seed, random.seed):  # Ranks must agree on the samples.
+        seed(0)
+    found = []
+    taken = itertools.islice(op.sample_inputs_func(op, "cpu", dtype, False), samples)
+    for number, sample in enumerate(taken):
+        given = tensors_of(sample)
+        usable = [i for i, t in enumerate(given) if t.layout is torch.strided and t.is_contiguous() and not t.is_quantized]
+        if not usable or any(t.layout is not torch.strided for t in given) or sum(t.numel() for t in given) > 20000:
+            continue
+        first = usable[0]
+        same = tuple(i for i in usable if given[i].shape == given[first].shape)
+        choices = [(first,)] + ([same] if len(same) > 1 else []) + [(i,) for i in usable[1:] if i not in same]
+        variants = {"function": 1, "in-place": op.get_inplace() and first == 0, "out": op.supports_out}
+        for variant, fits in {**variants, "gradient": op.supports_autograd}.items():
+            some = variant in ("out", "gradient")  # Their work is that of the function: fewer patterns will do.
+            step = 3 if some else 2  # Samples take turns.
+            for ragged in choices[: (1 if some else None) if fits else 0]:
+                for which in range(number % step, len(patterns(tuple(given[ragged[0]].shape))), step):
+                    found.append(Case(op, sample, variant, which, ragged))
+    return found
+
+
+def to_dtensors(case: Case, mesh: DeviceMesh, placement: Placement | None = None) -> list[DTensor]:
+    """The tensors of the case: those to be ragged as its pattern says, or under ``placement``; the others replicated."""
+    results = []
+    for position, tensor in enumerate(tensors_of(case.sample)):
+        result = DTensor.from_local(tensor.detach().clone(), mesh, [Replicate()], run_check=False)
+        if position in case.ragged and (tensor.dim() or placement is None):
+            result = result.redistribute(placements=[placement or patterns(tuple(tensor.shape))[case.which]])
+        results.append(result)
+    return results
+
+
+def difference(got: Any, expected: Any, case: Case) -> str:
+    """How the gathered results differ from the single-device ones; empty if they do not."""
+    found, wanted = pytree.tree_leaves(got), pytree.tree_leaves(expected)
+    if len(found) != len(wanted):
+        return f"{len(found)} results in place of {len(wanted)}"
+    for one, other in zip(found, wanted):
+        if not isinstance(other, torch.Tensor):
+            if one != other and one == one:
+                return f"{one} in place of {other}"
+            continue
+        if isinstance(one, DTensor):
+            strides = [(a, b) for a, b, size in zip(one.stride(), other.stride(), other.shape) if size > 1]
+            if any(a != b for a, b in strides) and other.numel() and has_ragged(one.placements) and case.variant != "gradient":
+                return f"stride {one.stride()} in place of {other.stride()}"
+            declared = one.shape
+            one = one.full_tensor()
+            if one.shape != declared:
+                return f"a DTensor of shape {tuple(declared)} that gathers to {tuple(one.shape)}"
+        rtol, atol = TOLERANCE.get(other.dtype, (1e-7, 1e-7))
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return f"{one.dtype} {tuple(one.shape)} in place of {other.dtype} {tuple(other.shape)}"
+        if case.op.name in UNINITIALIZED:
+            continue
+        try:
+            torch.testing.assert_close(one, other, rtol=rtol, atol=atol, equal_nan=True, check_stride=False)
+        except AssertionError as error:
+            return str(error).split("\n\n")[0]
+    return ""
+
+
+def agree(mesh: DeviceMesh, state: int) -> bool:
+    """Whether ``state`` is the same on every rank."""
+    bounds = torch.tensor([state, -state])
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    return bounds.tolist() == [state, -state]
+
+
+def run_case(case: Case, mesh: DeviceMesh, tally: Tally, count: bool) -> None:
+    try:
+        torch.manual_seed(1)
+        expected = case.call([t.detach().clone() for t in tensors_of(case.sample)])
+    except Exception:
+        return  # A sample that this machine cannot run is no case.
+    error, got = None, None
+    try:
+        arguments = to_dtensors(case, mesh)
+        torch.manual_seed(1)
+        with CommDebugMode() if count else contextlib.nullcontext() as comm:
+            got = case.call(arguments)
+    except Exception as exception:
+        error = exception
+    if not agree(mesh, error is None):
+        tally.wrong.append(f"{case}: ranks disagree: rank {dist.get_rank()} has {error!r}")
+    elif error is not None:
+        text = " ".join(str(error).split())
+        if not any(clear in text for clear in CLEAR) and not same_in_torch(case, mesh, expected, None):
+            tally.wrong.append(f"{case}: {type(error).__name__}: {text}")
+        tally.error += 1
+        tally.texts[text] += 1
+    else:
+        try:
+            problem = difference(got, expected, case)
+        except Exception as exception:
+            problem = f"gathering fails: {exception!r}"
+        if not agree(mesh, bool(problem)):
+            tally.wrong.append(f"{case}: ranks disagree: rank {dist.get_rank()}: {problem}")
+        elif problem and same_in_torch(case, mesh, expected, problem):
+            tally.torch.append(f"{case}: {problem}")
+        elif problem:
+            tally.wrong.append(f"{case}: {problem}")
+        else:
+            tally.equal += 1
+            tally.local += comm is not None and comm.get_total_counts() == 0
+
+
+def same_in_torch(case: Case, mesh: DeviceMesh, expected: Any, failure: str | None) -> bool:
+    """Whether DTensor itself, with Replicate or Shard(0) in place of the ragged placements, fails alike (None: raises)."""
+    for placement in (Replicate(), Shard(0)):
+        try:
+            found: str | None = difference(
+                case.call(to_dtensors(case, mesh, placement)), expected, case.op.name in UNINITIALIZED
+            )
+        except Exception:
+            found = None
+        if found == failure:
+            return True
+    return False
+
+
+def sweep(names: str, samples: int, one: bool = False, count: bool = False, share_of_ops: int = 1) -> dict[str, Tally]:
+    """Run on every rank of the default group. The tally of each op whose name matches, by name.
+
+    float32 in full, bfloat16 and int64 in every fourth case. ``one`` takes one case of each op, ``count`` tells which cases
+    communicate, one op of each ``share_of_ops`` is run.
+    """
+    mesh = init_device_mesh("cpu", (RANKS,))
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # It reports bad samples that torch skips itself.
+    tallies: dict[str, Tally] = {}
+    for op in op_db:
+        choice = zlib.crc32(op.formatted_name.encode())
+        if not re.fullmatch(names, op.name) or choice % 97 % share_of_ops:
+            continue
+        tally = tallies.setdefault(op.formatted_name, Tally())
+        dtypes = [(d, share) for d, share in DTYPES.items() if d in op.supported_dtypes("cpu")]
+        for dtype, share in [dtypes[choice % len(dtypes)]] if one and dtypes else dtypes:
+            cases = cases_of(op, dtype, samples)[::share]
+            for case in [cases[choice % len(cases)]] if one and cases else cases:
+                run_case(case, mesh, tally, count)
+        if count and dist.get_rank() == 0:
+            print(f"{op.formatted_name}: {tally.equal} equal, {tally.error} errors, {len(tally.wrong)} wrong", flush=True)
+            print(*tally.wrong[:3], sep="\n", flush=True)
+    return tallies
+
+
+def wrong_of(answers: list[dict[str, Tally]]) -> list[str]:
+    """The wrong results that any rank saw."""
+    return sorted({text for tallies in answers for tally in tallies.values() for text in tally.wrong})
+
+
+def reason_of(tally: Tally) -> str:
+    """The most frequent error, without what it says of the tensors given."""
+    if not tally.texts:
+        return ""
+    text = max(tally.texts, key=lambda t: tally.texts[t])
+    found = re.match(r"(\S+) is not supported on a DTensor with RaggedShard placements:? ?(.*?) \(got ", text)
+    return (
+        f"`{found[1]}`: {found[2]}" if found else text.split(". ")[0].split(", need to")[0][:150].replace("](", "]\\(")
+    )  # No link.
+
+
+def table(tallies: dict[str, Tally], command: str) -> str:
+    """``docs/op_coverage.md``."""
+    taken = {name: t for name, t in tallies.items() if t.equal or t.error or t.torch}
+    full = sum(not t.error for t in taken.values())
+    none = sum(not t.equal for t in taken.values())
+    known = sorted(name for name, t in taken.items() if t.torch)
+    lines = [
+        "# Operators on ragged DTensors",
+        "",
+        f"Written by `{command}` with torch {torch.__version__} on {platform.machine()} CPUs, {RANKS} ranks, gloo: every op of "
+        "torch's OpInfo database (`op_db`) that has a tensor argument, as a function and in place, with its samples' tensors "
+        "under even and uneven units, units with zeros, one owner, and units that cut rows. The result is compared with a "
+        "single device: shape, stride, type and values.",
+        "",
+        f"- {len(taken)} ops: {full} always equal, {len(taken) - full - none} equal or a clear error by placement, "
+        f"{none} always a clear error.",
+        f"- {sum(t.equal for t in taken.values())} cases equal, {sum(t.local for t in taken.values())} of them with no "
+        f"communication; {sum(t.error for t in taken.values())} clear errors; "
+        f"{sum(len(t.wrong) for t in taken.values())} wrong.",
+        f"- Left out: {sum(len(t.torch) for t in taken.values())} cases in which this torch is wrong in the same way with "
+        f"`Replicate` or `Shard(0)` and no ragged tensor at all ({', '.join(known) or 'none'}).",
+        "",
+        "Cases that are equal but communicate redistribute to what torch's own rule takes, as DTensor does.",
+        "",
+        "| op | equal | no communication | clear error | most frequent error |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{n}` | {t.equal} | {t.local} | {t.error} | {reason_of(t).replace('|', '/')} |" for n, t in sorted(taken.items())
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--names", default=".*", help="a regular expression of op names")
+    parser.add_argument("--samples", type=int, default=3, help="samples of each op")
+    parser.add_argument("--write", type=pathlib.Path, help="the table to write")
+    options = parser.parse_args()
+    answers = run_ranks(RANKS, sweep, options.names, options.samples, False, True, timeout=3 * 3600)
+    for text in wrong_of(answers):
+        print("WRONG", text)
+    if options.write:
+        options.write.write_text(table(answers[0], f"python test/tensor/op_conformance.py --write {options.write}"))
+    sys.exit(bool(wrong_of(answers)))
+
+
+if __name__ == "__main__":
+    main()

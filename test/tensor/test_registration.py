@@ -1,0 +1,178 @@
+"""What importing the package changes in torch, and whether ``registration_report()`` lists it."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+import torch_ragged
+from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged._register._torch import fsdp2_keeps_wide_gradients, nodes_outlive_outputs
+from torch_ragged._register._upstream import is_upstream
+from torch_ragged.tensor._ops import RaggedRows
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Imports what is named, and prints the names of torch's modules; given these, imports them first, and prints what then changed.
+CHANGES = """
+import collections, importlib, json, sys, types, warnings
+
+warnings.simplefilter("ignore")
+ours, theirs = json.loads(sys.argv[1])
+
+def is_torch(value):
+    return str(getattr(value, "__module__", "")).split(".")[0] == "torch"
+
+def parts(value):
+    '''The parts of a module, class, function, container or instance of torch's, by name.'''
+    if isinstance(value, types.FunctionType):
+        return {"__code__": value.__code__, "__defaults__": value.__defaults__}
+    if isinstance(value, (types.ModuleType, type)) or is_torch(type(value)):
+        inside = dict(getattr(value, "__dict__", {}))
+        inside = {name: part for name, part in inside.items() if name not in ("__dict__", "__weakref__")}
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inside = {id(part): part for part in value}
+    else:
+        inside = {}
+    return {**inside, **value} if isinstance(value, dict) else inside
+
+def belongs(part):
+    if isinstance(part, (type, types.FunctionType)):
+        return is_torch(part)
+    return not isinstance(part, (types.ModuleType, str, int, float, bytes, types.CodeType))
+
+def snapshot():
+    '''Path, value and parts of all that torch's modules reach, by the value's id.'''
+    found = {}
+    modules = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "torch" and module is not None}
+    left = collections.deque(modules.items())
+    while left:
+        path, value = left.popleft()  # The shortest path first: it is where the value is at home.
+        if id(value) not in found:
+            inside = parts(value)
+            found[id(value)] = path, value, inside
+            left += [(f"{path}.{name}", part) for name, part in inside.items() if belongs(part)]
+    return found
+
+for name in theirs:
+    importlib.import_module(name)
+before = snapshot() if theirs else {}
+for name in ours:
+    importlib.import_module(name)
+if not theirs:
+    print(json.dumps([name for name in sys.modules if name.split(".")[0] == "torch"]))
+    sys.exit()
+changed = []
+for path, value, old in before.values():
+    new = parts(value)
+    for name in {**old, **new}:
+        was, is_now = old.get(name, changed), new.get(name, changed)
+        if was is not is_now and not isinstance(is_now, (types.ModuleType, int)) and was != is_now:
+            changed.append([path, str(name), str(is_now)])
+print(json.dumps(changed))
+"""
+
+# Imports the package in a fork for each version, and prints what it has decided about this torch.
+ANSWERS = """
+import json, os, sys
+import torch, torch.distributed.fsdp, torch.distributed.pipelining
+for version in json.loads(sys.argv[1]):
+    if os.fork():
+        os.wait()
+        continue
+    torch.__version__ = type(torch.__version__)(version)
+    from torch_ragged.fsdp.core import _fsdp_param_group as group
+    print(json.dumps([group._KEEPS_WIDE_GRADIENTS, group.allows_split_backward()]), flush=True)
+    os._exit(0)
+"""
+VERSIONS = ("2.11.0", "2.13.0+cpu", "2.15.0", "2.15.0a0+git1234", "2.15.0.dev20261001", "2.15.0rc1", "2.16.0a0")
+
+# What Python and torch keep of modules and functions that are imported or looked up, whichever they are.
+BOOKKEEPING = ("_overload_registry", "_overloadpacket", "_builtin_table", "torch.ops._dir", "__warningregistry__")
+
+
+def changes(*modules):
+    """What importing these modules changes in torch's own modules: path, name of the part, and the part as text."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def run(theirs):
+        command = [sys.executable, "-c", CHANGES, json.dumps([modules, theirs])]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+        if done.returncode:
+            raise AssertionError(done.stderr)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run(run([]))
+
+
+def reported_as(path, name, value):
+    """The names under which the report may list a change."""
+    if "ragged_shard" in name or value.startswith("ragged_shard"):  # Torch keeps an operator's name in several tables.
+        return {"ops.ragged_shard.reduce"}
+    if f"{path}.{name}".startswith("torch._weights_only_unpickler._marked_safe_globals_set"):
+        return {"serialization.add_safe_globals"}
+    if path.startswith("torch.utils._pytree."):
+        return {"_pytree.register_constant"}
+    if name == "_extension_of":  # The guards of hooks on functions of this module call it.
+        return {"distribute_tensor", "compute_local_shape_and_global_offset", "redistribute_local_tensor"}
+    return {each.removeprefix("_torch_ragged_").removeprefix("_torch_") for each in (name, path.rpartition(".")[2])}
+
+
+def targets(names):
+    """What hooks name as their targets, and the last parts of these."""
+    return set(names) | {name.rpartition(".")[2] for name in names}
+
+
+@unittest.skipIf(is_upstream(), "this torch has the placements itself")
+class RegistrationTest(unittest.TestCase):
+    def test_the_report_lists_all_that_an_import_changes_in_torch(self):
+        packages = [f"torch_ragged{name}" for name in ("", ".fsdp", ".offline", ".optim", ".checkpoint", ".debug")]
+        found = [change for change in changes(*packages) if not any(each in ".".join(change[:2]) for each in BOOKKEEPING)]
+        lines = torch_ragged.registration_report().splitlines()[1:]
+        listed = targets([name for line in lines for name in line.strip().partition(": ")[0].split(", ")])
+        self.assertEqual([change for change in found if not reported_as(*change) & listed], [])
+        changed = set().union(*(reported_as(*change) for change in found))
+        for name in (
+            "extension",
+            "op_to_schema_info",
+            "serialization.add_safe_globals",
+            "redistribute",
+            "ops.ragged_shard.reduce",
+        ):
+            self.assertIn(name, changed)  # What the test looks with sees them.
+
+    def test_what_torch_calls_itself_changes_no_answer_about_it(self):
+        command = [sys.executable, "-c", ANSWERS, json.dumps([torch.__version__, *VERSIONS])]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+        answers = done.stdout.splitlines()
+        self.assertEqual(len(answers), 1 + len(VERSIONS), done.stderr)
+        self.assertEqual(set(answers), {answers[0]})
+
+    def test_fsdp2_is_asked_which_gradients_it_keeps(self):
+        class Rounds:
+            def to_accumulated_grad_if_needed(self): ...
+
+        for param, keeps in ((Rounds, False), (object, True)):
+            with mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam", param):
+                self.assertEqual(fsdp2_keeps_wide_gradients(), keeps)
+
+    def test_the_node_of_an_autograd_function_is_asked_whether_it_lives(self):
+        nodes_outlive_outputs.cache_clear()
+        with torch.no_grad(), torch.device("meta"):  # As a model may be sharded.
+            answer = nodes_outlive_outputs()
+        nodes_outlive_outputs.cache_clear()
+        self.assertEqual(answer, nodes_outlive_outputs())
+
+    def test_torch_loads_each_placement_with_weights_only(self):
+        placements = [RaggedShard((0,), (1, 2)), StridedRaggedShard((0,), (1, 2), 2), RaggedRows((1,), (1, 2))]
+        file = io.BytesIO()
+        torch.save(placements, file)
+        file.seek(0)
+        self.assertEqual(torch.load(file, weights_only=True), placements)

@@ -1,0 +1,154 @@
+"""stream(): whole tensors in one order, in bounded memory, with the next all-gathers in flight."""
+
+import contextlib
+import gc
+import itertools
+import time
+import unittest
+import weakref
+
+import torch
+import torch.distributed as dist
+from common import error_of, ranks, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from torch_ragged import RaggedShard
+from torch_ragged.fsdp import fully_shard, rows
+from torch_ragged.transfer import stream
+
+LARGE = 1 << 30
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.inner = nn.Linear(5, 9)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("steps", torch.arange(3))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+def whole_net():
+    torch.manual_seed(1)
+    return Net()
+
+
+def equal_tensors(count):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placement = [RaggedShard((0,), tuple(range(dist.get_world_size())))]
+    return {str(i): distribute_tensor(torch.full((6, 4), float(i)), mesh, placement) for i in range(count)}
+
+
+def check_early_end(how):
+    """Rank 1 ends after two tensors; the others get all of them, and collectives after that pair up."""
+    tensors = equal_tensors(6)
+    stops = dist.get_rank() == 1
+    seen = []
+
+    def read(items):
+        for _, tensor in items:
+            seen.append(tensor[0, 0].item())
+            if stops and len(seen) == 2:
+                if how == "error":
+                    raise RuntimeError("the consumer failed")
+                break
+
+    failed = None
+    try:
+        with contextlib.closing(stream(tensors, 2 * 6 * 4 * 4)) if how == "error" else contextlib.nullcontext() as items:
+            read(stream(tensors, 2 * 6 * 4 * 4) if items is None else items)
+    except RuntimeError as error:
+        failed = error
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == dist.get_world_size()
+    assert (failed is not None) == (how == "error" and stops)
+    assert seen == [float(i) for i in range(2 if stops else 6)], seen
+
+
+def check_errors():
+    model = whole_net()
+    found = [error_of(stream, model, value) for value in (0, -1, 2.5, True, None)]
+    assert all("takes a positive number of bytes" in error for error in found), found
+    assert "takes a floating-point dtype" in error_of(stream, model, 1, dtype=torch.int8)
+    assert "takes a floating-point dtype" in error_of(stream, model, 1, dtype="bfloat16")
+    names = [name for name, _ in itertools.islice(stream(model, 1), 2)]  # Without DTensors no process group is needed.
+    assert names == ["embedding.weight", "inner.weight"] or names[0] in model.state_dict(), names
+
+
+class StreamTest(unittest.TestCase):
+    @ranks(4)
+    def test_whole_tensors_come_in_the_order_of_the_state_dict():
+        """Of fully_shard, of mixed placements on two mesh dimensions, and of plain tensors."""
+        mesh = init_device_mesh("cpu", (2, 2))
+        model = fully_shard(whole_net(), mesh=mesh, orig_param_policy=lambda fqn, param: rows(2))
+        wanted = whole_net().state_dict()
+        found = dict(stream(model, LARGE))
+        assert list(found) == list(wanted) and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert not any(tensor.requires_grad or type(tensor) is not torch.Tensor for tensor in found.values())
+        assert torch.is_grad_enabled()
+        cast = dict(stream(model, 1, dtype=torch.bfloat16))
+        assert all(torch.equal(cast[name], wanted[name].bfloat16()) for name in wanted if name != "steps")
+        assert cast["steps"].dtype == torch.int64
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
+        units = RaggedShard((0,), (1, 2))
+        kinds = [
+            (units, Replicate()),
+            (Replicate(), units),
+            (units, Shard(1)),
+            (Shard(0), Shard(1)),
+            (Replicate(), Replicate()),
+        ]
+        pairs = [(str(kind), distribute_tensor(x, mesh, kind)) for kind in kinds]
+        for name, tensor in stream(((name, value) for name, value in pairs), 2 * x.nbytes):
+            assert torch.equal(tensor, x) and type(tensor) is torch.Tensor, name
+
+    @ranks(3)
+    def test_as_many_are_in_flight_as_fit():
+        """How many tensors were gathered before each one is yielded: as many as ``max_bytes`` allows, and one at least."""
+        tensors = equal_tensors(6)
+        nbytes = 6 * 4 * 4
+        for max_bytes, expected in (
+            (1, [1, 2, 3, 4, 5, 6]),
+            (2 * nbytes - 1, [1, 2, 3, 4, 5, 6]),
+            (2 * nbytes, [2, 3, 4, 5, 6, 6]),
+            (3 * nbytes, [3, 4, 5, 6, 6, 6]),
+            (LARGE, [6, 6, 6, 6, 6, 6]),
+        ):
+            issued = []
+            with CommDebugMode() as mode:
+                for _ in stream(tensors, max_bytes):
+                    issued.append(mode.get_total_counts() // 2)  # Two ranks have elements, and each broadcasts them.
+            assert issued == expected, (max_bytes, issued)
+        halved = []
+        with CommDebugMode() as mode:
+            for _ in stream(tensors, 2 * nbytes, dtype=torch.bfloat16):  # Cast before they are gathered: half the bytes.
+                halved.append(mode.get_total_counts() // 2)
+        assert halved == [4, 5, 6, 6, 6, 6], halved
+
+    @ranks(2)
+    def test_a_dropped_tensor_is_freed_before_the_next_one_is_gathered():
+        """A tensor that the consumer drops is free when the next one is gathered."""
+        tensors, alive = equal_tensors(5), []
+        for _, tensor in stream(tensors, 1):
+            alive.append(weakref.ref(tensor.untyped_storage()))
+            del tensor
+            gc.collect()
+            deadline = time.monotonic() + 20
+            while any(each() is not None for each in alive):  # A thread of gloo drops its reference a moment after the wait.
+                assert time.monotonic() < deadline, "a dropped tensor is alive"
+                time.sleep(0.001)
+
+    def test_a_rank_that_breaks_does_not_stop_the_others(self):
+        run_ranks(3, check_early_end, "break")
+
+    def test_a_rank_that_fails_does_not_stop_the_others(self):
+        run_ranks(3, check_early_end, "error")
+
+    def test_wrong_arguments_are_refused_at_the_call(self):
+        check_errors()

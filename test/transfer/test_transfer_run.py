@@ -1,0 +1,78 @@
+"""Runs of a plan: whether the last one is complete, and calls that differ between ranks."""
+
+import unittest
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from common import error_of, ranks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from torch_ragged import RaggedShard, transfer
+from torch_ragged.transfer import _watch
+
+
+def mesh_of(ranks, shape=None):
+    return DeviceMesh("cpu", torch.tensor(ranks).view(shape or (len(ranks),)))
+
+
+def dtensor(full, mesh, placements):
+    """Without communication, also on ranks outside of the mesh."""
+    return distribute_tensor(full.clone(), mesh, placements, src_data_rank=None)
+
+
+class TransferRunTest(unittest.TestCase):
+    @ranks(2)
+    def test_a_plan_says_whether_its_last_run_is_complete():
+        """It says so of the last run only, also if that one ended before its first collective."""
+        rank, mesh = dist.get_rank(), mesh_of([0, 1])
+        source = {"w": dtensor(torch.ones(4, 4), mesh, [Shard(0)])}
+        target = {"w": dtensor(torch.zeros(4, 4), mesh, [Replicate()])}
+        plan = transfer.plan(source, target, timeout=timedelta(seconds=2))
+        assert not plan.is_complete
+        plan.run(source, target)
+        assert plan.is_complete
+        handle = plan.run(source, target, async_op=True)
+        handle.wait()
+        assert plan.is_complete
+        text = error_of(plan.run, None if rank else source, target)
+        assert text.startswith(("ValueError: run(source=): w is missing", "RuntimeError: Plan.run() failed on rank 1")), text
+        assert not plan.is_complete
+        plan.run(source, target)
+        assert plan.is_complete
+        store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+        if rank == 0:
+            patience, _watch._PATIENCE = _watch._PATIENCE, 0.5
+            text = error_of(plan.run, source, target)
+            _watch._PATIENCE = patience
+            store.set("ended", "")
+            assert text.startswith("TransferError: Plan.run() failed while no tensor was on its way: rank 1 lives"), text
+            assert not plan.is_complete
+        else:
+            store.wait(["ended"])
+
+    @ranks(3)
+    def test_calls_that_differ_are_errors_on_all_ranks():
+        """An error on all ranks at once, and nothing is written."""
+        rank, mesh = dist.get_rank(), mesh_of([0, 1, 2])
+        source = {"w": dtensor(torch.ones(6), mesh, [Shard(0)])}
+        target = {"w": dtensor(torch.zeros(6), mesh, [Replicate()])}
+        plan = transfer.plan(source, target)
+        for mine, here, there in (("checksum", "set", None), (None, None, "set")):
+            text = error_of(plan.run, source, target, delta=mine if rank == 0 else "checksum" if mine is None else None)
+            assert text.startswith("ValueError: Plan.run() was called differently on different ranks"), text
+            assert f"rank 0 has delta {here}, rank 1 has delta {there}" in text, text
+            assert not plan.is_complete and not target["w"].to_local().any()
+        units = "RaggedShard(dims=(0,), local_units=(1, 1)) has 2 local_units, but mesh dimension 0 has 3 ranks"
+        assert units in error_of(transfer.Spec, (8, 6), torch.float32, [0, 1, 2], [RaggedShard((0,), (1, 1))])
+        assert "each rank once" in error_of(transfer.Spec, (8, 6), torch.float32, [0, 1, 1], [Replicate()])
+
+        class Broken(dict):
+            def items(self):
+                raise KeyError("any error of a mapping")
+
+        text = error_of(transfer.plan, Broken(source) if rank == 1 else source, target)
+        assert text.startswith("KeyError" if rank == 1 else "RuntimeError: transfer.plan failed on rank 1: KeyError"), text
+        plan.run(source, target, delta="version")
+        assert plan.is_complete and target["w"].to_local().all()
