@@ -74,6 +74,12 @@ def metadata_of(wheel):
 
 
 class PackagingTest(unittest.TestCase):
+    def test_setup_py_reads_the_settings_of_pyproject(self):
+        lines = [line for line in (ROOT / "setup.py").read_text().splitlines() if line]
+        self.assertEqual(lines[1:], ["from setuptools import setup", "setup()"])
+        done = subprocess.run([sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=100)
+        self.assertEqual((done.stdout.split()[-1:], done.returncode), ([torch_ragged.__version__], 0), done.stderr)
+
     def test_the_version_stands_in_one_file_and_in_the_change_log(self):
         self.assertIn('dynamic = ["version"]', (ROOT / "pyproject.toml").read_text())
         self.assertRegex((ROOT / "CHANGELOG.md").read_text(), rf"(?m)^## {re.escape(torch_ragged.__version__)}\b")
