@@ -62,7 +62,8 @@ def register() -> None:
             stacklevel=2,
         )
     for hook in hooks:
-        hook.install()
+        if hook.install is not None:
+            hook.install()
         _installed.append(hook)
     know_old_names()
 

@@ -28,14 +28,14 @@ class Hook:
         why: the reason, for the report.
         patch: the upstream patch that makes the hook unnecessary.
         check: whether the target has the layout that the hook was written for.
-        install: extends the target.
+        install: extends the target; None if another module does it when it is imported.
     """
 
     target: str
     why: str
     patch: str
     check: Callable[[], bool]
-    install: Callable[[], None]
+    install: Callable[[], None] | None
 
     def is_known(self) -> bool:
         """Whether the target has the layout that the hook was written for."""

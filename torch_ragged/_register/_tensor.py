@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 from torch.utils._debug_mode import DebugMode
 
-from torch_ragged._register._hook import OPERATORS, PLACEMENT, PROTOCOL, extend_in_place, has, hook
+from torch_ragged._register._hook import OPERATORS, PLACEMENT, PROTOCOL, Hook, extend_in_place, has, hook, hooks
 from torch_ragged.tensor._dispatch import complete_keys
 from torch_ragged.tensor._ops import RaggedRows
 from torch_ragged.tensor._placement_extension import PlacementExtension, ask_extensions, extension_of, extension_of_op
@@ -290,25 +290,23 @@ def _install_safe_globals() -> None:
     torch.serialization.add_safe_globals([RaggedShard, StridedRaggedShard, RaggedRows, Units])
 
 
-@hook(
-    "ops.ragged_shard.reduce",
-    "a new operator: torch.compile needs one for a reduction onto one rank, which torch's functional collectives lack",
-    PLACEMENT,
-    lambda: has(torch.library.custom_op, "name", "mutates_args"),
-)
-def _install_reduce() -> None:
-    """Nothing to install: ``_redistribute`` defines the operator when it is imported."""
-
-
-@hook(
-    "_random._rng_tracker",
-    "ragged DTensors draw the numbers of a single device; torch's own way counts the elements of Shard's shards",
-    OPERATORS,
-    lambda: (
-        hasattr(dtensor_random, "_rng_tracker")
-        and has(dtensor_random.is_rng_supported_mesh, "device_mesh")
-        and has(dtensor_random.OffsetBasedRNGTracker, "device_mesh", "run_state_sync")
+hooks += [
+    Hook(
+        "ops.ragged_shard.reduce",
+        "a new operator: torch.compile needs one for a reduction onto one rank, which torch's functional collectives lack",
+        PLACEMENT,
+        lambda: has(torch.library.custom_op, "name", "mutates_args"),
+        install=None,  # ``_redistribute`` defines the operator.
     ),
-)
-def _install_random() -> None:
-    """Nothing to install: ``_random`` reads and makes the tracker; this hook checks its layout and lists it."""
+    Hook(
+        "_random._rng_tracker",
+        "ragged DTensors draw the numbers of a single device; torch's own way counts the elements of Shard's shards",
+        OPERATORS,
+        lambda: (
+            hasattr(dtensor_random, "_rng_tracker")
+            and has(dtensor_random.is_rng_supported_mesh, "device_mesh")
+            and has(dtensor_random.OffsetBasedRNGTracker, "device_mesh", "run_state_sync")
+        ),
+        install=None,  # ``_random`` reads and makes the tracker.
+    ),
+]

@@ -20,7 +20,6 @@ Compiled code is left to torch: Dynamo traces through ``__torch_function__`` wit
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -99,9 +98,10 @@ class _Weight:
 class ComputeParameter(_Weight, nn.Parameter):
     """A parameter whose gradient matmuls write into ``gradient_target``. Without a target it is an ordinary parameter.
 
-    The matmuls are ``F.linear``, ``matmul``, ``mm``, ``bmm``, ``addmm`` and ``baddbmm`` (without factors), ``einsum`` if it is
-    equal to one of these, and on the CPU the grouped matmul: as functions, methods and operators. The weight, or a view of it,
-    is the second factor: ``(in, out)``, or ``(experts, in, out)`` with an input of the same number of experts.
+    The matmuls are ``F.linear``, ``matmul``, ``mm``, ``bmm``, ``addmm`` and ``baddbmm`` (without factors), and on the
+    CPU the grouped matmul: as functions, methods and operators. The weight, or a view of it, is the second factor: ``(in,
+    out)``, or ``(experts, in, out)`` with an input of the same number of experts. ``einsum`` is left to torch: to find its
+    matmul took as long as the copy that it would save.
 
     Results are plain tensors, except views. They are bitwise equal to those of a plain parameter, and so are the gradients of
     all other operands. If a weight is used once and as a whole, its first gradient is bitwise equal to autograd's, except in
@@ -376,31 +376,6 @@ def _grouped_mm(func: Any, *args: Any, offs: Any = None, **keywords: Any) -> tor
     return _GroupedProduct.apply(func, x, weight, offs) if x.stride(-1) == 1 else None
 
 
-def _einsum(func: Any, equation: Any, *operands: Any) -> torch.Tensor | None:
-    """``x,W->y``, if y is x with its last dimension replaced by W's other dimension: einsum computes it by one bmm."""
-    if len(operands) != 2 or not _is_product(operands[1], operands[0]) or not isinstance(equation, str):
-        return None
-    x, weight = operands
-    match = re.fullmatch("([A-Za-z]*)([A-Za-z]),([A-Za-z]?)(..)->([A-Za-z]*)([A-Za-z])", equation.replace(" ", ""))
-    if match is None or 1 in (*x.shape, *weight.shape):  # torch handles dimensions of size 1 in another way.
-        return None
-    rows, k, batch, matrix, kept, n = match.groups()
-    is_batch, is_transposed, names = len(batch), matrix == n + k, rows + k + n
-    if matrix not in (k + n, n + k) or kept != rows or batch not in rows or len(set(names)) < len(names):
-        return None
-    if (x.dim(), weight.dim()) != (len(rows) + 1, 2 + is_batch) or x.shape[-1] != weight.shape[-1 if is_transposed else -2]:
-        return None
-    if is_batch and x.shape[rows.index(batch)] != weight.shape[0]:
-        return None
-    if is_transposed:
-        weight = _view(torch.transpose, weight, -2, -1)
-    x = x.movedim(rows.index(batch), 0) if is_batch else x.unsqueeze(0)
-    matrices = weight if is_batch else _view(torch.unsqueeze, weight, 0)
-    output = _Product.apply(torch.bmm, x.reshape(matrices.shape[0], -1, x.shape[-1]), matrices)
-    output = output.view(*x.shape[:-1], weight.shape[-1])
-    return output.movedim(0, rows.index(batch)) if is_batch else output.squeeze(0)
-
-
 def _view(func: Any, *args: Any, **keywords: Any) -> Any:
     """Call ``func``; the views that it returns remember their parameter."""
     if not args or not isinstance(args[0], _Weight):
@@ -431,7 +406,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys([torch.mm, _T.mm, torch.bmm, _T.bmm], _mm),
     **dict.fromkeys([torch.addmm, _T.addmm, torch.baddbmm, _T.baddbmm], _addmm),
     grouped_mm: _grouped_mm,
-    torch.einsum: _einsum,
     **dict.fromkeys(_VIEWS, _view),
     _T.__getitem__: _getitem,
 }

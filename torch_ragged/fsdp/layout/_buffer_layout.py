@@ -93,10 +93,6 @@ class BufferLayout:
         """Elements of the buffer that belong to no tensor."""
         return self.numel - sum(tensor.numel for tensor in self.tensors)
 
-    def padding_nbytes(self, itemsize: int) -> int:
-        """Bytes of padding in a buffer of elements of ``itemsize`` bytes."""
-        return self.padding_numel * itemsize
-
     @property
     def padding_fraction(self) -> float:
         """Padding relative to the elements of the tensors."""
