@@ -61,7 +61,7 @@ class PagesTest(unittest.TestCase):
         self.assertTrue(all(len(reason) > 20 for _, reason in left_out))
 
     def test_pages_with_scripts_are_run_by_a_test_of_theirs(self):
-        tests = "".join(path.read_text() for path in (ROOT / "test").glob("test_*.py"))
+        tests = "".join(path.read_text() for path in (ROOT / "test").rglob("test_*.py"))
         run = set(re.findall(r'run_page\("([\w/.]+)"', tests))
         pages = {page for page in PAGES if any(code.is_file for code in code_of(page))}
         self.assertGreater(len(pages), 5)

@@ -20,8 +20,8 @@ from torch_ragged.fsdp._fsdp_module import FSDPModule, check_reshard_after_forwa
 from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
 from torch_ragged.fsdp.core._fsdp_api import BufferPlacements, InvalidArgument, check_bool
 from torch_ragged.fsdp.core._fsdp_init import RegisteredNames, ShardPlacementFn, find_params, make_group, plan_groups
-from torch_ragged.fsdp.core._fsdp_param import has_extension, owner_of
-from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
+from torch_ragged.fsdp.core._fsdp_param import GroupPlan, has_extension, owner_of
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, state_of
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, agree_on_groups, device_of, groups_of
 from torch_ragged.fsdp.core._state_dict import take_parts
@@ -53,12 +53,15 @@ def fully_shard(
     placements: BufferPlacements | None = None,
     optional: bool = False,
 ) -> Any:
-    """Shard the parameters of ``module`` over ``mesh``, in one buffer that is all-gathered and reduce-scattered in place.
+    """Keep only a shard of the parameters on each rank, and all-gather them for the module's forward and backward (FSDP2)::
 
-    The semantics are FSDP2's: call ``fully_shard`` on submodules first, then on the root. Each call makes one group, of the
-    parameters under ``module`` that are in no group yet. Parameters become DTensors placed as
-    :class:`~torch_ragged.RaggedShard`. The module's class becomes a subclass of :class:`FSDPModule`. All ranks must hold the
-    same parameter values before the call.
+        for layer in model.layers:
+            fully_shard(layer)  # submodules first
+        fully_shard(model)  # then the root; the optimizer after it
+
+    Each call makes one group, of the parameters under ``module`` that are in no group yet. They become DTensors placed as
+    :class:`~torch_ragged.RaggedShard`, in one buffer that is all-gathered and reduce-scattered in place, without a copy. The
+    module's class becomes a subclass of :class:`FSDPModule`. All ranks must hold the same parameter values before the call.
 
     Collectives:
 
@@ -106,11 +109,8 @@ def fully_shard(
             may be cut anywhere. If ``module`` is a list, each name begins with the module's index in the list.
         placements: what stays gathered or unreduced between uses: ``ZERO1``, ``ZERO2``, ``ZERO3`` or ``HIERARCHICAL``. None:
             ``ZERO3`` on a 1-D mesh, HSDP on a 2-D mesh. See :class:`BufferPlacements`.
-        optional: ranks may skip ``module`` in forward, such as a vision tower if their batch has text only, and run others that
-            are optional in any order. They take part in its collectives, with gradients of zeros. The modules inside it are
-            optional, too. If the root has optional modules, ranks agree on the next call: one all-reduce of 16 bytes per mesh
-            dimension before each call of a module that is not optional, and two for each call of one that is, which the host
-            waits for. ``module`` must not be the root or a list.
+        optional: ranks may skip ``module`` in forward, as a vision tower if their batch has text only. It costs votes, which
+            the host waits for: see "Modules that some ranks skip" in docs/fsdp.md.
 
     Returns:
         ``module``.
@@ -148,7 +148,8 @@ def fully_shard(
         makes_groups = _check_placements(mesh, dp_mesh_dims, placements) or dp_mesh_dims is not None
         if isinstance(mp_policy, Float8Policy) and placements is not None and placements.stay_gathered:
             raise ValueError(f"Float8Policy does not support {placements}, which keeps parameters gathered: use ZERO3 or HSDP")
-        claim += [f"dp_mesh_dims {dp_mesh_dims}, placements {placements}"] * makes_groups
+        if makes_groups:
+            claim.append(f"dp_mesh_dims {dp_mesh_dims}, placements {placements}")
     with agreement(ranks, device, "fully_shard") as claim:
         dp, levels = _with_levels(DataParallelMesh.of(mesh, dp_mesh_dims), placements)
         found = _check_modules(modules, mesh, reshard_after_forward, dp, ignored)
@@ -165,8 +166,6 @@ def fully_shard(
     groups = [make_group(plan) for plan in plans]
     for group in groups:
         group.register_sharded()
-    for plan in plans:
-        plan.params.clear()  # This frees the memory of the original parameters.
     if not isinstance(reshard_after_forward, (bool, type(None))):
         reshard_after_forward = _keep_parts(groups, reshard_after_forward)
     if levels is not None:

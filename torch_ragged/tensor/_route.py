@@ -187,7 +187,7 @@ class Route:
             self._exchange(tuple(crossed), target)
         last = self.steps[-1]
         if isinstance(last, Move) and last.stays and not self._stay_elsewhere(crossed, affected, target):
-            # If some ranks alone kept their elements, an in-place op on the new tensor would change the old one on these only.
+            # Alias only if all ranks can. Otherwise an in-place op on the result would change the source on some ranks.
             everything = _everything(math.prod(last.local_shape))
             self.steps[-1] = Move(everything, everything, last.local_shape)
         self.cuts = target

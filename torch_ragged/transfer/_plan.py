@@ -41,7 +41,7 @@ def plan(
     timeout: timedelta | None = None,
     strict: bool = True,
 ) -> Plan:
-    """Plan how tensors that lie as ``source`` get to lie as ``target``, on the same mesh or on any other ranks.
+    """Plan the messages that change ``source`` placements into ``target`` placements, on any ranks.
 
     ::
 

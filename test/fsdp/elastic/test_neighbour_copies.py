@@ -110,7 +110,7 @@ def refuse():
 
 
 def copied_after(model, optimizer, copies):
-    """Make and complete one copy. The state that it is of."""
+    """Make and complete one copy; returns the state that it has."""
     copies.update()
     copies.wait()
     return copied(whole(model, optimizer)) | copied(dict(model.named_buffers()))

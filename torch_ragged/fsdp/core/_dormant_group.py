@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam
-from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
+from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, GroupPlan
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import device_of
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of

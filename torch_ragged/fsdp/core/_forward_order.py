@@ -110,6 +110,7 @@ class ForwardOrder:
         """Autograd will call pre-backward for this call."""
         self._add(position, is_exit=True)
         first = self._first.setdefault(self.states[position], position)
+        # Exits come in the order of ends, inner calls first, so that a later one may belong to an earlier call.
         self._first[self.states[position]] = min(first, position)
 
     def _add(self, position: int, is_exit: bool) -> None:

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from torch_ragged.fsdp.core._dormant_group import DormantGroup
-from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, has_extension
-from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
+from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, GroupPlan, has_extension
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._borrowed import BorrowedEncoding
 from torch_ragged.fsdp.core.encodings._contiguous import ContiguousEncoding

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -21,7 +23,7 @@ from torch_ragged.granularity import Granularity
 from torch_ragged.tensor.placement_types import RaggedShard
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
-__all__ = ["Distribution", "FSDPParam", "FoundParam", "ShardedState", "has_extension", "local_of", "owner_of"]
+__all__ = ["Distribution", "FSDPParam", "FoundParam", "GroupPlan", "ShardedState", "has_extension", "local_of", "owner_of"]
 
 
 class ShardedState(Enum):
@@ -99,7 +101,7 @@ class Distribution:
                 "for the model, mesh['dp'] for fully_shard"
             ) from error
         self._dp_dims, self._ranks = dp.spmd_dims, dp.ranks
-        self._rank = dp.rank if dp.is_member else dp.ranks  # Behind the last rank, there is nothing.
+        self._rank = dp.rank if dp.is_member else dp.ranks  # Ranks: an empty interval, outside of the mesh.
         if shard_dim is not None and not -len(self.local_shape) <= shard_dim < len(self.local_shape):
             raise InvalidArgument(
                 f"shard_placement_fn returned Shard({shard_dim}) for {fqn} of shape {tuple(self.shape)}: return Shard(d) with "
@@ -342,6 +344,28 @@ class FoundParam:
     registered_names: list[tuple[nn.Module, str]]
     value: nn.Parameter
     distribution: Distribution
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPlan:
+    """The input of one group: parameters of one dtype and one compute dtype, on one mesh.
+
+    Attributes:
+        param_dtype, reduce_dtype: as in the mixed precision policy.
+        offload: whether shards are on the CPU.
+        tile: if not None, parameters are all-gathered as float8 in these tiles.
+        runs_on_meta: whether the group trains on the meta device, as memory reports do.
+    """
+
+    params: Sequence[FoundParam]
+    dp: DataParallelMesh
+    layout: BufferLayout
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    offload: OffloadPolicy
+    mp_policy: MixedPrecisionPolicy
+    tile: tuple[int, int] | None = None
+    runs_on_meta: bool = False
 
 
 @dataclass

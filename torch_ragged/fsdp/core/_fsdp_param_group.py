@@ -12,12 +12,11 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from torch_ragged._register._torch import (
@@ -30,17 +29,15 @@ from torch_ragged._register._torch import (
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, GroupMemory, MemoryPool
-from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, ShardedState, has_extension, local_of
+from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, GroupPlan, ShardedState, has_extension, local_of
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer
 from torch_ragged.fsdp.core._grad_reduction import GradientState, GradReduction, ReductionSettings
-from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter, allows_split_backward
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of, untyped
 from torch_ragged.fsdp.core.keepers._keeper import Keeper
-from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 
-__all__ = ["FSDPCommContext", "FSDPParamGroup", "GroupPlan", "all_groups"]
+__all__ = ["FSDPCommContext", "FSDPParamGroup", "all_groups"]
 
 
 # Since torch 2.15, FSDP2 does not round gradients to param_dtype. Autograd leaves them in the dtype of their computation, and
@@ -88,28 +85,6 @@ class FSDPCommContext:
                     self.reducing.remove(entry)
 
 
-@dataclass(frozen=True, eq=False)
-class GroupPlan:
-    """The input of one group: parameters of one dtype and one compute dtype, on one mesh.
-
-    Attributes:
-        param_dtype, reduce_dtype: as in the mixed precision policy.
-        offload: whether shards are on the CPU.
-        tile: if not None, parameters are all-gathered as float8 in these tiles.
-        runs_on_meta: whether the group trains on the meta device, as memory reports do.
-    """
-
-    params: list[FoundParam]
-    dp: DataParallelMesh
-    layout: BufferLayout
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    offload: OffloadPolicy
-    mp_policy: MixedPrecisionPolicy
-    tile: tuple[int, int] | None = None
-    runs_on_meta: bool = False
-
-
 class Root(Protocol):
     """What a group asks of its root."""
 
@@ -140,7 +115,7 @@ class FSDPParamGroup:
     Parameters on the meta device have buffers there until :meth:`convert` or :meth:`load_replaced` materializes them.
 
     Args:
-        plan: the parameters, their layout and dtypes. ``plan.params`` is empty after ``fully_shard``.
+        plan: the parameters, their layout and dtypes.
         shards: where the sharded parameters lie.
         encoding: what the all-gather sends, and where the unsharded parameters lie.
 
@@ -163,7 +138,8 @@ class FSDPParamGroup:
     """
 
     def __init__(self, plan: GroupPlan, shards: Shards, encoding: Encoding) -> None:
-        self.dp, self.layout, self.plan = plan.dp, plan.layout, plan
+        # Without the user's parameters, so that their memory is freed when ``fully_shard`` returns.
+        self.dp, self.layout, self.plan = plan.dp, plan.layout, dataclasses.replace(plan, params=())
         self.rank = plan.dp.rank
         self.shards, self.encoding, self.memory = shards, encoding, GroupMemory()
         self.keeper: Keeper | None = None
@@ -181,6 +157,8 @@ class FSDPParamGroup:
         self._all_gather: Work | None = None  # In flight, in the state GATHERING.
         self._gathered_versions: list[int] = []
         first = plan.params[0].value
+        # Shards are before parameters, whose DTensors are views of them, and gradients before unsharded parameters, whose
+        # matmuls write there.
         self._allocate(local_of(first).device, first.dtype)
         self.params = [self._init_param(index, found) for index, found in enumerate(plan.params)]
         self.shards.attach(self.params)
@@ -195,10 +173,12 @@ class FSDPParamGroup:
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate buffers for parameters of ``dtype``, for a computation on ``device``."""
         self.device, self.orig_dtype = device, dtype
+        # Integers do not train. They keep their dtype, and so do complex numbers.
         self.param_dtype = (dtype.is_floating_point and self.plan.param_dtype) or dtype
         default = dtype if _KEEPS_WIDE_GRADIENTS else self.param_dtype
         self.reduce_dtype = self.plan.reduce_dtype or default
         offload = self.plan.offload if isinstance(self.plan.offload, CPUOffloadPolicy) and device.type != "meta" else None
+        # With offload, shards and ``.grad`` are on the CPU, where the optimizer runs. The computation is not.
         home = device if offload is None else torch.device("cpu")
         is_pinned = offload is not None and offload.pin_memory and device.type != "cpu"
         self.shards.allocate(dtype, home, is_pinned)
@@ -224,6 +204,7 @@ class FSDPParamGroup:
         """Store this rank's shard of a parameter, and make the DTensor to register."""
         self.shards.store(index, found.distribution, found.value)
         sharded = nn.Parameter(self.shards.dtensor(index, found.distribution), requires_grad=found.value.requires_grad)
+        # What the user has set on the parameter stays, such as a mark for an optimizer.
         vars(sharded).update(attributes_of(found.value))
         return FSDPParam(found.fqn, found.registered_names, found.distribution, sharded, requires_grad=sharded.requires_grad)
 
@@ -241,6 +222,7 @@ class FSDPParamGroup:
         """Make an unsharded parameter of ``value``. Its gradients go to the gradient buffer."""
         has_gradients = self.param_dtype.is_floating_point or self.param_dtype.is_complex
         if self._is_written_in_place(param, value):
+            # Its matmuls write the gradient into the buffer: nothing to copy, and nothing to allocate.
             param.unsharded = compute = ComputeParameter(value)
             compute.gradient_target = _Target(weakref.ref(self), index)
         else:
@@ -366,6 +348,7 @@ class FSDPParamGroup:
 
     def _move_to(self, state: ShardedState) -> None:
         if state not in self._sharded_state.following:
+            # A bug of this package, on this rank or on all: an error is better than parameters that are views of freed memory.
             raise RuntimeError(f"{self.names} cannot go from {self._sharded_state.name} to {state.name}")
         self._sharded_state = state
 
@@ -386,6 +369,7 @@ class FSDPParamGroup:
             # Before the shards are read: a later write makes the group outdated, also while the all-gather is in flight.
             self._gathered_versions = list(map(_version_of, self.params))
             try:
+                # All ranks issue it: states call this in an order that ranks have in common.
                 with profiler_range("all_gather", self.fqn):
                     if self.keeper is None:
                         self._all_gather = self.encoding.all_gather(self.shards, self.named)
@@ -402,6 +386,7 @@ class FSDPParamGroup:
                 assert work is not None
                 work.wait()
                 made = self.encoding.decode(self.shards, self._keeps_buffer)
+                # The first time, a tensor type has made the parameters.
                 if made is not None:
                     with torch.inference_mode(False):  # Later forwards train them.
                         for index, (param, value) in enumerate(zip(self.params, made)):
@@ -421,6 +406,7 @@ class FSDPParamGroup:
     def _return_to_sharded(self) -> None:
         """An all-gather has failed: all ranks can issue it again."""
         self._all_gather = None
+        # Whether the others got it is not known here. If not, their error names this rank.
         if self.is_gathered:
             self._move_to(ShardedState.SHARDED)
         self.invalidate_kept()
@@ -432,6 +418,7 @@ class FSDPParamGroup:
         ``dcp.load`` and writes to ``.data`` or local tensors change no version counter, and may happen on one rank only. So all
         ranks all-gather again.
         """
+        # Not while gradients accumulate: then no optimizer has changed a parameter since the last pass.
         if not self.is_gathered and not self.is_accumulating:
             self.invalidate_kept()
 
@@ -474,6 +461,7 @@ class FSDPParamGroup:
         if not was_gathered:
             return
         with as_plain_tensors():
+            # While the storage is there: values that the user has written elsewhere are compared with it.
             changed = self._restore_changed() if was_unsharded else []
         self.encoding.free(self._keeps_buffer)
         self.register_sharded()
@@ -489,6 +477,7 @@ class FSDPParamGroup:
         self.reshard()
         self.invalidate_kept()
         self.encoding.free_replaced()
+        # Addresses change, so all that is a view of the old memory is made anew.
         self._pools = gathered, gradients
         self.encoding.make_buffers(self.param_dtype, self.device, gathered, self.memory.gathered)
         self._init_gradients()
@@ -529,6 +518,7 @@ class FSDPParamGroup:
 
     def expect_gradients(self, accumulates: bool = False) -> None:
         """Backward has reached the group, on this rank or on another one: all ranks will reduce, or accumulate."""
+        # What ranks do next depends on this, not on gradients: one of them may get none.
         self.was_reached, self._reached_in = True, backward_id()
         self.needs_reduction |= self.is_trainable
         self.may_hold_sum |= accumulates
@@ -565,6 +555,7 @@ class FSDPParamGroup:
         """Add autograd's gradient of an unsharded parameter to the gradient buffer."""
         self.before_gradient()
         has_graph = gradient.requires_grad
+        # A second backward may read a gradient with a graph again, so that one is copied, never borrowed.
         prepared = self.grad_buffer.prepared(index, gradient)
         if prepared is None:
             return
@@ -592,6 +583,7 @@ class FSDPParamGroup:
         self.note_accumulation()
         if self.reduction.state is not GradientState.REDUCING:  # There is no new gradient since then.
             self._make_room()
+            # Sums over passes are in the dtype of sums over ranks: many additions in a narrow one would lose bits.
             self.grad_buffer.widen()
 
     def reduce_gradients(self) -> None:
@@ -611,6 +603,7 @@ class FSDPParamGroup:
 
     def finish_gradients(self, used_anywhere: Iterator[bool]) -> None:
         """Set ``.grad`` of the parameters that some rank has used. After this an optimizer may change them."""
+        # The same parameters on all ranks: they have agreed on those that any rank has used.
         self.reduction.set_grads(used_anywhere)
         # All ranks set .grad in the same pass, so what they keep gathered is out of date on all of them.
         if self.keeper is not None:
@@ -622,6 +615,7 @@ class FSDPParamGroup:
 
     def drop_gradients(self) -> bool:
         """Drop the gradients that are not in ``.grad`` yet; return whether there were any."""
+        # First, as waits below may raise: the group must not reduce what it has dropped.
         self.needs_reduction = self.is_accumulating = self.was_reached = False
         return self.reduction.drop()
 
@@ -789,6 +783,7 @@ class FSDPParamGroup:
                     if value is not tensor:
                         tensor.copy_(value)
                 return
+            # Before new buffers are made, which frees the old ones.
             values = None if self.is_meta else [function(local_of(param.sharded)) for param in self.params]
             if self.is_meta:
                 self.shards.convert_meta(function)
@@ -810,6 +805,7 @@ class FSDPParamGroup:
     def _rebuild(self, device: torch.device, dtype: torch.dtype, values: list[torch.Tensor] | None) -> None:
         """Make new buffers, and copy ``values`` into them, the local tensor of each parameter."""
         self.encoding.free_replaced()
+        # The old buffers are free: both together may not fit.
         self._allocate(device, dtype)
         if self.keeper is not None:
             self.keeper.reset()
@@ -877,10 +873,12 @@ class _Target:
         group = self._group()
         if group is None:
             return None
+        # A graph may outlive its model: without the group, above, autograd gets the gradient itself.
         param = group.params[self._index]
         with as_plain_tensors():
             param.sync_requires_grad()
             hooks = getattr(param.unsharded, "_post_accumulate_grad_hooks", None) or {}
+            # Hooks of the user must see the gradient, so that it goes through autograd.
             if not param.requires_grad or param.unsharded._backward_hooks or len(hooks) > 1:  # One hook is ours.
                 return None
         group.before_gradient()

@@ -71,6 +71,8 @@ class FSDPState(ModuleState):
         self._owned_context: FSDPStateContext | None = FSDPStateContext([self])
         self.join(self._owned_context, self.comm)
         for module in self.modules:
+            # Before the user's own pre-hooks, which may read parameters. After forward also if it raised, so that calls stay
+            # paired.
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward, always_call=True)
 
@@ -111,14 +113,17 @@ class FSDPState(ModuleState):
         found = [state_of(module) for root in self.modules for module in root.modules()]
         states: list[FSDPState] = list(dict.fromkeys(state for state in found if state is not None))
         for state in states:
+            # Two roots cannot become one: each has an order of its own forwards, and ranks may differ in which one ran first.
             if state.context.is_initialized:
                 raise RuntimeError(
                     f"{state.name} became a root when it ran its forward before the module around it, or it is "
                     "part of another root: run the forward of the outermost fully_shard module first"
                 )
+        # All checks are before the first change: after an error, each state is its own root, as before.
         check_awake(group for state in states for group in state.groups)
         for group in [group for state in states for group in state.groups]:
             group.check_late_extensions()
+        # On all ranks in the same order, since they call their roots in one: a log takes the next number for its ranks.
         log, roll_call = call_log_of(states), roll_call_of(self.modules, states)
         context = self._owned_context = FSDPStateContext(states, True, log, roll_call)
         self.is_root = True
@@ -133,6 +138,7 @@ class FSDPState(ModuleState):
                 state._owned_context = None
             if state.reshard_after_forward is None:
                 state.reshard_after_forward = True
+        # Only warnings from here on: the root is complete.
         note_root(self.modules)
         if torch.is_grad_enabled():
             warn_of_unsharded(self.modules, context.groups)
@@ -149,17 +155,20 @@ class FSDPState(ModuleState):
     @untyped
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.context.is_initialized:
+            # The module whose forward runs first is the root. All ranks run the same one first, so they agree on it.
             self._lazy_init()
         context = self.context
         if self.mp_policy.cast_forward_inputs and self.mp_policy.param_dtype:
             args, kwargs = _cast((args, kwargs), self.mp_policy.param_dtype)
         if self._in_backward and context.in_backward:  # Activation checkpointing recomputes this call.
             return args, kwargs
+        # The recomputation of a module around it calls this one. Other ranks may have no such call, and do not gather.
         if self.is_optional and context.in_backward and not all(group.is_unsharded for group in self.groups):
             raise RuntimeError(
                 f"{self.fqn} is optional and is recomputed in backward together with other modules, so that other ranks cannot "
                 "take part in its all-gather: checkpoint the optional module by itself"
             )
+        # The last backward may have raised on this rank. Its gradients must not be added to those of this iteration.
         context.drop_raised_backward()
         if not context.in_backward:  # A forward inside backward belongs to the same iteration.
             if self.is_root:
@@ -184,9 +193,11 @@ class FSDPState(ModuleState):
         """
         context, own = self.context, (torch.is_grad_enabled(), stays_unsharded)
         in_order = not context.in_backward and (self.is_root or context.in_forward)
+        # Calls in a backward, and those of an inner module by itself, are not compared: other ranks need not make them.
         if not in_order or context.log is None:
             return own
         if context.roll_call is not None:
+            # A vote is a collective, too. Before it, ranks make sure that they run the same root.
             context.log.before_collective()
         if self.is_optional:
             return context.meet((self, is_exit), stays_unsharded)
@@ -217,6 +228,7 @@ class FSDPState(ModuleState):
             output = _cast(output, self.mp_policy.output_dtype)
         if self._in_backward and context.in_backward:
             return output
+        # Not in a recomputation, above: backward needs the parameters next, and the first call has set its hooks.
         tensors, opaque = tensors_in(output)
         # If only a tensor inside an opaque output may reach backward, no hook would unshard again: stay unsharded.
         must_stay = torch.is_grad_enabled() and opaque and not any(_has_history(tensor) for tensor in tensors)
@@ -224,9 +236,11 @@ class FSDPState(ModuleState):
         must_stay |= any(group.holds(tensor) for group in self.groups for tensor in tensors)
         needs_backward = torch.is_grad_enabled()
         if output is not None or not self.calls or not self.calls[-1].has_raised:  # Otherwise, other ranks do not wait for it.
+            # For an optional module, other ranks wait here, and reshard or stay unsharded as this one does.
             needs_backward, must_stay = self._meet(is_exit=True, stays_unsharded=must_stay)
         for group in self.groups:
             group.is_unhooked |= must_stay
+        # There is none if pre-forward has raised.
         call = self.calls.pop() if self.calls else Call(None, self)
         if self.is_optional:
             self.watch_optional_exit(call, needs_backward)
@@ -235,6 +249,7 @@ class FSDPState(ModuleState):
         # Modules that share their groups reshard once, after the last of them.
         self._still_to_run.discard(module)
         if self.is_root and not needs_backward:
+            # With a backward to come, its end reshards them.
             context.drop_unused_prefetches()
         if self._still_to_run or must_stay:
             return output
@@ -254,6 +269,8 @@ class FSDPState(ModuleState):
             return args, kwargs
         if call.order is not None and not self.is_optional:
             call.order.watch_entry(call.position)
+        # Without such an input there is no node: post-backward of this call is run by the end of the pass, in the order of
+        # modules.
         call.probe = self.probe()
         outputs = iter(_PostBackward.apply(self, call, call.probe, *watched))
         return map_tensors(lambda t: next(outputs) if t.requires_grad else t, (args, kwargs))
@@ -267,6 +284,7 @@ class FSDPState(ModuleState):
             call.order.watch_exit(call.position)
         # Hooks hold the context of this forward: the module may have another root when backward runs.
         for tensor in watched:
+            # On each output: ranks may differ in which gradient comes first, and only the first one of a call acts.
             tensor.register_hook(functools.partial(self._pre_backward, context, call))
             base = tensor._base
             if base is not None and base.grad_fn is not None:  # An in-place operation on a view removes the first hook.
@@ -284,6 +302,7 @@ class FSDPState(ModuleState):
         context.start_backward()
         if self._in_backward:
             return
+        # Not for further outputs of a call, or if backward is in another call of this module already.
         call.begun_in = backward_id()
         if not self.requires_gradient_sync:
             self.check_split_backward(call)
@@ -308,6 +327,7 @@ class FSDPState(ModuleState):
     @dynamo_disabled_in_backward
     def _pre_double_backward(self, context: FSDPStateContext, gradient: torch.Tensor) -> None:
         context.start_backward()
+        # All ranks have this node: it was made by a first backward, which they have run alike.
         self._expect_gradients()
         self.unshard()
 
@@ -317,6 +337,8 @@ class FSDPState(ModuleState):
         """Autograd has the gradients of all inputs of a call."""
         if self._in_backward:
             context, order = self.context, call.order
+            # If backward has entered the module without its order, as in a pass for inputs only, there is nothing to catch up
+            # on.
             if order is not None and order in context.orders:
                 for event in order.reach(call.position, is_exit=False):
                     context.run_skipped(order, event)

@@ -91,6 +91,7 @@ class GradBuffer:
 
     def views(self) -> list[torch.Tensor]:
         """The view of each parameter, to write to. The buffer is allocated if necessary."""
+        # Mostly: all but the first gradient of a pass.
         if self._views and self.is_allocated:
             return self._views
         before = self._unreduced
@@ -112,6 +113,8 @@ class GradBuffer:
         param = self._params[index]
         with as_plain_tensors():
             param.sync_requires_grad()
+        # Frozen by the user since forward. The reduction takes zeros for it on this rank, as for any parameter without a
+        # gradient.
         if not param.requires_grad:
             return None
         # create_graph=True: as with FSDP2, ``.grad`` itself has no graph.
@@ -136,6 +139,8 @@ class GradBuffer:
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Copy a prepared gradient into the buffer, or add it."""
+        # The buffer would round it. Sums over ranks and passes have reduce_dtype, so this is the only place where bits could be
+        # lost.
         if gradient.dtype.itemsize > self.dtype.itemsize and self.dtype != self.reduce_dtype:
             self._keep_wide(index, gradient)
             return
@@ -177,6 +182,7 @@ class GradBuffer:
         self._close()
         holds_sum = self._widened is not None and self._widened.is_allocated
         self._widened = self._allocated(self._widened, self.reduce_dtype)
+        # One pass over memory, for the cast and the addition.
         scaled_copy_(self._widened.flat, self._unreduced.flat, accumulate=holds_sum)
         self._free_unreduced()
         for index, gradient in self._wide.items():
@@ -194,6 +200,7 @@ class GradBuffer:
         # All ranks reduce, so a rank without gradients allocates a buffer of zeros.
         if not holds_sum and (self._unreduced is None or not self._unreduced.is_allocated):
             self.views()
+        # All ranks decide alike here, see FSDPParamGroup.reduce_gradients: a collective has one dtype.
         if widens and self.dtype != self.reduce_dtype:
             self.widen()
             source = self._widened
@@ -240,6 +247,7 @@ class GradBuffer:
         if self._unreduced is not None:
             self._unreduced.free()
             if self._unreduced.is_borrowed:
+                # The memory is its owner's: the reference is dropped, and the next pass makes a buffer of its own.
                 self._unreduced, self._views = None, []
 
     def _allocated(self, buffer: DBuffer | None, dtype: torch.dtype) -> DBuffer:
@@ -250,6 +258,7 @@ class GradBuffer:
             return buffer
         else:
             buffer.allocate()
+        # Padding is reduced, too. Old memory there may hold NaN, which debuggers and sums over a buffer would see.
         buffer.zero_padding()
         return buffer
 

@@ -110,6 +110,7 @@ class GradReduction:
     def state(self) -> GradientState:
         """Where the gradients are."""
         if self._reduce_scatter is not None:
+            # Read from what is there, not kept beside it: gradients may come at any time, by a hook of autograd.
             return GradientState.REDUCING
         if self._buffer.holds_gradients:
             return GradientState.ACCUMULATING
@@ -139,6 +140,7 @@ class GradReduction:
         """
         buffer, like, reduction = self._buffer, self._sharded, self._settings.reduction
         source = buffer.completed(widens=not sends_narrow)
+        # A new one each time: it becomes ``.grad``, which the user may keep.
         output = DBuffer(like.layout, Shard(0), like.rank, buffer.reduce_dtype, self._device, log=self._log)
         if sends_narrow:
             wide = buffer.popped_wide()
@@ -157,6 +159,7 @@ class GradReduction:
             work.wait()
         finally:  # Also if the wait raises: the next backward pass must not add to these gradients.
             self._buffer.free()
+        # Only now: an output without a complete sum must not reach ``.grad``.
         self._output = output
 
     def finish(self) -> None:
@@ -175,9 +178,11 @@ class GradReduction:
         if not self._has_replicas:
             self._add_reduced(output)
         elif self.keeps_shards:
+            # In the same pass on all ranks, since the setting is.
             self._kept = output
         else:
             with profiler_range("all_reduce", self._collectives.fqn):
+                # In flight while other groups compute. All ranks issue it in one order, see ModuleState.reduce_gradients.
                 self._all_reduce = (self._collectives.all_reduce(output.flat, self._settings.reduction), output)
 
     def _finish_all_reduce(self) -> None:
@@ -188,6 +193,7 @@ class GradReduction:
 
     def _add_reduced(self, output: DBuffer) -> None:
         if self._settings.reduce_hook is not None:
+            # Before it is added to earlier reductions: the hook sees each reduction once.
             self._settings.reduce_hook(output.flat)
         if self._reduced is None:
             self._reduced = output
@@ -218,6 +224,7 @@ class GradReduction:
             mine = reduced.flat.data[begin:end]
             gradient = param.distribution.sharded_like(mine, sharded)  # type: ignore[arg-type]
             sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
+            # Autograd would run these for a leaf. Optimizers that step in backward are such hooks.
             for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(sharded)
 

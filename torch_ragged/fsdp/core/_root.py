@@ -164,6 +164,7 @@ class ModuleState:
 
     def end_gathering(self) -> bool:
         """The all-gathers were used or dropped; return whether they had been issued ahead of use."""
+        # Given back where it was counted: the state may have joined other limits meanwhile.
         counted_by, self._gathers_in = self._gathers_in, None
         if counted_by is not None:
             counted_by.gathers -= 1
@@ -404,6 +405,7 @@ class FSDPStateContext:
         if self._closed:
             raise RuntimeError(self._closed)
         # Any hook may be the first of a pass, and ranks may differ in it. So all hooks call this method.
+        # Autograd takes one callback per pass. Nested passes, as of checkpointing, have a number of their own.
         if self.in_backward:
             return
         if self._running is not None:  # A pass that raised has left gradients. This pass must not add to them.

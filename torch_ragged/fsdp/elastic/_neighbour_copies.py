@@ -86,7 +86,7 @@ class _Generation:
     It has all that :meth:`NeighbourCopies.recover` needs, because the next copy may have other tensors.
 
     Attributes:
-        step: the call of ``update()`` that it is of, once both are here; otherwise -1.
+        step: the number of the ``update()`` that made this copy; -1 until both buffers have arrived.
         specs: of all tensors, by name.
     """
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
 from torch_ragged.fsdp.core._fsdp_init import layout_of
-from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, FSDPParam
-from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, GroupPlan
+from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, FSDPParam, GroupPlan
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
 from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours

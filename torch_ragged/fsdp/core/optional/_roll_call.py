@@ -73,8 +73,10 @@ class RollCall:
         own = len(self._events) if event is None else self._index[event]
         # MIN picks the earliest event. Its last bit is 0 if any rank at that event needs it, so MIN is the OR of needs, too.
         votes = [2 * own + (not needed) for needed in (torch.is_grad_enabled(), stays_unsharded)]
+        # On the device of the backend. The host reads it, and so waits for all ranks: that is the price of an optional module.
         vote = torch.tensor(votes, device=self._device)
         for group in self._groups:
+            # One after the other: what the first group has found reaches ranks that only share the second one.
             reduce_min(vote, group, "the call of an optional module")
         grad, stays = vote.tolist()
         agreed = grad // 2
@@ -99,10 +101,12 @@ def roll_call_of(modules: Sequence[nn.Module], states: Sequence[OptionalCall]) -
     def visit(module: nn.Module, is_optional: bool) -> None:
         if module in seen:
             return
+        # A module that is used twice has one position, so that the order is the same on all ranks.
         seen.add(module)
         state = by_module.get(module)
         is_optional |= state is not None and state.is_optional
         if state is not None and is_optional:
+            # Each event is of one module: a list would begin several times and end once.
             if len(state.modules) > 1:
                 names = ", ".join(type(each).__name__ for each in state.modules)
                 raise ValueError(f"the modules {names} are inside an optional module and have one group: shard them one by one")
@@ -111,6 +115,7 @@ def roll_call_of(modules: Sequence[nn.Module], states: Sequence[OptionalCall]) -
         for child in module.children():
             visit(child, is_optional)
         if state is not None and is_optional:
+            # After those inside it, which end before.
             events.append((state, True))
 
     if states[0].is_optional:
@@ -124,6 +129,7 @@ def roll_call_of(modules: Sequence[nn.Module], states: Sequence[OptionalCall]) -
         return None
     groups = [group for state in states for group in state.groups]
     pairs = [(group.dp.shard_group, group.dp.replicate_group) for group in groups]
+    # Each process group once. They are equal on all ranks, in an order that they share.
     connecting = list(dict.fromkeys(each for pair in pairs for each in pair if each is not None))
     return RollCall(events, connecting, device_of(groups[0].dp.mesh))
 
@@ -132,10 +138,12 @@ def call_log_of(states: Sequence[OptionalCall]) -> CallLog | None:
     """The log of the calls under a root; None if there is one rank, or if the ranks are simulated."""
     group = next((group for state in states for group in state.groups), None)
     runs_on_meta = group is not None and group.device.type == "meta" and not group.is_meta
+    # A report that runs on one rank alone must not wait for others.
     if group is None or runs_on_meta or group.dp.mesh.size() == 1:
         return None
     shard_group = group.dp.shard_group or group.dp.replicate_group
     assert shard_group is not None
+    # Its ranks exist in this process only.
     if dist.get_backend(shard_group) == "fake":
         return None
     # Names of modules are known under one root only. Groups are numbered in the order of their construction.
