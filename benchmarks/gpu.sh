@@ -1,3 +1,4 @@
 #!/bin/sh
-# Everything that one Hopper GPU can tell, in 8 minutes at the most; see gpu.py. PYTHON=path chooses the interpreter.
-exec "${PYTHON:-python3}" "$(dirname "$0")/gpu.py" "$@"
+# Everything that one Hopper GPU can tell, in 8 minutes at the most; see gpu/gpu.py. PYTHON=path chooses the interpreter.
+root="$(cd "$(dirname "$0")/.." && pwd)"
+PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "${PYTHON:-python3}" -m benchmarks.gpu.gpu "$@"

@@ -14,14 +14,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))  # Last: both folders have a module ``common``.
+sys.path.append(str(BENCHMARKS.parent))
 
-from fake_world import PACKAGES, fake_world, make_mesh, meta_training  # noqa: E402
-from gpu_trace import MOVES, count  # noqa: E402
-from models import Stack, shard  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: E402
-from tracker import CollectiveLog  # noqa: E402
 
+from benchmarks.common.fake_world import PACKAGES, fake_world, make_mesh, meta_training  # noqa: E402
+from benchmarks.common.models import Stack, shard  # noqa: E402
+from benchmarks.common.tracker import CollectiveLog  # noqa: E402
+from benchmarks.gpu.gpu_trace import MOVES, count  # noqa: E402
 from torch_ragged.offline import Parameter  # noqa: E402
 
 # Proportions of GPT-OSS-120B, a tenth of its width, and its 128 experts; every matrix is large enough to be written in place.

@@ -1,4 +1,4 @@
-"""benchmarks/simulate.py: the step model against schedules worked out by hand, and what is counted against plans."""
+"""benchmarks/predict/simulate.py: the step model against schedules worked out by hand, and what is counted against plans."""
 
 import argparse
 import dataclasses
@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # Last: both folders have a module ``common``.
+sys.path.append(str(Path(__file__).parents[2]))  # Of the benchmarks.
 
-from cluster import CLUSTER, Machine, group_costs  # noqa: E402
-from fake_world import PACKAGES, fake_world, make_mesh, meta_training  # noqa: E402
-from models import NAMES, Stack, active_numel, blocks_of, rest_of, shard  # noqa: E402
-from step_model import FSDP2, RAGGED, GroupCost, Link, Network, play  # noqa: E402
 from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: E402
-from tracker import CollectiveLog, MemoryTracker  # noqa: E402
 
+from benchmarks.common.fake_world import PACKAGES, fake_world, make_mesh, meta_training  # noqa: E402
+from benchmarks.common.models import NAMES, Stack, active_numel, blocks_of, rest_of, shard  # noqa: E402
+from benchmarks.common.tracker import CollectiveLog, MemoryTracker  # noqa: E402
+from benchmarks.predict.cluster import CLUSTER, Machine, group_costs  # noqa: E402
+from benchmarks.predict.step_model import FSDP2, RAGGED, GroupCost, Link, Network, play  # noqa: E402
 from torch_ragged.fsdp import buffer_layouts, memory_report  # noqa: E402
 from torch_ragged.offline import Parameter, load_model  # noqa: E402
 

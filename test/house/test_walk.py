@@ -4,11 +4,11 @@ import sys
 import unittest
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # Last: both folders have a module ``common``.
+sys.path.append(str(Path(__file__).parents[2]))  # Of the benchmarks.
 
 from torch import nn
-from walk import imports_of, traced, walks
 
+from benchmarks.parts.walk import imports_of, traced, walks
 from torch_ragged.fsdp.core import _fsdp_state
 
 

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from torch_ragged import RaggedShard, StridedRaggedShard, owned_boxes, transfer
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # Last: both folders have a module ``common``.
+sys.path.append(str(Path(__file__).parents[2]))  # Of the benchmarks.
 
-from peak import peak_of
+from benchmarks.common.peak import peak_of
 
 SMALL = 20_000  # Bytes of counters, flags and checksums.
 

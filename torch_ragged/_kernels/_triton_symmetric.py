@@ -1,7 +1,7 @@
 """The Triton kernel of :mod:`torch_ragged._kernels.symmetric`: one program per tile of the lower triangle.
 
 It must not tune itself at run time. Two ranks could choose different configurations, and then the bits of a result would depend
-on the rank that computes it. ``benchmarks/gpu_kernels.py --tune`` times the configurations. Programs visit the triangle in
+on the rank that computes it. ``benchmarks/gpu/gpu_kernels.py --tune`` times the configurations. Programs visit the triangle in
 square groups of tiles, so that programs that run at the same time share rows of ``x`` in the L2 cache.
 """
 

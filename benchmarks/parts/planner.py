@@ -16,8 +16,8 @@ import sys
 from typing import Any
 
 import torch
-from common import microseconds, print_table, write_json
 
+from benchmarks.common.measure import microseconds, print_table, write_json
 from torch_ragged.fsdp import Granularity, elements, plan_layout, rows
 from torch_ragged.offline import BUILT_IN, Model, ModelPlanner, granularity_policy, load_model, tensor_specs
 

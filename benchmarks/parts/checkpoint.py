@@ -1,6 +1,6 @@
 """Time to save and load a checkpoint, beside FSDP2 with torch.distributed.checkpoint (DCP): same model, same ranks, one run.
 
-    PYTHONPATH=. python benchmarks/checkpoint.py [--json PATH] [--ranks 2] [--rounds 9] [--dim 1024] [--layers 4]
+    python -m benchmarks.parts.checkpoint [--json PATH] [--ranks 2] [--rounds 9] [--dim 1024] [--layers 4]
 
 Model and AdamW states of a small transformer are saved and loaded by turns, each round in another order:
 
@@ -29,12 +29,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from common import print_table, write_json
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from benchmarks.common.measure import print_table, write_json
 from torch_ragged import checkpoint
 from torch_ragged.fsdp import fully_shard
 

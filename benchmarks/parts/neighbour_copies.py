@@ -1,6 +1,6 @@
 """Time and memory of NeighbourCopies: training steps with a copy after each, beside the same steps without.
 
-    PYTHONPATH=. python benchmarks/neighbour_copies.py [--json PATH] [--ranks 4] [--width 512] [--rounds 5]
+    python -m benchmarks.parts.neighbour_copies [--json PATH] [--ranks 4] [--width 512] [--rounds 5]
 
 Both kinds of steps run by turns in the same processes, on the same model. "copies / state" is the bytes of all copies over the
 bytes of parameters and optimizer states on the same rank, the largest of all ranks.
@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import add_malloc, on_ranks, print_table, write_json
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.common.measure import add_malloc, on_ranks, print_table, write_json
 from torch_ragged.fsdp import NeighbourCopies, fully_shard
 
 

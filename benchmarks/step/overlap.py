@@ -1,6 +1,6 @@
 """Overlap: how much of a step's communication is hidden behind compute that is long enough to hide it.
 
-    PYTHONPATH=. python benchmarks/overlap.py [--ranks 2] [--blocks 16] [--dim 2048] [--longer 2] [--rounds 5]
+    python -m benchmarks.step.overlap [--ranks 2] [--blocks 16] [--dim 2048] [--longer 2] [--rounds 5]
         [--malloc default] [--json PATH] [--trace trace.json] [--plot overlap.png]
 
 Most of compute is a stand-in that takes time and no CPU, as a GPU's takes none of the host's: on a machine without a core
@@ -31,14 +31,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import add_malloc, on_ranks, print_table, write_json
-from systems import bare_collectives
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.common.measure import add_malloc, on_ranks, print_table, write_json
+from benchmarks.common.systems import bare_collectives
 from torch_ragged.fsdp import fully_shard
 
 PACKAGES: dict[str, Callable[..., Any]] = {"torch_ragged": fully_shard, "FSDP2": torch_fully_shard}

@@ -1,6 +1,6 @@
 """Time of an optimizer step: this package's optimizers on its fully_shard against torch.optim's on FSDP2.
 
-    python benchmarks/muon.py --layers 6 --dim 240 --rounds 15
+    python -m benchmarks.parts.muon --layers 6 --dim 240 --rounds 15
 
 Every rank steps all optimizers in turn, each round in another order, so that what else the machine does hits them alike; a step
 is timed from one barrier to the next. Gradients are given, nothing is trained. Also counted: collectives per step.
@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from common import print_table, write_json  # noqa: E402
-
-from torch_ragged.fsdp import fully_shard  # noqa: E402
-from torch_ragged.optim import AdamW8bit, Muon, Shampoo  # noqa: E402
+from benchmarks.common.measure import print_table, write_json
+from torch_ragged.fsdp import fully_shard
+from torch_ragged.optim import AdamW8bit, Muon, Shampoo
 
 
 def parse_args() -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """Loss curves of every optimizer, one process of plain torch against 4 ranks of torch_ragged.fsdp, drawn over each other.
 
-    python benchmarks/convergence.py --steps 200 --out out/convergence
+    python -m benchmarks.step.convergence --steps 200 --out out/convergence
 
 The model is the mixture of experts of examples/, the data are the bytes of Python's standard library. Both runs of an optimizer
 see the same batches from the same initial weights; they differ in the order of additions of gradients only. AdamW8bit and
@@ -22,13 +22,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "examples")]
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from byte_data import ByteData, load_bytes  # noqa: E402
-from common import print_table, write_json  # noqa: E402
 from moe import MoEConfig, MoETransformer  # noqa: E402
 from train_moe import OPTIMIZERS, make_optimizer  # noqa: E402
 
+from benchmarks.common.measure import print_table, write_json  # noqa: E402
 from torch_ragged.fsdp import fully_shard  # noqa: E402
 from torch_ragged.optim import AdamW8bit  # noqa: E402
 

@@ -1,6 +1,6 @@
 """Time to plan a redistribution at many ranks: the first time for a pair of placements, and from the cache.
 
-    PYTHONPATH=. python benchmarks/redistribute_plan.py [--json PATH] [--ranks 1024]
+    python -m benchmarks.parts.redistribute_plan [--json PATH] [--ranks 1024]
 
 Plans are integers only: no process group, no tensors. Each rank makes its own. The first time is measured at several ranks,
 with all caches cleared before each; "largest" is the worst of these. Units are random, the tensor has 8 rows for each rank.
@@ -13,10 +13,10 @@ import random
 import statistics
 
 import torch
-from common import interleaved, microseconds, print_table, write_json
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from benchmarks.common.measure import interleaved, microseconds, print_table, write_json
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.tensor import _ownership, _route
 from torch_ragged.tensor._redistribute import plan

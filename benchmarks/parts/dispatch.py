@@ -1,6 +1,6 @@
 """CPU time per op of ragged DTensors against Shard(0) DTensors, and what ``import torch_ragged`` costs plain DTensors.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/dispatch.py [--json PATH] [--rounds 50] [--repetitions 5]
+    PYTHONPATH=. OMP_NUM_THREADS=1 python -m benchmarks.parts.dispatch [--json PATH] [--rounds 50] [--repetitions 5]
 
 One process is rank 0 of 8 on the fake process group, so nothing is sent. Tensors are small: what is timed is dispatch. All
 have the same global shape, and on rank 0 the same number of elements. A ratio is the median over the rounds of the ratio in a
@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import interleaved, microseconds, print_table, write_json
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, debug, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.common.measure import interleaved, microseconds, print_table, write_json
 
 RANKS = 8
 SHAPE = (64, 8)
@@ -157,7 +158,7 @@ def cost_of_import(rounds: int, repetitions: int) -> list[dict[str, Any]]:
 
     The last column is what another process without it adds: two processes never lie alike in memory.
     """
-    command = [sys.executable, __file__, "--rounds", str(rounds), "--import-times"]
+    command = [sys.executable, "-m", "benchmarks.parts.dispatch", "--rounds", str(rounds), "--import-times"]
     times: dict[str, dict[str, list[float]]] = {}
     for _ in range(repetitions):
         for op, found in json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout).items():

@@ -1,7 +1,7 @@
 """Transfers between meshes: time to plan for large models, and time and memory of runs beside full_tensor() and broadcast.
 
-    PYTHONPATH=. python benchmarks/transfer.py plan [--json PATH]
-    PYTHONPATH=. python benchmarks/transfer.py run [--json PATH] [--rounds 5] [--numel 100000000]
+    python -m benchmarks.parts.transfer plan [--json PATH]
+    python -m benchmarks.parts.transfer run [--json PATH] [--rounds 5] [--numel 100000000]
 
 ``plan`` needs no process group: one rank's plan of a 70B-shaped model (723 tensors), with all caches cleared, and again with
 the caches of the first time. The largest of several ranks is shown.
@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import add_malloc, on_ranks, print_table, write_json
-from peak import peak_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from benchmarks.common.measure import add_malloc, on_ranks, print_table, write_json
+from benchmarks.common.peak import peak_of
 from torch_ragged import transfer
 from torch_ragged.fsdp import rows
 from torch_ragged.offline import ModelPlanner, granularity_policy, load_model

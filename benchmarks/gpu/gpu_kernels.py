@@ -1,8 +1,8 @@
 """Kernels on one GPU: bandwidth against a device copy, 8-bit Adam against others, symmetric products against torch's.
 
-    python benchmarks/gpu_kernels.py --json kernels.json
-    python benchmarks/gpu_kernels.py --tune                # every configuration of the symmetric products
-    python benchmarks/gpu_kernels.py --device cpu --smoke  # runs it all on small tensors; its times mean nothing
+    python -m benchmarks.gpu.gpu_kernels --json kernels.json
+    python -m benchmarks.gpu.gpu_kernels --tune                # every configuration of the symmetric products
+    python -m benchmarks.gpu.gpu_kernels --device cpu --smoke  # runs it all on small tensors; its times mean nothing
 
 Contenders are timed in turn, each round in another order, by CUDA events; numbers are medians of the rounds. Bandwidth counts
 every byte that a kernel has to read and write, once. TFLOP/s count the whole product, also where half of it is computed.
@@ -13,24 +13,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from common import print_table, write_json  # noqa: E402
-
-from torch_ragged._kernels import float8, symmetric  # noqa: E402
-from torch_ragged._kernels.casts import scaled_copy_  # noqa: E402
-from torch_ragged._kernels.tiles import TileRun, TileTable  # noqa: E402
-from torch_ragged.optim import AdamW8bit  # noqa: E402
-from torch_ragged.optim._newton_schulz import newton_schulz, newton_schulz_cost  # noqa: E402
+from benchmarks.common.measure import print_table, write_json
+from torch_ragged._kernels import float8, symmetric
+from torch_ragged._kernels.casts import scaled_copy_
+from torch_ragged._kernels.tiles import TileRun, TileTable
+from torch_ragged.optim import AdamW8bit
+from torch_ragged.optim._newton_schulz import newton_schulz, newton_schulz_cost
 
 TARGETS = {"of copy": 0.9, "8-bit Adam of 32-bit fused": 0.6, "symmetric speedup": 1.5}
 

@@ -1,6 +1,6 @@
 """Weight gradients computed into the gradient buffer against those of autograd, which a hook copies or adds there.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/weight_gradient.py [--json PATH] [--rounds 5] [--dtype float32]
+    PYTHONPATH=. OMP_NUM_THREADS=1 python -m benchmarks.parts.weight_gradient [--json PATH] [--rounds 5] [--dtype float32]
 
 CPU time of forward and backward, on one thread. "first": the gradient buffer holds nothing yet, "later": a gradient to add to.
 Megabytes are those of one backward: allocated, and read and written by ops other than matmuls, which is what copies, sums and
@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import interleaved, microseconds, print_table, write_json
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.common.measure import interleaved, microseconds, print_table, write_json
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
 
 EXPERTS, IN, OUT = 8, 512, 2048

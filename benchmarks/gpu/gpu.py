@@ -41,13 +41,12 @@ GRACE = 10.0
 
 def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """The results of a part, with how it ended."""
-    script = HERE / f"gpu_{name}.py"
-    if not script.exists():
+    if not (HERE / f"gpu_{name}.py").exists():
         return {"status": "missing", "seconds": 0.0}
     budget = BUDGETS[name] * options.scale
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.json"
-        command = [sys.executable, str(script), "--device", options.device, "--json", str(path)]
+        command = [sys.executable, "-m", f"benchmarks.gpu.gpu_{name}", "--device", options.device, "--json", str(path)]
         if options.smoke:
             command.append("--smoke")
         elif name != "kernels":  # It has a fixed number of rounds.
@@ -61,7 +60,7 @@ def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def _environment(name: str) -> dict[str, str]:
     """As the user has it; with segments that grow for training steps, unless the user has chosen otherwise."""
-    path = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH", ""))))
+    path = os.pathsep.join(filter(None, (str(HERE.parents[1]), os.environ.get("PYTHONPATH", ""))))
     defaults = {"OMP_NUM_THREADS": "1"}
     if name == "steps":
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -102,7 +101,7 @@ def _driver() -> str:
 def default_path(found: dict[str, Any]) -> Path:
     """Where results go: named after the GPU and torch."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", found["gpu"]).strip("-")
-    return HERE / "results" / f"gpu-{name}-torch{torch.__version__.partition('+')[0]}.json"
+    return HERE.parent / "results" / f"gpu-{name}-torch{torch.__version__.partition('+')[0]}.json"
 
 
 def main() -> None:

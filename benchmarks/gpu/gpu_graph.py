@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import print_table
-from gpu_common import Timer, finish, initialize, options_of, parser, stack
-from models import shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from benchmarks.common.measure import print_table
+from benchmarks.common.models import shard
+from benchmarks.gpu.gpu_common import Timer, finish, initialize, options_of, parser, stack
 from torch_ragged.fsdp import fully_shard
 
 WARMUP, STEPS = 3, 5

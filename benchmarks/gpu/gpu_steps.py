@@ -1,7 +1,7 @@
 """Part 1: training steps of real widths on one GPU, as one rank of 8 to 256, without a network: this package beside FSDP2.
 
 Collectives return at once, so that what is timed is compute, the copies around collectives and the host. A stack of a few
-layers of Llama-3-70B or GPT-OSS-120B (benchmarks/models.py: every weight in one matmul; 256 tokens go through all experts, as
+layers of Llama-3-70B or GPT-OSS-120B (common/models.py: every weight in one matmul; 256 tokens go through all experts, as
 8,192 tokens through 4 of 128), float32 masters, bfloat16 compute and gradients reduced in --reduce-dtype, AdamW. The packages
 take turns, --turns times; a step's time is the median. Its host time ends when the last kernel is launched. Copies are kernels
 of ops that move data without changing its type, in one traced step; those of activations are in both packages' numbers.
@@ -16,14 +16,15 @@ import time
 from typing import Any
 
 import torch
-from common import print_table
-from fake_world import PACKAGES, fake_world
-from gpu_common import GIB, Deadline, Timer, finish, initialize, options_of, parser, stack
-from gpu_trace import traced
-from models import Stack, shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from tracker import CollectiveLog
+
+from benchmarks.common.fake_world import PACKAGES, fake_world
+from benchmarks.common.measure import print_table
+from benchmarks.common.models import Stack, shard
+from benchmarks.common.tracker import CollectiveLog
+from benchmarks.gpu.gpu_common import GIB, Deadline, Timer, finish, initialize, options_of, parser, stack
+from benchmarks.gpu.gpu_trace import traced
 
 LAYERS = {"llama-3-70b": 4, "gpt-oss-120b": 3}
 WORLDS = (128, 256, 8, 64)

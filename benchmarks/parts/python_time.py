@@ -16,12 +16,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import interleaved, print_table
-from fake_world import PACKAGES, fake_world, make_mesh
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from tracker import CollectiveLog
+
+from benchmarks.common.fake_world import PACKAGES, fake_world, make_mesh
+from benchmarks.common.measure import interleaved, print_table
+from benchmarks.common.tracker import CollectiveLog
 
 RANKS, GROUPS, ROUNDS = 256, 32, 15
 SHAPES = ((256, 8),) * 7 + ((256,),) * 2

@@ -13,9 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from models import active_numel, blocks_of, rest_of
-from step_model import FSDP2, RAGGED, GroupCost, Link, Network, Schedule, Step, play
-
+from benchmarks.common.models import active_numel, blocks_of, rest_of
+from benchmarks.predict.step_model import FSDP2, RAGGED, GroupCost, Link, Network, Schedule, Step, play
 from torch_ragged.fsdp import elements, plan_layout, rows
 from torch_ragged.offline import Parameter, tensor_specs
 from torch_ragged.offline._peers import fsdp2_shard

@@ -1,6 +1,6 @@
 """Time, copies and memory of a training step: torch_ragged.fsdp beside FSDP2, DDP, one process, and the floor.
 
-    PYTHONPATH=. python benchmarks/fsdp_step.py [--json PATH] [--ranks 4] [--rounds 15] [--cases dense moe ...]
+    python -m benchmarks.step.fsdp_step [--json PATH] [--ranks 4] [--rounds 15] [--cases dense moe ...]
         [--policies float32 bf16] [--parts] [--peers]
 
 All systems of a case live in the same processes and take turns, each round in another order; a step begins when all ranks
@@ -33,11 +33,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import add_malloc, on_ranks, print_table, write_json
-from peers import PEERS
-from stacks import CASES, Case
-from step_trace import Trace, traced
-from systems import POLICIES, SYSTEMS, Training
+
+from benchmarks.common.measure import add_malloc, on_ranks, print_table, write_json
+from benchmarks.common.peers import PEERS
+from benchmarks.common.stacks import CASES, Case
+from benchmarks.common.step_trace import Trace, traced
+from benchmarks.common.systems import POLICIES, SYSTEMS, Training
 
 PHASES = ("forward", "backward", "optimizer")
 USUAL = ("ragged", "ragged, copy engine", "FSDP2", "DDP", "one process", "floor")

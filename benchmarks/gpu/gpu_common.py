@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import Stack, blocks_of, rest_of
 
+from benchmarks.common.models import Stack, blocks_of, rest_of
 from torch_ragged.offline import Parameter
 
 __all__ = ["Deadline", "Timer", "finish", "initialize", "options_of", "parser", "stack"]
@@ -82,7 +82,7 @@ class Timer:
 
 
 def stack(name: str, layers: int, smoke: bool, **factory: Any) -> Stack:
-    """A model of benchmarks/models.py; with ``smoke`` all dimensions are a 32nd."""
+    """A model of benchmarks/common/models.py; with ``smoke`` all dimensions are a 32nd."""
     shrink = _small if smoke else list
     return Stack([shrink(block) for block in blocks_of(name, layers)], shrink(rest_of(name)), **factory)
 

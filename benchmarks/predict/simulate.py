@@ -4,11 +4,11 @@ Parts (--parts, all but the last by default):
 
 - ``count``: one forward and backward of Llama-3-70B, GPT-OSS-120B and DeepSeek-V3 (real widths, fewer layers) on the meta
   device by this package and by FSDP2: collectives and their bytes, padding, the memory timeline and its peak, Python time.
-  One counter serves both (benchmarks/tracker.py).
-- ``python``: Python time per group and step of stacks that compute nothing, in interleaved rounds (benchmarks/python_time.py).
-- ``predict``: step times of the whole models, weak and strong scaling to 10,000 ranks (benchmarks/predict.py), by a model
-  of the schedule (benchmarks/step_model.py).
-- ``check``: that model against steps measured with gloo at 1, 2, 4 and 8 ranks (benchmarks/step_check.py).
+  One counter serves both (benchmarks/common/tracker.py).
+- ``python``: Python time per group and step of stacks that compute nothing, in interleaved rounds (parts/python_time.py).
+- ``predict``: step times of the whole models, weak and strong scaling to 10,000 ranks (predict.py), by a model of the schedule
+  (step_model.py).
+- ``check``: that model against steps measured with gloo at 1, 2, 4 and 8 ranks (benchmarks/predict/step_check.py).
 
 All numbers are per rank. --plot writes the memory timelines, and needs matplotlib.
 """
@@ -22,12 +22,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import microseconds, print_table, write_json
-from fake_world import PACKAGES, fake_world, make_mesh, meta_training
-from models import NAMES, Stack, build, shard
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
-from tracker import CollectiveLog, MemoryTracker
+
+from benchmarks.common.fake_world import PACKAGES, fake_world, make_mesh, meta_training
+from benchmarks.common.measure import microseconds, print_table, write_json
+from benchmarks.common.models import NAMES, Stack, build, shard
+from benchmarks.common.tracker import CollectiveLog, MemoryTracker
 
 GIB = 2**30
 PARTS = ("count", "python", "predict", "check")
@@ -178,9 +179,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    from predict import add_options, predict_all
-    from python_time import packages_alone, python_time
-    from step_check import check
+    from benchmarks.parts.python_time import packages_alone, python_time
+    from benchmarks.predict.predict import add_options, predict_all
+    from benchmarks.predict.step_check import check
 
     command = parser()
     add_options(command)

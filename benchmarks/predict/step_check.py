@@ -27,14 +27,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import print_table
-from models import Block
-from python_time import stepper
-from step_model import RAGGED, GroupCost, play
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from tracker import CollectiveLog
 
+from benchmarks.common.measure import print_table
+from benchmarks.common.models import Block
+from benchmarks.common.tracker import CollectiveLog
+from benchmarks.parts.python_time import stepper
+from benchmarks.predict.step_model import RAGGED, GroupCost, play
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
 from torch_ragged.offline import Parameter

@@ -1,6 +1,6 @@
 """CPU time per op of plain DTensors on a torch with the patches of ``upstream/`` against the stock one.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/upstream_dispatch.py [--json PATH] [--rounds 30] [--repetitions 8]
+    PYTHONPATH=. OMP_NUM_THREADS=1 python -m benchmarks.parts.upstream_dispatch [--json PATH] [--rounds 30] [--repetitions 8]
 
 Processes with either torch take turns round by round. The ops are those of ``dispatch.py``, on Shard(0) tensors; a second stock
 process tells what is noise. A percentage is from the median over all rounds of the ratio in a round.
@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import microseconds, print_table, write_json
-from dispatch import RANKS, operations
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-UPSTREAM = Path(__file__).resolve().parents[1] / "upstream"
+from benchmarks.common.measure import microseconds, print_table, write_json
+from benchmarks.parts.dispatch import RANKS, operations
+
+UPSTREAM = Path(__file__).resolve().parents[2] / "upstream"
 KINDS = ("stock", "again stock", "patched")
 CPU_PER_TIMING = 10_000  # microseconds
 
@@ -54,7 +55,7 @@ class Server:
 
     def __init__(self, path: Path | None) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path or "")}
-        command = [sys.executable, __file__, "--serve"]
+        command = [sys.executable, "-m", "benchmarks.parts.upstream_dispatch", "--serve"]
         self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, request: str) -> str:

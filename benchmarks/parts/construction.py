@@ -1,6 +1,6 @@
 """What ``fully_shard`` itself costs on many ranks, beside FSDP2's: CPU time per parameter, and the memory of placements.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/construction.py [--json PATH] [--ranks 8 1024 8192] [--rounds 5]
+    PYTHONPATH=. OMP_NUM_THREADS=1 python -m benchmarks.parts.construction [--json PATH] [--ranks 8 1024 8192] [--rounds 5]
 
 Two blocks of DeepSeek-V3, a group each, whose experts are parameters of their own (1,564 parameters), on the meta device and a
 fake process group of any size. A measurement is one call per block in a new process, which has sharded a tiny module before:
@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from common import microseconds, print_table, write_json
-from fake_world import PACKAGES, fake_world, make_mesh
 from torch import nn
 
+from benchmarks.common.fake_world import PACKAGES, fake_world, make_mesh
+from benchmarks.common.measure import microseconds, print_table, write_json
 from torch_ragged.offline import Parameter, load_model
 
 MODEL, BLOCKS = "deepseek-v3", 2

@@ -9,13 +9,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from stacks import Case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.common.stacks import Case
 from torch_ragged.fsdp import BufferLayout, TensorSpec, fully_shard, plan_layout, rows
 from torch_ragged.fsdp._fully_shard import named_groups
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction, Work

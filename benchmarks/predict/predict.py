@@ -1,8 +1,8 @@
 """Predicted steps of whole models on a cluster, from one layer's time: weak and strong scaling.
 
-What is assumed, and can be set: a network (``CLUSTER`` in benchmarks/cluster.py), the rate of copies, the host's Python time
+What is assumed, and can be set: a network (``CLUSTER`` in cluster.py), the rate of copies, the host's Python time
 per group, and the time of one block, measured (--layer-ms) or from a rate of floating-point operations (--tflops).
-benchmarks/cluster.py makes the costs of all groups of it, benchmarks/step_model.py the step.
+cluster.py makes the costs of all groups of it, step_model.py the step.
 
 Not in it: attention scores and other compute without weights, the optimizer, routing and its imbalance, stragglers, congestion,
 expert and tensor parallelism, and whether the step fits in memory.
@@ -14,8 +14,8 @@ import argparse
 import math
 from typing import Any
 
-from cluster import SCHEDULES, predict
-from common import print_table
+from benchmarks.common.measure import print_table
+from benchmarks.predict.cluster import SCHEDULES, predict
 
 __all__ = ["add_options", "predict_all"]
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from stacks import Case
-from systems import POLICIES, Training, adamw
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from benchmarks.common.stacks import Case
+from benchmarks.common.systems import POLICIES, Training, adamw
 
 __all__ = ["PEERS"]
 

@@ -1,6 +1,6 @@
 """How far one thing travels through the code: the files, functions and calls of one tiny step, beside FSDP2's.
 
-    PYTHONPATH=.:benchmarks python benchmarks/walk.py [--json PATH] [--upward]
+    python -m benchmarks.parts.walk [--json PATH] [--upward]
 
 One process of a fake process group of 4 ranks traces its Python calls: ``fully_shard`` of a Linear; forward and backward of a
 root of two Linears, each a group; forward and backward of a group of one small parameter.
@@ -26,10 +26,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from fake_world import PACKAGES, fake_world, make_mesh
 from torch import nn
 
 import torch_ragged
+from benchmarks.common.fake_world import PACKAGES, fake_world, make_mesh
+from benchmarks.common.measure import print_table, write_json
 
 ROOTS = {
     "torch_ragged": Path(torch_ragged.__file__).parent,
@@ -157,8 +158,6 @@ def walks(package: str) -> dict[str, Walk]:
 
 
 def main() -> None:
-    from common import print_table, write_json  # Not above: a test imports this module beside its own ``common``.
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--upward", action="store_true", help="list the upward calls")
     parser.add_argument("--json", help="write the results to this file too")
