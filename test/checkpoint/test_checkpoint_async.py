@@ -176,7 +176,7 @@ class CostTest(unittest.TestCase):
     def test_what_is_sent_does_not_grow_with_the_tensors(self):
         with tempfile.TemporaryDirectory() as path:
             small, large = (run_ranks(2, sent_bytes, path, size) for size in (10, 10_000))
-            for few, many in zip(small, large):
+            for few, many in zip(small, large, strict=True):
                 self.assertEqual(many[2] // few[2], 909)
                 for kind in (0, 1):
                     self.assertGreater(few[kind], 0)

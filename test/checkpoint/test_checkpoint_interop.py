@@ -204,7 +204,8 @@ def export_grid(path):
     writer = HuggingFaceStorageWriter(path, save_distributed=True, enable_consolidation=True)
     dcp.save(state, storage_writer=writer)
     blank = {
-        name: distribute_tensor(torch.zeros_like(value), grid, layouts[other]) for name, other in zip(layouts, [*layouts][::-1])
+        name: distribute_tensor(torch.zeros_like(value), grid, layouts[other])
+        for name, other in zip(layouts, [*layouts][::-1], strict=True)
     }
     dcp.load(blank, storage_reader=HuggingFaceStorageReader(path))
     assert all(torch.equal(tensor.full_tensor(), value) for tensor in blank.values())

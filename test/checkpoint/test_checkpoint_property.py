@@ -159,7 +159,7 @@ def load_all(cases, which, ranks, metadata, storage):
             planner.set_up_planner(state, metadata, number == 0)
             for item in planner.create_local_plan().items:
                 source = storage[item.storage_index]
-                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                     source = source.narrow(dim, start, length)
                 planner.resolve_tensor(item).copy_(source)
             for name, value, layout in mine:

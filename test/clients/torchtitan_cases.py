@@ -160,7 +160,7 @@ def all_to_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: A
     received = torch.cat([each.reshape(-1) for each in outputs])
     sizes = [[each.numel() for each in tensors] for tensors in (outputs, inputs)]
     dist.all_to_all_single(received, torch.cat([each.reshape(-1) for each in inputs]), *sizes, group=group)
-    for output, part in zip(outputs, received.split(sizes[0])):
+    for output, part in zip(outputs, received.split(sizes[0]), strict=True):
         output.copy_(part.view(output.shape))
 
 

@@ -57,7 +57,7 @@ def assert_same_gradients(models):
     want, *others = map(full_gradients, models)
     assert any(gradient is not None for gradient in want)
     for got in others:
-        for mine, theirs in zip(got, want):
+        for mine, theirs in zip(got, want, strict=True):
             assert (mine is None) == (theirs is None)
             if mine is not None:
                 torch.testing.assert_close(mine, theirs)

@@ -104,9 +104,9 @@ def delay_collectives(model):
 def counted_calls(groups, function):
     """(all-gathers, reduce-scatters, all-reduces) that ``function`` starts in the groups."""
     seen, before = [], [group.collectives for group in groups]
-    for group, inner in zip(groups, before):
+    for group, inner in zip(groups, before, strict=True):
         group.collectives = LoggedCollectives(inner, seen)
     function()
-    for group, inner in zip(groups, before):
+    for group, inner in zip(groups, before, strict=True):
         group.collectives = inner
     return tuple(seen.count(name) for name in ("all_gather", "reduce_scatter", "all_reduce"))

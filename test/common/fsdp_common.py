@@ -53,7 +53,7 @@ def step_of(model, step=0, optimizer=None):
 
 def compare_gradients(model, single):
     """Gradients are those of one process, and None where that has none."""
-    for (name, param), (_, plain) in zip(model.named_parameters(), single.named_parameters()):
+    for (name, param), (_, plain) in zip(model.named_parameters(), single.named_parameters(), strict=True):
         if plain.grad is None:
             assert param.grad is None, name
             continue

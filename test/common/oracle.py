@@ -54,7 +54,7 @@ def _runs(tensor, placement, index):
 def local_of(full, mesh_shape, placements, coordinate):
     """The local tensor at a coordinate: each placement is applied to what the ones to its left leave over."""
     tensor, runs, depth, strided = full, None, 0, False
-    for placement, parts, index in zip(placements, mesh_shape, coordinate):
+    for placement, parts, index in zip(placements, mesh_shape, coordinate, strict=True):
         if isinstance(placement, _Ragged):
             runs, depth = _runs(tensor, placement, index), len(placement.dims)
             strided = getattr(placement, "split_factor", 1) > 1
@@ -142,7 +142,7 @@ def random_case(rng, mesh_shape, strided=None):
             for _ in range(20):
                 placements = tuple(random_placement(rng, shape, mesh_shape, dim, strided) for dim in range(len(mesh_shape)))
                 if rng.random() < 0.5 and pair:  # Often only some mesh dimensions change.
-                    placements = tuple(rng.choice(choice) for choice in zip(pair[0], placements))
+                    placements = tuple(rng.choice(choice) for choice in zip(pair[0], placements, strict=True))
                 try:
                     pair.append(normalize_placements(placements, shape, mesh_shape))
                     break
@@ -154,7 +154,7 @@ def random_case(rng, mesh_shape, strided=None):
 
 def contributions(shape, mesh, source, dtype, generator):
     """Values at every coordinate of the pending mesh dimensions, whose reductions are exact: (mesh shape or 1s, *shape)."""
-    sizes = [size if isinstance(p, Partial) else 1 for size, p in zip(mesh.shape, source)]
+    sizes = [size if isinstance(p, Partial) else 1 for size, p in zip(mesh.shape, source, strict=True)]
     values = torch.randint(-8, 8, (*sizes, *shape), generator=generator)
     return (values * 24 if any(p.is_partial("avg") for p in source) else values).to(dtype)
 
@@ -185,7 +185,7 @@ def check_case(mesh, case, dtype, seed, **keywords):
         after = after.wait() if hasattr(after, "wait") else after
     assert moved.placements == target and moved.shape == torch.Size(shape), where
     expected = local_of(reduced(values, mesh.ndim, source, target, coordinate), mesh_shape, target, coordinate)
-    for dim, (old, new) in enumerate(zip(source, target)):
+    for dim, (old, new) in enumerate(zip(source, target, strict=True)):
         if isinstance(new, Partial) and old != new:  # What ranks contribute must reduce to the value.
             after = after.clone()
             dist.all_reduce(after, OPERATION[new.reduce_op], group=mesh.get_group(dim))
@@ -205,7 +205,7 @@ def check_random_cases(mesh_shapes, cases, seed, strided=None, permuted=False):
     meshes = [init_device_mesh("cpu", shape) for shape in mesh_shapes]
     if permuted:
         orders = [torch.tensor(rng.sample(range(mesh.size()), mesh.size())) for mesh in meshes]
-        meshes = [DeviceMesh("cpu", order.view(shape)) for order, shape in zip(orders, mesh_shapes)]
+        meshes = [DeviceMesh("cpu", order.view(shape)) for order, shape in zip(orders, mesh_shapes, strict=True)]
     kinds = set()
     for number in range(cases):
         mesh = meshes[number % len(meshes)]

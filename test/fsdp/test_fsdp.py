@@ -50,7 +50,7 @@ def compare_first_gradients(ours, theirs):
     """Both compute the same in bf16 and sum in float32."""
     for model in (ours, theirs):
         loss_of(model, batch(0, False)).backward()
-    for (name, got), (_, want) in zip(ours.named_parameters(), theirs.named_parameters()):
+    for (name, got), (_, want) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert got.grad.dtype == torch.float32 and want.grad.full_tensor().abs().max() > 1e-3, name
         torch.testing.assert_close(
             got.grad.full_tensor(), want.grad.full_tensor(), rtol=1e-5, atol=1e-7, msg=lambda m: f"{name}: {m}"
@@ -97,7 +97,7 @@ def check_unused_parameters():
     model(x[rank : rank + 1], use_b=rank == 1).sum().backward()
     total = sum(single(x[r : r + 1], use_b=r == 1).sum() for r in range(ranks)) / ranks
     total.backward()
-    for (name, param), (_, plain) in zip(model.named_parameters(), single.named_parameters()):
+    for (name, param), (_, plain) in zip(model.named_parameters(), single.named_parameters(), strict=True):
         if plain.grad is None:
             assert param.grad is None, name
         else:
@@ -327,7 +327,9 @@ class FullyShardTest(unittest.TestCase):
         model, single = build("ragged"), build("single")
         handle = model.blocks[0].unshard(async_op=True)
         handle.wait()
-        for (name, param), (_, plain) in zip(model.blocks[0].named_parameters(), single.blocks[0].named_parameters()):
+        for (name, param), (_, plain) in zip(
+            model.blocks[0].named_parameters(), single.blocks[0].named_parameters(), strict=True
+        ):
             assert torch.equal(param, plain), name
         model.blocks[0].reshard()
         assert isinstance(model.blocks[0].norm1.weight, DTensor)
@@ -361,7 +363,7 @@ class FullyShardTest(unittest.TestCase):
             model.load_state_dict(state, assign=True)
             model(torch.ones(2, 4)).sum().backward()
             for module in model:
-                assert all(getattr(module, name) is param for name, param in zip(pair, kept))
+                assert all(getattr(module, name) is param for name, param in zip(pair, kept, strict=True))
             for name, value in model.state_dict().items():
                 assert torch.equal(value.full_tensor(), expected[name]), name
             assert all(param.grad is not None for param in model.parameters())

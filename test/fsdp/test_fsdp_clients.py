@@ -151,7 +151,7 @@ def check_pipeline(schedule):
         x, y = torch.randn(2, 2, 8, 4, generator=torch.Generator().manual_seed(number))
         data, losses = mesh.get_local_rank("dp"), []
         schedule.step(*([x[data]] if rank == 0 else []), **({"target": y[data], "losses": losses} if rank == 1 else {}))
-        (sum(F.mse_loss(single(part), target) for part, target in zip(x, y)) / 2).backward()
+        (sum(F.mse_loss(single(part), target) for part, target in zip(x, y, strict=True)) / 2).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

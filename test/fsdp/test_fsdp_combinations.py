@@ -45,7 +45,7 @@ class Model(nn.Module):
         self.recompute = False
 
     def forward(self, x, uses):
-        for layer, use_other in zip(self.layers, uses):
+        for layer, use_other in zip(self.layers, uses, strict=True):
             x = checkpoint(layer, x, use_other, use_reentrant=False) if self.recompute else layer(x, use_other)
         return self.head(x)
 

@@ -249,7 +249,7 @@ class AroundTest(unittest.TestCase):
             DeviceMesh.from_group([replicas, shards], "cpu", mesh=torch.arange(world).view(1, world), mesh_dim_names=names),
         ]
         plain = [init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (1, world), mesh_dim_names=names)]
-        for mesh, expected in zip(meshes, plain):
+        for mesh, expected in zip(meshes, plain, strict=True):
             grads = []
             for each in (mesh, expected):
                 model = fully_shard(seeded(Block), mesh=each)

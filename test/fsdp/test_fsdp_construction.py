@@ -110,7 +110,7 @@ def check_conversions_of_lists():
     grads = [p.grad.full_tensor() for p in params]
 
     def assert_values(value_of_a, dtype=torch.float32):
-        assert all(p is q for p, q in zip(params, model.parameters()))
+        assert all(p is q for p, q in zip(params, model.parameters(), strict=True))
         for p, value, grad in zip(params, (value_of_a, value_of_a, 2.0, 2.0), grads, strict=True):
             assert torch.equal(p.full_tensor(), torch.full(p.shape, value, dtype=dtype)), (p, value)
             assert torch.equal(p.grad.full_tensor(), grad.to(dtype))
@@ -385,7 +385,7 @@ class ConstructionTest(unittest.TestCase):
             assert torch.equal(sharded(x), single(x))
             everything = torch.cat([batch_of(step, rank) for rank in range(dist.get_world_size())])
             loss_of(single, everything).backward(), loss_of(sharded, x).backward()
-            for (name, mine), (_, theirs) in zip(sharded.named_parameters(), single.named_parameters()):
+            for (name, mine), (_, theirs) in zip(sharded.named_parameters(), single.named_parameters(), strict=True):
                 if theirs.requires_grad:
                     assert mine.grad.dtype == theirs.dtype
                     torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=3e-2, atol=3e-3, msg=name)
@@ -407,7 +407,7 @@ class ConstructionTest(unittest.TestCase):
             torch_fully_shard(theirs)
             optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
             for step in range(3):
-                for model, optimizer in zip((ours, theirs), optimizers):
+                for model, optimizer in zip((ours, theirs), optimizers, strict=True):
                     loss_of(model, batch(step)).backward()
                     optimizer.step()
                 for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -426,9 +426,9 @@ class ConstructionTest(unittest.TestCase):
         loss_of(ours, batch()).backward(), loss_of(theirs, batch()).backward()
         for convert in CONVERSIONS:
             convert(ours), convert(theirs)
-            assert all(a is b for a, b in zip(params, ours.parameters()))
+            assert all(a is b for a, b in zip(params, ours.parameters(), strict=True))
             dtype = params[0].dtype
-            for (name, mine), (_, other) in zip(ours.named_parameters(), theirs.named_parameters()):
+            for (name, mine), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
                 assert mine.dtype == other.dtype == dtype and mine.grad.dtype == dtype, name
                 assert torch.equal(mine.full_tensor(), other.full_tensor()), name
                 if dtype != torch.bfloat16:
@@ -446,7 +446,7 @@ class ConstructionTest(unittest.TestCase):
             x = batch(step).bfloat16()
             assert torch.equal(ours(x), fresh(x))
             loss_of(ours, x).backward(), loss_of(fresh, x).backward()
-        for mine, other in zip(ours.parameters(), fresh.parameters()):
+        for mine, other in zip(ours.parameters(), fresh.parameters(), strict=True):
             torch.testing.assert_close(mine.grad.full_tensor(), other.grad.full_tensor(), rtol=2**-6, atol=2**-8)
 
     @ranks(2)
@@ -481,7 +481,7 @@ class ConstructionTest(unittest.TestCase):
             assert all(p.is_meta and isinstance(p.placements[0], RaggedShard) for p in params)
             assert "materialize all parameters before forward" in error_of(model, batch())
             model.to_empty(device="cpu")
-            assert all(a is b and not b.is_meta for a, b in zip(params, model.parameters()))
+            assert all(a is b and not b.is_meta for a, b in zip(params, model.parameters(), strict=True))
             model.load_state_dict({k: distribute_tensor(v, world(), [Shard(0)]) for k, v in state.items()})
             assert torch.equal(model(batch()), single(batch()))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -89,7 +89,7 @@ class ReplicaTest(unittest.TestCase):
             for step in range(2):
                 data = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + other))
                 (single(data).sum() / 4).backward()
-        for (name, mine), theirs in zip(model.named_parameters(), single.parameters()):
+        for (name, mine), theirs in zip(model.named_parameters(), single.parameters(), strict=True):
             torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=f"rank {rank} {name}")
 
     @ranks(4)
@@ -111,7 +111,7 @@ class ReplicaTest(unittest.TestCase):
         kept = full_gradients(model)
         model.zero_grad()
         model(batch(1)).sum().backward()
-        for mine, want in zip(kept, full_gradients(model)):
+        for mine, want in zip(kept, full_gradients(model), strict=True):
             assert torch.equal(mine, want)
 
 

@@ -24,7 +24,7 @@ def dp_and_tp():
 def tensor_parallel(mesh):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    for layer, placement in zip(module, (Shard(0), Shard(1))):
+    for layer, placement in zip(module, (Shard(0), Shard(1)), strict=True):
         layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate(), placement]))
     return module
 
@@ -61,7 +61,7 @@ def check_replicas_and_model_parallel():
         mine = data.chunk(4)[2 * mesh.get_local_rank("replicate") + mesh.get_local_rank("shard")]
         model(DTensor.from_local(mine, tp, [Replicate()], run_check=False)).to_local().pow(2).mean().backward()
         single(data).pow(2).mean().backward()
-        for (name, ours), (_, plain) in zip(model.named_parameters(), single.named_parameters()):
+        for (name, ours), (_, plain) in zip(model.named_parameters(), single.named_parameters(), strict=True):
             assert torch.equal(ours.full_tensor(), plain), name
             torch.testing.assert_close(
                 ours.grad.full_tensor(), plain.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
@@ -165,11 +165,11 @@ class MeshTest(unittest.TestCase):
         model[2].register_forward_pre_hook(lambda module, _: seen.append(module.weight.data_ptr()))
         for step in range(3):
             x = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
-            for each, optimizer in zip((plain, model), optimizers):
+            for each, optimizer in zip((plain, model), optimizers, strict=True):
                 each(x).pow(2).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            for param, wanted in zip(model.parameters(), plain.parameters()):
+            for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
                 assert torch.equal(param.full_tensor(), wanted)
         assert [param.to_local().data_ptr() for param in model.parameters()] == addresses
         assert seen == [addresses[2]] * 3, (seen, addresses)

@@ -41,7 +41,7 @@ def check_decisions(mesh_shape):
         scaler.update()
         assert scaler.get_scale() == 1.0, scaler.get_scale()
         optimizer.zero_grad()
-        for old, param in zip(before, model.parameters()):
+        for old, param in zip(before, model.parameters(), strict=True):
             assert torch.equal(param.detach().full_tensor(), old)  # Skipped on every rank.
         model(torch.ones(2, 6)).sum().backward()
         assert nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True).full_tensor().isfinite()
@@ -55,7 +55,7 @@ def check_average(mesh_shape):
     model(inputs[dist.get_rank()]).pow(2).sum().backward()
     for x in inputs:
         (single(x).pow(2).sum() / ranks).backward()
-    for param, plain in zip(model.parameters(), single.parameters()):
+    for param, plain in zip(model.parameters(), single.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), plain.grad)
 
 

@@ -66,12 +66,12 @@ def check_pipeline(name, width, reshard_after_forward=False, mp_policy=MixedPrec
         x, y = torch.randn(2, 2, 2 * MICROBATCHES, width, generator=torch.Generator().manual_seed(number))
         losses = []
         schedule.step(*([x[data]] if rank == 0 else []), **({"target": y[data], "losses": losses} if is_last else {}))
-        loss = sum(F.mse_loss(single(part), target) for part, target in zip(x, y)) / 2
+        loss = sum(F.mse_loss(single(part), target) for part, target in zip(x, y, strict=True)) / 2
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for index, module in zip(indices, modules):
+    for index, module in zip(indices, modules, strict=True):
         for fqn, param in module.named_parameters():
             layer, rest = fqn.split(".", 1)
             torch.testing.assert_close(param.full_tensor(), expected[f"{index * length + int(layer)}.{rest}"])
@@ -86,7 +86,7 @@ def split_backward(module, x):
         with FlopCounterMode(display=False) as flops:
             gradients = torch.autograd.grad(output.sum(), inputs, retain_graph=True)
         counts.append(flops.get_total_flops())
-    for param, gradient in zip(params, gradients):
+    for param, gradient in zip(params, gradients, strict=True):
         param.grad = gradient if param.grad is None else param.grad + gradient
     return counts
 
@@ -140,7 +140,7 @@ def check_private_names(end, placements):
         reductions = sum(comm.get_comm_counts().values())
         assert reductions == len(model) + 1, comm.get_comm_counts()  # And one for the parameters that were used.
         sum(single(part).square().mean() for part in x.flatten(0, 1)).div(2).backward()
-        for param, other in zip(model.parameters(), single.parameters()):
+        for param, other in zip(model.parameters(), single.parameters(), strict=True):
             torch.testing.assert_close(param.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-6)
         for each in (model, single):
             torch.optim.SGD(each.parameters(), 0.01).step()

@@ -372,7 +372,7 @@ class PlacementsTest(unittest.TestCase):
         plain = [build(torch_fully_shard, mesh) for _ in range(2)]
         for first, second in (stages, plain):
             second(first(batch(1))).pow(2).mean().backward()
-        for mine, theirs in zip(stages, plain):
+        for mine, theirs in zip(stages, plain, strict=True):
             assert_same_gradients([theirs, mine])
 
     def test_bad_bounds_are_refused(self):

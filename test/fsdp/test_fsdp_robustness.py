@@ -109,7 +109,7 @@ def check_conversions():
     nn.Sequential(model).double(), model.blocks[1].to(torch.float32)
     assert {p.dtype for p in model.blocks[1].parameters()} == {torch.float32} and params[0].dtype == torch.float64
     model.cpu().float().to("cpu", torch.float32)
-    assert all(a is b for a, b in zip(params, model.parameters())) and params[0].note == "kept"
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True)) and params[0].note == "kept"
     assert model.blocks[1].attention.scale.dtype == torch.float32
     assert torch.equal(model(x), single(x))
     return errors
@@ -404,7 +404,7 @@ class RobustnessTest(unittest.TestCase):
         compare_gradients(model, single)
         model.set_reshard_after_forward(False)
         assert torch.equal(model(x), single(x)) and torch.equal(*(m.blocks[1].attention.scale for m in (model, single)))
-        assert all(a is b for a, b in zip(params, model.parameters()) if isinstance(b, DTensor))
+        assert all(a is b for a, b in zip(params, model.parameters(), strict=True) if isinstance(b, DTensor))
 
     def test_conversions_of_a_part_of_a_group_raise(self):
         words = (
@@ -469,7 +469,7 @@ class RobustnessTest(unittest.TestCase):
             param.register_post_accumulate_grad_hook(step)
         for i in range(3):
             loss_of(model, batch(i, False)).backward(), loss_of(single, batch(i, True)).backward()
-        for (name, param), (_, plain) in zip(model.named_parameters(), single.named_parameters()):
+        for (name, param), (_, plain) in zip(model.named_parameters(), single.named_parameters(), strict=True):
             assert param.grad is None
             torch.testing.assert_close(param.full_tensor(), plain, rtol=1e-4, atol=1e-6, msg=lambda m: f"{name}: {m}")
 

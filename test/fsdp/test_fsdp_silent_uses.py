@@ -158,7 +158,8 @@ class SilentUsesTest(unittest.TestCase):
             head(model(torch.ones(2, 4))).sum().backward()
             params = list(head.parameters())
             optimizer = SGD(
-                [*model.named_parameters(), *zip(names, params)] if names else [*model.parameters(), *params], lr=0.1
+                [*model.named_parameters(), *zip(names, params, strict=True)] if names else [*model.parameters(), *params],
+                lr=0.1,
             )
             what = "a parameter of shape (4, 4), a parameter of shape (4,)" if not names else "a, b"
             one(warned(optimizer.step), "SGD trains parameters that fully_shard has not sharded", f": {what}. Their", ADVICE)
@@ -221,7 +222,7 @@ class SilentUsesTest(unittest.TestCase):
             "SGD has tensors that share memory with parameters",
             ": 0.weight, 0.bias, 1.weight and 3 more. They get no",
         )
-        assert all(torch.equal(param.full_tensor(), old) for param, old in zip(model.parameters(), before))
+        assert all(torch.equal(param.full_tensor(), old) for param, old in zip(model.parameters(), before, strict=True))
         frozen = sharded(blocks())
         frozen[0].requires_grad_(False)
         backward(frozen)

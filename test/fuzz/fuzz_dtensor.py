@@ -98,7 +98,9 @@ def misleads_torch(shape: tuple[int, ...], mesh: tuple[int, ...], placements: An
     if strided and _OLD:
         return True
     for dim, split_factor in ((p.dim, p.split_factor) for p in placements if isinstance(p, _StridedShard)):
-        ways = [ranks for ranks, p in zip(mesh, placements) if isinstance(p, (Shard, _StridedShard)) and p.dim == dim]
+        ways = [
+            ranks for ranks, p in zip(mesh, placements, strict=True) if isinstance(p, (Shard, _StridedShard)) and p.dim == dim
+        ]
         if strided.count(dim) > 1 or shape[dim] % (math.prod(ways) * split_factor):
             return True
     return False
@@ -169,7 +171,10 @@ class Program:
     def redistribute(self) -> None:
         plain, placed = self.rng.choice(self.pool)
         target = _placements(self.rng, tuple(plain.shape), tuple(self.mesh.shape))
-        if any(isinstance(p, Partial) and p != q for p, q in zip(target, placed.placements)) and self.case["gradients"]:
+        if (
+            any(isinstance(p, Partial) and p != q for p, q in zip(target, placed.placements, strict=True))
+            and self.case["gradients"]
+        ):
             return  # The gradient of a new Partial is that of each rank's contribution.
         both = (*placed.placements, *target)
         if self.case["gradients"] and not has_ragged(both) and any(isinstance(p, _StridedShard) for p in both):
@@ -210,7 +215,7 @@ class Program:
         )
         if found is None:
             return
-        pairs = zip(expected, found) if isinstance(expected, (list, tuple)) else [(expected, found)]
+        pairs = zip(expected, found, strict=True) if isinstance(expected, (list, tuple)) else [(expected, found)]
         for plain, placed in pairs:
             self.keep(plain, placed, operands, rounds)
 
@@ -245,7 +250,7 @@ class Program:
         expected = LISTS[name](plains)
         found = self.guarded(lambda: LISTS[name](placeds), placeds, LISTS[name])
         if found is not None:
-            for one, other in zip(expected, found):
+            for one, other in zip(expected, found, strict=True):
                 self.keep(one, other, placeds, rounds="norm" in name)
 
     def backward(self) -> None:
@@ -258,7 +263,7 @@ class Program:
         total = self.guarded(lambda: sum(q.pow(2).sum() for _, q in pairs), [q for _, q in pairs], None)
         if total is None or self.guarded(lambda: (total.backward(), 1), [q for _, q in pairs], None) is None:
             return
-        for (plain, placed), (shape, _) in zip(self.inputs, self.case["inputs"]):
+        for (plain, placed), (shape, _) in zip(self.inputs, self.case["inputs"], strict=True):
             if (plain.grad is None) != (placed.grad is None):
                 raise Wrong(f"{self.program()}\ngradient of the input {shape}: {placed.grad}, expected {plain.grad}")
             if plain.grad is not None:

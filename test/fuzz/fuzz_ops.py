@@ -111,7 +111,7 @@ def _split(rng: random.Random, t: Any) -> Any:
 def _cat(rng: random.Random, t: Any) -> Any:
     need(t[0].ndim == t[1].ndim > 0 and t[0].dtype == t[1].dtype)
     dim = _dim(rng, t[0])
-    need(all(a == b for d, (a, b) in enumerate(zip(t[0].shape, t[1].shape)) if d != dim))
+    need(all(a == b for d, (a, b) in enumerate(zip(t[0].shape, t[1].shape, strict=True)) if d != dim))
     return torch.cat([t[0], t[1]], dim), (0, 1)
 
 

@@ -291,7 +291,7 @@ class Training:
         self.match_buffers()
 
     def match_buffers(self) -> None:
-        for one, other in zip(self.model.buffers(), self.plain.buffers()):
+        for one, other in zip(self.model.buffers(), self.plain.buffers(), strict=True):
             one.copy_(other)
 
     def do_state_dict(self, action: dict[str, Any]) -> None:
@@ -352,7 +352,7 @@ class Training:
         states = [copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers]
         self.reshard()
         self.optimizers = [self._optimizer(self.model, False), self._optimizer(self.plain, True)]
-        for optimizer, state in zip(self.optimizers, states):
+        for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
     def do_double(self, action: dict[str, Any]) -> None:
@@ -382,7 +382,7 @@ class Training:
         names = [name for name, _ in self.plain.named_parameters()]
         if names != [name for name, _ in self.model.named_parameters()]:
             raise Mismatch(f"{when}: names {[name for name, _ in self.model.named_parameters()]}, expected {names}")
-        for (name, param), other in zip(self.model.named_parameters(), self.plain.parameters()):
+        for (name, param), other in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
             value, slack = full(param.detach()), 0.0
             if not exact:
                 slack = 8 * torch.finfo(param.dtype).eps / (SLACK * self.precision) * max(1.0, largest(other))
@@ -392,7 +392,7 @@ class Training:
     def check_gradients(self, scale: float) -> None:
         self.reshard()
         biggest = max((largest(p.grad) for p in self.plain.parameters() if p.grad is not None), default=0.0)
-        for (name, param), other in zip(self.model.named_parameters(), self.plain.parameters()):
+        for (name, param), other in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
             if (param.grad is None) != (other.grad is None):
                 found = "no gradient" if param.grad is None else "a gradient"
                 raise Mismatch(f"{self.where}: {name} has {found}, which one process does not")
@@ -431,7 +431,7 @@ class Training:
         for param in self.plain.parameters():
             param.data.mul_(1 + self.precision * torch.randn_like(param))
         yield
-        for param, value in zip(self.plain.parameters(), kept):
+        for param, value in zip(self.plain.parameters(), kept, strict=True):
             param.data.copy_(value)
 
     def compare_output(self, output: torch.Tensor, number: int, empty: bool, what: str = "output") -> torch.Tensor:

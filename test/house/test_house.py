@@ -230,6 +230,10 @@ class ImportsTest(unittest.TestCase):
         self.assertEqual(found, ASSIGNED)
 
 
+# Private names of FSDP2 that torch's pipeline schedules and other programs read of a state: tests use them as these do.
+NAMES_OF_FSDP2 = {"_state_ctx", "_comm_ctx", "_mp_policy", "_fsdp_param_group", "_root_post_backward_final_callback"}
+
+
 def names_imported(tree):
     """The modules that a file imports, at the top or in a function, and what it takes from them, as dotted names."""
     for node in ast.walk(tree):
@@ -248,7 +252,8 @@ def mocks_without_spec(tree):
 
 
 class TestFilesTest(unittest.TestCase):
-    FILES = {path.stem: ast.parse(path.read_text()) for path in sorted((ROOT / "test").rglob("*.py"))}
+    PATHS = {path.stem: (str(path), ast.parse(path.read_text())) for path in sorted((ROOT / "test").rglob("*.py"))}
+    FILES = {name: tree for name, (_, tree) in PATHS.items()}
 
     def test_no_test_file_imports_a_test_file(self):
         """What test files share is in helpers, whose names do not begin with test_."""
@@ -256,6 +261,22 @@ class TestFilesTest(unittest.TestCase):
         self.assertGreater(len(tests), 50)
         found = {name: {part for used in names_imported(self.FILES[name]) for part in used.split(".")} for name in self.FILES}
         self.assertEqual({name: used & tests for name, used in found.items() if used & tests}, {})
+
+    def test_only_tests_of_core_reach_into_what_is_private_in_it(self):
+        nodes = [node for name in SOURCES if name.startswith(f"{FSDP}.core") for node in ast.walk(TREES[name])]
+        named = [node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"]
+        named += [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
+        private = {name for name in named if re.match(r"_[^_]", name)} - NAMES_OF_FSDP2
+        self.assertGreater(len(private), 50)
+        found = {
+            (name, ast.unparse(node))
+            for name, (path, tree) in self.PATHS.items()
+            if "fsdp/core" not in path
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and node.attr in private
+            if ast.unparse(node.value) not in ("self", "cls", "_reader")
+        }
+        self.assertEqual(found, set())
 
     def test_no_mock_answers_what_its_original_does_not_have(self):
         found = {name: list(mocks_without_spec(tree)) for name, tree in self.FILES.items()}

@@ -161,7 +161,7 @@ def check_model_parallel(folder, sizes):
     tokens = torch.arange(32).reshape(2, 16)
     for each in (model, plain):
         each(tokens, labels=tokens).loss.backward()
-    for (name, param), (_, other) in zip(model.named_parameters(), plain.named_parameters()):
+    for (name, param), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert torch.equal(param.full_tensor(), want[name]), name
         torch.testing.assert_close(param.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-6, msg=name)
     model.save_pretrained(f"{folder}/again")

@@ -137,9 +137,9 @@ def adam8bit(device):
         assert len(regions[0]) > 1
         generator = torch.Generator().manual_seed(place)
         params = [torch.randn(math.prod(shape), generator=generator).to(dtype) for shape in shapes]
-        ones = [(param, _moments(policy, shape)) for param, shape in zip(params, shapes)]
+        ones = [(param, _moments(policy, shape)) for param, shape in zip(params, shapes, strict=True)]
         twos = [(param.to(device, copy=True), Moments(*(each.to(device) for each in moments))) for param, moments in
-                [(param, _moments(policy, shape)) for param, shape in zip(params, shapes)]]  # fmt: skip
+                [(param, _moments(policy, shape)) for param, shape in zip(params, shapes, strict=True)]]  # fmt: skip
         for step in range(1, 5):
             numbers = [
                 AdamStep(0.99, 0.01 * i, 0.9, 0.99, 1e-8, 0.01 / (1 - 0.9**step), (1 - 0.99**step) ** -0.5, key)
@@ -153,14 +153,16 @@ def adam8bit(device):
             for params_of, choose in ((ones, twin), (twos, kernel)):
                 updates = BlockUpdates(block, code)
                 versions = [tensor._version for param, moments in params_of for tensor in (param, *moments)]
-                for number, gradient, (param, moments), parts in zip(numbers, gradients, params_of, regions):
+                for number, gradient, (param, moments), parts in zip(numbers, gradients, params_of, regions, strict=True):
                     choose(updates.add, parts, number, param, gradient.to(param.device), moments)
                 choose(updates.run)
                 now = [tensor._version for param, moments in params_of for tensor in (param, *moments)]
-                assert all(after > before for before, after in zip(versions, now)), "a write that torch does not see"
-            for (a, one), (b, two) in zip(ones, twos):
+                assert all(after > before for before, after in zip(versions, now, strict=True)), (
+                    "a write that torch does not see"
+                )
+            for (a, one), (b, two) in zip(ones, twos, strict=True):
                 same(b, a, f"parameter {configurations[place]} {step}")
-                for name, x, y in zip(Moments._fields, one, two):
+                for name, x, y in zip(Moments._fields, one, two, strict=True):
                     if step < 4 or "scales" in name:
                         same(y, x, f"{name} {configurations[place]} {step}")
         assert sum(int(scales.isnan().sum()) for scales in (ones[0][1].m_scales, ones[0][1].v_scales)) == 2

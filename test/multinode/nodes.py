@@ -50,7 +50,7 @@ class Nodes:
         for name in self.names:
             _call("ip", "netns", "add", name)
         _call("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for name, end, address in zip(self.names, ends, self.addresses):
+        for name, end, address in zip(self.names, ends, self.addresses, strict=True):
             _call("ip", "link", "set", end, "netns", name)
             _call("ip", "-n", name, "link", "set", end, "name", self.interface)
             _call("ip", "-n", name, "addr", "add", f"{address}/24", "dev", self.interface)

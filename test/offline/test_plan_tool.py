@@ -271,7 +271,7 @@ class PeersTest(TestCase):
                 self.assertGreaterEqual(shard, total)
                 continue
             position = 0
-            for offset, one in sorted(zip(buffer.offsets, tensors), key=lambda pair: (pair[0], pair[1].numel)):
+            for offset, one in sorted(zip(buffer.offsets, tensors, strict=True), key=lambda pair: (pair[0], pair[1].numel)):
                 self.assertGreaterEqual(offset, position)
                 position = offset + one.numel
                 for boundary in range(shard, ranks * shard, shard):

@@ -121,6 +121,6 @@ def train(
 def assert_same(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], what: str) -> None:
     """Bitwise equality, NaNs included."""
     assert len(results) == len(expected), what
-    for index, (a, b) in enumerate(zip(results, expected)):
+    for index, (a, b) in enumerate(zip(results, expected, strict=True)):
         same = a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
         assert same, f"{what}: tensor {index} of shape {tuple(b.shape)} differs"

@@ -73,7 +73,7 @@ def _blocks_held(shape, mesh_shape, placements, coordinate, policy):
     """The blocks that have an element here, with the number of their elements; in local storage order."""
     held = {}
     for box in owned(shape, mesh_shape, cuts_of(placements), coordinate).boxes:
-        ranges = [range(o, o + s) for o, s in zip(box.offsets, box.sizes)]
+        ranges = [range(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True)]
         for row in ranges[-2]:
             for column in ranges[-1]:
                 for lead in ranges[0] if len(shape) == 3 else [0]:
@@ -169,7 +169,7 @@ def test_follows_32_bit_adam():
             for params, optimizer in ((ours, a), (theirs, b), (coded, c)):
                 set_gradients(params, step)
                 optimizer.step()
-        for x, y, z in zip(ours, theirs, coded):
+        for x, y, z in zip(ours, theirs, coded, strict=True):
             torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-5)
             moved = 0.05  # five steps of at most about 0.01
             assert (z - y).abs().mean() < 0.05 * moved, (z - y).abs().mean()

@@ -341,8 +341,8 @@ def test_flights_hold_the_cap_and_share_the_cost():
         for flight in range(10):
             held = [
                 math.prod(stack.matrix) * 2
-                for stack, of, row in zip(stacks, roots.of, capped)
-                for r, f in zip(of, row)
+                for stack, of, row in zip(stacks, roots.of, capped, strict=True)
+                for r, f in zip(of, row, strict=True)
                 if (r, f) == (root, flight)
             ]
             assert sum(held) <= 256

@@ -32,7 +32,7 @@ def texts_of_step(optimizer, params):
         warnings.simplefilter("ignore")  # That AdamW8bit redistributes blocks.
         text = error_of(optimizer.step)
     dist.barrier()  # Ranks are still in step with each other.
-    assert all(torch.equal(whole(param.detach()), old) for param, old in zip(params, before))
+    assert all(torch.equal(whole(param.detach()), old) for param, old in zip(params, before, strict=True))
     assert not optimizer.state or all(not state for state in optimizer.state.values())
     return text
 

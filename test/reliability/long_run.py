@@ -114,7 +114,7 @@ def main() -> None:
         "first_samples": [samples[0] for samples in whole],
         "last_samples": [samples[-1] for samples in whole],
         "losses_equal": one == pieces,
-        "largest_difference": max(abs(a - b) for a, b in zip(one, pieces)),
+        "largest_difference": max(abs(a - b) for a, b in zip(one, pieces, strict=True)),
         "first_loss": one[0],
         "last_loss": one[-1],
     }

@@ -171,13 +171,13 @@ def difference(got: Any, expected: Any, case: Case) -> str:
     found, wanted = pytree.tree_leaves(got), pytree.tree_leaves(expected)
     if len(found) != len(wanted):
         return f"{len(found)} results in place of {len(wanted)}"
-    for one, other in zip(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
         if not isinstance(other, torch.Tensor):
             if one != other and one == one:
                 return f"{one} in place of {other}"
             continue
         if isinstance(one, DTensor):
-            strides = [(a, b) for a, b, size in zip(one.stride(), other.stride(), other.shape) if size > 1]
+            strides = [(a, b) for a, b, size in zip(one.stride(), other.stride(), other.shape, strict=True) if size > 1]
             if any(a != b for a, b in strides) and other.numel() and has_ragged(one.placements) and case.variant != "gradient":
                 return f"stride {one.stride()} in place of {other.stride()}"
             declared = one.shape

@@ -97,7 +97,7 @@ def check_adamw(backend, foreach):
     layouts = [(placement, Replicate()) for placement in (SKEWED, ROOT, RaggedShard((0, 1), (5, 27)))]
     layouts.append((StridedRaggedShard((0,), (1, 3), 1), Shard(0)))
     full = [torch.randn(8, 4, dtype=torch.float64) for _ in layouts]
-    ragged = [torch.nn.Parameter(distribute_tensor(value, mesh, layout)) for value, layout in zip(full, layouts)]
+    ragged = [torch.nn.Parameter(distribute_tensor(value, mesh, layout)) for value, layout in zip(full, layouts, strict=True)]
     plain = [torch.nn.Parameter(value.clone()) for value in full]
     torch._dynamo.eval_frame.TorchPatcher.patch()
     raw = torch.optim.AdamW.step
@@ -117,7 +117,7 @@ def check_adamw(backend, foreach):
             fast()
             counts.append(graphs())
         assert counts[1:] == counts[1:2] * 4, f"graphs after each step: {counts}"  # The first step makes the states.
-    for one, two in zip(ragged, plain):
+    for one, two in zip(ragged, plain, strict=True):
         torch.testing.assert_close(one.detach().full_tensor(), two.detach())
 
 

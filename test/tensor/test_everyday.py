@@ -113,10 +113,12 @@ def copy_training():
     joined = all(id(p) in owners for group in other_optimizer.param_groups for p in group["params"])
     before = [p.to_local().detach().clone() for p in model.parameters()]
     step(other_model, other_optimizer)
-    alone = all(torch.equal(p.to_local().detach(), b) for p, b in zip(model.parameters(), before))
-    changed = not any(same(p, q) for p, q in zip(model.parameters(), other_model.parameters()) if q.to_local().numel())
+    alone = all(torch.equal(p.to_local().detach(), b) for p, b in zip(model.parameters(), before, strict=True))
+    changed = not any(
+        same(p, q) for p, q in zip(model.parameters(), other_model.parameters(), strict=True) if q.to_local().numel()
+    )
     step(model, optimizer)
-    agree = all(same(p, q) for p, q in zip(model.parameters(), other_model.parameters()))
+    agree = all(same(p, q) for p, q in zip(model.parameters(), other_model.parameters(), strict=True))
     return joined, alone, changed, agree
 
 
@@ -136,7 +138,7 @@ def save_training(folder):
     other_optimizer.load_state_dict(loaded["optimizer"])
     step(model, optimizer)
     step(other, other_optimizer)
-    return equal, moments, all(same(p, q) for p, q in zip(model.parameters(), other.parameters()))
+    return equal, moments, all(same(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
 class CopyTest(unittest.TestCase):
@@ -380,7 +382,7 @@ class DebugTest(TestCase):
     def test_programs_look_as_under_shard(self):
         ragged = run_ranks(2, watch_programs, RaggedShard((0,), (2, 2)))
         shard = run_ranks(2, watch_programs, Shard(0))
-        for mine, theirs in zip(ragged, shard):
+        for mine, theirs in zip(ragged, shard, strict=True):
             self.assertEqual([len(lines) for lines in theirs.values()], [2, 2, 0, 4])
             if torch.__version__ < "2.12":  # It calls what backward redistributes explicit.
                 theirs["backward"] = [line.replace(" [explicit] (t: f32[4, 3]", "(t: f32[4, 3]") for line in theirs["backward"]]

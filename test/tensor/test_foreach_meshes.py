@@ -70,7 +70,7 @@ def parameters(placed):
 
 
 def check_same(whole, cut, what, rtol=0.0):
-    for index, (param, mine) in enumerate(zip(whole, cut)):
+    for index, (param, mine) in enumerate(zip(whole, cut, strict=True)):
         text = f"{what}: {index}, {mine.placements}"
         torch.testing.assert_close(mine.detach().full_tensor(), param.detach(), rtol=rtol, atol=rtol, msg=text)
 
@@ -164,7 +164,7 @@ class ForeachMeshesTest(unittest.TestCase):
                 norm = torch.nn.utils.clip_grad_norm_(cut, 0.1, **options)
             count = mode.get_total_counts()
             torch.testing.assert_close(norm.full_tensor(), expected)
-            for param, mine in zip(whole, cut):
+            for param, mine in zip(whole, cut, strict=True):
                 torch.testing.assert_close(mine.grad.full_tensor(), param.grad)
             assert count <= 8 or name == "infinity", (kind, mode.get_comm_counts())  # Per mesh dimension, not per tensor.
 

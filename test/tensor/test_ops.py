@@ -176,7 +176,7 @@ class OpsTest(unittest.TestCase):
                 plain = [t.clone().requires_grad_() for t in (x, y)]
                 function(*mine).backward()
                 function(*plain).backward()
-                for m, p in zip(mine, plain):
+                for m, p in zip(mine, plain, strict=True):
                     assert torch.allclose(m.grad.full_tensor(), p.grad, rtol=1e-5, atol=1e-7)
 
     @ranks(4)
@@ -210,12 +210,12 @@ class OpsTest(unittest.TestCase):
                 ):
                     optimizer = make(parameters, foreach)
                     for step in gradients:
-                        for parameter, gradient, placement in zip(parameters, step, placements):
+                        for parameter, gradient, placement in zip(parameters, step, placements, strict=True):
                             parameter.grad = place(gradient, placement)
                         with CommDebugMode() as mode:
                             optimizer.step()
                         assert mode.get_total_counts() == 0, name
-                for a, b in zip(mine, plain):
+                for a, b in zip(mine, plain, strict=True):
                     got, want = a.detach().full_tensor(), b.detach()
                     # The fused kernel rounds the tail of a vector otherwise than its body.
                     assert torch.equal(got, want) or (name == "fused" and torch.allclose(got, want)), (name, foreach)
@@ -229,13 +229,16 @@ class OpsTest(unittest.TestCase):
             for order in (2.0, 1.0, math.inf):
                 for foreach in (False, True):
                     plain = [torch.nn.Parameter(v.clone()) for v in values[:count]]
-                    mine = [torch.nn.Parameter(distribute_tensor(v, mesh, [p])) for v, p in zip(values[:count], placements)]
-                    for a, b in zip(mine, plain):
+                    mine = [
+                        torch.nn.Parameter(distribute_tensor(v, mesh, [p]))
+                        for v, p in zip(values[:count], placements)
+                    ]
+                    for a, b in zip(mine, plain, strict=True):
                         a.grad, b.grad = a.detach().clone(), b.detach().clone()
                     got = torch.nn.utils.clip_grad_norm_(mine, 0.5, norm_type=order, foreach=foreach).full_tensor()
                     want = torch.nn.utils.clip_grad_norm_(plain, 0.5, norm_type=order, foreach=foreach)
                     assert torch.allclose(got, want), (order, got, want)
-                    for a, b in zip(mine, plain):
+                    for a, b in zip(mine, plain, strict=True):
                         assert torch.allclose(a.grad.full_tensor(), b.grad), order
 
     @ranks(4)
@@ -263,7 +266,7 @@ class OpsTest(unittest.TestCase):
             gradient = torch.full((8, 6), 8.0)
             if bad is not None:
                 gradient[7, 5] = bad  # One rank only sees it.
-            for parameter, placement in zip(parameters, placements):
+            for parameter, placement in zip(parameters, placements, strict=True):
                 parameter.grad = distribute_tensor(gradient, mesh, [placement])
             scaler.unscale_(optimizer)
             scaler.step(optimizer)
@@ -322,7 +325,7 @@ class OpsTest(unittest.TestCase):
             ours = [distribute_tensor(each.clone(), mesh, [Replicate()]) for each in theirs]
             for training in (True, False):
                 outputs = [torch.nn.functional.batch_norm(x, *rest, training) for x, rest in ((mine, ours), (whole, theirs))]
-                for found, wanted in zip([outputs[0], *ours], [outputs[1], *theirs]):
+                for found, wanted in zip([outputs[0], *ours], [outputs[1], *theirs], strict=True):
                     torch.testing.assert_close(found.full_tensor(), wanted)
                 for output in outputs:
                     output.pow(2).sum().backward()
@@ -346,7 +349,7 @@ class OpsTest(unittest.TestCase):
             before = [t.full_tensor() for t in written]
             error = error_of(op, *args, **kwargs)
             assert "a tensor that it writes to would need a redistribution" in error or "must be reduced first" in error, error
-            assert all(torch.equal(t.full_tensor(), b) for t, b in zip(written, before))
+            assert all(torch.equal(t.full_tensor(), b) for t, b in zip(written, before, strict=True))
 
         other = placed(RaggedShard((0, 1), (3, 1)), Replicate())
         refuses([pending, other], torch._foreach_mul_, [pending, other], 2)

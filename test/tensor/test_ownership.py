@@ -82,7 +82,7 @@ class OwnershipTest(unittest.TestCase):
             held = torch.full((mine.numel,), -1)
             for box in mine.boxes:
                 place = held.as_strided(box.sizes, box.local_strides, box.local_offset)
-                place.copy_(numbers[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))])
+                place.copy_(numbers[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))])
             self.assertEqual(held.tolist(), expected.flatten().tolist())
 
     @settings(max_examples=300, deadline=None)
@@ -151,7 +151,7 @@ class OwnershipTest(unittest.TestCase):
             sizes = [rng.randint(1, size) for size in shape]
             if any(isinstance(cut, Run) and cut.ndims == 2 for cut in cuts):
                 sizes[1] = shape[1]  # Only whole rows are told apart.
-            offsets = [rng.randint(0, whole - size) for whole, size in zip(shape, sizes)]
+            offsets = [rng.randint(0, whole - size) for whole, size in zip(shape, sizes, strict=True)]
             other = Owned(tuple(sizes), (Box(tuple(offsets), tuple(sizes), 0, row_major(sizes)),), flat=False)
             coordinate = tuple(map(rng.randrange, mesh_shape))
             mesh_dims = tuple(dim for dim in range(len(mesh_shape)) if rng.random() < 0.7)
@@ -170,7 +170,7 @@ class OwnershipTest(unittest.TestCase):
     def check_tried(self, shape, mesh_shape, cuts, other, elements):
         """Ranks that share nothing are not even tried: a mesh may have many thousand of them."""
         numbers, box = torch.arange(math.prod(shape)).view(shape), other.boxes[0]
-        bounds = [(offset, offset + size) for offset, size in zip(box.offsets, box.sizes)]
+        bounds = [(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True)]
         first, ranks = cuts[0], mesh_shape[0]
         pieces = [owned(shape, (ranks,), (first,), (rank,)) for rank in range(ranks)]
         shares = [not elements.isdisjoint(_numbers(numbers, mine)) for mine in pieces]
@@ -292,5 +292,5 @@ def _numbers(numbers, mine):
     return [
         n
         for box in mine.boxes
-        for n in numbers[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))].flatten().tolist()
+        for n in numbers[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))].flatten().tolist()
     ]

@@ -76,7 +76,7 @@ class Ranks:
         group = self.group(where, (step.mesh_dim,))
         pieces = [self.packed(other, steps[other].sends) for other in group]
         assert tuple(step.splits) == tuple(piece.numel() for piece in pieces)
-        self.received[where] += sum(piece.numel() for other, piece in zip(group, pieces) if other != where)
+        self.received[where] += sum(piece.numel() for other, piece in zip(group, pieces, strict=True) if other != where)
         return self.filled(step, torch.cat(pieces))
 
     def reduce(self, step, where, steps):
@@ -108,8 +108,8 @@ def check(shape, mesh_shape, source, target, seed):
     plans = {where: plan(shape, mesh_shape, source, target, where) for where in wheres}
     assert len({len(steps) for steps in plans.values()}) == 1
     for steps in zip(*plans.values()):
-        ranks.run(dict(zip(wheres, steps)))
-    for dim, (old, new) in enumerate(zip(source, target)):
+        ranks.run(dict(zip(wheres, steps, strict=True)))
+    for dim, (old, new) in enumerate(zip(source, target, strict=True)):
         if isinstance(new, Partial) and old != new:  # What ranks contribute must reduce to the value.
             ranks.flats = {
                 where: REDUCE[new.reduce_op](torch.stack([ranks.flats[peer] for peer in ranks.group(where, (dim,))]))

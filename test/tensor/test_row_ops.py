@@ -206,7 +206,7 @@ class RowOpsTest(ExpectTestCase):
                 torch.testing.assert_close(got.full_tensor(), want.detach(), rtol=1e-5, atol=1e-6, msg=f"{name} {units}")
                 if name not in NO_BACKWARD:
                     (want * seed).sum().backward()
-                for mine, theirs in zip((x, *rest), want_in):
+                for mine, theirs in zip((x, *rest), want_in, strict=True):
                     assert (mine.grad is None) == (theirs.grad is None), name
                     if mine.grad is not None:
                         torch.testing.assert_close(

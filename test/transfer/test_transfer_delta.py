@@ -171,7 +171,7 @@ def seen_ways(kind, modes):
             before = subject.local_values()
             with torch.no_grad():
                 write(subject)
-            changes.append(any(not torch.equal(a, b) for a, b in zip(before, subject.local_values())))
+            changes.append(any(not torch.equal(a, b) for a, b in zip(before, subject.local_values(), strict=True)))
             plan.run(subject.source, subject.target, delta=mode)
             wanted = {name: tensor.full_tensor() for name, tensor in subject.tensors().items()}
             fine = all(torch.equal(tensor.to_local(), wanted[name]) for name, tensor in subject.target.items())

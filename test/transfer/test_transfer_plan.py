@@ -300,7 +300,7 @@ class TransferPlanTest(unittest.TestCase):
             everyone = [torch.zeros_like(own) for _ in range(4)]
             dist.all_gather(everyone, own)
             got = [int(each) for each in everyone]
-            assert sum(got) == sum(sent) and all(abs(a - b) <= 16 for a, b in zip(got, sent)), (name, got, sent)
+            assert sum(got) == sum(sent) and all(abs(a - b) <= 16 for a, b in zip(got, sent, strict=True)), (name, got, sent)
 
     @ranks(4)
     def test_an_engine_gets_fused_split_and_stacked_tensors():
@@ -559,7 +559,7 @@ class OwnedBoxesTest(unittest.TestCase):
                 wanted = local_of(whole, mesh_shape, placements, coordinate)
                 got = torch.full((wanted.numel(),), -1)
                 for box in owned_boxes(shape, mesh_shape, placements, coordinate):
-                    piece = whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes))]
+                    piece = whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
                     got.as_strided(box.sizes, box.local_strides, box.local_offset).copy_(piece)
                 self.assertTrue(torch.equal(got, wanted.reshape(-1)), (shape, placements, coordinate))
 

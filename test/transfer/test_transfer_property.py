@@ -91,7 +91,9 @@ class Simulation:
                     for copy in slices[i].copies:
                         for box in copy.boxes:
                             flats = (before[slices[i].name][rank], after[slices[i].name][rank])
-                            source, target = (f.as_strided(box.sizes, s, o) for f, s, o in zip(flats, box.strides, box.offsets))
+                            source, target = (
+                                f.as_strided(box.sizes, s, o) for f, s, o in zip(flats, box.strides, box.offsets, strict=True)
+                            )
                             target.copy_(source)
 
     def exchange(self, round_, before, after):
@@ -126,7 +128,7 @@ class Simulation:
 
     def unpack(self, flat, atom, packed, rank):
         self.received[rank] += packed.numel()
-        for part, piece in zip(atom.target, packed.split([part.numel for part in atom.target])):
+        for part, piece in zip(atom.target, packed.split([part.numel for part in atom.target]), strict=True):
             view(flat, part).copy_(piece.view(part.sizes))
 
 
@@ -141,7 +143,7 @@ def check_stretches(slice_, rank, is_staged, spec):
     for key, start, stop in slice_.stretches:
         assert key is None and 0 <= start < stop
         for part in read:
-            last = part.offset + sum((size - 1) * stride for size, stride in zip(part.sizes, part.strides))
+            last = part.offset + sum((size - 1) * stride for size, stride in zip(part.sizes, part.strides, strict=True))
             assert start <= part.offset and last < stop, (spec, part, start, stop)
 
 

@@ -137,7 +137,7 @@ class TransferSidesTest(unittest.TestCase):
         torch.manual_seed(0)
         source, target = (fully_shard(nn.Sequential(Quantized(4, 4), nn.Linear(4, 2)), mesh=mesh) for _ in range(2))
         transfer.plan(source, target).run(source.state_dict(), target)
-        for one, other in zip(source.parameters(), target.parameters()):
+        for one, other in zip(source.parameters(), target.parameters(), strict=True):
             assert torch.equal(one.to_local(), other.to_local())
         assert [name for name, _ in transfer.stream(source, 1000)] == [name for name, _ in source.named_parameters()]
 
@@ -178,7 +178,9 @@ class TransferSidesTest(unittest.TestCase):
             target = fully_shard(nn.Linear(4, 4), mesh=mesh)
             planned, written = list(forms(target))[i], list(forms(target))[-i]
             transfer.plan(given(), planned()).run(given(), written())
-            assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(source.parameters(), target.parameters()))
+            assert all(
+                torch.equal(a.to_local(), b.to_local()) for a, b in zip(source.parameters(), target.parameters(), strict=True)
+            )
         plan = transfer.plan(source, target)
         for wrong in (3, [source.weight], torch.ones(2)):
             text = "takes a module, a mapping of names to tensors, or (name, tensor) pairs, got " + type(wrong).__name__
@@ -250,7 +252,7 @@ class TransferSidesTest(unittest.TestCase):
                 for factor, coordinate in zip(factors.expand(shape).flatten().tolist(), range(4)):
                     spec = transfer.Spec(full.shape, full.dtype, mesh, pieces)
                     for box in owned_boxes_at(spec, coordinate):
-                        where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes))
+                        where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
                         wanted[where] = full[where] * factor
                 for max_bytes in (1 << 20, 300):
                     target = {"w": dtensor(torch.zeros(10, 6), mesh_of([0, 1, 2, 3]), [Shard(0)])}

@@ -133,12 +133,12 @@ class PeerMemoryTest(unittest.TestCase):
         outputs = [torch.zeros(size * 40) for _ in shards]
         reduced = torch.zeros(40)
         if rank == 0:
-            works = [copies.all_gather(output, shard) for output, shard in zip(outputs, shards)]
+            works = [copies.all_gather(output, shard) for output, shard in zip(outputs, shards, strict=True)]
             works.append(copies.reduce_scatter(reduced, torch.ones(size * 40), Reduction(divisor=1.0)))
             dist.barrier()
         else:
             dist.barrier()  # Rank 0 has come this far with nobody to exchange with.
-            works = [copies.all_gather(output, shard) for output, shard in zip(outputs, shards)]
+            works = [copies.all_gather(output, shard) for output, shard in zip(outputs, shards, strict=True)]
             works.append(copies.reduce_scatter(reduced, torch.ones(size * 40), Reduction(divisor=1.0)))
         for index in (3, 1, 2, 0) if rank == 0 else (2, 0, 3, 1):
             works[index].wait()

@@ -169,7 +169,7 @@ class PeersTest(unittest.TestCase):
         try:
             model = sharded_model()
             step(model)
-            for one, other in zip(plain.parameters(), model.parameters()):
+            for one, other in zip(plain.parameters(), model.parameters(), strict=True):
                 assert torch.equal(one.grad.to_local(), other.grad.to_local())
             # One rank accumulates, the other one reduces.
             model.set_requires_gradient_sync(dist.get_rank() == 0)

@@ -48,7 +48,7 @@ class DBufferTest(unittest.TestCase):
             whole = buffer(placement)
             self.assertEqual((whole.flat.numel(), whole.nbytes, whole.resident_nbytes), (40, 160, 160))
             whole.flat.copy_(torch.arange(40.0))
-            for index, (tensor, offset) in enumerate(zip(TENSORS, LAYOUT.offsets)):
+            for index, (tensor, offset) in enumerate(zip(TENSORS, LAYOUT.offsets, strict=True)):
                 expected = torch.arange(float(offset), offset + tensor.numel).view(tensor.shape)
                 self.assertTrue(torch.equal(whole.tensor(index), expected))
                 self.assertEqual(whole.tensor(index).data_ptr(), whole.flat.data_ptr() + 4 * offset)
@@ -63,7 +63,7 @@ class DBufferTest(unittest.TestCase):
             for index in range(len(TENSORS)):
                 parts[index] += shard.tensor(index).tolist()
                 self.assertEqual(shard.tensor(index).dim(), 1)
-        for found, tensor, offset in zip(parts, TENSORS, LAYOUT.offsets):
+        for found, tensor, offset in zip(parts, TENSORS, LAYOUT.offsets, strict=True):
             self.assertEqual(found, list(range(offset, offset + tensor.numel)))
 
     def test_views_have_their_own_version_counters(self):

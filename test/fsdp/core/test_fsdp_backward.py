@@ -61,7 +61,7 @@ class Branches(nn.Module):
 
     def forward(self, x):
         outputs = []
-        for layer, head in zip((*self.layers, self.layers[2]), (*self.heads, self.heads[0])):
+        for layer, head in zip((*self.layers, self.layers[2]), (*self.heads, self.heads[0]), strict=True):
             x = layer(x.detach() if isinstance(layer, Nested) else x)
             x, inner = x if isinstance(x, tuple) else (x, x)
             outputs += [head(x) + self.bias, inner.sum(-1)]
@@ -90,7 +90,7 @@ def check_ranks_use_different_groups(**knobs):
             used = [generator.sample(range(12), generator.randint(1, 5)) for _ in range(ranks)]
             model.set_requires_gradient_sync(step != 1)
             loss_of_some(model, inputs[rank], used[rank]).backward()
-            for x, chosen in zip(inputs, used):
+            for x, chosen in zip(inputs, used, strict=True):
                 (loss_of_some(single, x, chosen) / ranks).backward()
             if step != 1:
                 compare_gradients(model, single)
@@ -275,7 +275,7 @@ def adopted_gradients(policy):
         assert (sources["one"] == kept["one"].data_ptr()) == (step == 0 or policy.param_dtype is not None), step
         assert sources["two"] != kept["two"].data_ptr()
     totals = torch.autograd.grad(sum(2 * plain(each) for each in torch.arange(10).view(2, 5)) / 2, list(plain.parameters()))
-    for param, total in zip(model.parameters(), totals):
+    for param, total in zip(model.parameters(), totals, strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), total, rtol=2**-7 if policy.param_dtype else 1e-6, atol=0)
     alone = torch.autograd.grad(plain(tokens), list(plain.parameters()))
     torch.testing.assert_close(kept["one"].float(), alone[0])  # Nobody took it away.
@@ -307,9 +307,11 @@ class BackwardTest(unittest.TestCase):
         found = [param.grad.full_tensor() for param in model.parameters()]
         plain = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(2)))
         with torch.no_grad():
-            for mine, param in zip(plain.parameters(), model.parameters()):
+            for mine, param in zip(plain.parameters(), model.parameters(), strict=True):
                 mine.copy_(param.full_tensor())
-        for mine, expected in zip(found, torch.autograd.grad(plain(torch.ones(2, DIM)).sum(), list(plain.parameters()))):
+        for mine, expected in zip(
+            found, torch.autograd.grad(plain(torch.ones(2, DIM)).sum(), list(plain.parameters())), strict=True
+        ):
             torch.testing.assert_close(mine, expected)
 
     def test_ranks_may_use_different_groups(self):
@@ -360,7 +362,7 @@ class BackwardTest(unittest.TestCase):
                 models[0](Hidden(torch.ones(2, DIM), {"input": torch.ones(1)}))
             for output in outputs:
                 output.value.sum().backward()
-            for mine, theirs in zip(models[0].parameters(), models[1].parameters()):
+            for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
                 torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad.full_tensor())
         recurrent = shard(recurrent := Recurrent(), [recurrent.layer], mp_policy=policy, reshard_after_forward=True)
         packed = pack_padded_sequence(torch.ones(4, 2, DIM), torch.tensor([4, 2]))
@@ -422,7 +424,9 @@ class BackwardTest(unittest.TestCase):
                 log.start()
             model(torch.ones(2, 64)).sum().backward()
             events = [nbytes for _, nbytes in sorted(event for log in logs for event in log.events)]
-            held = [total // events[0] for total, nbytes in zip(itertools.accumulate(events), events) if nbytes > 0]
+            held = [
+                total // events[0] for total, nbytes in zip(itertools.accumulate(events), events, strict=True) if nbytes > 0
+            ]
             assert held == [1, *[reductions or 1] * 3], held
 
     def test_a_gradient_that_fills_its_buffer_is_not_copied(self):

@@ -68,7 +68,7 @@ class ReplacedParameterTest(OneRankTest):
         output.sum().backward()
         before = values["bias"].full_tensor()
         optimizer.step()
-        for parameter, other in zip(model.parameters(), parameters):
+        for parameter, other in zip(model.parameters(), parameters, strict=True):
             self.assertIs(parameter, other)
         self.assertTrue(torch.equal(model.bias.full_tensor(), before - 0.5))
 

@@ -68,7 +68,7 @@ class ShardDimTest(unittest.TestCase):
         self.assertTrue(torch.equal(flat, torch.cat([chunk.reshape(-1) for chunk in chunks])))
         pieces = distribution.pieces(flat)
         self.assertEqual(len(pieces), len(chunks))
-        for piece, chunk in zip(pieces, chunks):
+        for piece, chunk in zip(pieces, chunks, strict=True):
             self.assertTrue(torch.equal(piece, chunk))
         mine = flat[layout.shard_numel * dp.rank : layout.shard_numel * (dp.rank + 1)]
         sharded = distribution.sharded(mine, layout, 0)

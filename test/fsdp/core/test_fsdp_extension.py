@@ -163,14 +163,14 @@ def check_uneven():
     masters = [parameter.detach().clone() for parameter in single.parameters()]
     for number in range(3):
         with torch.no_grad():
-            for parameter, master in zip(single.parameters(), masters):
+            for parameter, master in zip(single.parameters(), masters, strict=True):
                 parameter.copy_(master.bfloat16().float() if parameter.ndim == 2 else master)
         single(torch.cat([batch(number, other, 7) for other in range(ranks)])).pow(2).mean().backward()
-        for parameter, master in zip(single.parameters(), masters):
+        for parameter, master in zip(single.parameters(), masters, strict=True):
             master -= 0.1 * parameter.grad
             parameter.grad = None
         step(model, batch(number, rank, 7))
-    for parameter, master in zip(model.parameters(), masters):
+    for parameter, master in zip(model.parameters(), masters, strict=True):
         local = parameter.to_local()
         if isinstance(local, Halved):
             first = rank * -(-len(master) // ranks)
@@ -208,7 +208,7 @@ def build_of_types(shard, types, sizes, mesh):
     """One module with several types, each in a Linear without bias, and a plain parameter."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:])), nn.LayerNorm(sizes[-1]))
-    for linear, type_ in zip(model, types):
+    for linear, type_ in zip(model, types, strict=True):
         linear.weight = nn.Parameter(type_(linear.weight.detach().clone()))
     return shard(model, mesh=mesh)
 
@@ -394,7 +394,7 @@ class ExtensionTest(unittest.TestCase):
             for number in range(4):
                 x = batch(number, rank, 4 * ranks)
                 assert torch.allclose(torch.tensor(step(ours, x)), torch.tensor(step(theirs, x)), rtol=1e-5)
-            for mine, other in zip(ours.parameters(), theirs.parameters()):
+            for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
                 torch.testing.assert_close(_plain(mine), _plain(other))
         held = memory_report(ours).total.gathered
         assert held == 0, held  # All memory is freed.
@@ -410,7 +410,7 @@ class ExtensionTest(unittest.TestCase):
         seen = [[], []]
         for number in range(3):
             losses = []
-            for model, calls in zip(models, seen):
+            for model, calls in zip(models, seen, strict=True):
                 for run in (
                     lambda: losses.append(model(batch(number, rank, sizes[0])).pow(3).mean()),
                     lambda: losses[-1].backward(),

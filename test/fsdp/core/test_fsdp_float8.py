@@ -104,7 +104,7 @@ def test_each_element_is_in_one_run_of_one_rank():
                 scales.append(sum(math.prod(run.sizes[:2]) for run in slices.runs_of(rank, gathered=True)))
                 for run in slices.runs_of(rank, gathered=True):
                     whole[run.values : run.values + math.prod(run.sizes)] += 1
-            for spec, offset in zip(layout.tensors, layout.offsets):
+            for spec, offset in zip(layout.tensors, layout.offsets, strict=True):
                 assert torch.equal(whole[offset : offset + spec.numel], torch.ones(spec.numel)), (shapes, ranks)
             assert whole.sum() == sum(spec.numel for spec in layout.tensors)
             assert 0 <= slices.layout.shard_numel - (layout.shard_numel + 4 * max(scales)) < _SLICE_ALIGNMENT

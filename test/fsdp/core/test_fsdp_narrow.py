@@ -135,7 +135,7 @@ def compare_with_widened(keeps_wide, collectives):
             log = []
             with reduced_dtypes(log):
                 found = gradients_of(sharded(plain, placements=placements), accumulates, collectives)
-            for index, (one, other) in enumerate(zip(expected, found)):
+            for index, (one, other) in enumerate(zip(expected, found, strict=True)):
                 assert (one is None) == (other is None), index
                 assert one is None or torch.equal(one, other), (index, (one - other).abs().max())
             narrow, wide = ([torch.bfloat16, torch.float32] if keeps_wide else [torch.bfloat16]), [torch.float32]
@@ -156,7 +156,7 @@ def uneven_accumulation(placements):
             model.set_is_last_backward(index == passes - 1)
         (model(inputs, everything) ** 2).sum().backward()
     (alone(inputs, everything) ** 2).sum().backward()
-    for param, once in zip(model.parameters(), alone.parameters()):  # Four passes on two ranks.
+    for param, once in zip(model.parameters(), alone.parameters(), strict=True):  # Four passes on two ranks.
         torch.testing.assert_close(param.grad.full_tensor(), 2 * once.grad.full_tensor(), rtol=2**-6, atol=1e-3)
 
 

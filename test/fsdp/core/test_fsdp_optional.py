@@ -95,7 +95,7 @@ def check_training(options, replicas=False, micro_batches=1):
             model(*batch(step + micro, dist.get_rank())).sum().backward()
             for rank in range(ranks):
                 (single(*batch(step + micro, rank)).sum() / ranks).backward()
-        for (name, param), expected in zip(model.named_parameters(), single.parameters()):
+        for (name, param), expected in zip(model.named_parameters(), single.parameters(), strict=True):
             assert (param.grad is None) == (expected.grad is None), (step, name)
             if expected.grad is not None:
                 torch.testing.assert_close(param.grad.full_tensor(), expected.grad, msg=f"{step} {name}")
@@ -227,14 +227,14 @@ class OptionalTest(unittest.TestCase):
     def test_optional_blocks_may_be_checkpointed():
         model = shard_model(Model())
         blocks = [block.forward for block in model.tower.blocks]
-        for block, forward in zip(model.tower.blocks, blocks):
+        for block, forward in zip(model.tower.blocks, blocks, strict=True):
             block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
         single = Model()
         for step in range(len(STEPS)):
             model(*batch(step, dist.get_rank())).sum().backward()
             for rank in range(2):
                 (single(*batch(step, rank)).sum() / 2).backward()
-        for param, expected in zip(model.parameters(), single.parameters()):
+        for param, expected in zip(model.parameters(), single.parameters(), strict=True):
             torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
 
     @ranks(2)

@@ -120,7 +120,7 @@ class SimulatedTest(unittest.TestCase):
         block = make()
         names, values = zip(*block.named_parameters())
         self.assertEqual(sum(value.numel() for value in values), count)
-        specs = [granularity(name, value).tensor_spec(name, value.shape) for name, value in zip(names, values)]
+        specs = [granularity(name, value).tensor_spec(name, value.shape) for name, value in zip(names, values, strict=True)]
         plan = plan_layout(specs, RANKS, 128 // 2)
         model, group, counted, most = simulate(block, init_device_mesh("cpu", (RANKS,)), mp_policy=policy)
         self.assertEqual(buffer_layouts(model)["root"], plan)

@@ -107,7 +107,8 @@ class OptimizerStatesTest(unittest.TestCase):
         self.assertIs(moved[params["weight"]]["follows"], target["mine.weight.follows"])
         self.assertIs(moved[params["weight"]]["step"], step)
         self.assertEqual(
-            [group["params"][0] is params[name] for group, name in zip(self.optimizer.param_groups, params)], [True] * 2
+            [group["params"][0] is params[name] for group, name in zip(self.optimizer.param_groups, params, strict=True)],
+            [True] * 2,
         )
 
     def test_a_rank_that_joins_takes_options_and_states(self):

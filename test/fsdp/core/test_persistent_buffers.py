@@ -31,7 +31,7 @@ class RingTest(unittest.TestCase):
         alone = self.ring.apart(1)[0]
         self.assertEqual([places.index(place) for place in places], [0, 1, 0, 1, 0])
         self.assertNotIn(alone, places)
-        for place, numel in zip((*places, alone), (10, 5, 30, 7, 20, 3)):
+        for place, numel in zip((*places, alone), (10, 5, 30, 7, 20, 3), strict=True):
             place.reserve(torch.float32, numel)
         slabs = [place.slab(torch.float32, 1) for place in (*places, alone)]
         self.assertEqual(self.allocated, [30, 7, 3])
@@ -119,7 +119,7 @@ class Interleaved(nn.Module):
         self.first, self.second = (nn.ModuleList(nn.Linear(16, 16) for _ in range(3)) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for pair in zip(self.first, self.second):
+        for pair in zip(self.first, self.second, strict=True):
             for layer in pair:
                 x = torch.tanh(layer(x))
         return x

@@ -46,7 +46,7 @@ class ProductTest(unittest.TestCase):
         x, data, b = tensors(x_shape, w_shape, dtype)
         plain, weight = nn.Parameter(data.clone()), direct(data)
         wanted, got = run(function, x, plain, b), run(function, x, weight, b)
-        for what, one, other in zip(("output", "x", "bias"), wanted, got):
+        for what, one, other in zip(("output", "x", "bias"), wanted, got, strict=True):
             self.assertIs(type(other), type(one))
             if one is not None:
                 self.assertTrue(torch.equal(one, other), what)
@@ -85,7 +85,7 @@ class PartTest(unittest.TestCase):
         x, data, b = tensors(x_shape, w_shape, torch.float32)
         plain, weight = nn.Parameter(data.clone()), direct(data)
         wanted, got = run(function, x, plain, b), run(function, x, weight, b)
-        for what, one, other in zip(("output", "x", "bias"), wanted, got):
+        for what, one, other in zip(("output", "x", "bias"), wanted, got, strict=True):
             self.assertEqual(type(other), type(one), what)
             if one is not None:
                 self.assertTrue(torch.equal(one, other), what)
@@ -293,7 +293,7 @@ class SavedTensorTest(unittest.TestCase):
             output.square().sum().backward()
             buffers[0].free()
             function(x, *plain).square().sum().backward()
-            for weight, reference in zip(weights, plain):
+            for weight, reference in zip(weights, plain, strict=True):
                 torch.testing.assert_close(weight.gradient_target.view, reference.grad, rtol=1e-4, atol=1e-1)
         self.assertEqual([weight.gradient_target.moves for weight in weights], [0, 0])
 
@@ -362,7 +362,7 @@ class FullyShardTest(unittest.TestCase):
         policy = MixedPrecisionPolicy()
         for knobs in ({"micro_batches": 1}, {}, {"checkpoints": True}, {"compiles": True}):
             (plain, _, _), (got, moved, written) = train(False, policy, **knobs), train(True, policy, **knobs)
-            for one, other in zip(plain, got):
+            for one, other in zip(plain, got, strict=True):
                 torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6, msg=lambda m: f"{knobs}: {m}")
             passes = 2 * knobs.get("micro_batches", 2)
             by_autograd = {"embedding.weight": passes, "position": passes}  # The former is the head's weight, too.
@@ -381,7 +381,7 @@ class FullyShardTest(unittest.TestCase):
             (plain, _, _), (got, moved, written) = train(False, policy, **knobs), train(True, policy, **knobs)
             # Gradients that are kept wide are not rounded before they are added: sums with those written in place differ.
             tolerance = {"rtol": 1e-2, "atol": 1e-3} if fsdp2_keeps_wide_gradients() else {"rtol": 0, "atol": 0}
-            for one, other in zip(plain, got):
+            for one, other in zip(plain, got, strict=True):
                 torch.testing.assert_close(other, one, **tolerance)
             is_direct = param_dtype == bf16  # Gradients that are rounded for their buffer take autograd's way.
             assert written["0.attention.qkv.weight"] == is_direct and moved["experts.up"] == 2 * (not is_direct), (

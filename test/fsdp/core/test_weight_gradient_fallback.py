@@ -122,7 +122,9 @@ class FallbackTest(unittest.TestCase):
             return of_x, of_w, x.grad, b.grad, gradient(w)
 
         x, plain, weight, b = linear_case()
-        for one, other in zip(act(x, plain, b), act(*[x.detach().requires_grad_(), weight, b.detach().requires_grad_()])):
+        for one, other in zip(
+            act(x, plain, b), act(*[x.detach().requires_grad_(), weight, b.detach().requires_grad_()]), strict=True
+        ):
             torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-3)
 
         def keeps_graph(x, w, b):
@@ -134,7 +136,7 @@ class FallbackTest(unittest.TestCase):
 
         x, plain, weight, b = linear_case()
         wanted, got = keeps_graph(x, plain, b), keeps_graph(x.detach().requires_grad_(), weight, b)
-        for one, other in zip(wanted, got):
+        for one, other in zip(wanted, got, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-3)
 
     def test_gradients_for_others_than_the_parameter(self):
@@ -324,7 +326,7 @@ class ParameterTest(unittest.TestCase):
             losses[-1].backward()
         self.assertTrue(torch.equal(*losses))
         directs = 0
-        for one, other in zip(models[0].parameters(), models[1].parameters()):
+        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
             torch.testing.assert_close(gradient(other), one.grad)
             if isinstance(other, ComputeParameter):
                 directs += other.gradient_target.done_calls
@@ -334,7 +336,7 @@ class ParameterTest(unittest.TestCase):
         torch.testing.assert_close(*norms)
         for model in models:
             torch.optim.AdamW(model.parameters(), lr=0.1).step()
-        for one, other in zip(models[0].state_dict().items(), models[1].state_dict().items()):
+        for one, other in zip(models[0].state_dict().items(), models[1].state_dict().items(), strict=True):
             self.assertEqual(one[0], other[0])
             torch.testing.assert_close(one[1], other[1])
 
@@ -347,7 +349,7 @@ class ParameterTest(unittest.TestCase):
 
         for shape in ((M, K), (B, M, K), (K,)):
             x, data, b = tensors(shape, (N, K), torch.float32)
-            for one, other in zip(run(function, x, nn.Parameter(data), b), run(function, x, direct(data), b)):
+            for one, other in zip(run(function, x, nn.Parameter(data), b), run(function, x, direct(data), b), strict=True):
                 torch.testing.assert_close(other, one)
 
 
@@ -390,7 +392,7 @@ class CompileTest(unittest.TestCase):
             for number in range(1, 3):
                 fast(x).square().sum().backward()
                 torch.testing.assert_close(x.grad, number * of_x, rtol=1e-4, atol=1e-2)
-            for one, other in zip(reference.parameters(), module.parameters()):
+            for one, other in zip(reference.parameters(), module.parameters(), strict=True):
                 if isinstance(other, ComputeParameter):
                     self.assertEqual((other.gradient_target.done_calls, other.gradient_target.moves), (0, 2))
                     torch.testing.assert_close(other.gradient_target.view, 2 * one.grad, rtol=1e-4, atol=1e-2)

@@ -187,7 +187,7 @@ def training_goes_on(name, raf):
         for step in (2 * index, 2 * index + 1):
             train(model, optimizer, mesh, step)
             train(expected, its_optimizer, steady, step)
-        for (fqn, param), want in zip(model.named_parameters(), expected.parameters()):
+        for (fqn, param), want in zip(model.named_parameters(), expected.parameters(), strict=True):
             kinds = [Replicate] * (mesh.ndim - 1)
             assert param.device_mesh == mesh and [type(each) for each in param.placements[:-1]] == kinds, fqn
             want = want.full_tensor()
@@ -306,7 +306,7 @@ def errors():
     found["tensor parallel"] = error_of(reshard_to, fully_shard(parallel, mesh=square["a"]), None, fewer)
     with mock.patch.object(transfer.Plan, "run", side_effect=KeyError("network")):  # While elements are on their way.
         found["move"] = error_of(reshard_to, model, optimizer, fewer)
-    assert all(a is b for a, b in zip(params, model.parameters()))
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
     train(model, optimizer, mesh, 1)
     train(twin, its_optimizer, mesh, 1)
     assert_equal(states_of(model, optimizer), states_of(twin, its_optimizer), "after errors", True)
@@ -368,7 +368,9 @@ class ReshardToTest(unittest.TestCase):
         reshard_to(model, optimizer, new)
         dist.broadcast_object_list(before, src=0)
         assert optimizer.param_groups is groups
-        assert all(a is b for a, b in zip(groups[0]["params"], model.parameters())), "the optimizer holds other parameters"
+        assert all(a is b for a, b in zip(groups[0]["params"], model.parameters(), strict=True)), (
+            "the optimizer holds other parameters"
+        )
         assert not any(param is objects[name] for name, param in model.named_parameters())
         if is_in(new):
             assert (groups[0]["lr"], groups[0]["betas"]) == (0.125, (0.5, 0.75))

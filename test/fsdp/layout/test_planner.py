@@ -68,7 +68,7 @@ def brute_force(tensors, ranks, alignment):
 def violations(layout):
     """What is wrong with a layout, element by element."""
     owners = [None] * layout.numel
-    for offset, one in zip(layout.offsets, layout.tensors):
+    for offset, one in zip(layout.offsets, layout.tensors, strict=True):
         for element in range(offset, offset + one.numel):
             if owners[element] is not None:
                 return f"{one.name} overlaps {owners[element]}"

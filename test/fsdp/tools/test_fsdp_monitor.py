@@ -70,7 +70,7 @@ def assert_steps_as_unwatched(model):
     model.zero_grad()
     for each in (model, other):
         step_of(each)
-    for (name, param), (_, plain) in zip(model.named_parameters(), other.named_parameters()):
+    for (name, param), (_, plain) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(param.grad.to_local(), plain.grad.to_local()), name
 
 

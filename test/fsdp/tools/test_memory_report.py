@@ -385,7 +385,7 @@ class MemoryReportTest(unittest.TestCase):
         optimizer.step()
         report = memory_report(model, optimizer)
         assert before.total == report.peak.total and not report.notes  # It was predicted.
-        for row, group in zip(report.groups, groups_of(model).values()):
+        for row, group in zip(report.groups, groups_of(model).values(), strict=True):
             local = sum(param.sharded.to_local().nbytes for param in group.params)
             assert row.optimizer == 2 * local + 4 * len(group.params)  # two moments, and a step count each
         assert report.total.optimizer == sum(row.optimizer for row in report.groups)
@@ -431,7 +431,7 @@ class MemoryReportTest(unittest.TestCase):
         assert note.startswith("Odd has no states yet. Those of its first step cannot be predicted, and are not in the peak: ")
         assert report.peak.optimizer == 0 and str(report).endswith(note)
         assert memory_report(model, torch.optim.AdamW).notes[0].startswith("AdamW has no states yet. The peak has the ")
-        assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before))
+        assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
         for wrong in ("adam", lambda params: "adam", [3]):
             assert "TypeError: memory_report got " in error_of(memory_report, model, wrong), wrong
 
