@@ -254,20 +254,26 @@ class Execution:
         self._held += buffer.nbytes
         self.peak_bytes = max(self.peak_bytes, self._held)
 
+    def _release(self, buffer: torch.Tensor) -> None:
+        # Its storage, not only the reference: a thread of gloo may hold the tensor for a moment after the wait, and the next
+        # round would be beside it.
+        self._held -= buffer.nbytes
+        buffer.untyped_storage().resize_(0)
+
     def _wait(self, mail: _Mail) -> None:
         self.watch.wait(mail.works)
-        self._held -= mail.sent.buffer.nbytes
-        mail.works, mail.sent = [], _Packed(mail.sent.buffer.new_empty(0), [])
+        mail.works = []
+        self._release(mail.sent.buffer)
         for place in mail.staged:  # This round's copies are made by now.
-            self._held -= self._windows.pop(place)[0].nbytes
+            self._release(self._windows.pop(place)[0])
         mail.staged = []
 
     def _unpack(self, mail: _Mail) -> None:
         for letter, where in mail.received.places:
             piece = mail.received.buffer[where].view(letter.slice_.dtype)
             copy_into(self._target_of(letter), piece, letter.atom.target)
-        self._held -= mail.received.buffer.nbytes
-        mail.received = _Packed(mail.received.buffer.new_empty(0), [])
+        self._release(mail.received.buffer)
+        mail.received = _Packed(mail.received.buffer, [])
 
     def _copy(self, slice_: Slice, copy: Copy) -> None:
         flat, first = self._readable(slice_, copy.source_key)
