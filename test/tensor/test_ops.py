@@ -229,10 +229,7 @@ class OpsTest(unittest.TestCase):
             for order in (2.0, 1.0, math.inf):
                 for foreach in (False, True):
                     plain = [torch.nn.Parameter(v.clone()) for v in values[:count]]
-                    mine = [
-                        torch.nn.Parameter(distribute_tensor(v, mesh, [p]))
-                        for v, p in zip(values[:count], placements)
-                    ]
+                    mine = [torch.nn.Parameter(distribute_tensor(v, mesh, [p])) for v, p in zip(values[:count], placements)]
                     for a, b in zip(mine, plain, strict=True):
                         a.grad, b.grad = a.detach().clone(), b.detach().clone()
                     got = torch.nn.utils.clip_grad_norm_(mine, 0.5, norm_type=order, foreach=foreach).full_tensor()
