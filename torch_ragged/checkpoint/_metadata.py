@@ -217,9 +217,9 @@ def _entry(name: str, entry: Any, stored: dict[MetadataIndex, Any]) -> TensorSto
     found = TensorProperties(dtype=dtype)
     strides = state[5] if state[5:] else None
     if strides is not None and hasattr(found, "strides"):
-        found.strides = tuple(_int(each, f"stride of {name}") for each in _typed(strides, tuple, f"strides of {name}"))
-        if len(found.strides) != len(size):
-            raise ValueError(f"{name} of shape {tuple(size)} has strides {found.strides}")
+        of_writer = tuple(_int(each, f"stride of {name}") for each in _typed(strides, tuple, f"strides of {name}"))
+        # No reader uses them. Earlier versions wrote those of flat local tensors, which have one dimension.
+        found.strides = of_writer if len(of_writer) == len(size) else None
     return TensorStorageMetadata(found, size, chunks)
 
 

@@ -46,6 +46,8 @@ class RaggedCheckpoint(CheckpointExtension):
 
     def create_write_items(self, fqn: str, tensor: DTensor) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(tensor.detach().to_local())
+        if hasattr(properties, "strides"):  # Since torch 2.15. Those of a flat local tensor mean nothing here.
+            properties.strides = None
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
