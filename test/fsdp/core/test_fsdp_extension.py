@@ -208,7 +208,7 @@ def build_of_types(shard, types, sizes, mesh):
     """One module with several types, each in a Linear without bias, and a plain parameter."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:])), nn.LayerNorm(sizes[-1]))
-    for linear, type_ in zip(model, types, strict=True):
+    for linear, type_ in zip(model, types):
         linear.weight = nn.Parameter(type_(linear.weight.detach().clone()))
     return shard(model, mesh=mesh)
 

@@ -46,7 +46,7 @@ class ProductTest(unittest.TestCase):
         x, data, b = tensors(x_shape, w_shape, dtype)
         plain, weight = nn.Parameter(data.clone()), direct(data)
         wanted, got = run(function, x, plain, b), run(function, x, weight, b)
-        for what, one, other in zip(("output", "x", "bias"), wanted, got, strict=True):
+        for what, one, other in zip(("output", "x", "bias"), wanted, got):
             self.assertIs(type(other), type(one))
             if one is not None:
                 self.assertTrue(torch.equal(one, other), what)
@@ -85,7 +85,7 @@ class PartTest(unittest.TestCase):
         x, data, b = tensors(x_shape, w_shape, torch.float32)
         plain, weight = nn.Parameter(data.clone()), direct(data)
         wanted, got = run(function, x, plain, b), run(function, x, weight, b)
-        for what, one, other in zip(("output", "x", "bias"), wanted, got, strict=True):
+        for what, one, other in zip(("output", "x", "bias"), wanted, got):
             self.assertEqual(type(other), type(one), what)
             if one is not None:
                 self.assertTrue(torch.equal(one, other), what)
