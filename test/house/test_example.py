@@ -105,6 +105,7 @@ class ExampleTest(unittest.TestCase):
             self.assertEqual(done.stderr.count("holds no complete checkpoint"), 2, done.stderr)
             self.assertFalse((foreign / "out").exists())
 
+    @pytest.mark.slow
     def test_elastic_training_is_that_of_an_uninterrupted_run(self):
         done = run_example(4, "--steps", 2, file="elastic.py")
         self.assertEqual(done.returncode, 0, done.stderr)

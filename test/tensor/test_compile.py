@@ -135,6 +135,7 @@ class CompileTest(unittest.TestCase):
     def test_functions_compile_to_one_graph(self):
         run_ranks(2, check_functions, "aot_eager", list(FUNCTIONS))
 
+    @pytest.mark.slow
     def test_functions_under_inductor_equal_eager(self):
         self.run_cached(check_functions, "inductor", ["element-wise", "Partial to a root"])
 

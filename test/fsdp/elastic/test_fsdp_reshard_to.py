@@ -332,6 +332,7 @@ def a_smaller_group(reference):
 
 
 class ReshardToTest(unittest.TestCase):
+    @pytest.mark.slow
     def test_values_are_those_of_a_checkpoint_at_the_new_size(self):
         with tempfile.TemporaryDirectory() as folder:
             run_ranks(8, as_through_checkpoints, ("adamw", "muon", "8bit"), folder)
