@@ -461,7 +461,7 @@ class SetCollectivesTest(unittest.TestCase):
 
     @ranks(2)
     def test_large_shards_are_gathered_by_broadcasts():
-        """A shard large enough is broadcast, each to its place; the own one is copied by whoever comes first."""
+        """Large shards are broadcast to their offsets; the assistant or wait() copies a rank's own shard."""
         collectives, rank = ProcessGroupCollectives(dist.group.WORLD), dist.get_rank()
         shard = torch.full((2**18,), 1.0 + rank)
         output = torch.zeros(2 * shard.numel())

@@ -358,7 +358,7 @@ class BackwardTest(unittest.TestCase):
                 assert type(output) is Hidden and output.value.dtype == output.rest["input"].dtype == torch.float32
             assert torch.equal(outputs[0].value, outputs[1].value)
             assert all(isinstance(p, DTensor) for layer in models[0] for p in layer.parameters(recurse=True))  # resharded
-            with torch.no_grad():  # gives back what backward is to gather anew
+            with torch.no_grad():  # Reshards, so that backward all-gathers again.
                 models[0](Hidden(torch.ones(2, DIM), {"input": torch.ones(1)}))
             for output in outputs:
                 output.value.sum().backward()

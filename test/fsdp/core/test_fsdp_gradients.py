@@ -311,6 +311,32 @@ class GradientTest(OneRankTest):
         self.assertTrue(torch.equal(model[0].weight.grad.full_tensor(), 2 * wide))
         self.assertFalse(group.is_pending)
 
+    def test_assigned_gradients_are_collected_outside_of_backward(self):
+        """As ``finalize_backward()`` does after a zero-bubble schedule: no pass starts, and none is dropped."""
+        model = self.sharded(nn.Linear(WIDTH, WIDTH, bias=False))
+        (group,) = groups_of(model)
+        model(torch.ones(1, WIDTH)).sum().backward()
+        for is_unhooked in (True, False):
+            model.unshard()
+            group.is_unhooked = is_unhooked
+            group.params[0].unsharded.grad = torch.ones(WIDTH, WIDTH)
+            group.collect_assigned()
+            self.assertTrue(group.is_pending)
+            self.assertEqual(group.needs_reduction, is_unhooked)
+            self.assertTrue(group.drop_gradients())
+            group.needs_reduction = False
+
+    def test_gradients_whose_reduction_failed_are_pending_until_they_are_dropped(self):
+        model = self.sharded(nn.Linear(WIDTH, WIDTH, bias=False))
+        (group,) = groups_of(model)
+        group.add_gradient(0, torch.ones(WIDTH, WIDTH))
+        group.reduce_gradients()
+        with mock.patch.object(group.reduction._reduce_scatter, "wait", side_effect=ConnectionError):
+            self.assertRaises(ConnectionError, group.reduction.wait)
+        self.assertTrue(group.is_pending)
+        self.assertTrue(group.drop_gradients())
+        self.assertFalse(group.is_pending)
+
     def test_gradients_of_inputs_have_gradients(self):
         """Two backward passes, of which the second reads parameters that the first has freed."""
         policy = MixedPrecisionPolicy(param_dtype=torch.float64)

@@ -406,7 +406,7 @@ class FSDPParamGroup:
     def _return_to_sharded(self) -> None:
         """An all-gather has failed: all ranks can issue it again."""
         self._all_gather = None
-        # Whether the others got it is not known here. If not, their error names this rank.
+        # Other ranks may have issued it: they find out when they wait.
         if self.is_gathered:
             self._move_to(ShardedState.SHARDED)
         self.invalidate_kept()
@@ -461,7 +461,7 @@ class FSDPParamGroup:
         if not was_gathered:
             return
         with as_plain_tensors():
-            # While the storage is there: values that the user has written elsewhere are compared with it.
+            # Before the storage is freed, because addresses in it are compared.
             changed = self._restore_changed() if was_unsharded else []
         self.encoding.free(self._keeps_buffer)
         self.register_sharded()
@@ -551,9 +551,13 @@ class FSDPParamGroup:
             if group.collectives.reduce_scatter_traits(group.device).holds_second_buffer:
                 group.reduction.wait()
 
-    def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        """Add autograd's gradient of an unsharded parameter to the gradient buffer."""
-        self.before_gradient()
+    def add_gradient(self, index: int, gradient: torch.Tensor, is_assigned: bool = False) -> None:
+        """Add the gradient of an unsharded parameter to the gradient buffer; see :meth:`collect_assigned`."""
+        if is_assigned:
+            # It starts no pass: finalize_backward() collects outside of backward, where autograd takes no callback.
+            self.reduction.wait()
+        else:
+            self.before_gradient()
         has_graph = gradient.requires_grad
         # A second backward may read a gradient with a graph again, so that one is copied, never borrowed.
         prepared = self.grad_buffer.prepared(index, gradient)
@@ -576,7 +580,7 @@ class FSDPParamGroup:
         for index, param in enumerate(self.params):
             gradient = _popped_gradient(param.unsharded)
             if gradient is not None:
-                self.add_gradient(index, gradient)
+                self.add_gradient(index, gradient, is_assigned=True)
 
     def accumulate_gradients(self) -> None:
         """End of a backward pass that reduces nothing: gradients accumulate in ``reduce_dtype``, as many narrow sums round."""

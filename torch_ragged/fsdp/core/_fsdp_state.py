@@ -327,7 +327,6 @@ class FSDPState(ModuleState):
     @dynamo_disabled_in_backward
     def _pre_double_backward(self, context: FSDPStateContext, gradient: torch.Tensor) -> None:
         context.start_backward()
-        # All ranks have this node: it was made by a first backward, which they have run alike.
         self._expect_gradients()
         self.unshard()
 
@@ -337,8 +336,6 @@ class FSDPState(ModuleState):
         """Autograd has the gradients of all inputs of a call."""
         if self._in_backward:
             context, order = self.context, call.order
-            # If backward has entered the module without its order, as in a pass for inputs only, there is nothing to catch up
-            # on.
             if order is not None and order in context.orders:
                 for event in order.reach(call.position, is_exit=False):
                     context.run_skipped(order, event)

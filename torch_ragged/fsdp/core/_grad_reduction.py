@@ -42,7 +42,10 @@ class GradientState(Enum):
     REDUCING = auto()
     """A reduce-scatter that reads the gradient buffer is in flight."""
     REDUCED = auto()
-    """The reduced shard is complete, and the gradient buffer is free. An all-reduce over replicas may be in flight."""
+    """The reduced shard is complete, and the gradient buffer is free. An all-reduce over replicas may be in flight.
+
+    Or the reduce-scatter has failed: then there is no shard until the gradients are dropped.
+    """
 
 
 @dataclass
@@ -105,6 +108,7 @@ class GradReduction:
         self._all_reduce: tuple[Work, DBuffer] | None = None  # In flight, with the buffer that it reduces in place.
         self._reduced: DBuffer | None = None  # Reduced over all ranks.
         self._kept: DBuffer | None = None  # Reduced within each replica only.
+        self._has_failed = False  # Whether the last reduce-scatter failed: its gradients are in no buffer.
 
     @property
     def state(self) -> GradientState:
@@ -114,7 +118,7 @@ class GradReduction:
             return GradientState.REDUCING
         if self._buffer.holds_gradients:
             return GradientState.ACCUMULATING
-        return GradientState.REDUCED if self.buffers() else GradientState.EMPTY
+        return GradientState.REDUCED if self.buffers() or self._has_failed else GradientState.EMPTY
 
     def buffers(self) -> list[DBuffer]:
         """The reduced shards that are not in ``.grad`` yet."""
@@ -147,7 +151,7 @@ class GradReduction:
             work = buffer.wide_gradients.reduce_scatter(self._collectives, output.flat, source.flat, wide, reduction)
         else:
             work = self._collectives.reduce_scatter(output.flat, source.flat, reduction)
-        self._reduce_scatter, self._output = work, output
+        self._reduce_scatter, self._output, self._has_failed = work, output, False
 
     def wait(self) -> None:
         """Wait for the reduce-scatter in flight and free its input. It issues no collective and calls no user hook."""
@@ -157,6 +161,9 @@ class GradReduction:
         output, self._output = self._output, None  # If the wait raises, there is no output.
         try:
             work.wait()
+        except BaseException:
+            self._has_failed = True  # They count as not in ``.grad``, so that an optimizer's step warns.
+            raise
         finally:  # Also if the wait raises: the next backward pass must not add to these gradients.
             self._buffer.free()
         # Only now: an output without a complete sum must not reach ``.grad``.
@@ -236,6 +243,7 @@ class GradReduction:
         for shard in self.buffers():
             self._log.note(-shard.nbytes)
         self._reduce_scatter = self._output = self._all_reduce = self._reduced = self._kept = None
+        self._has_failed = False
         self._buffer.drop()
         # Other ranks take part in these collectives, so they must end here, too. Their input is freed after that.
         try:

@@ -405,7 +405,7 @@ class FSDPStateContext:
         if self._closed:
             raise RuntimeError(self._closed)
         # Any hook may be the first of a pass, and ranks may differ in it. So all hooks call this method.
-        # Autograd takes one callback per pass. Nested passes, as of checkpointing, have a number of their own.
+        # The first one of the pass has started it: autograd would call each callback.
         if self.in_backward:
             return
         if self._running is not None:  # A pass that raised has left gradients. This pass must not add to them.
