@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from torch_ragged._ranks.agreement import agree, agreement
 from torch_ragged._register._torch import flatten
@@ -171,7 +171,7 @@ def fully_shard(
     if levels is not None:
         _stay_gathered(groups, levels)
     state = FSDPState(modules, groups, mp_policy, reshard_after_forward, optional)
-    state.reduces_last_only = placements is not None and placements.stay_unreduced
+    state.reduces_last_only = placements is not None and placements.gradients[0] == Partial()
     for each in modules:
         make_fsdp_module(each, state)
     for owner in dict.fromkeys(owner for _, registered in found.values() for owner, _ in registered):
@@ -375,7 +375,7 @@ def _stay_gathered(groups: Sequence[FSDPParamGroup], levels: Levels) -> None:
         if not group.encoding.makes_params:  # A tensor type with its own all-gather keeps nothing.
             group.keep(Resident(levels, group.memory.gathered))
         if levels.within is not None and group.dp.shard_group is not None:
-            group.process_groups = group.collectives = HierarchicalCollectives(levels, group.dp.shard_group)
+            group.process_groups = group.named.inner = HierarchicalCollectives(levels, group.dp.shard_group)
 
 
 def _default_mesh() -> DeviceMesh:

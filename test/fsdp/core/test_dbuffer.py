@@ -142,14 +142,6 @@ class DBufferTest(unittest.TestCase):
             self.assertEqual(source.dtype, dtype)
             self.assertEqual(source.tolist(), shard.flat.tolist())
 
-    def test_a_reduce_scatter_reads_the_whole_and_fills_the_shard(self):
-        collectives, whole, shard = Copying(), buffer(Partial(), 1), buffer(Shard(0), 1)
-        whole.reduce_scatter_to(shard, collectives, "sum")
-        ((output, source, reduction),) = collectives.calls
-        self.assertIs(output, shard.flat)
-        self.assertIs(source, whole.flat)
-        self.assertEqual(reduction, "sum")
-
 
 class SlotTest(unittest.TestCase):
     def setUp(self):

@@ -38,11 +38,11 @@ def forward(order, members, rng, depth=0):
         position = order.enter(member)
         has_inputs = rng.random() < 0.8 or member.is_optional
         if has_inputs:
-            order.watch_entry(position)
+            order.watch(position, is_exit=False)
             watched.append((position, False))
         if depth < 2 and rng.random() < 0.6:
             watched += forward(order, members, rng, depth + 1)
-        order.watch_exit(position)
+        order.watch(position, is_exit=True)
         watched.append((position, True))
     return watched
 
@@ -102,7 +102,7 @@ class ForwardOrderTest(unittest.TestCase):
         self.assertEqual([call.position for call in calls], [0, 1, 2])
         self.assertEqual([call.begun_in for call in calls], [-1] * 3)
         for call in reversed(calls):  # The inner call ends first.
-            order.watch_exit(call.position)
+            order.watch(call.position, is_exit=True)
         self.assertEqual([order.is_first(call.position) for call in calls], [True, True, False])
         self.assertEqual(Call(None, member).position, -1)
 
@@ -110,12 +110,12 @@ class ForwardOrderTest(unittest.TestCase):
         order, member = ForwardOrder(), Member("a", [])
         first, second = Call(order, member), Call(order, member)
         self.assertEqual([order.is_first(call.position) for call in (first, second)], [True, True])
-        order.watch_exit(second.position)
+        order.watch(second.position, is_exit=True)
         self.assertTrue(order.is_first(second.position))
 
     def test_an_order_that_backward_has_not_reached_has_nothing_to_finish(self):
         order = ForwardOrder()
-        order.watch_exit(order.enter(Member("a", [])))
+        order.watch(order.enter(Member("a", [])), is_exit=True)
         self.assertEqual(order.finish(), [])
 
     def test_an_event_may_reach_further_ones(self):
@@ -128,8 +128,8 @@ class ForwardOrderTest(unittest.TestCase):
         order = ForwardOrder()
         for name in "abc":
             position = order.enter(Reentrant(name, events))
-            order.watch_entry(position)
-            order.watch_exit(position)
+            order.watch(position, is_exit=False)
+            order.watch(position, is_exit=True)
         order.restart()
         run(order, order.finish())
         once = [("pre", 0), ("pre", 1), ("pre", 2), ("post", "a", True), ("post", "b", True), ("post", "c", True)]
@@ -140,8 +140,8 @@ class ForwardOrderTest(unittest.TestCase):
         order, member, other = ForwardOrder(), Member("a", events), Member("b", events)
         for each in (member, other):
             position = order.enter(each)
-            order.watch_entry(position)
-            order.watch_exit(position)
+            order.watch(position, is_exit=False)
+            order.watch(position, is_exit=True)
         order.restart()
         run(order, order.reach(0, is_exit=True))
         run(order, order.reach(1, is_exit=True))  # Late: autograd reaches it after an earlier call.

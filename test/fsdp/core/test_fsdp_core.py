@@ -251,11 +251,11 @@ class HoldsTest(unittest.TestCase):
             model = fully_shard(nn.Linear(WIDTH, 2, bias=False), mesh=mesh, shard_placement_fn=cut)
             model.unshard()
             (group,) = groups_of(model)
-            self.assertTrue(group.holds(model.weight))
-            self.assertTrue(group.holds(model.weight.detach().view(-1)[1:]))
-            self.assertTrue(group.holds(TwoTensor(other, model.weight.detach())))
-            self.assertFalse(group.holds(other))
-            self.assertFalse(group.holds(TwoTensor(other, other.clone())))
+            self.assertTrue(group.encoding.holds(model.weight))
+            self.assertTrue(group.encoding.holds(model.weight.detach().view(-1)[1:]))
+            self.assertTrue(group.encoding.holds(TwoTensor(other, model.weight.detach())))
+            self.assertFalse(group.encoding.holds(other))
+            self.assertFalse(group.encoding.holds(TwoTensor(other, other.clone())))
 
 
 class OutputDtypeTest(OneRankTest):

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged._register._torch import dtensor_like
 from torch_ragged.fsdp import blocks, elements, fully_shard, plan_layout, rows
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, Reduction
 from torch_ragged.fsdp.core._fsdp_param import Distribution
@@ -117,7 +118,7 @@ class RaggedTest(unittest.TestCase):
                 self.assertEqual(sharded.placements, (layout.placement(0),))
                 self.assertEqual((sharded.shape, sharded.stride()), ((7, 2), (2, 1)))
                 self.assertTrue(torch.equal(sharded.to_local(), mine))
-                other = distribution.sharded_like(mine + 1, sharded)
+                other = dtensor_like(distribution.local(mine + 1), sharded)
                 self.assertEqual((other.placements, other.shape), (sharded.placements, sharded.shape))
                 self.assertTrue(torch.equal(other.to_local(), mine + 1))
 
@@ -411,7 +412,7 @@ class RegroupTest(unittest.TestCase):
             group.add_gradient(0, torch.ones(4, 4)) if pending == "needs_reduction" else group.end_pass(is_accumulating=True)
             self.assertRegex(error_of(check_movable, group), "RuntimeError: .*has gradients that are not reduced yet")
         group = self.group(mesh["dp"])
-        group.collectives = ProcessGroupCollectives(group.dp.shard_group, None)
+        group.named.inner = ProcessGroupCollectives(group.dp.shard_group, None)
         self.assertRegex(error_of(check_movable, group), "ValueError: .*has collectives that belong to its mesh")
         for method, value, text in (
             ("set_separate_reduce_scatter_group", True, "has a second process group"),

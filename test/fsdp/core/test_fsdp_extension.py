@@ -287,11 +287,11 @@ class OneRankTest(unittest.TestCase):
     def test_a_tensor_that_wraps_a_view_of_a_parameter_holds_it(self):
         model = fully_shard(self.layer(nn.Linear, Halved), mesh=init_device_mesh("cpu", (1,)))
         (group,) = model._ragged_groups(recurse=True)
-        self.assertFalse(group.holds(torch.zeros(4, 8)))
+        self.assertFalse(group.encoding.holds(torch.zeros(4, 8)))
         model.unshard()
-        self.assertTrue(group.holds(model.weight))
-        self.assertTrue(group.holds(TwoTensor(torch.zeros(4, 8), model.weight.detach())))
-        self.assertFalse(group.holds(TwoTensor(torch.zeros(4, 8), torch.zeros(4, 8))))
+        self.assertTrue(group.encoding.holds(model.weight))
+        self.assertTrue(group.encoding.holds(TwoTensor(torch.zeros(4, 8), model.weight.detach())))
+        self.assertFalse(group.encoding.holds(TwoTensor(torch.zeros(4, 8), torch.zeros(4, 8))))
 
     def test_the_memory_of_gathered_tensors_is_noted(self):
         for type_, nbytes in ((Halved, 2 * 32 + 4 + 4 * 32), (Direct, 4 * 32)):  # All-gathered, and computed with.

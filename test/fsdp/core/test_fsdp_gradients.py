@@ -269,7 +269,7 @@ class GradientTest(OneRankTest):
             self.assertEqual(group.grad_buffer.buffers()[0].is_borrowed, step > 0)
             group.add_gradient(0, one * 3)
             group.reduce_gradients()
-            group.finish_gradients([True])
+            group.reduction.set_grads([True])
             self.assertTrue(torch.equal(model[0].weight.grad.full_tensor(), one * (4 + 5 * step)))
 
     def test_a_module_becomes_a_root_when_its_root_is_deleted(self):
@@ -307,7 +307,7 @@ class GradientTest(OneRankTest):
         self.assertTrue(group.is_pending)
         group.add_gradient(0, wide.clone())
         group.reduce_gradients()
-        group.finish_gradients([True])
+        group.reduction.set_grads([True])
         self.assertTrue(torch.equal(model[0].weight.grad.full_tensor(), 2 * wide))
         self.assertFalse(group.is_pending)
 

@@ -31,6 +31,7 @@ from torch_ragged.fsdp import (
     rows,
 )
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core.encodings._plain import Encoding
 from torch_ragged.tensor import _dispatch
 
 RANKS = 256
@@ -85,10 +86,11 @@ def simulate(block, mesh, **knobs):
     """The group of ``block``, and what a forward and backward of it communicates."""
     model = fully_shard(block, mesh=mesh, orig_param_policy=granularity, reshard_after_forward=True, **knobs)
     (group,) = (group for state in model._ragged_states(True) for group in state.groups)
-    group.collectives = counted = NoCollectives()
-    with mock.patch.object(FSDPParamGroup, "is_meta", False), mock.patch.object(DBuffer, "holds", lambda self, tensor: False):
-        # There are no addresses on the meta device by which to tell whose memory a tensor lies in.
-        with mock.patch.multiple(FSDPParamGroup, _restore_changed=lambda self: [], _is_in_place=lambda self, index: True):
+    group.named.inner = counted = NoCollectives()
+    group.is_meta = False
+    # There are no addresses on the meta device by which to tell whose memory a tensor lies in.
+    with mock.patch.object(Encoding, "is_intact", lambda *_: True), mock.patch.object(DBuffer, "holds", lambda *_: False):
+        with mock.patch.object(FSDPParamGroup, "_is_in_place", lambda self, index: True):
             dim = model.norm1.weight.shape[0]
             held = []
             before = FSDPParamGroup.before_gradient  # Called before each gradient.

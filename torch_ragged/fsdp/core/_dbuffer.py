@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Union
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import storage_ids
-from torch_ragged.fsdp.comm._collectives import Collectives, Reduction, Work
+from torch_ragged.fsdp.comm._collectives import Collectives, Work
 from torch_ragged.fsdp.core._slots import Slot
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.fsdp.layout._rows_layout import RowsLayout
@@ -35,6 +36,7 @@ _moments = itertools.count()
 """One counter for all logs of the process. It orders the events of several logs."""
 
 
+@dataclass(eq=False)
 class MemoryLog:
     """The allocations (positive) and frees (negative) of one kind of buffer: the bytes and the moment of each.
 
@@ -43,9 +45,8 @@ class MemoryLog:
         events: (moment, bytes) of each allocation and free since :meth:`start`.
     """
 
-    def __init__(self) -> None:
-        self.is_recording = False
-        self.events: list[tuple[int, int]] = []
+    is_recording: bool = False
+    events: list[tuple[int, int]] = field(default_factory=list)
 
     def start(self) -> None:
         """Drop earlier records, and record from now on."""
@@ -61,6 +62,7 @@ class MemoryLog:
             self.events.append((next(_moments), nbytes))
 
 
+@dataclass(eq=False)
 class GroupMemory:
     """The logs of one group.
 
@@ -70,8 +72,9 @@ class GroupMemory:
         reduced: the reduced shards, which become ``.grad``.
     """
 
-    def __init__(self) -> None:
-        self.gathered, self.gradients, self.reduced = MemoryLog(), MemoryLog(), MemoryLog()
+    gathered: MemoryLog = field(default_factory=MemoryLog)
+    gradients: MemoryLog = field(default_factory=MemoryLog)
+    reduced: MemoryLog = field(default_factory=MemoryLog)
 
 
 def high_water(logs: Iterable[tuple[str, MemoryLog]], start: Mapping[str, int]) -> tuple[int, dict[str, int]]:
@@ -142,6 +145,9 @@ class DBuffer:
         borrowed: a tensor to use as the memory; it fills its storage, which has another owner. :meth:`free` drops the reference
             to it, and the buffer cannot be used again.
         log: records when memory is allocated and freed.
+
+    Attributes:
+        nbytes: bytes of the buffer when it is allocated.
     """
 
     def __init__(
@@ -162,9 +168,9 @@ class DBuffer:
         self.is_sharded = isinstance(placement, Shard)
         numel = layout.shard_numel if self.is_sharded else layout.numel
         self.pool, self._log = pool, log
-        self._nbytes = numel * dtype.itemsize
+        self.nbytes = numel * dtype.itemsize
         if log is not None and log.is_recording:  # Mostly not.
-            log.note(self._nbytes)
+            log.note(self.nbytes)
         self.is_borrowed = borrowed is not None
         self._slab = pool.slab(dtype, numel) if isinstance(pool, Slot) else None
         if self._slab is not None:
@@ -178,21 +184,16 @@ class DBuffer:
             self.flat = torch.empty(numel, dtype=dtype, device=device, pin_memory=is_pinned)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer when it is allocated."""
-        return self._nbytes
-
-    @property
     def resident_nbytes(self) -> int:
         """Bytes that the buffer holds now: ``nbytes``, or 0 if it is freed."""
-        return self._nbytes if self.is_allocated else 0
+        return self.nbytes if self.is_allocated else 0
 
     @property
     def is_allocated(self) -> bool:
         """Whether the buffer has its memory now. If not, :meth:`allocate` gets it."""
         if self._slab is not None:
             return self._slab.is_held_by(self)
-        return self.flat.untyped_storage().nbytes() == self._nbytes
+        return self.flat.untyped_storage().nbytes() == self.nbytes
 
     @property
     def is_free(self) -> bool:
@@ -211,14 +212,14 @@ class DBuffer:
             self._slab.claim(self)
         else:
             with torch.cuda.use_mem_pool(self.pool) if isinstance(self.pool, torch.cuda.MemPool) else nullcontext():
-                self.flat.untyped_storage().resize_(self._nbytes)
+                self.flat.untyped_storage().resize_(self.nbytes)
         if self._log is not None and self._log.is_recording:
-            self._log.note(self._nbytes)
+            self._log.note(self.nbytes)
 
     def free(self) -> None:
         """Free the storage. Views stay, and are valid again after :meth:`allocate`."""
         if self._log is not None and self._log.is_recording and self.is_allocated:
-            self._log.note(-self._nbytes)
+            self._log.note(-self.nbytes)
         if self._slab is not None:
             self._slab.free(self)
         elif self.is_borrowed:
@@ -281,10 +282,6 @@ class DBuffer:
         if (source.dtype, source.device) != (self.flat.dtype, self.flat.device):
             source = scaled_copy_(self.shard(), source, non_blocking=True)
         return collectives.all_gather(self.flat, source)
-
-    def reduce_scatter_to(self, sharded: DBuffer, collectives: Collectives, reduction: Reduction) -> Work:
-        """Partial() -> Shard(0): one reduce-scatter from this buffer."""
-        return collectives.reduce_scatter(sharded.flat, self.flat, reduction)
 
 
 def in_buffer_form(tensor: torch.Tensor, layout: BufferLayout, index: int) -> torch.Tensor:

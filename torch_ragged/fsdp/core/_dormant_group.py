@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, GroupPlan
+from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import device_of
-from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of
 
 __all__ = ["DormantGroup", "check_awake"]
@@ -27,9 +26,6 @@ class DormantGroup(FSDPParamGroup):
     These parameters are on the mesh's device (if offloaded: on the CPU), so that any optimizer can be made with them. The
     settings of the user, such as a divisor of gradients, are stored as in other groups.
     """
-
-    def __init__(self, plan: GroupPlan) -> None:
-        super().__init__(plan, Shards(plan.layout, plan.dp.rank), Encoding(plan.layout, plan.dp.rank))
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         super()._allocate(torch.device("meta"), dtype)
@@ -50,9 +46,7 @@ class DormantGroup(FSDPParamGroup):
         """Register the parameters again, if the user has replaced them: this rank has no elements to load."""
         self.register_sharded()
 
-    def load_converted(self) -> None:
-        """As :meth:`load_replaced`."""
-        self.register_sharded()
+    load_converted = load_replaced
 
     def _is_in_place(self, index: int) -> bool:
         return True

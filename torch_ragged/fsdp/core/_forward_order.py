@@ -102,21 +102,14 @@ class ForwardOrder:
         self.thread_of.append(threading.current_thread())
         return len(self.states) - 1
 
-    def watch_entry(self, position: int) -> None:
-        """Autograd will call post-backward for this call."""
-        self._add(position, is_exit=False)
-
-    def watch_exit(self, position: int) -> None:
-        """Autograd will call pre-backward for this call."""
-        self._add(position, is_exit=True)
-        first = self._first.setdefault(self.states[position], position)
-        # Exits come in the order of ends, inner calls first, so that a later one may belong to an earlier call.
-        self._first[self.states[position]] = min(first, position)
-
-    def _add(self, position: int, is_exit: bool) -> None:
-        events = self._threads.setdefault(self.thread_of[position], _Events())
+    def watch(self, position: int, is_exit: bool) -> None:
+        """Autograd will call pre-backward for the exit of this call, or post-backward for its entry."""
+        state, events = self.states[position], self._threads.setdefault(self.thread_of[position], _Events())
         self._at[position, is_exit] = events, len(events)
         events.append((position, is_exit))
+        if is_exit:
+            # Exits come in the order of ends, inner calls first, so that a later one may belong to an earlier call.
+            self._first[state] = min(position, self._first.get(state, position))
 
     def is_first(self, position: int) -> bool:
         """Whether no call of the same module before this one has a backward."""

@@ -94,11 +94,6 @@ class BufferPlacements:
         """Whether parameters stay gathered, at least over the first mesh dimension, although optimizer state is sharded."""
         return self.parameters[0] != self.optimizer[0]
 
-    @property
-    def stay_unreduced(self) -> bool:
-        """Whether gradients stay unreduced until the last backward."""
-        return self.gradients[0] == Partial()
-
 
 _S, _R, _P = Shard(0), Replicate(), Partial()
 _KNOWN = [

@@ -83,8 +83,14 @@ def plan_groups(
         if isinstance(mp_policy, Float8Policy) and policy is shard_placement_fn is None:
             cut = mp_policy.default_granularity(param, registered)
         is_typed = has_extension(param)
-        if is_typed:
-            cut = _rows_of_extension(fqn, param, cut)
+        if is_typed:  # Shard(0): FSDP2's placement of parameters whose tensor type has its own all-gather.
+            if (isinstance(cut, Shard) and cut.dim != 0) or not param.ndim:
+                why = f": shard_placement_fn returned {cut}, return Shard(0) or None" if param.ndim else ": it has no rows"
+                raise ValueError(
+                    f"{fqn} of shape {tuple(param.shape)} is a {type(param).__name__} with fsdp_pre_all_gather, whose rows are "
+                    f"sharded{why}"
+                )
+            cut = Shard(0)
         dtype = _param_dtype(fqn, param, mp_policy)
         shard_dim = cut.dim if isinstance(cut, Shard) else None
         one = FoundParam(fqn, registered, param, Distribution(fqn, param, mesh, shard_dim))
@@ -113,7 +119,7 @@ def make_group(plan: GroupPlan) -> FSDPParamGroup:
     layout, rank, first = plan.layout, plan.dp.rank, plan.params[0]
     with torch.inference_mode(False):  # Later steps train these parameters.
         if not plan.dp.is_member and not plan.runs_on_meta:
-            return DormantGroup(plan)
+            return DormantGroup(plan, Shards(layout, rank), Encoding(layout, rank))
         if isinstance(layout, RowsLayout) and not plan.runs_on_meta:
             types = TypeEncoding(layout, rank, plan.params, plan.dp.shard_mesh, plan.mp_policy)
             return FSDPParamGroup(plan, TypeShards(layout, rank), types)
@@ -183,16 +189,6 @@ def _cut_of(
             f"{fqn} gets {granularity.text} from orig_param_policy, {placement} from shard_placement_fn: return None from one"
         )
     return placement, dp
-
-
-def _rows_of_extension(fqn: str, param: nn.Parameter, cut: Granularity | Shard) -> Shard:
-    """``Shard(0)``: FSDP2's placement of parameters whose tensor type has its own all-gather."""
-    if (isinstance(cut, Shard) and cut.dim != 0) or not param.ndim:
-        raise ValueError(
-            f"{fqn} of shape {tuple(param.shape)} is a {type(param).__name__} with fsdp_pre_all_gather, whose rows are sharded"
-            f"{f': shard_placement_fn returned {cut}, return Shard(0) or None' if param.ndim else ': it has no rows'}"
-        )
-    return Shard(0)
 
 
 def _param_dtype(fqn: str, param: nn.Parameter, mp_policy: MixedPrecisionPolicy) -> torch.dtype | None:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from torch_ragged._register._torch import dtensor_like, local_tensor
+from torch_ragged._register._torch import local_tensor
 from torch_ragged.fsdp.core._fsdp_api import InvalidArgument
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._spmd_types import AnnotatedParam, is_annotated
@@ -109,6 +109,15 @@ class Distribution:
             )
         self.shard_dim = None if shard_dim is None else shard_dim % len(self.local_shape)
         self._is_flat = shard_dim is None and None in self._template  # Mostly: local tensors have one dimension.
+        if self.shard_dim is not None:
+            # The first rank's piece along ``shard_dim``, of which later ranks hold as much or less; and the size of one slice.
+            self._rows = -(-self.local_shape[self.shard_dim] // self._ranks)
+            self._row_numel = math.prod(size for dim, size in enumerate(self.local_shape) if dim != self.shard_dim)
+        # Whether the gradient that autograd computes is not yet this rank's piece: gradient() may issue a collective.
+        self.reduces_gradient = self.is_dtensor
+        if self._annotated is not None:
+            given = enumerate(self._annotated.gradient_placements)
+            self.reduces_gradient = any(each != self._model_placements[dim] for dim, each in given if dim not in self._dp_dims)
 
     @property
     def text(self) -> str:
@@ -167,21 +176,20 @@ class Distribution:
         assert self.shard_dim is not None
         if not flat.numel():
             return [flat.view(self.local_shape)]
-        return [self._local(piece) for piece in flat.split(self._rows * self._row_numel)]
+        return [self.local(piece) for piece in flat.split(self._rows * self._row_numel)]
 
     def sharded(self, flat: torch.Tensor, layout: BufferLayout, index: int) -> DTensor:
         """The sharded DTensor, as a view of ``flat``, which holds this rank's elements."""
-        local = self._local(flat)
+        local = self.local(flat)
         if self.shard_dim is not None:
             return self.shaped(local)
-        placements = [self._ragged_placement(layout, index) if p is None else p for p in self._template]
+        ragged: RaggedShard | StridedRaggedShard = layout.placement(index)
+        if 0 in (cuts := self._cuts()):
+            ragged = StridedRaggedShard(ragged.dims, ragged.units, split_factor=math.prod(cuts[0]))
+        placements = [ragged if placement is None else placement for placement in self._template]
         return DTensor.from_local(local, self.mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
 
-    def sharded_like(self, flat: torch.Tensor, parameter: DTensor) -> DTensor:
-        """As :meth:`sharded`, with the placements of ``parameter``: it is slow to make placements of many ranks."""
-        return dtensor_like(flat if self._is_flat else self._local(flat), parameter)
-
-    def _local(self, flat: torch.Tensor) -> torch.Tensor:
+    def local(self, flat: torch.Tensor) -> torch.Tensor:
         """The local tensor of a sharded parameter, as a view of ``flat``."""
         if self.shard_dim is not None:
             shape, row = list(self.local_shape), self._row_numel
@@ -222,27 +230,10 @@ class Distribution:
             gradient = local_of(gradient if list(gradient.placements) == wanted else gradient.redistribute(placements=wanted))
         return self._in_buffer_order(gradient) if self.shard_dim else gradient
 
-    @property
-    def reduces_gradient(self) -> bool:
-        """Whether :meth:`gradient` may issue a collective: the gradient that autograd computes is not yet this rank's piece."""
-        if self._annotated is None:
-            return self.is_dtensor
-        given = enumerate(self._annotated.gradient_placements)
-        return any(each != self._model_placements[dim] for dim, each in given if dim not in self._dp_dims)
-
     def annotate(self, unsharded: torch.Tensor) -> None:
         """Give the unsharded parameter the annotation of the user's parameter, if there is one."""
         if self._annotated is not None:
             self._annotated.annotate(unsharded)
-
-    # -- placements ------------------------------------------------------------------------------------------------
-
-    def _ragged_placement(self, layout: BufferLayout, index: int) -> Placement:
-        cuts = self._cuts()
-        ragged = layout.placement(index)
-        if 0 not in cuts:
-            return ragged
-        return StridedRaggedShard(ragged.dims, ragged.units, split_factor=math.prod(cuts[0]))
 
     def _cuts(self) -> dict[int, list[int]]:
         """The dimensions that the model cuts, with the sizes of the mesh dimensions. Only those after the shards' count."""
@@ -253,18 +244,6 @@ class Distribution:
             if isinstance(placement, (Shard, _StridedShard)):
                 cuts.setdefault(placement.dim, []).append(self.mesh.size(dim))
         return cuts
-
-    @property
-    def _rows(self) -> int:
-        """The size of the first rank's piece along ``shard_dim``. Later ranks hold as much or less."""
-        assert self.shard_dim is not None
-        return -(-self.local_shape[self.shard_dim] // self._ranks)
-
-    @property
-    def _row_numel(self) -> int:
-        """Elements of one slice along ``shard_dim``."""
-        assert self.shard_dim is not None
-        return math.prod(size for dim, size in enumerate(self.local_shape) if dim != self.shard_dim)
 
 
 def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> None:
@@ -404,23 +383,11 @@ class FSDPParam:
         self.sharded = value
         _owners[id(value)] = self
 
-    def is_another(self, current: torch.Tensor) -> bool:
-        """Whether ``current`` is the sharded form of another parameter, which is registered under its own name, too."""
-        other = owner_of(current)
-        if other is None or other is self:
-            return False
-        return other.registered is other.sharded or other.registered is other.unsharded
-
     @property
     def registered(self) -> torch.Tensor | None:
         """The parameter that is registered in the modules now."""
         module, name = self.registered_names[0]
         return module._parameters.get(name)
-
-    @property
-    def is_renormalized(self) -> bool:
-        """Whether its module writes to it in every forward, as an embedding with ``max_norm`` does."""
-        return any(getattr(module, "max_norm", None) is not None for module, _ in self.registered_names)
 
     @property
     def compute_version(self) -> int:

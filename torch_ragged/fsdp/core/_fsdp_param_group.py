@@ -27,9 +27,9 @@ from torch_ragged._register._torch import (
     profiler_range,
 )
 from torch_ragged.fsdp.comm._call_log import CallLog
-from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, ProcessGroupCollectives, Work
+from torch_ragged.fsdp.comm._collectives import NamedCollectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, GroupMemory, MemoryPool
-from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, GroupPlan, ShardedState, has_extension, local_of
+from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, GroupPlan, ShardedState, has_extension, local_of, owner_of
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer
 from torch_ragged.fsdp.core._grad_reduction import GradientState, GradReduction, ReductionSettings
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter, allows_split_backward
@@ -53,6 +53,7 @@ _version_of = operator.attrgetter("sharded._version")
 all_groups: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
 
 
+@dataclasses.dataclass(eq=False)
 class FSDPCommContext:
     """Limits for all groups under a root, or under several roots (``share_comm_ctx``).
 
@@ -64,9 +65,9 @@ class FSDPCommContext:
         reducing: the reduce-scatters in flight, the oldest first. An entry has the groups of one module.
     """
 
-    def __init__(self) -> None:
-        self.max_gathers, self.gathers = 2, 0
-        self.reducing: list[Sequence[FSDPParamGroup]] = []
+    max_gathers: int = 2
+    gathers: int = 0
+    reducing: list[Sequence[FSDPParamGroup]] = dataclasses.field(default_factory=list)
 
     def beyond(self, max_reductions: int) -> list[FSDPParamGroup]:
         """The groups whose reductions must end, so that fewer than ``max_reductions`` modules' are in flight.
@@ -95,10 +96,6 @@ class Root(Protocol):
         """If the last pass raised, drop its gradients."""
 
 
-def _no_root() -> None:
-    """The root of a group that has joined none."""
-
-
 class FSDPParamGroup:
     """Buffers and collectives of one group. From :meth:`register_sharded` on, its parameters are registered in the modules.
 
@@ -124,6 +121,10 @@ class FSDPParamGroup:
         keeper: keeps gathered parameters after reshard; None: nothing stays gathered.
         memory: the log of this group's memory, for monitors and memory reports.
         settings: what the user has set of reductions.
+        pools: the user's memory pools, of unsharded parameters and of gradients; None: the allocator.
+        names: the first parameter's name, and the number of the others: for errors.
+        sharded: the buffer of the shards.
+        is_meta: whether the parameters have no memory yet.
         fqn: the name of the group's module; empty before the root's first forward.
         is_hidden: whether the parameters are temporarily deregistered from their modules.
         has_registered_memory: whether the buffers lie in memory that the collectives have registered.
@@ -147,13 +148,13 @@ class FSDPParamGroup:
         self.process_groups = ProcessGroupCollectives(plan.dp.shard_group, plan.dp.replicate_group)
         self.settings = ReductionSettings()
         self.fqn, self.comm = "", FSDPCommContext()
-        self._root: Callable[[], Root | None] = _no_root
+        self._root: Callable[[], Root | None] | None = None
         self._sharded_state = ShardedState.SHARDED
         self.is_hidden = False
         self.has_registered_memory = False
         self.needs_reduction = self.was_reached = self.is_accumulating = self.may_hold_sum = self.is_unhooked = False
         self._reached_in = -1  # The number of the autograd pass whose pre-backward has reached the group last.
-        self._pools: tuple[MemoryPool | None, MemoryPool | None] = (None, None)  # Of unsharded parameters, and of gradients.
+        self.pools: tuple[MemoryPool | None, MemoryPool | None] = (None, None)
         self._all_gather: Work | None = None  # In flight, in the state GATHERING.
         self._gathered_versions: list[int] = []
         first = plan.params[0].value
@@ -163,6 +164,8 @@ class FSDPParamGroup:
         self.params = [self._init_param(index, found) for index, found in enumerate(plan.params)]
         self.shards.attach(self.params)
         groups = plan.dp.shard_group, plan.dp.replicate_group
+        others = len(self.params) - 1
+        self.names = f"{self.params[0].fqn}{f' and {others} more' if others else ''}"
         self.named = NamedCollectives(self.process_groups, plan.dp.mesh, *groups, self.names, self.layout)
         self._init_gradients()
         self._init_unsharded_params()
@@ -173,6 +176,7 @@ class FSDPParamGroup:
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate buffers for parameters of ``dtype``, for a computation on ``device``."""
         self.device, self.orig_dtype = device, dtype
+        self.is_meta = device.type == "meta" and not self.plan.runs_on_meta
         # Integers do not train. They keep their dtype, and so do complex numbers.
         self.param_dtype = (dtype.is_floating_point and self.plan.param_dtype) or dtype
         default = dtype if _KEEPS_WIDE_GRADIENTS else self.param_dtype
@@ -182,12 +186,13 @@ class FSDPParamGroup:
         home = device if offload is None else torch.device("cpu")
         is_pinned = offload is not None and offload.pin_memory and device.type != "cpu"
         self.shards.allocate(dtype, home, is_pinned)
-        self.encoding.make_buffers(self.param_dtype, device, self._pools[0], self.memory.gathered)
+        self.sharded = self.shards.buffer
+        self.encoding.make_buffers(self.param_dtype, device, self.pools[0], self.memory.gathered)
 
     def _init_gradients(self) -> None:
         """Make the gradient buffer and its reduction. All gradients of earlier ones are in ``.grad``, or are dropped."""
         self.needs_reduction = False
-        dtypes, pool = (self.param_dtype, self.reduce_dtype), self._pools[1]
+        dtypes, pool = (self.param_dtype, self.reduce_dtype), self.pools[1]
         self.grad_buffer = GradBuffer(self.params, self.layout, self.rank, self.device, *dtypes, pool, self.memory.gradients)
         self.reduction = GradReduction(
             self.params,
@@ -221,8 +226,10 @@ class FSDPParamGroup:
     def _init_unsharded_param(self, index: int, param: FSDPParam, value: torch.Tensor) -> None:
         """Make an unsharded parameter of ``value``. Its gradients go to the gradient buffer."""
         has_gradients = self.param_dtype.is_floating_point or self.param_dtype.is_complex
-        if self._is_written_in_place(param, value):
-            # Its matmuls write the gradient into the buffer: nothing to copy, and nothing to allocate.
+        # If that costs less than one copy, matmuls write the gradient into the buffer: nothing to copy, nothing to allocate.
+        is_matrix = value.ndim in (2, 3) and value.numel() >= SMALLEST_WRITTEN_IN_PLACE and value.is_floating_point()
+        has_layout = self.encoding.computes_in_buffer and self.param_dtype == self.grad_buffer.dtype
+        if is_matrix and has_layout and not param.distribution.reduces_gradient and allows_split_backward():
             param.unsharded = compute = ComputeParameter(value)
             compute.gradient_target = _Target(weakref.ref(self), index)
         else:
@@ -237,14 +244,6 @@ class FSDPParamGroup:
         param.unsharded.requires_grad_(param.requires_grad)
         param.distribution.annotate(param.unsharded)
 
-    def plan_on_meta(self, params: list[FoundParam]) -> GroupPlan:
-        """The plan of a group like this one, with ``params``, that trains on the meta device."""
-        return dataclasses.replace(self.plan, params=params, runs_on_meta=True)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, or a tensor that it wraps, is an unsharded parameter or a view of one."""
-        return self.encoding.holds(tensor)
-
     def check_late_extensions(self) -> None:
         """Raise if a parameter's local tensor got its own all-gather after ``fully_shard``: it would never be called.
 
@@ -258,23 +257,8 @@ class FSDPParamGroup:
                 "parameter in a buffer already: give the parameter a tensor type with this method before fully_shard"
             )
 
-    def _is_written_in_place(self, param: FSDPParam, value: torch.Tensor) -> bool:
-        """Whether matmuls with ``value`` write its gradient into the buffer: if that costs less than one copy."""
-        is_matrix = value.ndim in (2, 3) and value.numel() >= SMALLEST_WRITTEN_IN_PLACE and value.is_floating_point()
-        has_layout = self.encoding.computes_in_buffer and self.param_dtype == self.grad_buffer.dtype
-        return is_matrix and has_layout and not param.distribution.reduces_gradient and allows_split_backward()
-
-    @property
-    def collectives(self) -> Collectives:
-        """The collectives that all-gather parameters and reduce gradients."""
-        return self.named.inner
-
-    @collectives.setter
-    def collectives(self, collectives: Collectives) -> None:
-        self.named.inner = collectives
-
     def join(
-        self, fqn: str, comm: FSDPCommContext, root: Callable[[], Root | None] = _no_root, log: CallLog | None = None
+        self, fqn: str, comm: FSDPCommContext, root: Callable[[], Root | None] | None = None, log: CallLog | None = None
     ) -> None:
         """The group has another root.
 
@@ -294,29 +278,9 @@ class FSDPParamGroup:
         self.keeper, self._keeps_buffer = keeper, keeper is not None and keeper.keeps_buffer
 
     @property
-    def names(self) -> str:
-        """The first parameter's name, and the number of the others: for errors."""
-        return f"{self.params[0].fqn}{f' and {len(self.params) - 1} more' if len(self.params) > 1 else ''}"
-
-    @property
-    def is_meta(self) -> bool:
-        """Whether the parameters have no memory yet."""
-        return self.device.type == "meta" and not self.plan.runs_on_meta
-
-    @property
-    def sharded(self) -> DBuffer:
-        """The buffer of the shards."""
-        return self.shards.buffer
-
-    @property
     def unsharded(self) -> DBuffer:
         """The gathered buffer."""
         return self.encoding.buffer
-
-    @property
-    def has_own_memory(self) -> bool:
-        """Whether the user has chosen where buffers are, or that they stay allocated."""
-        return self._pools[0] is not None or self.encoding.keeps_storage
 
     @property
     def is_trainable(self) -> bool:
@@ -460,9 +424,24 @@ class FSDPParamGroup:
                 self.keeper.keep(self.encoding)
         if not was_gathered:
             return
+        changed = []
         with as_plain_tensors():
             # Before the storage is freed, because addresses in it are compared.
-            changed = self._restore_changed() if was_unsharded else []
+            for index, param in enumerate(self.params) if was_unsharded else ():
+                unsharded = param.unsharded
+                # Only a DTensor needs local_of(), which makes a new tensor of any other one.
+                local = local_of(unsharded) if isinstance(unsharded, DTensor) else unsharded
+                is_intact = self.encoding.is_intact(param, local)
+                if not is_intact:
+                    param.view = self.encoding.compute_tensor(index)
+                    unsharded.data = param.distribution.gathered(param.view)
+                module, name = param.registered_names[0]
+                is_changed = not is_intact or module._parameters.get(name) is not unsharded
+                if not is_changed and param.compute_version != param.version:
+                    # An embedding with max_norm writes to its own weight in every forward.
+                    is_changed = all(getattr(owner, "max_norm", None) is None for owner, _ in param.registered_names)
+                if is_changed:
+                    changed.append(param.fqn)
         self.encoding.free(self._keeps_buffer)
         self.register_sharded()
         # Raised at the end, so that the group is sharded and can be used again.
@@ -478,36 +457,15 @@ class FSDPParamGroup:
         self.invalidate_kept()
         self.encoding.free_replaced()
         # Addresses change, so all that is a view of the old memory is made anew.
-        self._pools = gathered, gradients
+        self.pools = gathered, gradients
         self.encoding.make_buffers(self.param_dtype, self.device, gathered, self.memory.gathered)
         self._init_gradients()
         self._init_unsharded_params()
 
     @property
-    def has_slot(self) -> bool:
-        """Whether an all-gather can be issued: no other group uses the slot of this one's persistent buffer."""
-        return self._pools[0] is None or self.encoding.has_slot
-
-    @property
     def kept_nbytes(self) -> int:
         """Bytes of gathered parameters outside of the buffers."""
         return self.encoding.nbytes_beside + (0 if self.keeper is None else self.keeper.nbytes)
-
-    def _restore_changed(self) -> list[str]:
-        """Make all unsharded parameters views of the buffer again; return the names of those that the user has changed."""
-        changed = []
-        for index, param in enumerate(self.params):
-            unsharded = param.unsharded
-            # Only a DTensor needs local_of(), which makes a new tensor of any other one.
-            is_intact = self.encoding.is_intact(param, local_of(unsharded) if isinstance(unsharded, DTensor) else unsharded)
-            if not is_intact:
-                param.view = self.encoding.compute_tensor(index)
-                unsharded.data = param.distribution.gathered(param.view)
-            is_written = param.compute_version != param.version and not param.is_renormalized
-            module, name = param.registered_names[0]
-            if not is_intact or is_written or module._parameters.get(name) is not unsharded:
-                changed.append(param.fqn)
-        return changed
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -530,7 +488,7 @@ class FSDPParamGroup:
     def before_gradient(self) -> None:
         """A gradient is about to be written: drop those of a pass that raised, and let nothing read the gradient buffer."""
         if self._reached_in != backward_id():  # Mostly, pre-backward has started this pass.
-            root = self._root()
+            root = None if self._root is None else self._root()
             if self.was_reached or self.is_unhooked:
                 if root is None:
                     raise RuntimeError(
@@ -548,7 +506,7 @@ class FSDPParamGroup:
         # memory. They are not finished, as that issues HSDP's all-reduce: all ranks must issue it at the same moment, and they
         # allocate at different ones.
         for group in self.comm.beyond(self.settings.max_reductions):
-            if group.collectives.reduce_scatter_traits(group.device).holds_second_buffer:
+            if group.named.inner.reduce_scatter_traits(group.device).holds_second_buffer:
                 group.reduction.wait()
 
     def add_gradient(self, index: int, gradient: torch.Tensor, is_assigned: bool = False) -> None:
@@ -602,16 +560,8 @@ class FSDPParamGroup:
             is_narrow = is_one_pass and self.grad_buffer.dtype != self.reduce_dtype
             # Whether the collectives can add in a wider dtype than they send is their own business.
             allow_narrow = self.grad_buffer.wide_gradients.allow_narrow
-            self.reduction.start(sends_narrow=is_narrow and allow_narrow(self.collectives, self.device))
+            self.reduction.start(sends_narrow=is_narrow and allow_narrow(self.named.inner, self.device))
             self.may_hold_sum = False
-
-    def finish_gradients(self, used_anywhere: Iterator[bool]) -> None:
-        """Set ``.grad`` of the parameters that some rank has used. After this an optimizer may change them."""
-        # The same parameters on all ranks: they have agreed on those that any rank has used.
-        self.reduction.set_grads(used_anywhere)
-        # All ranks set .grad in the same pass, so what they keep gathered is out of date on all of them.
-        if self.keeper is not None:
-            self.keeper.invalidate()
 
     def end_pass(self, is_accumulating: bool) -> None:
         """A backward pass has ended."""
@@ -666,7 +616,13 @@ class FSDPParamGroup:
             # Check all, then clone all, then copy all: they may be views of this buffer, in another order.
             values = [self._replacement(index, self.orig_dtype) for index in replaced]
             for index, value, copy in zip(replaced, values, [value.clone() for value in values]):
-                self._load(index, copy, value.requires_grad)
+                param = self.params[index]
+                if not self.shards.holds(local_of(param.sharded)):
+                    self._put(index, param.sharded)
+                param.sharded.copy_(copy)
+                param.sharded.requires_grad_(value.requires_grad)
+                for owner, name in param.registered_names:
+                    owner._parameters[name] = param.sharded
 
     def _is_in_place(self, index: int) -> bool:
         param = self.params[index]
@@ -679,7 +635,9 @@ class FSDPParamGroup:
         current = param.registered
         wanted = (param.distribution.shape, dtype, None if self.is_meta else self.sharded.flat.device)
         found = (getattr(current, "shape", None), getattr(current, "dtype", None), getattr(current, "device", None))
-        if current is not None and param.is_another(current):
+        other = param if current is None else owner_of(current) or param
+        # The sharded form of another parameter, which is registered under its own name, too.
+        if other is not param and (other.registered is other.sharded or other.registered is other.unsharded):
             raise ValueError(
                 f"{param.fqn} was replaced by another parameter that fully_shard has sharded. This does not tie the two: tie "
                 "parameters before fully_shard, in one group, or assign a copy"
@@ -691,15 +649,6 @@ class FSDPParamGroup:
                 "module before fully_shard, or cast or move a module that has all parameters of the group"
             )
         return current
-
-    def _load(self, index: int, value: torch.Tensor, requires_grad: bool) -> None:
-        """Copy ``value`` into the buffer. The parameter stays the object that an optimizer holds."""
-        param = self.params[index]
-        if not self.shards.holds(local_of(param.sharded)):
-            self._put(index, param.sharded)
-        param.sharded.copy_(value)
-        param.sharded.requires_grad_(requires_grad)
-        self._register_everywhere(param)
 
     def _load_if_all(self, replaced: list[int], dtype: torch.dtype | None = None) -> None:
         """If the user has replaced all parameters of the group, make new buffers and copy the new parameters into them.
@@ -718,7 +667,8 @@ class FSDPParamGroup:
         for index, (param, value) in enumerate(zip(self.params, values)):
             param.set_sharded(value)  # type: ignore[arg-type]
             self._put(index, param.sharded)
-            self._register_everywhere(param)
+            for owner, name in param.registered_names:
+                owner._parameters[name] = param.sharded
 
     def _put(self, index: int, parameter: nn.Parameter) -> None:
         """Make the object ``parameter`` a view of the sharded buffer."""
@@ -728,10 +678,6 @@ class FSDPParamGroup:
         gradient, parameter.grad = parameter.grad, None  # It would be swapped, too.
         torch.utils.swap_tensors(parameter, inside)
         parameter.grad = gradient
-
-    def _register_everywhere(self, param: FSDPParam) -> None:
-        for owner, attribute in param.registered_names:
-            owner._parameters[attribute] = param.sharded
 
     # -- conversions -----------------------------------------------------------------------------------------------
 
@@ -867,11 +813,12 @@ def _register_before(param: weakref.ref[torch.Tensor], own: int, hook: Callable[
     return handle
 
 
+@dataclasses.dataclass
 class _Target:
     """Where a matmul writes the gradient of one parameter. Autograd saves it, so it has only a weak reference to the group."""
 
-    def __init__(self, group: weakref.ref[FSDPParamGroup], index: int) -> None:
-        self._group, self._index = group, index
+    _group: weakref.ref[FSDPParamGroup]
+    _index: int
 
     def begin(self) -> tuple[torch.Tensor, bool] | None:
         group = self._group()

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class FSDPState(ModuleState):
         is_optional: bool = False,
     ) -> None:
         super().__init__(modules, groups, mp_policy, reshard_after_forward, is_optional)
+        self._mp_policy = mp_policy  # NeMo AutoModel computes the logits in the dtype of its head's policy.
         # The root owns the context; before the first forward, each state owns one.
         self._owned_context: FSDPStateContext | None = FSDPStateContext([self])
         self.join(self._owned_context, self.comm)
@@ -91,6 +93,7 @@ class FSDPState(ModuleState):
         """Share the context of a root, and the limits on communication of this root or of several."""
         # By a weak reference: a module that outlives its model must not keep the shards of all others.
         self._context, self._root_state, self.comm = weakref.ref(context), weakref.ref(context.states[0]), comm
+        self._comm_ctx = comm
         for index, group in enumerate(self.groups):
             name = f"{self.fqn}[{index}]" if self.fqn and index else self.fqn
             group.join(name, comm, self._context, context.log)
@@ -175,11 +178,19 @@ class FSDPState(ModuleState):
                 context.start_iteration()
             elif not context.in_forward:  # The user calls this module by itself.
                 self.refresh()
-        if self.is_root:
-            args, kwargs = self._to_device(args, kwargs)
+        device = context.groups[0].device if self.is_root and context.groups else None
+        if device is not None and device.type not in ("cpu", "meta"):  # On the CPU they stay where they are, as with FSDP2.
+            args, kwargs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
         call = self.enter_call(context, needs_backward=self._meet(is_exit=False)[0])
-        if torch.is_grad_enabled():
-            args, kwargs = self._watch_inputs(args, kwargs, call)
+        # Post-backward runs when autograd has the gradients of all inputs. If no input has one, there is no node: then the end
+        # of the pass runs it, in the order of modules.
+        watched = [t for t in tensors_in((args, kwargs))[0] if t.requires_grad] if torch.is_grad_enabled() else ()
+        if watched:
+            if call.order is not None and not self.is_optional:
+                call.order.watch(call.position, is_exit=False)
+            call.probe = self.probe()
+            outputs = iter(_PostBackward.apply(self, call, call.probe, *watched))
+            args, kwargs = map_tensors(lambda t: next(outputs) if t.requires_grad else t, (args, kwargs))
         return args, kwargs
 
     def _meet(self, is_exit: bool, stays_unsharded: bool = False) -> tuple[bool, bool]:
@@ -210,13 +221,6 @@ class FSDPState(ModuleState):
             context.log.finish()
         return own
 
-    def _to_device(self, args: Any, kwargs: Any) -> Any:
-        """The root's inputs on the device of its parameters. On the CPU they stay where they are, as with FSDP2."""
-        device = next((group.device for group in self.context.groups), None)
-        if device is None or device.type in ("cpu", "meta"):
-            return args, kwargs
-        return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
-
     @dynamo_disabled
     @untyped
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -229,12 +233,12 @@ class FSDPState(ModuleState):
         if self._in_backward and context.in_backward:
             return output
         # Not in a recomputation, above: backward needs the parameters next, and the first call has set its hooks.
-        tensors, opaque = tensors_in(output)
+        needs_backward, (tensors, opaque) = torch.is_grad_enabled(), tensors_in(output)
+        watched = [tensor for tensor in tensors if needs_backward and tensor.requires_grad and not tensor.is_leaf]
         # If only a tensor inside an opaque output may reach backward, no hook would unshard again: stay unsharded.
-        must_stay = torch.is_grad_enabled() and opaque and not any(_has_history(tensor) for tensor in tensors)
+        must_stay = needs_backward and opaque and not watched
         # The same if the output is a parameter or a view of one.
-        must_stay |= any(group.holds(tensor) for group in self.groups for tensor in tensors)
-        needs_backward = torch.is_grad_enabled()
+        must_stay |= any(group.encoding.holds(tensor) for group in self.groups for tensor in tensors)
         if output is not None or not self.calls or not self.calls[-1].has_raised:  # Otherwise, other ranks do not wait for it.
             # For an optional module, other ranks wait here, and reshard or stay unsharded as this one does.
             needs_backward, must_stay = self._meet(is_exit=True, stays_unsharded=must_stay)
@@ -242,10 +246,16 @@ class FSDPState(ModuleState):
             group.is_unhooked |= must_stay
         # There is none if pre-forward has raised.
         call = self.calls.pop() if self.calls else Call(None, self)
-        if self.is_optional:
-            self.watch_optional_exit(call, needs_backward)
-        if torch.is_grad_enabled():
-            self._watch_outputs(tensors, context, call)
+        # Of an optional call, all ranks record it, also ranks whose backward does not reach it: their orders must be equal.
+        if call.order is not None and (needs_backward if self.is_optional else watched):
+            call.order.watch(call.position, is_exit=True)
+        # Hooks hold the context of this forward: the module may have another root when backward runs.
+        for tensor in watched:
+            # On each output: ranks may differ in which gradient comes first, and only the first one of a call acts.
+            tensor.register_hook(functools.partial(self._pre_backward, context, call, False))
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:  # An in-place operation on a view removes the first hook.
+                base.grad_fn.register_prehook(functools.partial(self._pre_backward, context, call, True))
         # Modules that share their groups reshard once, after the last of them.
         self._still_to_run.discard(module)
         if self.is_root and not needs_backward:
@@ -260,45 +270,12 @@ class FSDPState(ModuleState):
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    def _watch_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Let post-backward run when autograd has the gradients of all inputs."""
-        watched = [t for t in tensors_in((args, kwargs))[0] if t.requires_grad]
-        if not watched:
-            return args, kwargs
-        if call.order is not None and not self.is_optional:
-            call.order.watch_entry(call.position)
-        # Without such an input there is no node: post-backward of this call is run by the end of the pass, in the order of
-        # modules.
-        call.probe = self.probe()
-        outputs = iter(_PostBackward.apply(self, call, call.probe, *watched))
-        return map_tensors(lambda t: next(outputs) if t.requires_grad else t, (args, kwargs))
-
-    def _watch_outputs(self, outputs: list[torch.Tensor], context: FSDPStateContext, call: Call) -> None:
-        """Let pre-backward run when backward reaches an output."""
-        watched = [tensor for tensor in outputs if _has_history(tensor)]
-        if not watched:
-            return
-        if call.order is not None and not self.is_optional:
-            call.order.watch_exit(call.position)
-        # Hooks hold the context of this forward: the module may have another root when backward runs.
-        for tensor in watched:
-            # On each output: ranks may differ in which gradient comes first, and only the first one of a call acts.
-            tensor.register_hook(functools.partial(self._pre_backward, context, call))
-            base = tensor._base
-            if base is not None and base.grad_fn is not None:  # An in-place operation on a view removes the first hook.
-                base.grad_fn.register_prehook(functools.partial(self._pre_backward_of_base, context, call))
-
-    @dynamo_disabled_in_backward
-    def _pre_backward_of_base(self, context: FSDPStateContext, call: Call, gradients: Any) -> None:
-        if call.begun_in != backward_id():
-            self._pre_backward(context, call, gradients)
-
     @dynamo_disabled_in_backward
     @untyped
-    def _pre_backward(self, context: FSDPStateContext, call: Call, gradients: Any) -> None:
-        """Backward has reached an output of a call."""
+    def _pre_backward(self, context: FSDPStateContext, call: Call, is_base: bool, gradients: Any) -> None:
+        """Backward has reached an output of a call, or the base that an output is a view of."""
+        if is_base and call.begun_in == backward_id():
+            return
         context.start_backward()
         if self._in_backward:
             return
@@ -313,21 +290,11 @@ class FSDPState(ModuleState):
                 context.run_skipped(call.order, event)
         self.pre_backward(call.order, call.position)
 
-    def watch_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """With ``create_graph=True``: unshard when a later backward reaches the nodes that computed these gradients.
-
-        ``gradients`` are those of a call's inputs. Their nodes read the parameters again, before the later backward reaches the
-        outputs of the call.
-        """
-        context = self.context
-        for gradient in gradients:
-            if gradient is not None and gradient.requires_grad:
-                gradient.register_hook(functools.partial(self._pre_double_backward, context))
-
     @dynamo_disabled_in_backward
     def _pre_double_backward(self, context: FSDPStateContext, gradient: torch.Tensor) -> None:
         context.start_backward()
-        self._expect_gradients()
+        for group in self.groups:
+            group.expect_gradients(self.accumulates)
         self.unshard()
 
     @dynamo_disabled_in_backward
@@ -373,31 +340,20 @@ class FSDPState(ModuleState):
                     "them. Pass reshard_after_forward=False to fully_shard"
                 )
 
-    # What other programs read and call by FSDP2's private names. The schedules of torch 2.11 to 2.13 reduce gradients by them;
-    # those of 2.15 call methods of ``FSDPModule``.
+    # What other programs read and call by FSDP2's private names, also ``_comm_ctx`` and ``_mp_policy``. The schedules of torch
+    # 2.11 to 2.13 reduce gradients by them; those of 2.15 call methods of ``FSDPModule``.
+
+    _state_ctx = context
+    _fsdp_param_groups: Sequence[FSDPParamGroup] = ()  # _root_post_backward_final_callback() reduces the gradients of all.
 
     @property
-    def _state_ctx(self) -> Any:
-        return self.context
+    def _fsdp_param_group(self) -> Any:
+        """Programs call its ``post_backward()`` for each state under a root, and some do not call the root's callback then.
 
-    @property
-    def _comm_ctx(self) -> FSDPCommContext:
-        return self.comm
-
-    @property
-    def _mp_policy(self) -> MixedPrecisionPolicy:
-        """NeMo AutoModel computes the logits in the dtype of its head's policy."""
-        return self.mp_policy
-
-    @property
-    def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
-        """Empty: :meth:`_root_post_backward_final_callback` reduces the gradients of all groups."""
-        return []
-
-    @property
-    def _fsdp_param_group(self) -> _Reduction | None:
-        """Programs call its ``post_backward()`` for each state under a root, and some do not call the root's callback then."""
-        return _Reduction(self.context) if self.context.states[0] is self else None
+        The root's reduces the gradients of all states under the root; the others have none.
+        """
+        context = self.context
+        return SimpleNamespace(post_backward=context.end_backward) if context.states[0] is self else None
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduce the gradients that micro-batches have accumulated, set ``.grad`` and reshard."""
@@ -417,29 +373,18 @@ class _PostBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            ctx.state.watch_gradients(gradients)
-        ctx.state._post_backward(ctx.call)
+        state: FSDPState = ctx.state
+        # With create_graph=True, a later backward reaches the nodes that have computed these gradients, and these read the
+        # parameters again, before it reaches the outputs of the call.
+        for gradient in gradients if torch.is_grad_enabled() else ():
+            if gradient is not None and gradient.requires_grad:
+                gradient.register_hook(functools.partial(state._pre_double_backward, state.context))
+        state._post_backward(ctx.call)
         return (None, None, None, *gradients)
-
-
-def _has_history(tensor: torch.Tensor) -> bool:
-    """Whether backward may reach ``tensor``."""
-    return tensor.requires_grad and not tensor.is_leaf
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values)
-
-
-class _Reduction:
-    """In place of FSDP2's group, of the root's state only: it reduces the gradients of all states under the root."""
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-
-    def post_backward(self) -> None:
-        self._context.end_backward()
 
 
 # -- tensors in inputs and outputs -----------------------------------------------------------------------------------------
@@ -475,16 +420,12 @@ def _is_packed(value: Any) -> bool:
     return isinstance(value, PackedSequence)
 
 
-def _is_container(leaf: Any) -> bool:
-    is_dataclass = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
-    return is_dataclass or isinstance(leaf, (set, frozenset, PackedSequence))
-
-
 def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any, opaque: list[Any] | None = None) -> Any:
     """:func:`map_tensors` of a pytree leaf. Objects that are not changed, and may hold tensors, are appended to ``opaque``."""
     if isinstance(leaf, torch.Tensor):
         return annotated_as(leaf, function(leaf))
-    if not _is_container(leaf):
+    is_dataclass = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+    if not is_dataclass and not isinstance(leaf, (set, frozenset, PackedSequence)):
         if opaque is not None and not isinstance(leaf, _WITHOUT_TENSORS):
             opaque.append(leaf)
         return leaf

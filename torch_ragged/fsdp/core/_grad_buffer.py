@@ -142,7 +142,19 @@ class GradBuffer:
         # The buffer would round it. Sums over ranks and passes have reduce_dtype, so this is the only place where bits could be
         # lost.
         if gradient.dtype.itemsize > self.dtype.itemsize and self.dtype != self.reduce_dtype:
-            self._keep_wide(index, gradient)
+            # Norms compute such gradients, and these are few. If they become many, all gradients are kept in ``reduce_dtype``.
+            self.views()
+            kept, wide = self._wide.get(index), gradient.to(self.reduce_dtype)
+            self._wide[index] = (
+                wide if kept is None else kept + wide
+            )  # Not in place: a hook of the user may have kept the first.
+            self._params[index].was_used = self.holds_gradients = True
+            # A rank decides this alone: it changes where the rank accumulates, and no collective.
+            if not self.wide_gradients.are_few and self.wide_gradients.are_many(self._wide.values()):
+                self.widen()
+                self.dtype, self._unreduced, self._widened, self._views = self.reduce_dtype, self._widened, None, []
+                for param in self._params:
+                    param.has_gradient = param.was_used
             return
         # The one copy on a gradient's way: it casts too.
         view = self.views()[index]
@@ -150,28 +162,11 @@ class GradBuffer:
             view.add_(gradient)
         else:
             view.copy_(gradient)
-        self._params[index].has_gradient = self.holds_gradients = True
+        self.mark(index)
 
     def mark(self, index: int) -> None:
         """The view of a parameter holds its gradient now."""
         self._params[index].has_gradient = self.holds_gradients = True
-
-    def _keep_wide(self, index: int, gradient: torch.Tensor) -> None:
-        """Keep a wide gradient outside of the unreduced buffer, which would round it.
-
-        Norms compute such gradients, and these are few. If they become many, all gradients are kept in ``reduce_dtype``.
-        """
-        self.views()
-        kept = self._wide.get(index)
-        # Not in place: a hook of the user may have kept the first gradient.
-        self._wide[index] = gradient.to(self.reduce_dtype) if kept is None else kept + gradient.to(self.reduce_dtype)
-        self._params[index].was_used = self.holds_gradients = True
-        # A rank decides this alone: it changes where the rank accumulates, and no collective.
-        if not self.wide_gradients.are_few and self.wide_gradients.are_many(self._wide.values()):
-            self.widen()
-            self.dtype, self._unreduced, self._widened, self._views = self.reduce_dtype, self._widened, None, []
-            for param in self._params:
-                param.has_gradient = param.was_used
 
     # -- gradients out -----------------------------------------------------------------------------------------------
 

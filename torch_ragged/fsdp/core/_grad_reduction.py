@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from torch_ragged._kernels.casts import scaled_copy_
-from torch_ragged._register._torch import profiler_range
+from torch_ragged._register._torch import dtensor_like, profiler_range
 from torch_ragged.fsdp.comm._collectives import NamedCollectives, Reduction, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
@@ -228,8 +228,8 @@ class GradReduction:
             if not is_used:
                 continue
             # Each gradient has its own version counter, as a tensor of the optimizer.
-            mine = reduced.flat.data[begin:end]
-            gradient = param.distribution.sharded_like(mine, sharded)  # type: ignore[arg-type]
+            mine = param.distribution.local(reduced.flat.data[begin:end])
+            gradient = dtensor_like(mine, sharded)  # type: ignore[arg-type]
             sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
             # Autograd would run these for a leaf. Optimizers that step in backward are such hooks.
             for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,20 +64,6 @@ def _check_order(mesh: DeviceMesh, parts: Sequence[tuple[int, ...]]) -> None:
         raise ValueError(f"{mesh} does not have its ranks in ascending order: sort the ranks of each mesh dimension")
 
 
-def _warn_of_context_parallel(mesh: DeviceMesh) -> None:
-    """Warn if a 2-D mesh, which means HSDP, has a dimension that is named after context parallelism."""
-    names = mesh.mesh_dim_names or ()
-    context = [name for name in names if name in _CONTEXT_PARALLEL]
-    if len(names) == 2 and context:
-        warnings.warn(
-            f"fully_shard takes a 2-D mesh for HSDP: the ranks of dimension {names[0]!r} are replicas, and parameters are "
-            f"sharded over {names[1]!r} only. Context parallelism ({context[0]!r}) computes with whole parameters: to shard "
-            "them over both dimensions, flatten the mesh into one dimension",
-            stacklevel=4,
-        )
-
-
-@dataclass(frozen=True, eq=False)
 class DataParallelMesh:
     """The mesh dimensions of a group's shards and replicas.
 
@@ -97,13 +81,41 @@ class DataParallelMesh:
         has_replicas, has_shards: whether ``mesh`` has these mesh dimensions.
         spmd: with ``dp_mesh_dims``, the whole mesh, on which parameters are DTensors; otherwise None.
         dims: ``dp_mesh_dims``.
+        is_member: whether this rank is in the mesh. If not, it has no process groups, and its groups are dormant.
+        shard_group, replicate_group: the process groups; None if there are no such ranks.
+        ranks: the number of shards.
+        rank: the index of this rank's shard; 0 if this rank is not in the mesh.
+        key: equal for meshes with the same process groups.
+        spmd_dims: the data-parallel dimensions of ``spmd``.
     """
 
-    mesh: DeviceMesh
-    has_replicas: bool
-    has_shards: bool
-    spmd: DeviceMesh | None = None
-    dims: Any = None
+    def __init__(
+        self, mesh: DeviceMesh, has_replicas: bool, has_shards: bool, spmd: DeviceMesh | None = None, dims: Any = None
+    ) -> None:
+        self.mesh, self.has_replicas, self.has_shards, self.spmd, self.dims = mesh, has_replicas, has_shards, spmd, dims
+        self.is_member = mesh.get_coordinate() is not None
+        # Known from here on, also after destroy_process_group, when a report may still be asked for.
+        last = mesh.ndim - 1
+        self.shard_group = mesh.get_group(last) if has_shards and self.is_member else None
+        self.replicate_group = mesh.get_group(0) if has_replicas and self.is_member else None
+        self.ranks = mesh.size(last) if has_shards else 1
+        self.rank = mesh.get_local_rank(last) if has_shards and self.is_member else 0
+        groups = (id(self.shard_group), id(self.replicate_group))
+        self.key: tuple[int, ...] = groups if self.is_member else (hash(mesh),)
+        names = () if spmd is None else (*dims.shard_names, *dims.replicate_names)
+        self.spmd_dims = [dim for dim, name in enumerate((spmd and spmd.mesh_dim_names) or ()) if name in names]
+
+    @staticmethod
+    def of_info(info: Any) -> DataParallelMesh:
+        """The shards and replicas of torch's ``mesh_info``, which one parameter may have for itself."""
+        dims = getattr(info, "dp_mesh_dims", None)  # Torch 2.11 has none.
+        return DataParallelMesh.of(info.mesh if dims is None else info.spmd_mesh, dims)
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The 1-D mesh of the shards. If the mesh has no dimension names, the whole data-parallel mesh."""
+        names = self.mesh.mesh_dim_names
+        return self.mesh if self.mesh.ndim == 1 or names is None else self.mesh[names[-1]]
 
     @staticmethod
     def check(mesh: DeviceMesh, dims: Any = None) -> None:
@@ -139,57 +151,18 @@ class DataParallelMesh:
         """
         DataParallelMesh.check(mesh, dims)
         if dims is None:
-            _warn_of_context_parallel(mesh)
+            names = mesh.mesh_dim_names or ()
+            context = [name for name in names if name in _CONTEXT_PARALLEL]
+            if len(names) == 2 and context:
+                warnings.warn(
+                    f"fully_shard takes a 2-D mesh for HSDP: the ranks of dimension {names[0]!r} are replicas, and parameters "
+                    f"are sharded over {names[1]!r} only. Context parallelism ({context[0]!r}) computes with whole parameters: "
+                    "to shard them over both dimensions, flatten the mesh into one dimension",
+                    stacklevel=3,
+                )
             return DataParallelMesh(mesh, has_replicas=mesh.ndim == 2, has_shards=True)
         parts = [flatten(mesh[part]) for part in (dims.replicate_names, dims.shard_names) if part]
         return DataParallelMesh(concatenate(parts), bool(dims.replicate_names), bool(dims.shard_names), mesh, dims)
-
-    @staticmethod
-    def of_info(info: Any) -> DataParallelMesh:
-        """The shards and replicas of torch's ``mesh_info``, which one parameter may have for itself."""
-        dims = getattr(info, "dp_mesh_dims", None)  # Torch 2.11 has none.
-        return DataParallelMesh.of(info.mesh if dims is None else info.spmd_mesh, dims)
-
-    @functools.cached_property
-    def is_member(self) -> bool:
-        """Whether this rank is in the mesh. If not, it has no process groups, and its groups are dormant."""
-        return self.mesh.get_coordinate() is not None
-
-    # Cached: they stay known after destroy_process_group, when a report may still be asked for.
-    @functools.cached_property
-    def shard_group(self) -> dist.ProcessGroup | None:
-        return self.mesh.get_group(self.mesh.ndim - 1) if self.has_shards and self.is_member else None
-
-    @functools.cached_property
-    def replicate_group(self) -> dist.ProcessGroup | None:
-        return self.mesh.get_group(0) if self.has_replicas and self.is_member else None
-
-    @property
-    def shard_mesh(self) -> DeviceMesh:
-        """The 1-D mesh of the shards. If the mesh has no dimension names, the whole data-parallel mesh."""
-        names = self.mesh.mesh_dim_names
-        return self.mesh if self.mesh.ndim == 1 or names is None else self.mesh[names[-1]]
-
-    @property
-    def ranks(self) -> int:
-        """The number of shards."""
-        return self.mesh.size(self.mesh.ndim - 1) if self.has_shards else 1
-
-    @functools.cached_property
-    def rank(self) -> int:
-        """The index of this rank's shard; 0 if this rank is not in the mesh."""
-        return self.mesh.get_local_rank(self.mesh.ndim - 1) if self.has_shards and self.is_member else 0
-
-    @functools.cached_property
-    def key(self) -> tuple[int, ...]:
-        """A key that is equal for meshes with the same process groups."""
-        return (id(self.shard_group), id(self.replicate_group)) if self.is_member else (hash(self.mesh),)
-
-    @property
-    def spmd_dims(self) -> list[int]:
-        """The data-parallel dimensions of ``spmd``."""
-        names = [] if self.spmd is None else (*self.dims.shard_names, *self.dims.replicate_names)
-        return [dim for dim, name in enumerate((self.spmd and self.spmd.mesh_dim_names) or ()) if name in names]
 
     def place(self, param: DTensor | None) -> tuple[DeviceMesh, list[Placement | None]]:
         """The mesh and placements of a sharded parameter. The placement of the shards is None.
@@ -205,15 +178,14 @@ class DataParallelMesh:
         meshes: list[DeviceMesh] = []
         placements: list[Placement | None] = []
         for name, placement in zip(self.spmd.mesh_dim_names or (), param.placements):
-            part, ours = self._part_of(name)
+            part: tuple[str, ...] = ()  # If it is a shard or replicate dimension, all names of this kind.
+            ours: Placement | None = None
+            if name in self.dims.shard_names:
+                part = self.dims.shard_names
+            elif name in self.dims.replicate_names:
+                part, ours = self.dims.replicate_names, Replicate()
             if part == () or part[0] == name:  # Flattened dimensions take the index of the first one.
                 meshes.append(flatten(self.spmd[part or (name,)]))
                 placements.append(placement if part == () else ours)
         is_flattened = len(meshes) < self.spmd.ndim
         return (concatenate(meshes) if is_flattened else self.spmd), placements
-
-    def _part_of(self, name: str) -> tuple[tuple[str, ...], Placement | None]:
-        """If ``name`` is a shard or replicate dimension, the names of these dimensions and their placement; otherwise ()."""
-        if name in self.dims.shard_names:
-            return self.dims.shard_names, None
-        return (self.dims.replicate_names, Replicate()) if name in self.dims.replicate_names else ((), None)

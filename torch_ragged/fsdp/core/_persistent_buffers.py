@@ -46,7 +46,8 @@ def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSD
     slots_of_group: dict[FSDPParamGroup, tuple[Slot, Slot]] = {}
     for state in states:
         stays_unsharded = state.reshard_after_forward is False or any(isinstance(g.keeper, Resident) for g in state.groups)
-        is_apart = stays_unsharded or _is_around(state, states)
+        inside = {child for module in state.modules for child in module.modules()}
+        is_around = any(module in inside for other in states if other is not state for module in other.modules)
         members: dict[Allocate, list[FSDPParamGroup]] = {}
         for group in state.groups:
             if group in allocators:
@@ -54,7 +55,7 @@ def make_persistent(states: Sequence[FSDPState], size: int, allocators: dict[FSD
         for allocate, groups in members.items():
             names = ("gathered parameters", "gradients")
             pair = rings.setdefault(allocate, tuple(SlotRing(name, size, allocate) for name in names))  # type: ignore[arg-type]
-            slots = (ring.apart(len(groups)) if is_apart else ring.join(len(groups)) for ring in pair)
+            slots = (ring.apart(len(groups)) if stays_unsharded or is_around else ring.join(len(groups)) for ring in pair)
             slots_of_group.update(zip(groups, zip(*slots)))
     for group, (gathered, gradients) in slots_of_group.items():
         for dtype, numel in group.encoding.numel_by_dtype.items():
@@ -82,8 +83,3 @@ def allocator(device: torch.device) -> Allocate:
             return torch.empty(numel, dtype=dtype, device=device)
 
     return allocate
-
-
-def _is_around(state: FSDPState, states: Sequence[FSDPState]) -> bool:
-    inside = {id(child) for module in state.modules for child in module.modules()}
-    return any(id(module) in inside for other in states if other is not state for module in other.modules)

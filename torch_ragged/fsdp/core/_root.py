@@ -125,24 +125,21 @@ class ModuleState:
                     neighbour._must_refresh = True  # It may never be called.
         if needs_backward:
             # Here and in backward: if backward raises here, this rank still knows that other ranks accumulate gradients.
-            if self._accumulates:
+            if self.accumulates:
                 for group in self.groups:
                     group.note_accumulation()
             if self.is_optional and call.order is not None:
-                call.order.watch_entry(call.position)
+                call.order.watch(call.position, is_exit=False)
         return call
 
     def leave_call(self, needs_backward: bool, stays_unsharded: bool) -> None:
         """The call of an optional module on another rank ends: reshard as that rank does."""
-        self.watch_optional_exit(self.calls.pop(), needs_backward)
+        call = self.calls.pop()
+        # As on the ranks that make the call: orders are equal on all ranks, also on those whose backward does not reach it.
+        if call.order is not None and needs_backward:
+            call.order.watch(call.position, is_exit=True)
         if not stays_unsharded and (self.reshard_after_forward or not needs_backward):
             self.reshard(keep=needs_backward)
-
-    def watch_optional_exit(self, call: Call, needs_backward: bool) -> None:
-        """Backward may reach the end of an optional call, on any rank."""
-        # All ranks record this event, also ranks whose backward does not reach it. Their orders must be equal.
-        if call.order is not None and needs_backward:
-            call.order.watch_exit(call.position)
 
     def unshard(self) -> None:
         """All-gather the parameters, unless they are unsharded, and register them in the modules."""
@@ -197,7 +194,7 @@ class ModuleState:
             is_gathered, can_start = True, self.comm.gathers < self.comm.max_gathers
             for group in state.groups:
                 is_gathered &= group.is_gathered
-                can_start &= group.has_slot
+                can_start &= group.encoding.has_slot
             if can_start and not is_gathered:
                 for group in state.groups:
                     group.unshard(wait=False)
@@ -212,17 +209,12 @@ class ModuleState:
         """Unshard for the backward of a call, and prefetch the module before. Equal on all ranks: see ``ForwardOrder``."""
         self._in_backward = True
         # First: if this rank raises below, it still knows which gradients other ranks reduce.
-        self._expect_gradients()
+        for group in self.groups:
+            group.expect_gradients(self.accumulates)
         if self.groups and self.unshard_in_backward:
             with profiler_range("pre_backward", self.fqn):
                 self.unshard()
                 self._prefetch(self.backward_prefetch, order, position, step=-1)
-
-    def _expect_gradients(self) -> None:
-        """This rank or another one may get gradients: all ranks will reduce, or accumulate."""
-        accumulates = self._accumulates
-        for group in self.groups:
-            group.expect_gradients(accumulates)
 
     def post_backward(self, is_last: bool) -> None:
         """Reshard after the backward of a call; after the last call in backward, reduce the gradients of all calls."""
@@ -246,7 +238,7 @@ class ModuleState:
                 groups.append(group)
         if not groups:
             return
-        if self._accumulates:
+        if self.accumulates:
             for group in groups:
                 group.accumulate_gradients()
             return
@@ -260,7 +252,7 @@ class ModuleState:
         self.comm.reducing.append(groups)
 
     @property
-    def _accumulates(self) -> bool:
+    def accumulates(self) -> bool:
         """Whether backward leaves gradients unreduced, for a later pass."""
         if not self.requires_gradient_sync:
             return True
@@ -322,6 +314,7 @@ class FSDPStateContext:
         roll_call: RollCall | None = None,
     ) -> None:
         self.states, self.is_initialized, self.log, self.roll_call = states, is_initialized, log, roll_call
+        self.all_states = states  # FSDP2's name for them, which the pipeline schedules of torch 2.11 to 2.13 read.
         self.groups = [group for state in states for group in state.groups]
         self.order, self.last_order = ForwardOrder(), ForwardOrder()
         self.orders: list[ForwardOrder] = []
@@ -330,11 +323,6 @@ class FSDPStateContext:
         self._closed = ""
         # Only autograd holds the callback of a running pass, and drops it if backward raises: a dead reference means that.
         self._running: Callable[[], object] | None = None
-
-    @property
-    def all_states(self) -> Sequence[ModuleState]:
-        """``states`` under FSDP2's name, which the pipeline schedules of torch 2.11 to 2.13 read."""
-        return self.states
 
     def close(self, why: str) -> None:
         """From now on, a backward raises ``why``: the memory of the forward that it belongs to is freed."""
@@ -484,7 +472,9 @@ class FSDPStateContext:
                 for groups in reduced.values():
                     used = _used_anywhere(groups)
                     for group in groups:
-                        group.finish_gradients(used)
+                        group.reduction.set_grads(used)
+                        # All ranks set .grad in the same pass, so what they keep gathered is out of date on all of them.
+                        group.invalidate_kept()
                 is_accumulating = not reduced and any(group.is_trainable for group in self.groups)
                 for group in self.groups:
                     group.end_pass(is_accumulating)

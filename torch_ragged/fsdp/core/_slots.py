@@ -5,23 +5,25 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 __all__ = ["SlotRing", "Slot", "Slab"]
 
 
+@dataclass(eq=False)
 class Slab:
     """Memory of one dtype, with one holder at a time.
 
-    Args:
+    Attributes:
         flat: the memory.
-        of: a description, for errors.
+        description: for errors.
     """
 
-    def __init__(self, flat: torch.Tensor, of: str) -> None:
-        self.flat, self._of = flat, of
-        self._holder: weakref.ref[object] | None = None
+    flat: torch.Tensor
+    description: str
+    _holder: weakref.ref[object] | None = None
 
     def is_held_by(self, holder: object) -> bool:
         return self._holder is not None and self._holder() is holder
@@ -30,25 +32,22 @@ class Slab:
         """Whether ``holder`` can claim it. Equal on all ranks, as it does not depend on the garbage collector."""
         return self._holder is None or self.is_held_by(holder)
 
-    def _is_held_by_other(self, holder: object) -> bool:
-        return self._holder is not None and self._holder() not in (None, holder)
-
     def claim(self, holder: object) -> None:
         """Make ``holder`` the holder, until it calls :meth:`free`. The contents are undefined.
 
         Raises:
             RuntimeError: another holder uses it.
         """
-        # A deleted holder frees its slot. Ranks collect garbage at different moments, so each does it now.
-        if self._is_held_by_other(holder):
+        if self._holder is not None and self._holder() not in (None, holder):
+            # A deleted holder frees its slot. Ranks collect garbage at different moments, so each does it now.
             gc.collect()
-        # Do not wait: this rank itself frees the slot, later in its program.
-        if self._is_held_by_other(holder):
-            raise RuntimeError(
-                f"{self._of} is in use by another group. Groups take turns in a module's persistent buffers: "
-                "raise set_persistent_buffers(places=) if more groups are unsharded, or have unreduced gradients, at once; "
-                "or call set_persistent_buffers(False)"
-            )
+            # Do not wait: this rank itself frees the slot, later in its program.
+            if self._holder() not in (None, holder):
+                raise RuntimeError(
+                    f"{self.description} is in use by another group. Groups take turns in a module's persistent buffers: "
+                    "raise set_persistent_buffers(places=) if more groups are unsharded, or have unreduced gradients, at once; "
+                    "or call set_persistent_buffers(False)"
+                )
         self._holder = weakref.ref(holder)
 
     def free(self, holder: object) -> None:

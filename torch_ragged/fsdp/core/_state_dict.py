@@ -442,26 +442,21 @@ class OptimizerStates:
         states: dict[torch.Tensor, Any] = defaultdict(dict)
         for name, param in self._params().items() if is_member else ():
             kept = self.optimizer.state.get(param, {}) if was_member else told.states[name]
-            values = {key: _value(value, moved.get(f"{self._label}.{name}.{key}")) for key, value in kept.items()}
-            if values:
-                states[params[name]] = values
+            for key, value in kept.items():
+                if (here := moved.get(f"{self._label}.{name}.{key}")) is not None:
+                    value = here
+                elif isinstance(value, Single):
+                    value = value.tensor.to(value.device_type)
+                states[params[name]][key] = value
         for group, options in zip(self.optimizer.param_groups, told.options):
             group["params"] = [params[self._names[param]] for param in group["params"]]
             if is_member and not was_member:
-                group.update({key: _placed_as(value, group.get(key)) for key, value in options.items()})
+                for key, value in options.items():
+                    own = group.get(key)
+                    has_device = isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor)
+                    group[key] = value.to(own.device) if has_device else value  # type: ignore[union-attr]
         # Optimizers drop here what they derive from parameters, such as plans for the old mesh.
         self.optimizer.__setstate__({"state": states, "param_groups": self.optimizer.param_groups})
 
     def _params(self) -> dict[str, torch.Tensor]:
         return {self._names[param]: param for group in self.optimizer.param_groups for param in group["params"]}
-
-
-def _value(value: Any, moved: torch.Tensor | None) -> Any:
-    if moved is not None:
-        return moved
-    return value.tensor.to(value.device_type) if isinstance(value, Single) else value
-
-
-def _placed_as(value: Any, like: Any) -> Any:
-    """An option. If it is a tensor and the rank's own option is one, on the same device."""
-    return value.to(like.device) if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor) else value

@@ -94,37 +94,42 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if count == groups and not looks:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    found = (_of_replaced(params), _of_detached(params), _of_alone(optimizer, params), _of_unreduced(params))
-    texts = [text for text in found if text]
+    texts = []
+    if names := _names((_owners[param][0](), _owners[param][1]) for param in params if param in _owners):
+        texts.append(
+            f"has parameters that fully_shard has replaced since: {_listed(names)}. Its step does not train the model: make "
+            "the optimizer and its groups (such as those of matrix_groups) of model.parameters() after fully_shard"
+        )
+    texts += _of_detached(params) + _of_alone(optimizer, params)
+    pending: dict[int, tuple[nn.Module, str]] = {}
+    if backward_id() == -1:  # Optimizers that step in backward do so while other groups reduce.
+        waiting = (param for group in all_groups if group.is_pending for param in group.params)
+        pending = {id(param.sharded): param.registered_names[0] for param in waiting}
+    if names := _names(pending[id(param)] for param in params if id(param) in pending):
+        texts.append(
+            f"makes a step while gradients of its parameters are not reduced: {_listed(names)}. They are not in .grad, so that "
+            "this step does not use them. Call set_requires_gradient_sync(True) before the last backward of a step (if you use "
+            "them, also set_requires_all_reduce(True), set_is_last_backward(True) or finalize_backward())"
+        )
     _seen[optimizer] = groups, 0 if texts else (looks if count == groups else _LOOKS) - 1
     for text in texts:
         warnings.warn(f"{type(optimizer).__name__} {text}", stacklevel=3)
 
 
-def _of_replaced(params: Sequence[torch.Tensor]) -> str:
-    names = _names((_owners[param][0](), _owners[param][1]) for param in params if param in _owners)
-    if not names:
-        return ""
-    return (
-        f"has parameters that fully_shard has replaced since: {_listed(names)}. Its step does not train the model: make the "
-        "optimizer and its groups (such as those of matrix_groups) of model.parameters() after fully_shard"
-    )
-
-
-def _of_detached(params: Sequence[torch.Tensor]) -> str:
+def _of_detached(params: Sequence[torch.Tensor]) -> list[str]:
     """Tensors that share their memory with sharded parameters, but get no gradients: those of a state dict."""
     others = [param for param in params if isinstance(param, DTensor) and not isinstance(param, nn.Parameter)]
     memories = [_memory_of(param) for param in others if not param.requires_grad and param.grad is None]
     if not any(memories):
-        return ""
+        return []
     owners = {_memory_of(param.sharded): param.registered_names[0] for group in all_groups for param in group.params}
     names = _names(owners[memory] for memory in memories if memory is not None and memory in owners)
     if not names:
-        return ""
-    return (
+        return []
+    return [
         f"has tensors that share memory with parameters, and are not the parameters: {_listed(names)}. They get no gradients, "
         "so that its step does not train the model: give it model.parameters(), not the values of a state_dict"
-    )
+    ]
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
@@ -136,20 +141,20 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     return local.untyped_storage().data_ptr(), local.storage_offset(), tensor.shape
 
 
-def _of_alone(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> str:
+def _of_alone(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> list[str]:
     """Parameters with gradients in no group, if the optimizer has sharded ones, too: otherwise it may train another model."""
     alone = [param for param in params if _is_alone(param) and param.grad is not None and param not in _owners]
     if not alone or not _has_ranks():
-        return ""
+        return []
     sharded = {id(param.sharded) for group in all_groups for param in group.params}
     if not any(id(param) in sharded for param in params):
-        return ""
+        return []
     names: dict[Any, str] = {param: name for root in _roots for name, param in root.named_parameters()}
     for group in optimizer.param_groups:
         names.update(zip(group["params"], group.get("param_names", ())))
     note_ignored(alone)
     texts = [names.get(param, f"a parameter of shape {tuple(param.shape)}") for param in alone]
-    return f"trains parameters that fully_shard has not sharded, beside sharded ones: {_listed(texts)}. {_ADVICE}"
+    return [f"trains parameters that fully_shard has not sharded, beside sharded ones: {_listed(texts)}. {_ADVICE}"]
 
 
 def _is_alone(param: torch.Tensor) -> bool:
@@ -158,21 +163,6 @@ def _is_alone(param: torch.Tensor) -> bool:
 
 def _has_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _of_unreduced(params: Sequence[torch.Tensor]) -> str:
-    if backward_id() != -1:  # Optimizers that step in backward do so while other groups reduce.
-        return ""
-    pending = (group for group in all_groups if group.is_pending)
-    owners = {id(param.sharded): param.registered_names[0] for group in pending for param in group.params}
-    names = _names(owners[id(param)] for param in params if id(param) in owners)
-    if not names:
-        return ""
-    return (
-        f"makes a step while gradients of its parameters are not reduced: {_listed(names)}. They are not in .grad, so that "
-        "this step does not use them. Call set_requires_gradient_sync(True) before the last backward of a step (if you use "
-        "them, also set_requires_all_reduce(True), set_is_last_backward(True) or finalize_backward())"
-    )
 
 
 def _names(owners: Iterable[tuple[nn.Module | None, str]]) -> list[str]:

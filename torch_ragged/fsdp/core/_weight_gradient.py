@@ -70,6 +70,7 @@ class _Weight:
     """A weight whose matmuls are detected: a parameter, or a view of one."""
 
     parameter: ComputeParameter
+    _plain: Callable[[], torch.Tensor]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,10 +84,11 @@ class _Weight:
                 result = handler(func, *args, **kwargs)
             if result is not None:
                 return result
-        return _as_plain(func, types, args, kwargs)
-
-    def _plain(self) -> torch.Tensor:
-        raise NotImplementedError
+        # As torch does for plain tensors and parameters.
+        others = tuple(other for other in types if not issubclass(other, _Weight))
+        if others:
+            return others[0].__torch_function__(func, others, args, kwargs)
+        return nn.Parameter.__torch_function__(func, types, args, kwargs)
 
     def __repr__(self, **keywords: Any) -> str:
         return self._plain().__repr__(**keywords)
@@ -143,15 +145,6 @@ class _WeightView(_Weight, torch.Tensor):
 
     def _plain(self) -> torch.Tensor:
         return self.view_as(self)  # view_as is not one of _VIEWS.
-
-
-def _as_plain(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Call ``func`` as torch does for plain tensors and parameters."""
-    if len(types) > 1:
-        others = tuple(other for other in types if not issubclass(other, _Weight))
-        if others:
-            return others[0].__torch_function__(func, others, args, kwargs)
-    return nn.Parameter.__torch_function__(func, types, args, kwargs)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------

@@ -70,12 +70,12 @@ def check_movable(group: FSDPParamGroup) -> None:
     process_groups = group.process_groups
     if isinstance(process_groups, HierarchicalCollectives):
         raise ValueError(f"{group.names} was sharded with HIERARCHICAL, which reshard_to does not support")
-    if group.collectives is not process_groups:
+    if group.named.inner is not process_groups:
         raise ValueError(
             f"{group.names} has collectives that belong to its mesh: close a monitor and call set_collectives('nccl') before "
             "reshard_to, and choose them again after it"
         )
-    if group.has_own_memory:
+    if group.pools[0] is not None or group.encoding.keeps_storage:
         raise ValueError(
             f"{group.names} has persistent buffers, as a captured model needs them: call set_persistent_buffers(False), or "
             "set_keep_unsharded_storage(False), before reshard_to, and capture again after it"

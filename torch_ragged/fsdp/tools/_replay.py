@@ -6,6 +6,7 @@ which neither compute nor communicate.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,7 +112,7 @@ class _Replay:
             module.register_parameter(registered[0][1], None)
             found = nn.Parameter(value, requires_grad=param.sharded.requires_grad)
             params.append(FoundParam(param.fqn, registered, found, param.distribution))
-        twin = make_group(group.plan_on_meta(params))
+        twin = make_group(dataclasses.replace(group.plan, params=params, runs_on_meta=True))
         twin.register_sharded()
         if isinstance(group.keeper, Neighbours):
             assert group.dp.shard_group is not None
@@ -121,8 +122,8 @@ class _Replay:
         twin.settings.max_reductions = group.settings.max_reductions
         twin.settings.requires_all_reduce = group.settings.requires_all_reduce
         memory = twin.memory
-        traits = group.collectives.reduce_scatter_traits(group.device)
-        twin.collectives = _NoCollectives(traits, memory.gradients)
+        traits = group.named.inner.reduce_scatter_traits(group.device)
+        twin.named.inner = _NoCollectives(traits, memory.gradients)
         for kind, log in (("gathered", memory.gathered), ("gradients", memory.gradients), ("grad", memory.reduced)):
             log.start()
             self._logs.append((kind, log))
