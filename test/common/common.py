@@ -208,6 +208,16 @@ def stop_ranks() -> None:
 
 
 @contextlib.contextmanager
+def no_pipelines() -> Iterator[None]:
+    """As in a process that has not imported torch's pipelines: before torch 2.13, matmuls write no gradients in one that has."""
+    found = {name: sys.modules.pop(name) for name in ("torch.distributed.pipelining",) if name in sys.modules}
+    try:
+        yield
+    finally:
+        sys.modules.update(found)
+
+
+@contextlib.contextmanager
 def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
     """This process is one rank of a fake process group. Collectives of several ranks move no data."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)

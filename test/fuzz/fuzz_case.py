@@ -35,6 +35,7 @@ REFUSALS = (
     "set_persistent_buffers",
     "is cut unevenly by",
     "cannot choose memory or collectives",
+    "this version of torch sorts the ranks",
 )
 
 

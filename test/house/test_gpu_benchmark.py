@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import no_pipelines
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -59,7 +60,7 @@ def step(package: str, ranks: int) -> tuple[Counter[str], Counter[str], int]:
     """Elements moved, and bytes of the collectives, in the second step of a rank; and the model's elements."""
     log, moves = CollectiveLog(), MoveLog()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    with fake_world(ranks), meta_training(), log.installed():
+    with no_pipelines(), fake_world(ranks), meta_training(), log.installed():
         model = Stack([BLOCK] * 2, REST, device="meta")
         numel = sum(parameter.numel() for parameter in model.parameters())
         shard(model, PACKAGES[package], mesh=make_mesh(ranks), mp_policy=policy)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from common import error_of
+from common import error_of, no_pipelines
 from fsdp_common import Boom
 from fsdp_one_rank import BFLOAT16, WIDTH, OneRankTest, groups_of
 from torch import nn
@@ -110,7 +110,8 @@ class GradientTest(OneRankTest):
 
     def test_a_parameter_frozen_after_forward_has_no_gradient(self):
         for smallest in (1, 2**62):  # Written by the matmul, or copied.
-            with mock.patch("torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE", smallest):
+            name = "torch_ragged.fsdp.core._fsdp_param_group.SMALLEST_WRITTEN_IN_PLACE"
+            with no_pipelines(), mock.patch(name, smallest):
                 model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=self.mesh, reshard_after_forward=False)
             self.assertEqual(isinstance(groups_of(model)[0].params[0].unsharded, ComputeParameter), smallest == 1)
             sharded, loss = model.weight, model(torch.ones(1, WIDTH)).sum()
