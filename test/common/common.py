@@ -209,7 +209,7 @@ def stop_ranks() -> None:
 
 @contextlib.contextmanager
 def no_pipelines() -> Iterator[None]:
-    """As in a process that has not imported torch's pipelines: before torch 2.13, matmuls write no gradients in one that has."""
+    """As in a process that has not imported torch's pipelines: in others, matmuls write no gradients before torch 2.13."""
     found = {name: sys.modules.pop(name) for name in ("torch.distributed.pipelining",) if name in sys.modules}
     try:
         yield

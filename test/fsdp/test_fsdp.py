@@ -205,7 +205,7 @@ class FullyShardTest(unittest.TestCase):
         def look(name):
             def hook(module, args):
                 group = groups[name]
-                base, size = group.unsharded.flat.data_ptr(), group.unsharded.nbytes
+                base, size = group.encoding.buffer.flat.data_ptr(), group.encoding.buffer.nbytes
                 for fqn, param in module.named_parameters(recurse=True):
                     assert not isinstance(param, DTensor), fqn
                     assert param.untyped_storage().data_ptr() == base == param.data_ptr() - 4 * param.storage_offset(), fqn
@@ -233,7 +233,7 @@ class FullyShardTest(unittest.TestCase):
         loss_of(model, batch(0, False)).backward()
         groups = named_groups(model)
         assert all(
-            not g.unsharded.is_allocated and not any(b.resident_nbytes for b in g.buffers()["gradients"])
+            not g.encoding.buffer.is_allocated and not any(b.resident_nbytes for b in g.buffers()["gradients"])
             for g in groups.values()
         )
         for name, param in model.named_parameters():
@@ -385,7 +385,7 @@ class FullyShardTest(unittest.TestCase):
     def test_a_deleted_model_releases_its_buffers():
         model, x = build("ragged"), batch(0, False)[:, :-1]
         model(x)
-        gone = weakref.ref(model.blocks[0]._ragged_fsdp_state.groups[0].unsharded.flat)
+        gone = weakref.ref(model.blocks[0]._ragged_fsdp_state.groups[0].encoding.buffer.flat)
         assert gone() is not None
         del model
         gc.collect()

@@ -401,7 +401,7 @@ class ModuleTest(unittest.TestCase):
         optimizer.step()
         del optimizer
         storages = [weakref.ref(group.sharded.flat) for state in model._ragged_states(True) for group in state.groups]
-        storages += [weakref.ref(group.unsharded.flat) for state in model._ragged_states(True) for group in state.groups]
+        storages += [weakref.ref(group.encoding.buffer.flat) for state in model._ragged_states(True) for group in state.groups]
         assert all(each() is not None for each in storages)
         del model
         gc.collect()

@@ -164,8 +164,8 @@ class PlacementsTest(unittest.TestCase):
             # Parameters of ZeRO-3 are gathered for forward and for backward, but for the root, which has none of its own here.
             gathers = 2 * len(groups) if placements is ZERO3 else len(groups)
             assert calls(model, lambda: step(model, 1, optimizer)) == (gathers, len(groups), 0)
-            resident = sum(group.unsharded.resident_nbytes for group in groups)
-            assert resident == (0 if placements is ZERO3 else sum(group.unsharded.nbytes for group in groups))
+            resident = sum(group.encoding.buffer.resident_nbytes for group in groups)
+            assert resident == (0 if placements is ZERO3 else sum(group.encoding.buffer.nbytes for group in groups))
             report = memory_report(model, optimizer)
             assert report.total.gathered == resident and report.peak.total >= resident
 
@@ -301,7 +301,7 @@ class PlacementsTest(unittest.TestCase):
         model = build(fully_shard, world(), reshard_after_forward=2)
         model(batch(0))
         groups = groups_of(model)
-        kept = sum(group.unsharded.nbytes for group in groups) // 2
+        kept = sum(group.encoding.buffer.nbytes for group in groups) // 2
         assert sum(group.kept_nbytes for group in groups) == kept == memory_report(model).total.gathered
         sizes = []
         for group in groups:
@@ -399,16 +399,16 @@ class PlacementsTest(unittest.TestCase):
         ours.set_allocate_memory_from_process_group_for_comm(True)  # gloo has no allocator.
         ours.set_keep_unsharded_storage(True)
         step(ours)
-        addresses = [group.unsharded.flat.data_ptr() for group in groups_of(ours)]
+        addresses = [group.encoding.buffer.flat.data_ptr() for group in groups_of(ours)]
         assert all(addresses) and not any(group.is_unsharded for group in groups_of(ours))
         step(ours)
-        assert addresses == [group.unsharded.flat.data_ptr() for group in groups_of(ours)]
-        replaced = [group.unsharded for group in groups_of(ours)]
+        assert addresses == [group.encoding.buffer.flat.data_ptr() for group in groups_of(ours)]
+        replaced = [group.encoding.buffer for group in groups_of(ours)]
         ours.set_persistent_buffers(False)  # New buffers: the old ones are freed first, also those that stay allocated.
         assert not any(buffer.is_allocated for buffer in replaced)
         ours.set_keep_unsharded_storage(False)
         step(ours)
-        assert not any(group.unsharded.is_allocated for group in groups_of(ours))
+        assert not any(group.encoding.buffer.is_allocated for group in groups_of(ours))
 
     def test_memory_that_gloo_does_not_have_is_refused(self):
         words = ("supports NCCL only, got 'UCC'", "needs NCCL, the mesh's backend is gloo", "when a custom collective is set")

@@ -327,15 +327,17 @@ class RowOpsTest(ExpectTestCase):
         mesh = init_device_mesh("cpu", (2, 2))
         plain, vector = torch.arange(16.0).view(8, 2), torch.tensor([1.0, 2.0])
         shards = (_StridedShard(0, split_factor=2), Shard(0), Replicate())
+        made = 0
         for first, second in itertools.permutations(shards, 2):
             try:
                 x = distribute_tensor(plain, mesh, [Replicate()] * 2).redistribute(placements=[first, second])
-            except ValueError:  # Torch 2.11 does not make it: no order of shards gives a strided shard beside a Replicate.
-                assert Replicate() in (first, second)
+            except ValueError:  # Torch 2.11 makes strided shards only if they are an order of plain ones.
                 continue
+            made += 1
             for placements in ([RaggedShard((0,), (1, 1)), Replicate()], [Replicate(), RaggedShard((0,), (2, 0))]):
                 found = x - distribute_tensor(vector, mesh, placements)
                 assert torch.equal(found.full_tensor(), plain - vector), (first, second, placements)
+        assert made >= 3, made
 
     @ranks(4)
     def test_lists_in_place_write_to_whole_tensors_on_every_rank():

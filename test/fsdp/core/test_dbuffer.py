@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch_ragged.fsdp import BufferLayout, TensorSpec
 from torch_ragged.fsdp.comm._collectives import done
 from torch_ragged.fsdp.comm._hierarchical import Levels
-from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, allocate_storage, free_storage, high_water, in_buffer_form
+from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, allocate_storage, free_storage, in_buffer_form
 from torch_ragged.fsdp.core._slots import Slot
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
 from torch_ragged.fsdp.core.keepers._resident import Resident
@@ -297,20 +297,6 @@ class MemoryLogTest(unittest.TestCase):
         log.note(1)
         log.stop()
         self.assertEqual(log.events, [])
-
-    def test_the_high_water_is_the_first_moment_of_the_largest_sum(self):
-        one, two = MemoryLog(), MemoryLog()
-        for log in (one, two):
-            log.start()
-        for log, nbytes in ((one, 10), (two, 5), (one, -10), (two, 10), (one, -3)):
-            log.note(nbytes)
-        kinds = (("one", one), ("two", two))
-        moment, most = high_water(kinds, {"one": 4, "two": 0})
-        self.assertEqual((moment, most), (two.events[0][0], {"one": 14, "two": 5}))
-        self.assertEqual(high_water(kinds, {"one": 0, "two": 0})[1], {"one": 10, "two": 5})
-        two.start()
-        two.note(-1)
-        self.assertEqual(high_water((("two", two),), {"two": 7}), (-1, {"two": 7}))
 
     def test_storage_is_allocated_and_freed_once(self):
         log, tensor = MemoryLog(), torch.ones(6)

@@ -156,8 +156,8 @@ class ChangedParameterTest(OneRankTest):
         for _ in range(2):
             model(torch.ones(1, WIDTH)).sum().backward()
             self.assertFalse(group.is_unsharded)
-            self.assertTrue(group.unsharded.is_allocated)
-            addresses.append(group.unsharded.flat.data_ptr())
+            self.assertTrue(group.encoding.buffer.is_allocated)
+            addresses.append(group.encoding.buffer.flat.data_ptr())
         self.assertEqual(addresses[0], addresses[1])
 
     def test_a_module_around_others_has_a_slot_of_its_own(self):

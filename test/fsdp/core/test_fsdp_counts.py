@@ -158,7 +158,7 @@ class CountTest(unittest.TestCase):
             model = fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: Shard(1), placements=placements)
             model.set_keep_unsharded_storage(kept and placements is None)
             model.unshard()
-            self.assertEqual(groups_of(model)[0].unsharded.is_allocated, kept)
+            self.assertEqual(groups_of(model)[0].encoding.buffer.is_allocated, kept)
 
     def gathers(self, model, change=lambda: None):
         change()

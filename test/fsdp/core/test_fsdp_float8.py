@@ -244,12 +244,12 @@ def _check_memory():
     coded = [group for group in groups.values() if isinstance(group.encoding, Float8Encoding)]
     assert len(coded) == 2 and len(groups) == 4
     for group in coded:
-        assert group.layout.numel < group.encoding.codes.nbytes < 0.52 * group.unsharded.nbytes
+        assert group.layout.numel < group.encoding.codes.nbytes < 0.52 * group.encoding.buffer.nbytes
         assert [buffer.resident_nbytes for buffer in group.buffers()["gathered"]] == [0, 0]
     with monitor(net) as watch, torch.no_grad():
         net(torch.zeros(1, 2, dtype=torch.int64))
         row = watch.step()
-    plain = sum(group.unsharded.nbytes for group in groups.values() if group not in coded)
+    plain = sum(group.encoding.buffer.nbytes for group in groups.values() if group not in coded)
     assert row["all_gather_bytes"] == plain + sum(group.encoding.codes.nbytes for group in coded), row
 
 

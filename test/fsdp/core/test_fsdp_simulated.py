@@ -87,10 +87,9 @@ def simulate(block, mesh, **knobs):
     model = fully_shard(block, mesh=mesh, orig_param_policy=granularity, reshard_after_forward=True, **knobs)
     (group,) = (group for state in model._ragged_states(True) for group in state.groups)
     group.named.inner = counted = NoCollectives()
-    group.is_meta = False
     # There are no addresses on the meta device by which to tell whose memory a tensor lies in.
     with mock.patch.object(Encoding, "is_intact", lambda *_: True), mock.patch.object(DBuffer, "holds", lambda *_: False):
-        with mock.patch.object(FSDPParamGroup, "_is_in_place", lambda self, index: True):
+        with mock.patch.multiple(FSDPParamGroup, is_meta=False, _is_in_place=lambda self, index: True):
             dim = model.norm1.weight.shape[0]
             held = []
             before = FSDPParamGroup.before_gradient  # Called before each gradient.
@@ -132,7 +131,7 @@ class SimulatedTest(unittest.TestCase):
             self.assertEqual((param.to_local().numel(), param.grad.to_local().numel()), (stop - start, stop - start), name)
             self.assertEqual(param.placements[0], plan.placement(index), name)
         whole = plan.numel * 2
-        self.assertEqual((group.sharded.nbytes, group.unsharded.nbytes), (whole // RANKS, whole))
+        self.assertEqual((group.sharded.nbytes, group.encoding.buffer.nbytes), (whole // RANKS, whole))
         self.assertEqual(counted.calls, {"all_gather": 2, "reduce_scatter": 1, "all_reduce_max": 1})
         self.assertEqual(counted.bytes["all_gather"], 2 * whole)
         self.assertEqual(counted.bytes["reduce_scatter"], plan.numel * reduce_dtype.itemsize)

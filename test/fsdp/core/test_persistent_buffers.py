@@ -201,7 +201,7 @@ class PersistentBuffersTest(unittest.TestCase):
                     optimizer.zero_grad()
         assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:6])), losses
         assert losses[:3] == losses[6:9] == losses[9:], losses
-        addresses = {group.unsharded.flat.data_ptr() for group in model._ragged_groups(recurse=True)}
+        addresses = {group.encoding.buffer.flat.data_ptr() for group in model._ragged_groups(recurse=True)}
         assert len(addresses) == 7, addresses
 
     @ranks(2)
@@ -218,7 +218,7 @@ class PersistentBuffersTest(unittest.TestCase):
         seen: list[list[int]] = []
         for _ in range(3):
             step(model)
-            found = [group.unsharded.flat.data_ptr() for group in groups]
+            found = [group.encoding.buffer.flat.data_ptr() for group in groups]
             found += [buffer.flat.data_ptr() for group in groups for buffer in group.buffers()["gradients"]]
             seen.append(found)
             model.zero_grad()
@@ -226,13 +226,13 @@ class PersistentBuffersTest(unittest.TestCase):
         # Two slots and the root's, as large as the largest of their groups: gathered, unreduced, in the reduce dtype.
         assert sorted(map(str, made)) == ["torch.bfloat16"] * 6 + ["torch.float32"] * 3, made
         root, *blocks = groups
-        gathered = [group.unsharded.flat.data_ptr() for group in blocks]
+        gathered = [group.encoding.buffer.flat.data_ptr() for group in blocks]
         assert gathered[0::2] == gathered[:1] * 3 and gathered[1::2] == gathered[1:2] * 3, gathered
-        assert root.unsharded.flat.data_ptr() not in gathered
+        assert root.encoding.buffer.flat.data_ptr() not in gathered
         assert all(buffer.resident_nbytes == 0 for group in groups for buffer in group.buffers()["gathered"])
         model.set_persistent_buffers(False)
         step(model)
-        assert len({group.unsharded.flat.untyped_storage().nbytes() for group in blocks}) == 1  # Every slot is as large.
+        assert len({group.encoding.buffer.flat.untyped_storage().nbytes() for group in blocks}) == 1  # Every slot is as large.
 
     @ranks(2)
     def test_a_conversion_makes_new_buffers_and_trains_on():

@@ -33,6 +33,7 @@ from torch_ragged.fsdp import (
 from torch_ragged.fsdp._fully_shard import named_groups as groups_of
 from torch_ragged.fsdp.comm._collectives import ProcessGroupCollectives, ReduceScatterTraits
 from torch_ragged.fsdp.core._dbuffer import MemoryLog
+from torch_ragged.fsdp.tools._replay import high_water
 from torch_ragged.offline import Model, ModelPlanner, granularity_policy
 from torch_ragged.offline._memory import Precision, zero_memory
 from torch_ragged.offline._models import module_groups
@@ -434,6 +435,20 @@ class MemoryReportTest(unittest.TestCase):
         assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
         for wrong in ("adam", lambda params: "adam", [3]):
             assert "TypeError: memory_report got " in error_of(memory_report, model, wrong), wrong
+
+    def test_the_high_water_is_the_first_moment_of_the_largest_sum(self):
+        one, two = MemoryLog(), MemoryLog()
+        for log in (one, two):
+            log.start()
+        for log, nbytes in ((one, 10), (two, 5), (one, -10), (two, 10), (one, -3)):
+            log.note(nbytes)
+        kinds = (("one", one), ("two", two))
+        moment, most = high_water(kinds, {"one": 4, "two": 0})
+        self.assertEqual((moment, most), (two.events[0][0], {"one": 14, "two": 5}))
+        self.assertEqual(high_water(kinds, {"one": 0, "two": 0})[1], {"one": 10, "two": 5})
+        two.start()
+        two.note(-1)
+        self.assertEqual(high_water((("two", two),), {"two": 7}), (-1, {"two": 7}))
 
     @ranks(2)
     @as_nccl()

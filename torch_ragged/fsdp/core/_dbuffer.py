@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Union
@@ -27,7 +26,6 @@ __all__ = [
     "MemoryPool",
     "allocate_storage",
     "free_storage",
-    "high_water",
     "in_buffer_form",
 ]
 
@@ -75,28 +73,6 @@ class GroupMemory:
     gathered: MemoryLog = field(default_factory=MemoryLog)
     gradients: MemoryLog = field(default_factory=MemoryLog)
     reduced: MemoryLog = field(default_factory=MemoryLog)
-
-
-def high_water(logs: Iterable[tuple[str, MemoryLog]], start: Mapping[str, int]) -> tuple[int, dict[str, int]]:
-    """The moment with the largest sum over all logs, and the bytes of each kind at that moment.
-
-    Args:
-        logs: pairs of a kind and a log.
-        start: the bytes of each kind when the logs were started.
-
-    Returns:
-        the moment (-1: the start), and the bytes by kind.
-    """
-    events = sorted((moment, nbytes, kind) for kind, log in logs for moment, nbytes in log.events)
-    now = dict(start)
-    total = most = sum(now.values())
-    best = (-1, dict(now))
-    for moment, nbytes, kind in events:
-        now[kind] += nbytes
-        total += nbytes
-        if total > most:
-            most, best = total, (moment, dict(now))
-    return best
 
 
 def allocate_storage(tensor: torch.Tensor, log: MemoryLog | None = None) -> None:

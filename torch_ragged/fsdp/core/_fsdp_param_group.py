@@ -124,7 +124,6 @@ class FSDPParamGroup:
         pools: the user's memory pools, of unsharded parameters and of gradients; None: the allocator.
         names: the first parameter's name, and the number of the others: for errors.
         sharded: the buffer of the shards.
-        is_meta: whether the parameters have no memory yet.
         fqn: the name of the group's module; empty before the root's first forward.
         is_hidden: whether the parameters are temporarily deregistered from their modules.
         has_registered_memory: whether the buffers lie in memory that the collectives have registered.
@@ -176,7 +175,6 @@ class FSDPParamGroup:
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate buffers for parameters of ``dtype``, for a computation on ``device``."""
         self.device, self.orig_dtype = device, dtype
-        self.is_meta = device.type == "meta" and not self.plan.runs_on_meta
         # Integers do not train. They keep their dtype, and so do complex numbers.
         self.param_dtype = (dtype.is_floating_point and self.plan.param_dtype) or dtype
         default = dtype if _KEEPS_WIDE_GRADIENTS else self.param_dtype
@@ -278,9 +276,9 @@ class FSDPParamGroup:
         self.keeper, self._keeps_buffer = keeper, keeper is not None and keeper.keeps_buffer
 
     @property
-    def unsharded(self) -> DBuffer:
-        """The gathered buffer."""
-        return self.encoding.buffer
+    def is_meta(self) -> bool:
+        """Whether the parameters have no memory yet."""
+        return self.device.type == "meta" and not self.plan.runs_on_meta
 
     @property
     def is_trainable(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial
@@ -132,7 +131,9 @@ class GradBuffer:
         is_storage = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes
         if not is_storage or (self._unreduced is not None and self._unreduced.is_allocated):
             return False
-        self._unreduced = self._made(self.dtype, borrowed=gradient)
+        self._unreduced = DBuffer(
+            self._layout, Partial(), self._rank, self.dtype, self._device, borrowed=gradient, log=self._log
+        )
         self._views = [self._unreduced.tensor(0)]
         self.mark(0)
         return True
@@ -248,7 +249,7 @@ class GradBuffer:
     def _allocated(self, buffer: DBuffer | None, dtype: torch.dtype) -> DBuffer:
         """Allocate ``buffer``, or a new one if it is None, and return it."""
         if buffer is None:
-            buffer = self._made(dtype, pool=self._pool)
+            buffer = DBuffer(self._layout, Partial(), self._rank, dtype, self._device, pool=self._pool, log=self._log)
         elif buffer.is_allocated:
             return buffer
         else:
@@ -256,6 +257,3 @@ class GradBuffer:
         # Padding is reduced, too. Old memory there may hold NaN, which debuggers and sums over a buffer would see.
         buffer.zero_padding()
         return buffer
-
-    def _made(self, dtype: torch.dtype, **memory: Any) -> DBuffer:
-        return DBuffer(self._layout, Partial(), self._rank, dtype, self._device, log=self._log, **memory)

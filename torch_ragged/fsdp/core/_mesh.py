@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,12 +55,6 @@ def agree_on_groups(mesh: DeviceMesh) -> None:
         claim = f"process group {group.group_name} of {where}{', TORCH_RAGGED_DEBUG=1' if is_debug() else ''}"
         agree_on_group(group, claim, "fully_shard", timeout_of(group, device_of(mesh)).total_seconds())
         _agreed.add(group)
-
-
-def _check_order(mesh: DeviceMesh, parts: Sequence[tuple[int, ...]]) -> None:
-    # Collectives follow the order of the process group, which sorts its ranks; DTensors follow the mesh.
-    if not all(ranks_ascend(mesh, dims) for dims in parts):
-        raise ValueError(f"{mesh} does not have its ranks in ascending order: sort the ranks of each mesh dimension")
 
 
 class DataParallelMesh:
@@ -131,15 +124,18 @@ class DataParallelMesh:
                     f"fully_shard expects a 1-D mesh, or a 2-D one (replicas, shards), got shape {tuple(mesh.shape)}: pass one "
                     "or two of its dimensions, mesh[name], or name them with dp_mesh_dims"
                 )
-            _check_order(mesh, [(dim,) for dim in range(mesh.ndim)])
-            return
-        names = mesh.mesh_dim_names
-        if names is None:
-            raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
-        for name in (*dims.shard_names, *dims.replicate_names):
-            if name not in names:
-                raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
-        _check_order(mesh, [tuple(map(names.index, part)) for part in (dims.shard_names, dims.replicate_names) if part])
+            parts = [(dim,) for dim in range(mesh.ndim)]
+        else:
+            names = mesh.mesh_dim_names
+            if names is None:
+                raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+            for name in (*dims.shard_names, *dims.replicate_names):
+                if name not in names:
+                    raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
+            parts = [tuple(map(names.index, part)) for part in (dims.shard_names, dims.replicate_names) if part]
+        # Collectives follow the order of the process group, which sorts its ranks; DTensors follow the mesh.
+        if not all(ranks_ascend(mesh, part) for part in parts):
+            raise ValueError(f"{mesh} does not have its ranks in ascending order: sort the ranks of each mesh dimension")
 
     @staticmethod
     def of(mesh: DeviceMesh, dims: Any = None) -> DataParallelMesh:

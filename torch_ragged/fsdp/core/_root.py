@@ -194,7 +194,7 @@ class ModuleState:
             is_gathered, can_start = True, self.comm.gathers < self.comm.max_gathers
             for group in state.groups:
                 is_gathered &= group.is_gathered
-                can_start &= group.encoding.has_slot
+                can_start &= group.pools[0] is None or group.encoding.has_slot  # Persistent buffers take turns in slots.
             if can_start and not is_gathered:
                 for group in state.groups:
                     group.unshard(wait=False)
@@ -450,7 +450,7 @@ class FSDPStateContext:
                         group.expect_gradients()
                 state.reduce_gradients()
         except BaseException:  # Also outside of autograd: the pass counts as one that raised, and its gradients are dropped.
-            self._running = _none_runs
+            self._running = lambda: None  # A dead reference, as to a pass that autograd has dropped.
             raise
 
     def end_backward(self) -> None:
@@ -483,7 +483,7 @@ class FSDPStateContext:
                 for state in self.states:
                     state.end_backward(in_forward)
             except BaseException:
-                self._running = _none_runs
+                self._running = lambda: None
                 raise
             # Last: if anything above raises, the gradients of this pass are dropped before the next one.
             self.awaits_finalize, self._running, self.orders = False, None, []
@@ -502,10 +502,6 @@ class FSDPStateContext:
         for state in self.states:
             had_any |= state.drop_backward()
         return had_any
-
-
-def _none_runs() -> None:
-    """A dead reference, as to a pass that autograd has dropped."""
 
 
 @dynamo_disabled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -56,6 +56,7 @@ class Slab:
             self._holder = None
 
 
+@dataclass(eq=False)
 class Slot:
     """The memory of groups that take turns: one slab for each dtype, of the size that the largest group needs.
 
@@ -64,10 +65,10 @@ class Slot:
             Groups are equal on all ranks, so all ranks call it in the same order.
     """
 
-    def __init__(self, name: str, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> None:
-        self._name, self._allocate = name, allocate
-        self._numel: dict[torch.dtype, int] = {}
-        self._slabs: dict[torch.dtype, Slab] = {}
+    _name: str
+    _allocate: Callable[[int, torch.dtype], torch.Tensor]
+    _numel: dict[torch.dtype, int] = field(default_factory=dict)
+    _slabs: dict[torch.dtype, Slab] = field(default_factory=dict)
 
     def reserve(self, dtype: torch.dtype, numel: int) -> None:
         """Make the slab of ``dtype`` large enough for ``numel`` elements."""

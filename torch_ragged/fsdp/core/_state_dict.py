@@ -54,12 +54,6 @@ class _Entry(NamedTuple):
     param: FSDPParam
     group: FSDPParamGroup
 
-    @property
-    def claim(self) -> str:
-        if self.value is None:
-            return f"no value for {self.key}"
-        return f"a {'DTensor' if isinstance(self.value, DTensor) else 'full tensor'} for {self.key}"
-
 
 def before_load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool, *lists: list[str]
@@ -130,7 +124,8 @@ def _agree(entries: list[_Entry], problem: Optional[Exception]) -> None:
     """Raise on all ranks if one has a problem, or if ranks have values for different parameters."""
     claims: dict[DeviceMesh, list[str]] = {}
     for entry in entries:
-        claims.setdefault(entry.param.sharded.device_mesh, []).append(entry.claim)  # type: ignore[attr-defined]
+        kind = "no value" if entry.value is None else "a DTensor" if isinstance(entry.value, DTensor) else "a full tensor"
+        claims.setdefault(entry.param.sharded.device_mesh, []).append(f"{kind} for {entry.key}")  # type: ignore[attr-defined]
     # From small meshes to large ones: what the ranks of a small one find reaches those that only share the large one.
     for mesh in sorted(claims, key=DeviceMesh.size):
         try:

@@ -225,7 +225,16 @@ def _weight_gradient(
 
     If the weight is stored transposed, the gradient is computed transposed, as in the backward of ``mm``.
     """
-    use = _gradient_use(ctx)
+    use = GradientUse.RETURNED
+    if not torch.compiler.is_compiling():
+        # Of ``ctx.weight``, and of the parameter that it may be a view of: if torch.autograd.grad returns the gradient of a
+        # view, the parameter itself gets none.
+        node = ctx.next_functions[1][0]
+        use = of_weight = gradient_use(node)
+        while of_weight is not GradientUse.NONE and node.next_functions:
+            node = node.next_functions[0][0]
+            use = gradient_use(node)
+        use = use if use is of_weight else GradientUse.RETURNED
     if use is GradientUse.NONE:  # A pass for the gradients of inputs: a pipeline schedule computes this one later.
         return None
     weight, destination = ctx.weight, _destination(ctx) if use is GradientUse.ACCUMULATED else None
@@ -279,19 +288,6 @@ def _needs_input_gradient(ctx: Any) -> bool:
     if not ctx.needs_input_grad[1] or torch.compiler.is_compiling():
         return ctx.needs_input_grad[1]
     return gradient_use(ctx.next_functions[0][0]) is not GradientUse.NONE
-
-
-def _gradient_use(ctx: Any) -> GradientUse:
-    """What this backward does with the gradient of ``ctx.weight``, which may be a view of a parameter."""
-    if torch.compiler.is_compiling():
-        return GradientUse.RETURNED
-    node = ctx.next_functions[1][0]
-    use = of_weight = gradient_use(node)
-    while of_weight is not GradientUse.NONE and node.next_functions:
-        node = node.next_functions[0][0]
-        use = gradient_use(node)
-    # If torch.autograd.grad returns the gradient of a view, the parameter itself gets none.
-    return use if use is of_weight else GradientUse.RETURNED
 
 
 # -- which calls are products ------------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp._fully_shard import module_states, named_groups
 from torch_ragged.fsdp.comm._collectives import Collectives, ReduceScatterTraits, Reduction, Work
-from torch_ragged.fsdp.core._dbuffer import high_water
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.tools._memory_report import transient_nbytes
 from torch_ragged.fsdp.tools._optimizer_memory import optimizers_of
+from torch_ragged.fsdp.tools._replay import high_water
 from torch_ragged.fsdp.tools._timeline import Timeline, timeline_of
 
 __all__ = ["Monitor", "monitor"]

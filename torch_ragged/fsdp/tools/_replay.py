@@ -7,7 +7,7 @@ which neither compute nor communicate.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_ragged.fsdp.comm._collectives import ReduceScatterTraits, Reduction, Work, done
-from torch_ragged.fsdp.core._dbuffer import MemoryLog, high_water
+from torch_ragged.fsdp.core._dbuffer import MemoryLog
 from torch_ragged.fsdp.core._fsdp_init import make_group
 from torch_ragged.fsdp.core._fsdp_param import FoundParam
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
@@ -23,7 +23,7 @@ from torch_ragged.fsdp.core._fsdp_state import STATE, FSDPState
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
 from torch_ragged.fsdp.core.keepers._resident import Resident
 
-__all__ = ["highest_moment"]
+__all__ = ["highest_moment", "high_water"]
 
 _COPIED_FROM_STATE = (
     "reshard_after_forward",
@@ -279,3 +279,25 @@ class _Held:
     def wait(self) -> None:
         self._log.note(-self._nbytes)
         self._nbytes = 0  # A second wait() frees nothing.
+
+
+def high_water(logs: Iterable[tuple[str, MemoryLog]], start: Mapping[str, int]) -> tuple[int, dict[str, int]]:
+    """The moment with the largest sum over all logs, and the bytes of each kind at that moment.
+
+    Args:
+        logs: pairs of a kind and a log.
+        start: the bytes of each kind when the logs were started.
+
+    Returns:
+        the moment (-1: the start), and the bytes by kind.
+    """
+    events = sorted((moment, nbytes, kind) for kind, log in logs for moment, nbytes in log.events)
+    now = dict(start)
+    total = most = sum(now.values())
+    best = (-1, dict(now))
+    for moment, nbytes, kind in events:
+        now[kind] += nbytes
+        total += nbytes
+        if total > most:
+            most, best = total, (moment, dict(now))
+    return best
