@@ -74,6 +74,12 @@ class PagesTest(unittest.TestCase):
                 if heading and target.suffix == ".md":
                     self.assertIn(heading, headings(target), f"{path}: {target.name}")
 
+    def test_the_commands_of_the_benchmarks_do_something(self):
+        modules = set(re.findall(r"python -m (benchmarks[\w.]+)", (ROOT / "benchmarks/README.md").read_text()))
+        self.assertGreater(len(modules), 10)
+        for module in modules:
+            self.assertIn('if __name__ == "__main__":', (ROOT / f"{module.replace('.', '/')}.py").read_text(), module)
+
     def test_every_page_is_in_the_contents(self):
         contents = "\n".join((DOCS / page).read_text() for page in PAGES)
         contents = "\n".join(re.findall(r"^```\{toctree\}\n(.*?)^```", contents, re.MULTILINE | re.DOTALL))
