@@ -28,7 +28,7 @@ This page is for a reader who has an error and searches for its text. `<name>` s
 runs that hang, are slow or need too much memory.
 
 A wrong collective call raises before any rank changes anything. If a call is wrong on some ranks only, these ranks raise the
-error below, and the others raise one that begins with the name of the call and `failed on`, and has the ranks and their errors.
+error below. All others raise `<call> failed on rank ...`, which quotes it.
 """
 
 
