@@ -1,6 +1,7 @@
 """Sphinx's settings: ``make docs`` builds the site of these pages in out/docs."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 from sphinx.pycode import ModuleAnalyzer
@@ -36,6 +37,7 @@ add_module_names = False
 html_theme = "pydata_sphinx_theme"
 html_title = f"torch_ragged {release}"
 html_static_path = ["_static"]
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))
 html_css_files = ["torch_ragged.css"]
 html_show_sourcelink = False
 html_theme_options = {

@@ -1,7 +1,12 @@
 """docs/recipes.md: each recipe runs behind the setup that the page shows, in a file of its own; each task has a heading."""
 
+import importlib.util
+import json
 import os
 import re
+import shutil
+import subprocess
+import sys
 import tempfile
 import unittest
 from pathlib import Path
@@ -11,12 +16,51 @@ from common import run_ranks
 from doc_pages import code_of
 
 PAGE = "recipes.md"
-TEXT = (Path(__file__).parents[2] / "docs" / PAGE).read_text()
-TASKS = (
-    "bf16, accumulation, clipping, activation checkpointing, evaluation, generation, Hugging Face, plain state dict, DCP, "
-    "full state dict, safetensors, freezing, LoRA, EMA, compile, CPU offload, learning-rate groups, HSDP, TP, EP, PP, Muon, "
-    "8-bit Adam, profile, memory, hang, several nodes, engine, resume"
-).split(", ")
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / PAGE).read_text()
+TASKS = {  # An everyday word, and the heading of its recipe.
+    "bf16": "bf16",
+    "mixed precision": "bf16",
+    "gradient accumulation": "Gradient accumulation",
+    "clipping": "Gradient clipping",
+    "activation checkpointing": "Activation checkpointing",
+    "evaluation": "Evaluation",
+    "generation": "Generation",
+    "hugging face": "Hugging Face",
+    "plain state dict": "Plain state dict",
+    "dcp": "DCP",
+    "resume": "Save and resume",
+    "full state dict": "Full state dict",
+    "safetensors": "safetensors",
+    "freezing": "Freezing",
+    "lora": "LoRA",
+    "ema": "EMA",
+    "compile": "Compile",
+    "cpu offload": "CPU offload",
+    "learning-rate groups": "Learning-rate groups",
+    "hsdp": "HSDP",
+    "tensor parallelism": "Tensor parallelism",
+    "expert parallelism": "Expert parallelism",
+    "pipeline parallelism": "Pipeline parallelism",
+    "muon": "Muon",
+    "8-bit adam": "8-bit Adam",
+    "profile": "Profile",
+    "memory": "Memory",
+    "hang": "Hang",
+    "several nodes": "Several nodes",
+    "engine": "Engine",
+}
+SEARCH = """
+const fs = require("fs"), vm = require("vm"), site = process.argv[1];
+const nothing = { readyState: "loading", addEventListener() {}, getElementById: () => null, documentElement: { dataset: {} } };
+Object.assign(globalThis, { document: nothing, window: globalThis, localStorage: { setItem() {} } });
+globalThis.SPHINX_HIGHLIGHT_ENABLED = false;
+const files = ["_static/doctools.js", "_static/language_data.js", "_static/searchtools.js", "searchindex.js"];
+globalThis.words = JSON.parse(process.argv[2]);
+for (const file of files) vm.runInThisContext(fs.readFileSync(`${site}/${file}`, "utf8"));
+const first = "JSON.stringify(words.map((word) => Search._performSearch(...Search._parseQuery(word)).pop()))";
+console.log(vm.runInThisContext(first));
+"""
 
 
 def recipes():
@@ -39,8 +83,7 @@ def run(text, line, folder):
 class RecipesTest(unittest.TestCase):
     def test_each_task_has_a_heading_with_its_word(self):
         headings = re.findall(r"^## (.*)$", TEXT, re.MULTILINE)
-        for task in TASKS:
-            self.assertTrue(any(task.lower() in heading.lower() for heading in headings), task)
+        self.assertEqual(set(TASKS.values()) - set(headings), set())
 
     def test_recipes_are_short(self):
         _, found = recipes()
@@ -61,3 +104,15 @@ class RunTest(unittest.TestCase):
         for line, text, ranks in found:
             with self.subTest(f"line {line}"), tempfile.TemporaryDirectory() as folder:
                 run_ranks(ranks, run, f"{setup}\n{text}", line, folder)
+
+    @unittest.skipUnless(importlib.util.find_spec("sphinx") and shutil.which("node"), "needs Sphinx (the extra docs) and node")
+    def test_the_search_of_the_site_finds_each_recipe_first(self):
+        with tempfile.TemporaryDirectory() as site:
+            command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", str(DOCS), site]
+            subprocess.run(command, check=True, capture_output=True, timeout=280, cwd=DOCS.parent)
+            found = subprocess.run(
+                ["node", "-e", SEARCH, site, json.dumps(list(TASKS))], check=True, capture_output=True, text=True, timeout=60
+            )
+        for task, (page, title, *_) in zip(TASKS, json.loads(found.stdout), strict=True):
+            self.assertEqual(page, "recipes", f"{task}: {title}")
+            self.assertIn(title, ("Recipes", f"Recipes > {TASKS[task]}"), task)
