@@ -39,7 +39,7 @@ from torch_ragged.fsdp.core._dormant_group import check_awake
 from torch_ragged.fsdp.core._forward_order import Call
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch_ragged.fsdp.core._root import FSDPStateContext, ModuleState, numbered
-from torch_ragged.fsdp.core._untrained import warn_of_unsharded
+from torch_ragged.fsdp.core._untrained import note_root, warn_of_unsharded
 from torch_ragged.fsdp.core.encodings._spmd_types import annotated_as, untyped
 from torch_ragged.fsdp.core.optional._roll_call import call_log_of, roll_call_of
 
@@ -142,7 +142,9 @@ class FSDPState(ModuleState):
             if state.reshard_after_forward is None:
                 state.reshard_after_forward = True
         # Only warnings from here on: the root is complete.
-        warn_of_unsharded(self.modules, context.groups)
+        note_root(self.modules)
+        if torch.is_grad_enabled():
+            warn_of_unsharded(self.modules, context.groups)
 
     def reset(self) -> None:
         """Return to the state before the current forward and backward."""

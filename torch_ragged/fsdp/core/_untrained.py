@@ -23,7 +23,7 @@ from torch_ragged._register._torch import backward_id
 from torch_ragged.fsdp.core._fsdp_param import FoundParam, local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
 
-__all__ = ["note_ignored", "note_replaced", "sharded_originals", "warn_of_unsharded", "watch_optimizers"]
+__all__ = ["note_ignored", "note_replaced", "note_root", "sharded_originals", "warn_of_unsharded", "watch_optimizers"]
 
 sharded_originals = WeakTensorKeyDictionary()
 """The parameters that ``fully_shard`` has replaced, with their names."""
@@ -55,10 +55,14 @@ def note_ignored(params: Iterable[torch.Tensor]) -> None:
         _ignored[param] = None
 
 
-def warn_of_unsharded(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGroup]) -> None:
-    """Warn if a trainable parameter under ``roots`` is in none of ``groups``. All warnings name parameters as ``roots`` do."""
+def note_root(roots: Sequence[nn.Module]) -> None:
+    """Warnings name parameters as these modules do."""
     _roots.update(roots)
-    if not torch.is_grad_enabled() or not _has_ranks():
+
+
+def warn_of_unsharded(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGroup]) -> None:
+    """Warn if a trainable parameter under ``roots`` is in none of ``groups``."""
+    if not _has_ranks():
         return
     managed = {(module, name) for group in groups for param in group.params for module, name in param.registered_names}
     found: dict[nn.Parameter, str] = {}
