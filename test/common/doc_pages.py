@@ -1,12 +1,8 @@
 """Runs pages of the documentation as a reader would: scripts are saved, commands are run, other code runs block after block.
 
-Code on a page may need names that a reader has already, such as ``model``. A comment of HTML sets them up::
-
-    <!-- ranks: 2
-    model = nn.Linear(4, 4)
-    -->
-
-It stands before the first block that needs them. A block that cannot run has ``<!-- not run: the reason -->`` before it.
+The blocks of a page follow each other. What the first ones need, such as ``model``, is a folded block of the page, which a
+reader can open and copy. A comment of HTML, ``<!-- ranks: 2 -->``, says how many ranks run a page from there on. A block that
+cannot run has ``<!-- not run: the reason -->`` before it.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ _PIECE = re.compile(r"^<!-- (not run|ranks): (.*?)-->\n|^```python\n(.*?)^```$",
 
 @dataclass(frozen=True)
 class Code:
-    """Python code of a page: what a reader sees, or what sets it up.
+    """A block of Python on a page.
 
     Attributes:
         line: the line of the page on which it begins.
@@ -45,10 +41,10 @@ class Code:
 
 
 def code_of(page: str) -> list[Code]:
-    """The Python code of ``docs/<page>`` in its order, with what sets it up.
+    """The Python code of ``docs/<page>`` in its order.
 
     Raises:
-        ValueError: a reason stands before no block.
+        ValueError: a reason stands before no block, or a comment of ranks is no number.
     """
     text = (_REPOSITORY / "docs" / page).read_text()
     found, ranks, reason = [], 1, ""
@@ -56,9 +52,7 @@ def code_of(page: str) -> list[Code]:
         kind, note, body = piece.groups()
         line = text.count("\n", 0, piece.start()) + 2
         if kind == "ranks":
-            number, _, body = note.partition("\n")
-            ranks = int(number)
-            found.append(Code(line, body, ranks, "", False))
+            ranks = int(note)
         elif kind == "not run":
             if not text.startswith("```python", piece.end()):
                 raise ValueError(f"docs/{page}, line {line}: a reason not to run stands before no block of Python")

@@ -65,13 +65,7 @@ console.log(vm.runInThisContext(first));
 
 def recipes():
     """The setup; and the (line, text, ranks) of each recipe that runs."""
-    found, ranks = [], 2
-    for code in code_of(PAGE):
-        if not code.text.strip():  # A comment with the ranks of the next recipe.
-            ranks = code.ranks
-        elif not code.reason:
-            found.append((code.line, code.text, ranks))
-            ranks = 2
+    found = [(code.line, code.text, code.ranks) for code in code_of(PAGE) if not code.reason]
     return found[0][1], found[1:]
 
 
