@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,8 @@ def document(results: dict[str, dict[str, Any]]) -> str:
     for version in (version for version in VERSIONS if version in results):
         files = results[version]["files"].items()
         listed = [f"- `{file}`: {name} failed" for file, found in files for name in found["failed"]]
-        listed += [f"- `{file}`: {name} skipped ({why})" for file, found in files for name, why in found["skipped"].items()]
+        reasons = ((file, why, count) for file, found in files for why, count in Counter(found["skipped"].values()).items())
+        listed += [f"- `{file}`: {count} skipped ({why})" for file, why, count in reasons]
         if listed:
             parts.append(f"On {version}:\n\n" + "\n".join(listed))
     parts.append(
