@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import faulthandler
 import functools
 import gc
 import importlib
@@ -30,6 +31,7 @@ _MOST_THREADS = 300  # in a process of the pool, which is replaced then
 
 
 def _worker(rank: int, pipe: Connection) -> None:
+    faulthandler.enable()  # A rank that a signal ends says where it was.
     torch.set_num_threads(1)
     modules = 0
     while True:
