@@ -3,7 +3,9 @@
 import contextlib
 import gc
 import random
+import threading
 import unittest
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
+from torch_ragged._ranks import standstill
 from torch_ragged.fsdp import HIERARCHICAL, ZERO1, ZERO2, ZERO3, blocks, fully_shard, rows, tensor
 
 WIDTH, LAYERS = 6, 4
@@ -194,7 +197,19 @@ def check_combinations(first, count):
             raise AssertionError(f"combination {number}: {knobs}") from error
 
 
+def check_while_looked_at(first, count):
+    """A thread looks 2,000 times a second where this one is: once a second, it seldom meets a frame that is being freed."""
+    errors = []
+    with mock.patch.object(standstill, "_PERIOD", 0.0005), mock.patch.object(threading, "excepthook", errors.append):
+        check_combinations(first, count)
+    assert not errors, errors
+
+
 class CombinationsTest(unittest.TestCase):
+    @pytest.mark.slow
+    def test_looks_from_another_thread_do_not_disturb_training(self):
+        run_ranks(4, check_while_looked_at, 16, 100)
+
     def test_some_combinations_of_knobs_train_as_one_process(self):
         run_ranks(4, check_combinations, 0, 16)
 

@@ -1,7 +1,9 @@
 """Ranks that wait for each other in different calls: they are found, and all of them raise and name the calls."""
 
 import datetime
+import gc
 import os
+import sys
 import threading
 import time
 import unittest
@@ -148,6 +150,20 @@ class TrackerTest(unittest.TestCase):
         self.in_thread(lambda: self.entered.set() or self.end.wait())
         where = self.tracker.look()
         self.assertEqual((where.call, where.is_held), ("", False))
+
+    def test_the_thread_cannot_run_while_its_stack_is_read(self):
+        """The GIL changes hands between bytecodes: a look whose own code gets the first frame could lose it before the next."""
+        self.in_thread(self.waits_in_a_call)
+        calls = []
+        sys.setprofile(lambda frame, event, argument: calls.append(argument) if event == "c_call" else None)
+        try:
+            where = self.tracker.look()
+        finally:
+            sys.setprofile(None)
+        self.assertRegex(where.text, r"called in waits_in_a_call \(test_standstill.py")
+        self.assertIn(gc.disable, calls)
+        self.assertTrue(gc.isenabled())
+        self.assertNotIn(sys._current_frames, calls)
 
     def test_what_is_sent_is_what_arrives(self):
         self.in_thread(self.waits_in_a_call)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import hashlib
 import itertools
 import json
+import operator
 import os
 import socket
 import sys
@@ -193,13 +195,14 @@ class Tracker:
         """Where the thread is now. Called once a second, and when another rank asks."""
         with self._lock:
             assert self._thread is not None
-            frame = sys._current_frames().get(self._thread)
-            if frame is None:
+            stack = _stack_of(self._thread)
+            if not stack:
                 return Whereabouts("at the end of its program")
-            where = _where(frame)
+            where = _where(stack)
             calls = calls_of(self._thread)
-            call: Call | None = calls[-1] if calls else _call_of_torch(frame)
-            token: object = id(call) if calls else _token_of(frame)
+            call: Call | None = calls[-1] if calls else _call_of_torch(stack)
+            # Equal as long as no function of the stack goes on.
+            token: object = id(call) if calls else tuple((id(frame), frame.f_lasti) for frame in stack)
             now, cpu, written = time.monotonic(), _cpu_time(self._thread), _bytes_written()
             spent = cpu - self._cpu
             if token != self._token or spent > 0.1 + _MOST_BUSY * (now - self._since) or written - self._written > _MOST_BYTES:
@@ -236,44 +239,46 @@ def _bytes_written() -> int:
     return 0
 
 
-def _token_of(frame: FrameType | None) -> tuple[tuple[int, int], ...]:
-    """Equal as long as no function of the stack goes on."""
-    found = []
-    while frame is not None:
-        found.append((id(frame), frame.f_lasti))
-        frame = frame.f_back
-    return tuple(found)
+def _stack_of(thread: int) -> list[FrameType]:
+    """The frames of a thread, the innermost first; none if it has ended."""
+    # While the thread runs, ``f_back`` of its frames may lead to freed memory. So the thread must not run between the first
+    # frame and the last: iterators of C alone make the list, and the interpreter gives the GIL away between bytecodes only.
+    # Its garbage collector would run code of its own.
+    frames = itertools.islice(map(operator.methodcaller("get", thread), iter(sys._current_frames, None)), 1)
+    walk = itertools.accumulate(itertools.chain(frames, itertools.repeat("f_back")), getattr)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return list(itertools.takewhile(bool, walk))
+    finally:
+        if collects:
+            gc.enable()
 
 
-def _where(frame: FrameType | None) -> str:
+def _where(stack: Sequence[FrameType]) -> str:
     """The innermost function that is the program's own; torch and other packages may lie below Python's own folder."""
-    innermost = frame
-    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        frame = frame.f_back
-    frame = frame or innermost
-    assert frame is not None
+    own = (frame for frame in stack if not frame.f_code.co_filename.startswith(_INSIDE))
+    frame = next(own, stack[0])
     return f"in {frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
-def _call_of_torch(frame: FrameType) -> _CallOfTorch | None:
+def _call_of_torch(stack: Sequence[FrameType]) -> _CallOfTorch | None:
     """The collective of torch in which a thread waits; None if it does something else.
 
     The call has the name of the outermost function of torch or of this package, as ``barrier`` or ``full_tensor``.
     """
+    frame = stack[0]
     if not frame.f_code.co_filename.endswith(_COMMUNICATING):
         return None
     if frame.f_code.co_filename.endswith("_ops.py") and "c10d" not in str(frame.f_locals.get("self")):
         return None
-    name, outer = frame.f_code.co_name, frame
+    name = frame.f_code.co_name
     group: dist.ProcessGroup | None = None
-    while outer.f_code.co_filename.startswith(_INSIDE):
+    for outer in itertools.takewhile(lambda frame: frame.f_code.co_filename.startswith(_INSIDE), stack):
         if outer.f_code.co_filename.endswith(_COMMUNICATING[1]):
             group = group or outer.f_locals.get("group") or dist.group.WORLD
         if outer.f_code.co_name not in _WRAPPERS and not outer.f_code.co_name.startswith("_"):
             name = outer.f_code.co_name
-        if outer.f_back is None:
-            break
-        outer = outer.f_back
     # Messages between two ranks wait for one of the group: which one is not known.
     if not isinstance(group, dist.ProcessGroup) or any(part in name for part in ("send", "recv", "p2p")):
         return _CallOfTorch(name, lambda: ())
