@@ -118,7 +118,7 @@ class _Then:
 def _without_dbuffer(case: Case, policy: MixedPrecisionPolicy) -> Training:
     training = _sharded(fully_shard, case, policy)
     for group in named_groups(training.model).values():
-        group.named.inner = _Copying(group.dp.shard_group)
+        group.collectives = _Copying(group.dp.shard_group)
     return training
 
 

@@ -91,7 +91,7 @@ def run_rank(rank: int, ranks: int, backend: str, store: str, options: argparse.
         # gloo adds GPUs' gradients in another order than the ranks'.
         row["loss difference"] = max(abs(a - b) / abs(b) for a, b in zip(found, expected))
         for nbytes in (1 << 16,) if options.smoke else (1 << 24, 1 << 28):
-            collectives = next(iter(named_groups(model).values())).named.inner
+            collectives = next(iter(named_groups(model).values())).collectives
             rows.append({**row, **bandwidth(collectives, nbytes, options)})
         del model
     if rank == 0:

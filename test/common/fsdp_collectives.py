@@ -97,16 +97,16 @@ def delay_collectives(model):
     for module in model.modules():
         if hasattr(module, "_ragged_fsdp_state"):
             for group in module._ragged_fsdp_state.groups:
-                group.named.inner = LateCollectives(group.named.inner)
+                group.collectives = LateCollectives(group.collectives)
     return model
 
 
 def counted_calls(groups, function):
     """(all-gathers, reduce-scatters, all-reduces) that ``function`` starts in the groups."""
-    seen, before = [], [group.named.inner for group in groups]
+    seen, before = [], [group.collectives for group in groups]
     for group, inner in zip(groups, before, strict=True):
-        group.named.inner = LoggedCollectives(inner, seen)
+        group.collectives = LoggedCollectives(inner, seen)
     function()
     for group, inner in zip(groups, before, strict=True):
-        group.named.inner = inner
+        group.collectives = inner
     return tuple(seen.count(name) for name in ("all_gather", "reduce_scatter", "all_reduce"))

@@ -312,7 +312,7 @@ class RobustnessTest(unittest.TestCase):
         model, log, hidden = build("ragged"), [], torch.ones(1, 2, CONFIG.dim)
         for index, block in enumerate(model.blocks):
             group = block._ragged_fsdp_state.groups[0]
-            group.named.inner = LoggedCollectives(group.named.inner, log, index)
+            group.collectives = LoggedCollectives(group.collectives, log, index)
             block.register_forward_pre_hook(lambda module, args, index=index: log.append(f"forward {index}"))
 
         def step():

@@ -332,12 +332,14 @@ class RowOpsTest(ExpectTestCase):
             try:
                 x = distribute_tensor(plain, mesh, [Replicate()] * 2).redistribute(placements=[first, second])
             except ValueError:  # Torch 2.11 makes strided shards only if they are an order of plain ones.
+                if can_order_groups:
+                    raise
                 continue
             made += 1
             for placements in ([RaggedShard((0,), (1, 1)), Replicate()], [Replicate(), RaggedShard((0,), (2, 0))]):
                 found = x - distribute_tensor(vector, mesh, placements)
                 assert torch.equal(found.full_tensor(), plain - vector), (first, second, placements)
-        assert made >= 3, made
+        assert made == 6 or not can_order_groups and made >= 2, made
 
     @ranks(4)
     def test_lists_in_place_write_to_whole_tensors_on_every_rank():

@@ -396,7 +396,7 @@ class FSDPModule(TorchFSDPModule):
         allocators = {}
         for shards, implementation in chosen.items():
             for group in members[shards]:
-                group.named.inner = implementation.collectives(group.process_groups)
+                group.collectives = implementation.collectives(group.process_groups)
                 if implementation.allocate is not None:
                     allocators[group] = implementation.allocate
         make_transient([group for group in groups if group.has_registered_memory and group not in allocators])

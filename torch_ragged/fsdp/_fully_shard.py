@@ -375,7 +375,7 @@ def _stay_gathered(groups: Sequence[FSDPParamGroup], levels: Levels) -> None:
         if not group.encoding.makes_params:  # A tensor type with its own all-gather keeps nothing.
             group.keep(Resident(levels, group.memory.gathered))
         if levels.within is not None and group.dp.shard_group is not None:
-            group.process_groups = group.named.inner = HierarchicalCollectives(levels, group.dp.shard_group)
+            group.process_groups = group.collectives = HierarchicalCollectives(levels, group.dp.shard_group)
 
 
 def _default_mesh() -> DeviceMesh:

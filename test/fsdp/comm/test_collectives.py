@@ -318,7 +318,7 @@ def misuse() -> list[str]:
     model(torch.randn(2, 32)).sum().backward()
     errors.append(error_of(model.set_collectives, "copy_engine"))
     model.reset_iter_state()
-    assert isinstance(model[0]._ragged_groups(False)[0].named.inner, ProcessGroupCollectives)
+    assert isinstance(model[0]._ragged_groups(False)[0].collectives, ProcessGroupCollectives)
     model.set_collectives("copy_engine")
     model.set_requires_gradient_sync(True)
     model(torch.randn(2, 32)).sum().backward()

@@ -298,7 +298,7 @@ class BackwardTest(unittest.TestCase):
         model(torch.ones(2, DIM)).sum().backward()
         groups = [layer._ragged_groups(False)[0] for layer in model]
         assert all(group.reduction._output is not None for group in groups)
-        collectives = groups[0].named.inner
+        collectives = groups[0].collectives
         with mock.patch.object(collectives, "all_reduce", side_effect=AssertionError("an all-reduce")):
             if dist.get_rank() == 0:
                 groups[0].before_gradient()

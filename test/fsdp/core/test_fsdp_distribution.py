@@ -412,7 +412,7 @@ class RegroupTest(unittest.TestCase):
             group.add_gradient(0, torch.ones(4, 4)) if pending == "needs_reduction" else group.end_pass(is_accumulating=True)
             self.assertRegex(error_of(check_movable, group), "RuntimeError: .*has gradients that are not reduced yet")
         group = self.group(mesh["dp"])
-        group.named.inner = ProcessGroupCollectives(group.dp.shard_group, None)
+        group.collectives = ProcessGroupCollectives(group.dp.shard_group, None)
         self.assertRegex(error_of(check_movable, group), "ValueError: .*has collectives that belong to its mesh")
         for method, value, text in (
             ("set_separate_reduce_scatter_group", True, "has a second process group"),

@@ -86,7 +86,7 @@ def simulate(block, mesh, **knobs):
     """The group of ``block``, and what a forward and backward of it communicates."""
     model = fully_shard(block, mesh=mesh, orig_param_policy=granularity, reshard_after_forward=True, **knobs)
     (group,) = (group for state in model._ragged_states(True) for group in state.groups)
-    group.named.inner = counted = NoCollectives()
+    group.collectives = counted = NoCollectives()
     # There are no addresses on the meta device by which to tell whose memory a tensor lies in.
     with mock.patch.object(Encoding, "is_intact", lambda *_: True), mock.patch.object(DBuffer, "holds", lambda *_: False):
         with mock.patch.multiple(FSDPParamGroup, is_meta=False, _is_in_place=lambda self, index: True):

@@ -61,7 +61,7 @@ def trained_once():
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
     step_of(model)
     model.zero_grad()
-    return model, optimizer, [group.named.inner for group in groups_of(model).values()]
+    return model, optimizer, [group.collectives for group in groups_of(model).values()]
 
 
 def assert_steps_as_unwatched(model):
@@ -95,7 +95,7 @@ def fail_watched(model, optimizer, part):
 
 def assert_as_before(model, optimizer, before):
     for group, collectives in zip(groups_of(model).values(), before, strict=True):
-        assert group.named.inner is collectives and not group.memory.gathered.events and not group.memory.gradients.events
+        assert group.collectives is collectives and not group.memory.gathered.events and not group.memory.gradients.events
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
 
 

@@ -27,7 +27,7 @@ from torch_ragged._register._torch import (
     profiler_range,
 )
 from torch_ragged.fsdp.comm._call_log import CallLog
-from torch_ragged.fsdp.comm._collectives import NamedCollectives, ProcessGroupCollectives, Work
+from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, GroupMemory, MemoryPool
 from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, GroupPlan, ShardedState, has_extension, local_of, owner_of
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer
@@ -254,6 +254,15 @@ class FSDPParamGroup:
                 f"the local tensor of {', '.join(late)} got fsdp_pre_all_gather after fully_shard, which has placed the "
                 "parameter in a buffer already: give the parameter a tensor type with this method before fully_shard"
             )
+
+    @property
+    def collectives(self) -> Collectives:
+        """The collectives that all-gather parameters and reduce gradients."""
+        return self.named.inner
+
+    @collectives.setter
+    def collectives(self, collectives: Collectives) -> None:
+        self.named.inner = collectives
 
     def join(
         self, fqn: str, comm: FSDPCommContext, root: Callable[[], Root | None] | None = None, log: CallLog | None = None
@@ -504,7 +513,7 @@ class FSDPParamGroup:
         # memory. They are not finished, as that issues HSDP's all-reduce: all ranks must issue it at the same moment, and they
         # allocate at different ones.
         for group in self.comm.beyond(self.settings.max_reductions):
-            if group.named.inner.reduce_scatter_traits(group.device).holds_second_buffer:
+            if group.collectives.reduce_scatter_traits(group.device).holds_second_buffer:
                 group.reduction.wait()
 
     def add_gradient(self, index: int, gradient: torch.Tensor, is_assigned: bool = False) -> None:
@@ -558,7 +567,7 @@ class FSDPParamGroup:
             is_narrow = is_one_pass and self.grad_buffer.dtype != self.reduce_dtype
             # Whether the collectives can add in a wider dtype than they send is their own business.
             allow_narrow = self.grad_buffer.wide_gradients.allow_narrow
-            self.reduction.start(sends_narrow=is_narrow and allow_narrow(self.named.inner, self.device))
+            self.reduction.start(sends_narrow=is_narrow and allow_narrow(self.collectives, self.device))
             self.may_hold_sum = False
 
     def end_pass(self, is_accumulating: bool) -> None:
@@ -619,8 +628,7 @@ class FSDPParamGroup:
                     self._put(index, param.sharded)
                 param.sharded.copy_(copy)
                 param.sharded.requires_grad_(value.requires_grad)
-                for owner, name in param.registered_names:
-                    owner._parameters[name] = param.sharded
+                self._register_everywhere(param)
 
     def _is_in_place(self, index: int) -> bool:
         param = self.params[index]
@@ -665,8 +673,7 @@ class FSDPParamGroup:
         for index, (param, value) in enumerate(zip(self.params, values)):
             param.set_sharded(value)  # type: ignore[arg-type]
             self._put(index, param.sharded)
-            for owner, name in param.registered_names:
-                owner._parameters[name] = param.sharded
+            self._register_everywhere(param)
 
     def _put(self, index: int, parameter: nn.Parameter) -> None:
         """Make the object ``parameter`` a view of the sharded buffer."""
@@ -676,6 +683,10 @@ class FSDPParamGroup:
         gradient, parameter.grad = parameter.grad, None  # It would be swapped, too.
         torch.utils.swap_tensors(parameter, inside)
         parameter.grad = gradient
+
+    def _register_everywhere(self, param: FSDPParam) -> None:
+        for owner, name in param.registered_names:
+            owner._parameters[name] = param.sharded
 
     # -- conversions -----------------------------------------------------------------------------------------------
 

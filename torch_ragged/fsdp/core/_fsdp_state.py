@@ -350,7 +350,7 @@ class FSDPState(ModuleState):
     def _fsdp_param_group(self) -> Any:
         """Programs call its ``post_backward()`` for each state under a root, and some do not call the root's callback then.
 
-        The root's reduces the gradients of all states under the root; the others have none.
+        That of the root's state reduces the gradients of all states under the root. For other states, this is None.
         """
         context = self.context
         return SimpleNamespace(post_backward=context.end_backward) if context.states[0] is self else None

@@ -146,9 +146,8 @@ class GradBuffer:
             # Norms compute such gradients, and these are few. If they become many, all gradients are kept in ``reduce_dtype``.
             self.views()
             kept, wide = self._wide.get(index), gradient.to(self.reduce_dtype)
-            self._wide[index] = (
-                wide if kept is None else kept + wide
-            )  # Not in place: a hook of the user may have kept the first.
+            # Not in place: a hook of the user may have kept the first gradient.
+            self._wide[index] = wide if kept is None else kept + wide
             self._params[index].was_used = self.holds_gradients = True
             # A rank decides this alone: it changes where the rank accumulates, and no collective.
             if not self.wide_gradients.are_few and self.wide_gradients.are_many(self._wide.values()):

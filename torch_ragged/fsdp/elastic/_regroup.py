@@ -70,7 +70,7 @@ def check_movable(group: FSDPParamGroup) -> None:
     process_groups = group.process_groups
     if isinstance(process_groups, HierarchicalCollectives):
         raise ValueError(f"{group.names} was sharded with HIERARCHICAL, which reshard_to does not support")
-    if group.named.inner is not process_groups:
+    if group.collectives is not process_groups:
         raise ValueError(
             f"{group.names} has collectives that belong to its mesh: close a monitor and call set_collectives('nccl') before "
             "reshard_to, and choose them again after it"

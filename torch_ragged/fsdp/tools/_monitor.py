@@ -87,7 +87,7 @@ class Monitor:
     def __init__(self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
         module_states(model)
         self._groups = named_groups(model)
-        if any(isinstance(group.named.inner, _WatchedCollectives) for group in self._groups.values()):
+        if any(isinstance(group.collectives, _WatchedCollectives) for group in self._groups.values()):
             raise ValueError("another monitor watches this model: close() it first")
         optimizers = optimizers_of(optimizer, "monitor")
         for each in optimizers:
@@ -217,13 +217,13 @@ class Monitor:
         self._collectives.append(("other", name, begin, begin, self._clock.mark()))
 
     def _watch_group(self, name: str, group: FSDPParamGroup) -> None:
-        collectives = group.named.inner
+        collectives = group.collectives
         watched = _WatchedCollectives(collectives, self, name)
-        group.named.inner = watched
+        group.collectives = watched
 
         def undo() -> None:
-            if group.named.inner is watched:  # Otherwise, set_collectives() has replaced them, and they stay.
-                group.named.inner = collectives
+            if group.collectives is watched:  # Otherwise, set_collectives() has replaced them, and they stay.
+                group.collectives = collectives
 
         self._undo.append(undo)
 

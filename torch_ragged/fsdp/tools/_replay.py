@@ -122,8 +122,8 @@ class _Replay:
         twin.settings.max_reductions = group.settings.max_reductions
         twin.settings.requires_all_reduce = group.settings.requires_all_reduce
         memory = twin.memory
-        traits = group.named.inner.reduce_scatter_traits(group.device)
-        twin.named.inner = _NoCollectives(traits, memory.gradients)
+        traits = group.collectives.reduce_scatter_traits(group.device)
+        twin.collectives = _NoCollectives(traits, memory.gradients)
         for kind, log in (("gathered", memory.gathered), ("gradients", memory.gradients), ("grad", memory.reduced)):
             log.start()
             self._logs.append((kind, log))
