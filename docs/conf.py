@@ -1,6 +1,7 @@
 """Sphinx's settings: ``make docs`` builds the site of these pages in out/docs."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,23 @@ author = "the torch_ragged authors"
 copyright = "2026, the torch_ragged authors"
 version = release = torch_ragged.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 exclude_patterns = ["_build"]
+templates_path = ["_templates"]
+
+# One page per public name: autosummary writes their sources to docs/api/names. Some file systems ignore case.
+NAMES = Path(__file__).with_name("api") / "names"
+autosummary_filename_map = {
+    f"torch_ragged.{name}": f"torch_ragged.{name}Class" for name in ("fsdp.Monitor", "fsdp.MemoryReport", "transfer.Plan")
+}
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
@@ -25,6 +40,7 @@ highlight_language = "none"  # Blocks without a language are output, or drawings
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True, "show-inheritance": True}
 python_use_unqualified_type_names = True
 napoleon_google_docstring = True
@@ -51,7 +67,7 @@ html_theme_options = {
     "pygments_light_style": "tango",
     "pygments_dark_style": "monokai",
 }
-html_context = {"default_mode": "light"}
+html_context = {"default_mode": "auto"}
 
 
 def shorten_types(app: Any, what: str, name: str, object: Any, options: Any, signature: str, result: str) -> tuple[str, str]:
@@ -63,5 +79,6 @@ def shorten_types(app: Any, what: str, name: str, object: Any, options: Any, sig
 def setup(app: Any) -> None:
     analyzer = ModuleAnalyzer.for_module("torch_ragged.fsdp._fully_shard")
     analyzer.analyze()
-    analyzer.overloads.pop("fully_shard")  # Or they would be shown in place of the signature in api/fsdp.rst.
+    analyzer.overloads.pop("fully_shard")  # Or they would be shown in place of the signature.
+    shutil.rmtree(NAMES, ignore_errors=True)  # autosummary does not delete pages of names that are gone.
     app.connect("autodoc-process-signature", shorten_types)
