@@ -94,8 +94,8 @@ def resume(args: argparse.Namespace, model: MoETransformer, state: checkpoint.Tr
         ranks = dist.get_world_size()
         print(f"saved by {manifest.world_size} ranks, resumed on {ranks} as {args.layout} at step {begin}")
         curves = {
-            f"{manifest.world_size} ranks": (range(1, len(known) + 1), known),
-            f"{ranks} ranks, {args.layout}": (range(begin + 1, begin + 1 + len(losses)), losses),
+            f"uninterrupted on {manifest.world_size} ranks": (range(1, len(known) + 1), known),
+            f"resumed on {ranks} ranks as {args.layout}": (range(begin + 1, begin + 1 + len(losses)), losses),
         }
         write_curves(args.out / "loss.png", "one checkpoint, two layouts", curves, checkpoint=begin)
     return max(abs(a - b) for a, b in zip(losses, known[begin:])) / known[0]

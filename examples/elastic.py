@@ -127,7 +127,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"largest difference to the uninterrupted run: {worst:.1e} of the first loss; of a parameter {difference:.1e}")
         steps = range(1, len(losses) + 1)
-        curves = {"elastic": (steps, losses), "uninterrupted": (steps, expected)}
+        curves = {"uninterrupted": (steps, expected), "elastic": (steps, losses)}
         marks = {f"{ranks - 1}_ranks": args.steps + 0.5, f"{ranks}_ranks_again": 2 * args.steps + 0.5}
         write_curves(args.out / "elastic.png", f"{args.optimizer} on {ranks} ranks, fewer, and all again", curves, **marks)
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,16 +28,21 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 
 
 def write_curves(path: Path, title: str, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], **marks: float) -> None:
-    """Draw ``curves`` (name to steps and losses) to a PNG file; each of ``marks`` is a vertical line at a step."""
+    """Draw ``curves`` (name to steps and losses) to a PNG file; each of ``marks`` is a vertical line at a step.
+
+    The first of several curves is wide and pale, so that one that lies on it does not hide it.
+    """
     from matplotlib.figure import Figure
 
     path.parent.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()
-    for name, (steps, losses) in curves.items():
-        axes.plot(steps, losses, label=name, linewidth=1.2, marker="o" if len(steps) < 12 else None)
-    for name, step in marks.items():
-        axes.axvline(step, color="black", linestyle="--", linewidth=0.8, label=name.replace("_", " "))
+    for index, (name, (steps, losses)) in enumerate(curves.items()):
+        is_below = index == 0 < len(curves) - 1
+        look = {"linewidth": 6, "alpha": 0.35} if is_below else {"linewidth": 1.2, "marker": "o" if len(steps) < 20 else None}
+        axes.plot(steps, losses, label=name, **look)
+    for (name, step), style in zip(marks.items(), itertools.cycle(("dashed", "dotted", "dashdot"))):
+        axes.axvline(step, color="black", linestyle=style, linewidth=1, label=name.replace("_", " "))
     axes.set(xlabel="step", ylabel="loss", title=title)
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")

@@ -261,7 +261,8 @@ def _drawing(picture: _Picture, max_width: int, max_height: int) -> list[str]:
     width = max(len(str(ranks[0])) for ranks in picture.owners)
     room = max((max_width - margin + 1) // (width + 1), 3)
     blocks = []
-    for row, label, height in zip(rows, labels, share([row.size for row in rows], max_height)):
+    lines = max_height if len(rows) > 1 else 1  # Further lines of a single band would all be equal.
+    for row, label, height in zip(rows, labels, share([row.size for row in rows], lines)):
         cells = _cells(row, picture, width, room)
         blocks.append([label.ljust(margin) + cells] + [" " * margin + cells] * (height - 1))
     head, hidden, tail = ends(blocks, max_height)

@@ -144,7 +144,7 @@ class BufferLayout:
         """One line of text: ranks, shard size, padding, bytes per collective."""
         return (
             f"{name}: {len(self.tensors)} tensors on {self.ranks} ranks, shard {self.shard_numel:,} elements, padding "
-            f"{100 * self.padding_fraction:.2f}% (bound {100 * self.bound_fraction:.2f}%), "
+            f"{100 * self.padding_fraction:.2f}% (lower bound {100 * self.bound_fraction:.2f}%), "
             f"{self.numel * itemsize:,} bytes per collective, order {self.order}"
         )
 

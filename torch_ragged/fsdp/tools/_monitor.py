@@ -193,7 +193,8 @@ class Monitor:
             return ""
         speed = f"{row['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in row else f"{row['step_s']:.3f} s/step"
         share = row["exposed_s"] / max(row["step_s"], 1e-9)
-        return f"{speed}, {share:.0%} in collectives, peak {row['memory_peak_bytes'] / 2**30:.2f} GiB"
+        whose = "GPU" if self._device.type == "cuda" else "process"
+        return f"{speed}, {share:.0%} in collectives, peak of the {whose} {row['memory_peak_bytes'] / 2**30:.2f} GiB"
 
     def _memory(self) -> tuple[float, float]:
         if self._device.type == "cuda":
