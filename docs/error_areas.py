@@ -139,11 +139,18 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         """,
     ),
     "Operators": (
-        ("tensor._dispatch", "tensor._ops", "tensor._random", "tensor._placement_extension"),
+        ("tensor._dispatch", "tensor._ops", "tensor._random", "tensor._single_device", "tensor._placement_extension"),
         """
         The op has no answer on shards. The message begins with the op and its placements, then has one of these
         reasons, and ends with the placement to redistribute to, mostly `x.redistribute(placements=[Replicate()])`.
         [Operators](op_coverage.md) lists every op.
+        """,
+    ),
+    "Random numbers of a single device": (
+        ("random",),
+        """
+        `deferred_init` or `materialize` met a construction that it cannot replay. [One device's numbers](random.md) says
+        what they do.
         """,
     ),
     "Pictures": (

@@ -69,7 +69,7 @@ SERIES = (
     ),
     Step(
         "0003-ragged-shard-operators",
-        ("tensor/_ops/*.py", "tensor/_random.py", "tensor/_dispatch.py"),
+        ("tensor/_ops/*.py", "tensor/_draw.py", "tensor/_random.py", "tensor/_single_device.py", "tensor/_dispatch.py"),
         (
             "tensor/test_redistribute_autograd.py",
             "tensor/test_ops.py",

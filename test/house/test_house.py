@@ -19,12 +19,15 @@ EVERYWHERE = None
 
 # Private modules and names of torch that are imported outside _register/: where, and why.
 PRIVATE = {
-    "torch.utils._python_dispatch": (("tensor._redistribute",), "a mesh's ranks are read while torch.compile traces"),
+    "torch.utils._python_dispatch": (
+        ("random._deferred", "tensor._redistribute"),
+        "sees every op while a construction is recorded; a mesh's ranks are read while torch.compile traces",
+    ),
     "torch.utils._pytree": (EVERYWHERE, "operators' arguments nest; torch has no public way to walk them"),
     "torch.distributed.tensor.placement_types._StridedShard": (EVERYWHERE, "a placement that DTensor makes"),
     # What the patches of upstream/ have in common with this package: these modules are written to be torch's.
     "torch.distributed.tensor._dtensor_spec": (
-        ("tensor._api", "tensor._dispatch", "tensor._placement_extension"),
+        ("tensor._api", "tensor._dispatch", "tensor._placement_extension", "tensor._single_device"),
         "a DTensor's spec",
     ),
     "torch.distributed.tensor._op_schema": (
@@ -36,13 +39,16 @@ PRIVATE = {
     "torch.distributed.tensor._redistribute": (("tensor._api",), "torch's own way between its own placements"),
     "torch.distributed.tensor._random": (("tensor._random",), "the random state that DTensor's ranks share"),
     "torch.distributed._functional_collectives": (
-        ("tensor._api", "tensor._async_tensor", "tensor._dispatch", "tensor._random"),
+        ("tensor._api", "tensor._async_tensor", "tensor._dispatch", "tensor._random", "tensor._single_device"),
         "a result that waits when it is used; whether torch traces",
     ),
     "torch.distributed.checkpoint.filesystem._StorageInfo": (("checkpoint._metadata",), "where DCP's files have a chunk"),
     "torch._compile": (("tensor._dispatch",), "hides a function from Dynamo without importing it"),
     "torch._guards": (("tensor._random",), "whether torch.compile traces"),
-    "torch._subclasses": (("tensor._random",), "the error that breaks a graph"),
+    "torch._subclasses": (
+        ("random._deferred", "tensor._random", "tensor._single_device"),
+        "the error that breaks a graph; tensors without memory",
+    ),
     # Only this module of torch's has symmetric memory.
     "torch.distributed._symmetric_memory": (
         ("fsdp.comm._capabilities", "fsdp.comm.experimental._multicast", "fsdp.comm.experimental._peer_memory"),

@@ -48,7 +48,8 @@ from torch_ragged.tensor._ops import (
 )
 from torch_ragged.tensor._ownership import row_major
 from torch_ragged.tensor._placement_extension import OpExtension
-from torch_ragged.tensor._random import agree_on_state, before_draw, part_of
+from torch_ragged.tensor._random import before_draw, part_of
+from torch_ragged.tensor._single_device import draw_new
 from torch_ragged.tensor.placement_types import has_ragged, normalize_placements
 
 _aten = torch.ops.aten
@@ -117,7 +118,7 @@ class RaggedOps(OpExtension):
     def factory(
         self, function: Callable[..., Any], size: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement], **options: Any
     ) -> DTensor:
-        """Make constants at their local shape. Make other tensors, such as random numbers, whole; the rank keeps its part.
+        """Make constants at their local shape, draw what this rank owns, make other tensors whole and keep a part.
 
         Ranks must be seeded alike, as for all random ops (``_random``). It issues no collective, with one exception: on an
         accelerator, the first draw broadcasts rank 0's random state.
@@ -131,15 +132,14 @@ class RaggedOps(OpExtension):
         if any(p.is_partial() for p in placements):
             raise ValueError(f"torch.distributed.tensor.{name} under {tuple(placements)}: use Replicate in place of Partial")
         normalized = normalize_placements(tuple(placements), tuple(size), tuple(mesh.shape))
+        if function in (torch.rand, torch.randn):
+            return draw_new(function, size, mesh, normalized, requires_grad=requires_grad, **options)
         local_shape, _ = ragged_extension.local_shape_and_global_offset(size, mesh, normalized, skip_offset=True)
-        is_whole = function not in _CONSTANTS and mesh.get_coordinate() is not None
+        is_whole = function not in _CONSTANTS and mesh.get_coordinate() is not None  # linspace and logspace.
         shape = size if is_whole else local_shape
-        if name in ("linspace", "logspace"):
-            options["steps"] = shape[0]
-        else:
-            options["size"] = shape
-        if is_whole:
-            agree_on_state(mesh, mesh.device_type)
+        options["steps" if name in ("linspace", "logspace") else "size"] = (
+            shape[0] if name in ("linspace", "logspace") else shape
+        )
         made = function(**{**options, "device": mesh.device_type})
         spec = DTensorSpec(mesh, normalized, tensor_meta=TensorMeta(size, row_major(size), made.dtype))
         local = part_of(made, spec) if is_whole else made

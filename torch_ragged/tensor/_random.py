@@ -1,40 +1,62 @@
 """Random ops on ragged DTensors: the result equals that of a single device, under any placements.
 
-Each rank draws the numbers of the whole global tensor, with the given generator or the device's default one. It keeps the
-numbers of the elements that it owns. Values therefore depend only on the generator's state, not on world size, mesh, units or
-placement. Afterwards, the generator has the state that a single device would have, and replicas are equal. The rules
-communicate only to redistribute arguments.
+Each rank goes through the draw of the whole global tensor in chunks and keeps the elements that it owns (:mod:`_draw`). Values
+therefore depend only on the generator's state, not on world size, mesh, units or placement. Afterwards, the generator has the
+state that a single device would have, and replicas are equal. The rules communicate only to redistribute arguments.
 
-The cost is one temporary tensor of the global size and dtype, and the time to fill it, which is small compared to a training
-step. Ops that read values (``bernoulli`` of probabilities, dropout) need a second temporary tensor for these values.
+The cost is the time to draw the global tensor, and a chunk of at most 256 KiB. Accelerators draw it whole: one temporary tensor
+of the global size and dtype, and a second one for ops that read values (``bernoulli`` of probabilities, dropout).
 ``torch.distributed.tensor.rand`` and ``randn`` draw in the same way.
 
-Ranks must start from equal states: call ``torch.manual_seed(0)``, for example, on every rank. On CPU nothing checks this, as
-for any DTensor: if seeds differ, ranks keep shards of different tensors, and replicas differ. On accelerators, DTensor gives
-all ranks rank 0's state before the first random op on a DTensor. On meta tensors nothing is drawn.
+Ranks must start from equal states: call ``torch.manual_seed(0)``, for example, on every rank. If seeds differ, ranks keep
+shards of different tensors, and replicas differ. On CPU nothing checks this, as for any DTensor, unless
+:class:`torch_ragged.random.single_device` is on. On accelerators, DTensor gives all ranks rank 0's state before the first
+random op on a DTensor. On meta tensors nothing is drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import hashlib
+import math
+import weakref
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _random as dtensor_random
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from torch_ragged._ranks.groups import device_of_messages
+from torch_ragged.tensor._draw import Sampler, draw_owned
 from torch_ragged.tensor._ops._pointwise_ops import pointwise_rule
 from torch_ragged.tensor._ops._rows import has_ragged_rows
 from torch_ragged.tensor._ops._rules import NoLocalWay, OpCall, Sharding, Spec, decomposition, rule, tensor_leaves
-from torch_ragged.tensor._ownership import owned
+from torch_ragged.tensor._ownership import owned, row_major
 from torch_ragged.tensor.placement_types import cuts_of, has_ragged
 
-__all__ = ["agree_on_state", "before_draw", "like_of_generator", "part_of", "random_rule", "rrelu_rule"]
+__all__ = [
+    "ROW_MAJOR",
+    "Holding",
+    "agree_on_state",
+    "before_draw",
+    "check_states",
+    "draw",
+    "draw_factory",
+    "like_of_generator",
+    "part_of",
+    "random_rule",
+    "rrelu_rule",
+    "scope",
+    "stop_graph",
+    "stride_of_like",
+]
 
 _aten = torch.ops.aten
 
@@ -42,6 +64,8 @@ _aten = torch.ops.aten
 _SAMPLERS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ bernoulli_ normal_functional".split()
 _FACTORIES = "rand_like randn_like randint_like".split()
 _OF_VALUES = "bernoulli native_dropout".split()
+ROW_MAJOR = (_aten.bernoulli.default, _aten.bernoulli.p)
+"""Ops whose result is contiguous, whatever strides their argument has."""
 
 
 def _register_rules() -> None:
@@ -57,18 +81,19 @@ def _register_rules() -> None:
     rule(_aten.rrelu_with_noise.default)(rrelu_rule)
 
 
-class _Whole:
-    """Copies between a global tensor and this rank's shard of it under a ragged ``spec``."""
+class Holding:
+    """What this rank holds of a tensor under ``spec``, whose placements may be plain or ragged."""
 
     def __init__(self, spec: Spec) -> None:
         self.shape, mesh = tuple(spec.shape), spec.mesh
         here = mesh.get_coordinate()  # None on a rank outside of the mesh: it computes a spec, but runs no op.
         coordinate = (0,) * mesh.ndim if here is None else tuple(here)
-        self._owned = owned(self.shape, tuple(mesh.shape), cuts_of(spec.placements), coordinate)
+        held = owned(self.shape, tuple(mesh.shape), cuts_of(spec.placements), coordinate)
+        self.local_shape, self.boxes = held.local_shape, tuple(box for box in held.boxes if box.numel)
 
-    def keep(self, whole: torch.Tensor, local: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy this rank's shard of ``whole`` to ``local``, or to a new tensor. Returns the shard."""
-        local = whole.new_empty(self._owned.local_shape) if local is None else local
+    def keep(self, whole: torch.Tensor) -> torch.Tensor:
+        """A new tensor: this rank's shard of ``whole``."""
+        local = whole.new_empty(self.local_shape)
         for in_local, in_whole in self._boxes(local, whole):
             in_local.copy_(in_whole)
         return local
@@ -76,24 +101,24 @@ class _Whole:
     def spread(self, local: torch.Tensor) -> torch.Tensor:
         """A new global tensor with this rank's elements from ``local``, and zeros for all other elements."""
         whole = local.new_zeros(self.shape)
-        for in_local, in_whole in self._boxes(local, whole):
+        for in_local, in_whole in self._boxes(local.contiguous(), whole):
             in_whole.copy_(in_local)
         return whole
 
     def _boxes(self, local: torch.Tensor, whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """For each box of this rank, its view in ``local`` and its view in ``whole``."""
-        for box in self._owned.boxes:
+        """For each box of this rank, its view in ``local``, which is contiguous, and its view in ``whole``."""
+        for box in self.boxes:
             in_local = local.as_strided(box.sizes, box.local_strides, local.storage_offset() + box.local_offset)
             yield in_local, whole[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))]
 
 
 def part_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
     """This rank's local tensor under ``spec``, of a global tensor that every rank has."""
-    return _Whole(spec).keep(whole)
+    return Holding(spec).keep(whole)
 
 
 def random_rule(call: OpCall) -> Sharding:
-    """Draw the whole tensor and keep this rank's shard.
+    """Draw in chunks and keep this rank's shard.
 
     Communicates only to redistribute a further tensor argument, such as a tensor of probabilities, with other placements. If a
     tensor of probabilities has a value outside of [0, 1], only the rank that owns this value raises.
@@ -102,27 +127,87 @@ def random_rule(call: OpCall) -> Sharding:
         NoLocalWay: the first argument is a Partial, is a strided view, or is not ragged.
     """
     leader, sharding = _leader(call), pointwise_rule(call)
-    whole = _Whole(leader)
     positions = [i for i, arg in enumerate(call.args) if hasattr(arg, "placements")]
     cut = {i for i, (placements, _) in zip(positions, sharding.inputs) if placements == leader.placements}
-    name, is_inplace = call.name, call.is_inplace
-
-    def argument(position: int, local: torch.Tensor) -> torch.Tensor:
-        """A global tensor in place of a local argument. Probabilities of other ranks' elements are 0: an element's number is
-        drawn for any probability, so the state advances equally."""
-        if position or name in _OF_VALUES:
-            return whole.spread(local)
-        return local.new_empty(()).expand(whole.shape) if name in _FACTORIES else local.new_empty(whole.shape)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if name in _FACTORIES:
-            kwargs = {**kwargs, "memory_format": torch.contiguous_format}
-        drawn = call.op(*(argument(i, arg) if i in cut else arg for i, arg in enumerate(args)), **kwargs)
-        if isinstance(drawn, torch.Tensor):
-            return whole.keep(drawn, args[0] if is_inplace else None)
-        return tuple(map(whole.keep, drawn))
+        holding = Holding(leader)
+        if call.name in _FACTORIES:
+            stride = stride_of_like(leader, kwargs)
+            local = torch.empty_like(args[0], **{**kwargs, "memory_format": torch.contiguous_format})
+            return draw_factory(call.name, holding, stride, local, args[1:])
+        return draw(call.op, holding, tuple(leader.tensor_meta.stride), args, kwargs, cut)
 
     return Sharding(sharding.inputs, sharding.outputs, run)
+
+
+def draw(
+    op: torch._ops.OpOverload,
+    holding: Holding,
+    stride: Sequence[int],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    cut: set[int],
+) -> Any:
+    """The local results of a sampler (in place), ``normal_functional``, ``bernoulli`` or ``native_dropout``.
+
+    Args:
+        stride: of the global tensor that is drawn.
+        args: the op's arguments, with local tensors.
+        cut: the positions of the tensors among them that have the first one's layout.
+    """
+    name, local, generator = op._schema.name.removeprefix("aten::"), args[0], kwargs.get("generator")
+    if name == "native_dropout":
+        return _dropout(op, holding, stride, *args)
+    new = functools.partial(torch.empty_like, local)
+    if op in ROW_MAJOR:  # The other ops keep the strides of their argument.
+        new, stride = functools.partial(new, memory_format=torch.contiguous_format), row_major(holding.shape)
+    if name == "normal_functional":
+        filled = new(), _aten.normal_.default, args[1:]
+    elif name != "bernoulli":
+        filled = local, op, args[1:]
+    elif op is _aten.bernoulli.p:
+        filled = new(), _aten.bernoulli_.float, args[1:]
+    else:  # Of the probabilities in the last tensor.
+        filled, cut = (new(), _aten.bernoulli_.Tensor, args[-1:]), {1} if len(args) == 1 else cut
+    result, sample, rest = filled
+    values = [value for position, value in enumerate(rest, 1) if position in cut]
+    fixed = [] if values else rest  # No sampler has both.
+    sampler = Sampler(sample, lambda chunk, *found: sample(chunk, *fixed, *found, **kwargs), result.dtype, generator)
+    draw_owned(sampler, holding.shape, stride, holding.boxes, result, values)
+    return result
+
+
+def _dropout(
+    op: torch._ops.OpOverload, holding: Holding, stride: Sequence[int], local: torch.Tensor, p: float, train: bool | None
+) -> Any:
+    """``native_dropout``: on CPU a mask, then two products. Accelerators draw in an order of their own."""
+    if train is False or not math.prod(holding.shape) or local.is_meta:
+        return op(local, p, train)
+    if local.device.type != "cpu":
+        return tuple(map(holding.keep, op(holding.spread(local), p, train)))
+    mask = torch.empty_like(local, dtype=torch.bool)
+    draw(_aten.bernoulli_.float, holding, stride, (mask, 1.0 - p), {}, set())
+    scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
+    return local.mul(mask.to(local.dtype).mul_(scale)), mask
+
+
+def stride_of_like(spec: Spec, options: Mapping[str, Any]) -> tuple[int, ...]:
+    """The global stride that ``empty_like`` gives to a tensor with ``options``: the order in which a single device draws."""
+    given = torch.empty_strided(tuple(spec.shape), tuple(spec.tensor_meta.stride), device="meta")
+    return torch.empty_like(given, memory_format=options.get("memory_format") or torch.preserve_format).stride()
+
+
+def draw_factory(
+    name: str, holding: Holding, stride: Sequence[int], local: torch.Tensor, bounds: Sequence[Any], generator: Any = None
+) -> torch.Tensor:
+    """Fill ``local`` as ``rand_like``, ``randn_like`` or ``randint_like`` (of ``bounds``) do."""
+    if name == "randint_like":
+        low, high = bounds if len(bounds) == 2 else (0, bounds[0])
+        args = (local, int(low), int(high))
+        return draw(getattr(_aten.random_, "from"), holding, stride, args, {"generator": generator}, set())
+    op = _aten.uniform_.default if name == "rand_like" else _aten.normal_.default
+    return draw(op, holding, stride, (local,), {"generator": generator}, set())
 
 
 def like_of_generator(op: torch._ops.OpOverload, tensor: DTensor, *bounds: Any, generator: Any, **options: Any) -> DTensor:
@@ -148,12 +233,12 @@ def rrelu_rule(call: OpCall) -> Sharding:
     noise_spec = tensor_leaves(call)[1]
     if noise_spec.placements != leader.placements:
         raise NoLocalWay("the noise that it writes must have the placements of its argument")
-    whole = _Whole(leader)
+    whole = Holding(leader)
 
     def run(values: torch.Tensor, noise: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         whole_noise = noise.new_empty(whole.shape)
         result = call.op(values, whole_noise, *args, **kwargs)
-        whole.keep(whole_noise, noise)
+        noise.copy_(whole.keep(whole_noise))
         return whole.keep(result)
 
     return Sharding([((Replicate(),) * leader.mesh.ndim, None), sharding.inputs[1]], sharding.outputs, run)
@@ -174,16 +259,25 @@ def _leader(call: OpCall) -> Spec:
 
 
 def before_draw(op: Any, op_info: Any) -> None:
-    """Make ranks draw from equal states. Called before every random op on a ragged DTensor.
+    """Make ranks draw from equal states. Called before every random op on a ragged DTensor."""
+    stop_graph(op)
+    device = op_info.local_args[0].device
+    agree_on_state(op_info.compute_mesh, device.type)
+    if not isinstance(op_info.local_args[0], FakeTensor):
+        check_states(op_info.compute_mesh, device, op_info.local_kwargs.get("generator"))
+
+
+def stop_graph(op: Any) -> None:
+    """Break the graph under torch.compile; the op then runs eagerly.
+
+    In a graph, inductor would draw other numbers. Also, a rank that owns no element would drop the op, and its generator would
+    get another state than those of the other ranks.
 
     Raises:
-        UnsupportedOperatorException: under torch.compile. It then breaks the graph, and the op runs eagerly. In a graph,
-            inductor would draw other numbers. Also, a rank that owns no element would drop the op, and its generator would get
-            another state than those of the other ranks.
+        UnsupportedOperatorException: torch traces.
     """
     if TracingContext.try_get() is not None or get_proxy_mode() is not None:
         raise UnsupportedOperatorException(op)
-    agree_on_state(op_info.compute_mesh, op_info.local_args[0].device.type)
 
 
 def agree_on_state(mesh: DeviceMesh, device_type: str) -> None:
@@ -193,6 +287,86 @@ def agree_on_state(mesh: DeviceMesh, device_type: str) -> None:
         return
     if dtensor_random.is_rng_supported_mesh(mesh):
         dtensor_random._rng_tracker = dtensor_random.OffsetBasedRNGTracker(mesh)
+
+
+class Scope:
+    """Whether :class:`torch_ragged.random.single_device` is on, and the meshes and generators that were compared since then.
+
+    ``default`` has meshes with device types, ``given`` has the meshes of each generator of a user. A generator is not known by
+    its address: another one may get it, on some ranks only.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.default: set[tuple[DeviceMesh, str]] = set()
+        self.given: MutableMapping[torch.Generator, set[DeviceMesh]] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        self.default, self.given = set(), weakref.WeakKeyDictionary() if _HAS_WEAK_GENERATORS else {}
+
+
+def _has_weak_generators() -> bool:
+    try:
+        weakref.ref(torch.Generator())
+    except TypeError:  # 2.11: a generator is then kept as long as single_device is on.
+        return False
+    return True
+
+
+_HAS_WEAK_GENERATORS = _has_weak_generators()
+scope = Scope()
+
+
+def check_states(mesh: DeviceMesh, device: torch.device, generator: torch.Generator | None) -> None:
+    """While single_device is on: raise on all ranks of ``mesh`` if their generators differ. Once per mesh and generator.
+
+    Raises:
+        ValueError: generators have different states; the error names two ranks and their seeds.
+    """
+    if not scope.is_on or mesh.get_coordinate() is None:
+        return
+    if (mesh, device.type) in scope.default if generator is None else mesh in scope.given.get(generator, ()):
+        return
+    state, seed = _state_of(device, generator)
+    digest = int.from_bytes(hashlib.sha256(bytes(state.tolist())).digest()[:7], "big")
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    # The minimum of the negatives gives the largest digest. One dimension after the other carries it to all ranks.
+    bounds = torch.tensor([digest, -digest], device=device_of_messages(groups[0]))
+    for group in groups:
+        dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=group)
+    lowest, negative = bounds.tolist()
+    if lowest != -negative:
+        raise ValueError(
+            f"the first random op on a mesh under torch_ragged.random.single_device: {_two_states(groups, digest, seed)}: call "
+            "torch.manual_seed with one seed on all ranks, and draw equally on all of them"
+        )
+    if generator is None:
+        scope.default.add((mesh, device.type))
+    else:
+        scope.given.setdefault(generator, set()).add(mesh)
+
+
+def _two_states(groups: Sequence[dist.ProcessGroup], digest: int, seed: int) -> str:
+    """Two ranks whose states differ. All ranks call it."""
+    states = {dist.get_rank(): (digest, seed)}
+    for group in groups:
+        received: list[dict[int, tuple[int, int]]] = [{}] * group.size()
+        dist.all_gather_object(received, states, group=group)
+        states = {rank: state for part in received for rank, state in part.items()}
+    first = min(states)
+    other = next(rank for rank in sorted(states) if states[rank] != states[first])
+    return ", ".join(f"rank {rank} has a generator of seed {states[rank][1]}" for rank in (first, other))
+
+
+def _state_of(device: torch.device, generator: torch.Generator | None) -> tuple[torch.Tensor, int]:
+    """The state of a generator, or of the device's default one, and its seed."""
+    if generator is not None:
+        return generator.get_state(), generator.initial_seed()
+    if device.type == "cpu":
+        return torch.get_rng_state(), torch.initial_seed()
+    module = torch.get_device_module(device)
+    return module.get_rng_state(device), module.initial_seed()
 
 
 _register_rules()

@@ -1,0 +1,294 @@
+"""deferred_init and materialize: the parameters, buffers and random state of a construction on a single device, to the bit."""
+
+import importlib.util
+import unittest
+import warnings
+
+import torch
+from common import error_of, ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.utils import parametrizations
+from torch.profiler import ProfilerActivity, profile
+
+from torch_ragged import RaggedShard
+from torch_ragged.fsdp import CPUOffloadPolicy, fully_shard, rows
+from torch_ragged.random import deferred_init, materialize
+
+
+class Odd(nn.Module):
+    """All ways to make tensors that we know of."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5, padding_idx=2)
+        self.tied = nn.Linear(5, 7, bias=False)
+        self.tied.weight = self.embedding.weight
+        self.truncated, self.partly = nn.Linear(5, 6), nn.Linear(6, 7)
+        nn.init.trunc_normal_(self.truncated.weight, std=0.02)
+        nn.init.trunc_normal_(self.truncated.weight, std=1.0, a=-1, b=1)
+        with torch.no_grad():
+            self.partly.weight[2:4].mul_(3.0)
+            self.partly.weight[:, 1].zero_()
+            self.partly.weight[1].normal_()
+            self.partly.weight[:, 2:5].uniform_()
+            self.partly.weight.t()[0].fill_(2.0)
+            self.partly.bias.copy_(torch.arange(7))
+        self.assigned = nn.Parameter(torch.randn(5, 6) * 0.02 + 1)
+        self.transposed = nn.Parameter(torch.rand(9, 8).exp().t())
+        self.views = nn.ParameterList(torch.randn(6, 4).chunk(2))
+        self.scaled = nn.Parameter(torch.ones(4) * torch.rand(()) + torch.rand(4))
+        self.broadcast = nn.Parameter(torch.rand(3, 1) + torch.rand(1, 4))
+        self.register_buffer("inverse", 1.0 / (10000 ** (torch.arange(0, 8, 2) / 8)))
+        self.same_as_buffer = self.inverse
+        self.rates = [x.item() for x in torch.linspace(0, 0.3, 4)] + torch.linspace(0, 1, 3).tolist()
+        self.lists = {"of tensors": [torch.arange(3) * 2]}
+        self.attention, self.norm, self.statistics = nn.MultiheadAttention(8, 2), nn.LayerNorm(5), nn.BatchNorm1d(4)
+        self.recurrent, self.convolution = nn.LSTM(3, 4), nn.Conv2d(2, 3, 3)
+        self.orthogonal, self.sparse = nn.Parameter(torch.empty(5, 6)), nn.Parameter(torch.empty(4, 4))
+        nn.init.orthogonal_(self.orthogonal)
+        nn.init.sparse_(self.sparse, 0.5)
+        self.copies = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.forked = nn.Parameter(torch.randn(3, 3))
+        generator = torch.Generator().manual_seed(5)
+        self.given = nn.ParameterList([torch.randn(20, generator=generator), torch.empty(20).normal_(generator=generator)])
+        self.permuted, self.odd_count = nn.Parameter(torch.randperm(9).float()), nn.Parameter(torch.randn(17))
+        self.integers, self.chosen = nn.Buffer(torch.randint(3, 9, (4, 4))), nn.Buffer(torch.bernoulli(torch.rand(5, 5)))
+        self.normalized = parametrizations.weight_norm(nn.Linear(4, 4))
+        self.narrow, self.wide = nn.Linear(4, 20, dtype=torch.bfloat16), nn.Linear(4, 20).double()
+        self.read = nn.Parameter(torch.randn(3))
+        if self.read.sum() > 0:  # A value of random numbers.
+            nn.init.normal_(self.read)
+        self.scalar, self.nothing = nn.Parameter(torch.rand(())), nn.Parameter(torch.empty(0, 3).normal_())
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_local_experts": 3}
+    return MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+
+
+def dit():
+    from diffusers import DiTTransformer2DModel
+
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "num_layers": 2, "sample_size": 8}
+    return DiTTransformer2DModel(**sizes, num_embeds_ada_norm=10, norm_num_groups=4)
+
+
+def vit():
+    from timm.models.vision_transformer import VisionTransformer
+
+    return VisionTransformer(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, drop_path_rate=0.1)
+
+
+def on_one_device(function, seed=3):
+    """The state dict, all buffers, and the random state after a construction."""
+    torch.manual_seed(seed)
+    torch.rand(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = function()
+    return module.state_dict(), dict(module.named_buffers()), torch.get_rng_state()
+
+
+def deferred(function, seed=3):
+    torch.manual_seed(seed)
+    torch.rand(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = deferred_init(function)
+    assert all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    return module
+
+
+def check_equal(module, expected, case=""):
+    states, buffers, random_state = expected
+    assert torch.equal(torch.get_rng_state(), random_state), case
+    found = module.state_dict()
+    assert list(found) == list(states), case
+    for name, want in (*states.items(), *buffers.items()):
+        got = found[name] if name in found else module.get_buffer(name)
+        got = got.full_tensor() if isinstance(got, DTensor) else got
+        assert torch.equal(got, want) and got.dtype == want.dtype, f"{case} {name}"
+
+
+def shard_lists(module, **options):
+    for each in reversed(list(module.modules())):
+        if isinstance(each, nn.ModuleList):
+            for layer in each:
+                fully_shard(layer, **options)
+    return fully_shard(module, **options)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3)
+
+
+class DeferredInitTest(unittest.TestCase):
+    def test_a_module_has_the_bits_of_a_construction(self):
+        want = on_one_device(Odd)
+        module = deferred(Odd)
+        self.assertIs(materialize(module), module)
+        check_equal(module, want)
+        self.assertIs(module.tied.weight, module.embedding.weight)
+        self.assertTrue(torch.equal(module.same_as_buffer, module.inverse))
+        self.assertEqual(module.lists["of tensors"][0].tolist(), [0, 2, 4])
+        torch.manual_seed(3)
+        self.assertEqual(module.rates, Odd().rates)
+        strides = [(a.stride(), b.stride()) for a, b in zip(want[0].values(), module.state_dict().values())]
+        self.assertTrue(all(a == b for a, b in strides), strides)
+
+    def test_modules_one_after_another_continue_one_stream(self):
+        torch.manual_seed(1)
+        first, second = nn.Linear(9, 9), Two()
+        after, later = torch.get_rng_state(), torch.rand(3)
+        torch.manual_seed(1)
+        lazy, lazier = deferred_init(nn.Linear, 9, 9), deferred_init(Two)
+        for part in (lazier.second, lazy, lazier.first):  # In any order, and in parts.
+            materialize(part)
+        for a, b in ((first, lazy), (second, lazier)):
+            for x, y in zip(a.parameters(), b.parameters()):
+                self.assertTrue(torch.equal(x, y))
+        self.assertTrue(torch.equal(torch.get_rng_state(), after))
+        self.assertTrue(torch.equal(torch.rand(3), later))
+
+    def test_a_generator_that_was_used_since_is_left_alone(self):
+        torch.manual_seed(1)
+        lazy = deferred_init(nn.Linear, 4, 4)
+        torch.manual_seed(7)
+        want = torch.get_rng_state()
+        materialize(lazy)
+        self.assertTrue(torch.equal(torch.get_rng_state(), want))
+        torch.manual_seed(1)
+        self.assertTrue(torch.equal(lazy.weight, nn.Linear(4, 4).weight))
+
+    def test_what_cannot_be_replayed_is_an_error(self):
+        outside = torch.zeros(3)
+
+        def writes():
+            outside.normal_()
+            return nn.Linear(2, 2)
+
+        error = error_of(lambda: deferred_init(writes))
+        self.assertIn("aten.normal_.default at", error)
+        self.assertIn("test_deferred_init.py", error)
+        self.assertIn("writes to a tensor that deferred_init has not made", error)
+        self.assertEqual(outside.tolist(), [0, 0, 0])
+        self.assertIn("Tensor, expected a torch.nn.Module", error_of(lambda: deferred_init(lambda: torch.ones(2))))
+        module = deferred_init(Two)
+        module.first.weight = nn.Parameter(torch.empty(7, 6, device="meta"))
+        self.assertIn("first.weight is on the meta device, but deferred_init did not", error_of(lambda: materialize(module)))
+        self.assertTrue(module.second.weight.is_meta, "nothing is allocated")
+
+    @ranks(2)
+    def test_sharded_modules_have_the_bits_of_a_construction():
+        mesh = init_device_mesh("cpu", (2,))
+        want = on_one_device(Odd)
+        policies = (None, lambda name, parameter: rows(2) if parameter.ndim == 2 else None)
+        for number, policy in enumerate(policies):
+            module = deferred(Odd)
+            shard_lists(module, mesh=mesh, orig_param_policy=policy)
+            materialize(module)
+            check_equal(module, want, str(number))
+            assert module.tied.weight is module.embedding.weight
+
+    @ranks(4)
+    def test_tensors_distributed_by_hand_have_the_bits_of_a_construction():
+        mesh = init_device_mesh("cpu", (2, 2))
+        want = on_one_device(Odd)
+        layouts = ([Replicate(), Shard(0)], [Shard(0), Shard(0)], [RaggedShard((), (0, 1)), Replicate()])
+        for placements in layouts:
+            module = deferred(Odd)
+            done = {}
+            for each in module.modules():
+                for name, parameter in each._parameters.items():
+                    if parameter is not None and parameter.ndim and parameter not in done:
+                        done[parameter] = nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements))
+                    if parameter is not None and parameter.ndim:
+                        each._parameters[name] = done[parameter]
+            materialize(module)
+            check_equal(module, want, str(placements))
+
+    @ranks(2)
+    def test_offload_and_other_ways_to_initialize_give_the_same_numbers():
+        mesh, options = init_device_mesh("cpu", (2,)), {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+        want = on_one_device(Two)
+        check_equal(materialize(shard_lists(deferred(Two), mesh=mesh, **options)), want)
+        torch.manual_seed(3)
+        torch.rand(3)
+        with torch.device("meta"):
+            module = Two()
+        shard_lists(module, mesh=mesh, **options).to_empty(device="cpu")
+        for each in (module.first, module.second):
+            each.reset_parameters()
+        check_equal(module, want)
+
+    @ranks(2)
+    def test_seeds_that_differ_raise_on_all_ranks():
+        mesh = init_device_mesh("cpu", (2,))
+        module = shard_lists(deferred(Two, seed=mesh.get_rank()), mesh=mesh)
+        error = error_of(lambda: materialize(module))
+        assert "materialize was called differently" in error and "torch.manual_seed with one seed" in error, error
+        assert module.first.weight.is_meta, "nothing is allocated"
+
+    @ranks(2)
+    def test_it_allocates_the_local_shards_once_and_a_chunk():
+        mesh = init_device_mesh("cpu", (2,))
+
+        def function():
+            module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+            for layer in module:
+                nn.init.normal_(layer.weight, std=0.02)
+            return module
+
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
+            module = deferred_init(function)
+            for layer in module:
+                for name, parameter in list(layer._parameters.items()):
+                    layer._parameters[name] = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+            materialize(module)
+        most, total = 0, 0
+        stack = list(watch.profiler.kineto_results.experimental_event_tree())
+        events = []
+        while stack:
+            event = stack.pop()
+            stack += event.children
+            if event.tag == torch._C._profiler._EventType.Allocation:
+                events.append((event.start_time_ns, event.extra_fields.alloc_size))
+        for _, size in sorted(events):
+            total += size
+            most = max(most, total)
+        local = sum(parameter.to_local().nbytes for parameter in module.parameters())
+        assert local <= most < local + 2**19, (local, most)
+
+    @unittest.skipUnless(importlib.util.find_spec("transformers"), "needs transformers")
+    @ranks(2)
+    def test_models_of_transformers():
+        mesh = init_device_mesh("cpu", (2,))
+        for function in (llama, mixtral):
+            check_equal(materialize(shard_lists(deferred(function), mesh=mesh)), on_one_device(function), function.__name__)
+
+    @unittest.skipUnless(importlib.util.find_spec("diffusers"), "needs diffusers")
+    @ranks(2)
+    def test_a_model_of_diffusers():
+        mesh, want = init_device_mesh("cpu", (2,)), on_one_device(dit)
+        check_equal(materialize(shard_lists(deferred(dit), mesh=mesh)), want)
+
+    @unittest.skipUnless(importlib.util.find_spec("timm") and importlib.util.find_spec("torchvision"), "needs timm")
+    @ranks(2)
+    def test_a_model_of_timm():
+        mesh, want = init_device_mesh("cpu", (2,)), on_one_device(vit)
+        check_equal(materialize(fully_shard(deferred(vit), mesh=mesh)), want)

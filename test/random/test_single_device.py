@@ -1,0 +1,310 @@
+"""single_device: random ops on plain DTensors give the values, and the generator's state, of a single device."""
+
+import itertools
+import math
+import random
+import unittest
+
+import pytest
+import torch
+import torch.distributed.tensor as dtensor
+import torch.nn.functional as F
+from common import error_of, ranks, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils.checkpoint import checkpoint
+
+from torch_ragged import RaggedShard
+from torch_ragged.random import single_device
+
+FLOATS, ALL = (torch.float32, torch.float64, torch.bfloat16, torch.float16), None
+OPS = {
+    "normal_": (FLOATS, lambda x, g: x.normal_(0.5, 2, generator=g)),
+    "uniform_": (FLOATS, lambda x, g: x.uniform_(-1, 3, generator=g)),
+    "exponential_": (FLOATS, lambda x, g: x.exponential_(2.0, generator=g)),
+    "geometric_": (ALL, lambda x, g: x.geometric_(0.3, generator=g)),
+    "cauchy_": (FLOATS, lambda x, g: x.cauchy_(generator=g)),
+    "log_normal_": (FLOATS, lambda x, g: x.log_normal_(0.1, 0.5, generator=g)),
+    "random_": (ALL, lambda x, g: x.random_(generator=g)),
+    "random_ to": (ALL, lambda x, g: x.random_(100, generator=g)),
+    "random_ from": (ALL, lambda x, g: x.random_(-3, 100, generator=g)),
+    "bernoulli_": (ALL, lambda x, g: x.bernoulli_(0.3, generator=g)),
+    "bernoulli_ of a tensor": (FLOATS, lambda x, g: x.bernoulli_(x.abs().clamp(max=1) * 0.5, generator=g)),
+    "bernoulli": (FLOATS, lambda x, g: torch.bernoulli(x.abs().clamp(max=1), generator=g)),
+    "bernoulli of a number": (FLOATS, lambda x, g: torch.bernoulli(x, 0.2, generator=g)),
+    "rand_like": (FLOATS, lambda x, g: torch.rand_like(x)),
+    "rand_like of a generator": (FLOATS, lambda x, g: torch.rand_like(x, generator=g)),
+    "randn_like of a dtype": (ALL, lambda x, g: torch.randn_like(x, dtype=torch.float64)),
+    "randint_like": (ALL, lambda x, g: torch.randint_like(x, 10)),
+    "randint_like from": (ALL, lambda x, g: torch.randint_like(x, 3, 10, dtype=torch.int32)),
+    "native_dropout": (FLOATS, lambda x, g: torch.native_dropout(x, 0.3, True)[0]),
+    "mask of native_dropout": (FLOATS, lambda x, g: torch.native_dropout(x, 0.3, True)[1]),
+    "dropout": (FLOATS, lambda x, g: F.dropout(x, 0.3)),
+    "dropout in place": (FLOATS, lambda x, g: F.dropout(x, 0.3, inplace=True)),
+    "multinomial": (FLOATS[:2], lambda x, g: torch.multinomial(x.abs() + 0.1, 1, generator=g)),
+    "multinomial of two": (FLOATS[:2], lambda x, g: torch.multinomial(x.abs() + 0.1, 2, generator=g)),
+    "multinomial with replacement": (FLOATS[:2], lambda x, g: torch.multinomial(x.abs() + 0.1, 3, True, generator=g)),
+}
+PARTIALS = ("sum", "avg", "max", "min", "product")
+
+
+def of_one_device(function, x, seed, with_generator):
+    """The result of one device, and the states of the default generator and of the one given."""
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed + 1) if with_generator else None
+    result = function(x, generator)
+    return result, torch.get_rng_state(), generator.get_state() if generator else torch.empty(0)
+
+
+def random_tensor(rng, dtype):
+    """Up to five dimensions, even or not, with none or no elements, of any order in memory."""
+    shape = [rng.choice((1, 2, 3, 4, 5, 8)) if rng.random() < 0.95 else 0 for _ in range(rng.randint(0, 5))]
+    order = list(range(len(shape)))
+    if rng.random() < 0.3:
+        rng.shuffle(order)
+    values = torch.rand([shape[dim] for dim in order], generator=torch.Generator().manual_seed(rng.randrange(99))) * 4
+    return values.to(dtype).permute([order.index(dim) for dim in range(len(shape))]) if shape else values.to(dtype)
+
+
+def random_placements(rng, mesh_shape, tensor, kinds_of_partial):
+    """One per mesh dimension, of all plain kinds. One kind of Partial per tensor."""
+    partial = Partial(rng.choice(kinds_of_partial))
+    kinds = [Replicate(), partial] + [Shard(dim) for dim in range(tensor.ndim)] * 2
+    found = [rng.choice(kinds) for _ in mesh_shape]
+    if len(mesh_shape) == 2 and tensor.ndim and tensor.shape[0] % math.prod(mesh_shape) == 0 and rng.random() < 0.5:
+        return [_StridedShard(0, split_factor=mesh_shape[1]), Shard(0)]  # FSDP over tensor parallelism.
+    return found
+
+
+def distributed(tensor, mesh, placements):
+    """A DTensor of these values. Of each Partial, rank 0 has the values and the others what adds nothing."""
+    whole = distribute_tensor(tensor, mesh, [Replicate() if p.is_partial() else p for p in placements])
+    local = whole.to_local()
+    for coordinate, placement in zip(mesh.get_coordinate(), placements):
+        if placement.is_partial() and coordinate and placement.reduce_op in ("sum", "product"):
+            local = torch.full_like(local, placement.reduce_op == "product")
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def check_random_cases(mesh_shape, rounds, seed):
+    """Every op under random placements. Returns how many cases of a kind were seen."""
+    rng, mesh = random.Random(seed), init_device_mesh("cpu", mesh_shape)
+    seen = dict.fromkeys(("uneven or empty", "partial", "strided", "two shards", "not contiguous", "cases"), 0)
+    single_device()
+    for number in range(rounds):
+        for name, (dtypes, function) in OPS.items():
+            dtype, with_generator = rng.choice(dtypes or (*FLOATS, torch.int64)), rng.random() < 0.5
+            full = random_tensor(rng, dtype)
+            # torch itself multiplies and divides no other Partial in place; and a mean of three or of integers is not exact.
+            has_mean = dtype.is_floating_point and not {3, 5}.intersection(mesh_shape) and "like" not in name
+            kinds = PARTIALS[:1] if "dropout" in name else [kind for kind in PARTIALS if has_mean or kind != "avg"]
+            placements = random_placements(rng, mesh_shape, full, kinds)
+            try:
+                want, *states = of_one_device(function, full.clone(), number, with_generator)
+            except RuntimeError:  # Such as multinomial of five dimensions.
+                continue
+            x = distributed(full.clone(), mesh, placements)
+            got, *got_states = of_one_device(function, x, number, with_generator)
+            case = f"{name} of {dtype} {tuple(full.shape)} {full.stride()} under {placements} on {mesh_shape}, {with_generator}"
+            whole = got.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
+            assert torch.equal(whole, want) and whole.dtype == want.dtype, case
+            steps = [[step for step, size in zip(tensor.stride(), tensor.shape) if size > 1] for tensor in (got, want)]
+            assert got.shape == want.shape and (steps[0] == steps[1] or not want.numel()), case
+            assert all(map(torch.equal, got_states, states)), f"states after {case}"
+            local = full.new_empty(full.shape)
+            seen["cases"] += 1
+            seen["uneven or empty"] += any(p.is_shard() and full.shape[p.dim] % n for p, n in zip(placements, mesh_shape))
+            seen["partial"] += any(p.is_partial() for p in placements)
+            seen["strided"] += any(isinstance(p, _StridedShard) for p in placements)
+            seen["two shards"] += sum(p.is_shard() for p in placements) > 1
+            seen["not contiguous"] += not full.is_contiguous() and local.numel() > 0
+    single_device(False)
+    return seen
+
+
+INITS = {
+    "uniform_": nn.init.uniform_,
+    "normal_": lambda t: nn.init.normal_(t, generator=torch.Generator().manual_seed(1)),
+    "trunc_normal_": lambda t: nn.init.trunc_normal_(t, std=0.5, a=-1, b=1),
+    "trunc_normal_ in the tail": lambda t: nn.init.trunc_normal_(t, std=0.5, a=1.5, b=4),
+    "xavier_uniform_": nn.init.xavier_uniform_,
+    "xavier_normal_": nn.init.xavier_normal_,
+    "kaiming_uniform_": lambda t: nn.init.kaiming_uniform_(t, a=5**0.5),
+    "kaiming_normal_": lambda t: nn.init.kaiming_normal_(t, mode="fan_out"),
+    "orthogonal_": nn.init.orthogonal_,
+    "constant_": lambda t: nn.init.constant_(t, 3.0),
+}
+
+
+class SingleDeviceTest(unittest.TestCase):
+    def test_random_cases_on_meshes_of_one_to_three_dimensions(self):
+        for mesh_shape, rounds in (((3,), 3), ((2, 2), 6)):
+            seen = run_ranks(torch.Size(mesh_shape).numel(), check_random_cases, mesh_shape, rounds, 1)[0]
+            self.assertGreater(min(seen[kind] for kind in ("uneven or empty", "partial", "not contiguous")), 2, seen)
+        self.assertGreater(min(seen.values()), 2, seen)
+
+    @pytest.mark.slow
+    def test_many_random_cases(self):
+        for mesh_shape in ((2,), (5,), (2, 3), (2, 2, 2), (2, 1, 3)):
+            seen = run_ranks(torch.Size(mesh_shape).numel(), check_random_cases, mesh_shape, 20, 7)[0]
+            self.assertGreater(seen["cases"], 300)
+
+    @ranks(2)
+    def test_it_is_a_context_a_switch_and_a_decorator():
+        mesh = init_device_mesh("cpu", (2,))
+        handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
+
+        def is_on():
+            torch.manual_seed(1)
+            x = distribute_tensor(torch.empty(7, 3), mesh, [Shard(1)]).normal_()
+            torch.manual_seed(1)
+            return torch.equal(x.full_tensor(), torch.empty(7, 3).normal_())
+
+        assert not is_on()
+        with single_device():
+            assert is_on()
+            with single_device(False):
+                assert not is_on()
+            with single_device():
+                assert is_on()
+            assert is_on()
+        assert not is_on() and single_device()(is_on)() and not is_on()
+        single_device()
+        assert is_on()
+        single_device(False)
+        assert not is_on() and DTensor._op_dispatcher._custom_op_handlers == handlers
+
+    @ranks(2)
+    def test_off_plain_dtensors_draw_as_in_torch():
+        mesh = init_device_mesh("cpu", (2,))
+        with single_device():
+            distribute_tensor(torch.empty(4, 4), mesh, [Shard(0)]).normal_()
+        for function in (lambda x: x.normal_(), lambda x: F.dropout(x, 0.5), torch.rand_like):
+            x = distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)])
+            torch.manual_seed(3)
+            got, state = function(x.clone()).to_local(), torch.get_rng_state()
+            torch.manual_seed(3)
+            assert torch.equal(got, function(x.to_local().clone())) and torch.equal(state, torch.get_rng_state())
+
+    @ranks(2)
+    def test_it_draws_without_communication_after_one_check_per_mesh():
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(6, 4), mesh, [Shard(1)])
+        with single_device(), CommDebugMode() as mode:
+            torch.manual_seed(0)
+            x.normal_()
+            F.dropout(x, 0.5)
+            torch.rand_like(x)
+        assert mode.get_total_counts() <= 1, mode.get_comm_counts()
+
+    @ranks(4)
+    def test_states_that_differ_raise_on_all_ranks():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        rank, x = mesh.get_rank(), distribute_tensor(torch.ones(6, 4), mesh, [Replicate(), Shard(1)])
+        with single_device():
+            torch.manual_seed(rank == 2)
+            error = error_of(lambda: x.normal_())
+            assert "rank 0 has a generator of seed 0" in error and "rank 2 has a generator of seed 1" in error, error
+            assert "torch.manual_seed with one seed" in error
+            generator = torch.Generator().manual_seed(5 + (rank == 3))
+            torch.manual_seed(0)
+            assert "rank 3 has a generator of seed 6" in error_of(lambda: torch.rand_like(x, generator=generator))
+            x.normal_()
+            ragged = distribute_tensor(torch.ones(6, 4), mesh, [Replicate(), RaggedShard((0,), (1, 2))])
+            ragged.normal_()
+        with single_device():  # Anew, on ragged placements too, and for submeshes by themselves.
+            torch.manual_seed(mesh["dp"].get_local_rank())
+            local = distribute_tensor(torch.ones(6, 4), mesh["tp"], [Shard(0)])
+            F.dropout(local, 0.5)
+            assert "seed 1" in error_of(lambda: ragged.uniform_())
+        ragged.uniform_()  # Off: nothing is compared.
+
+    @ranks(4)
+    def test_nn_init_draws_the_numbers_of_one_process():
+        mesh = init_device_mesh("cpu", (2, 2))
+        kinds = (Replicate(), Shard(0), Shard(1))
+        with single_device():
+            for (name, init), placements in itertools.product(INITS.items(), itertools.product(kinds, kinds)):
+                results = []
+                for tensor in (torch.empty(12, 10), distribute_tensor(torch.empty(12, 10), mesh, placements)):
+                    torch.manual_seed(8)
+                    parameter = nn.Parameter(tensor)
+                    init(parameter)
+                    results += [parameter.detach(), torch.get_rng_state()]
+                want, state, got, got_state = results
+                assert torch.equal(got.full_tensor(), want) and torch.equal(state, got_state), (name, placements)
+
+    @ranks(2)
+    def test_a_value_that_is_read_is_that_of_the_whole_tensor():
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.tensor([False, False, True]), mesh, [Shard(0)])
+        assert bool(x.any()) == bool(mesh.get_local_rank())  # torch's own way: the second rank has the third element.
+        with single_device():
+            assert bool(x.any()) and x.sum().item() == 1
+
+    @ranks(2)
+    def test_dropout_masks_backward_and_recomputation_as_forward():
+        mesh = init_device_mesh("cpu", (2,))
+        full = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+        layer = nn.Sequential(nn.Dropout(0.4), nn.Dropout(0.2))
+        functions = {
+            "module": layer,
+            "recomputed": lambda x: checkpoint(layer, x, use_reentrant=False),
+            "native": lambda x: torch.native_dropout(x, 0.3, True)[0],
+            "alpha": lambda x: F.alpha_dropout(x, 0.3, training=True),
+            "channels": lambda x: F.dropout2d(x.reshape(8, 6, 1, 1), 0.4, training=True).reshape(8, 6),
+        }
+        with single_device():
+            for (name, function), placement in itertools.product(functions.items(), (Shard(0), Shard(1), Replicate())):
+                results = []
+                for x in (full.clone(), distribute_tensor(full, mesh, [placement])):
+                    torch.manual_seed(5)
+                    x.requires_grad_(True)
+                    y = function(x)
+                    (y * y).sum().backward()
+                    results += [y.detach(), x.grad]
+                want, wanted_gradient, got, gradient = results
+                assert torch.equal(got.full_tensor(), want) and int((want == 0).sum()) in range(0, 48), (name, placement)
+                assert torch.equal(gradient.full_tensor(), wanted_gradient), (name, placement)
+
+    @ranks(2)
+    def test_compiled_code_draws_the_numbers_of_eager():
+        mesh, full = init_device_mesh("cpu", (2,)), torch.ones(8, 4)
+        functions = (lambda x: F.dropout(x * 2, 0.4) + 1, lambda x: torch.rand_like(x) * x, lambda x: (x + 1).normal_() * 2)
+        with single_device():
+            for number, function in enumerate(functions):
+                torch._dynamo.reset()
+                fast = torch.compile(function, backend="aot_eager")
+                for step in range(2):
+                    torch.manual_seed(step)
+                    got = fast(distribute_tensor(full, mesh, [Shard(1)]))
+                    torch.manual_seed(step)
+                    assert torch.equal(got.full_tensor(), function(full)), (number, step)
+
+    @ranks(4)
+    def test_factories_draw_the_numbers_of_one_process():
+        mesh = init_device_mesh("cpu", (2, 2))
+        for name, placements in itertools.product(("rand", "randn"), ((Shard(1), Shard(0)), (Replicate(), Shard(-1)), None)):
+            with single_device():
+                torch.manual_seed(2)
+                got = getattr(dtensor, name)(5, 7, device_mesh=mesh, placements=placements, requires_grad=True)
+            torch.manual_seed(2)
+            assert torch.equal(got.full_tensor(), getattr(torch, name)(5, 7)) and got.requires_grad, (name, placements)
+        with single_device():
+            error = error_of(lambda: dtensor.rand(4, device_mesh=mesh, placements=[Partial(), Shard(0)]))
+        assert "Replicate in place of Partial" in error, error
+
+    @ranks(3)
+    def test_a_rank_outside_of_the_mesh_draws_nothing():
+        torch.manual_seed(1)
+        mesh = DeviceMesh("cpu", [0, 2])
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        before = torch.get_rng_state()
+        with single_device():
+            x.normal_()
+            y = F.dropout(torch.rand_like(x), 0.5)
+        assert torch.equal(before, torch.get_rng_state()) == (mesh.get_coordinate() is None)
+        assert y.shape == (4, 4)

@@ -1,0 +1,135 @@
+"""draw_owned: a draw in chunks gives the values and the generator's state of one call, for every part of a tensor."""
+
+import itertools
+import math
+import random
+import unittest
+from unittest.mock import patch
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.profiler import ProfilerActivity, profile
+
+from torch_ragged import RaggedShard
+from torch_ragged.tensor import _draw
+from torch_ragged.tensor._draw import Sampler, draw_owned
+from torch_ragged.tensor._ownership import owned, row_major
+from torch_ragged.tensor.placement_types import cuts_of
+
+aten = torch.ops.aten
+OPS = {
+    aten.normal_.default: (0.5, 2.0),
+    aten.uniform_.default: (-1.0, 2.0),
+    aten.exponential_.default: (1.5,),
+    aten.geometric_.default: (0.3,),
+    aten.cauchy_.default: (),
+    aten.log_normal_.default: (),
+    aten.random_.default: (),
+    aten.random_.to: (7,),
+    aten.bernoulli_.float: (0.3,),
+}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64)
+
+
+def random_layout(rng, shape):
+    """A mesh shape, and placements that cut a tensor of ``shape``."""
+    mesh_shape = tuple(rng.randint(1, 4) for _ in range(rng.randint(1, 2)))
+    if rng.random() < 0.4 and math.prod(shape):
+        length = rng.randint(0, len(shape))
+        size, ranks = math.prod(shape[:length]), mesh_shape[0]
+        bounds = [0, *sorted(rng.randint(0, size) for _ in range(ranks - 1)), size]
+        first = RaggedShard(tuple(range(length)), tuple(b - a for a, b in itertools.pairwise(bounds)))
+        return mesh_shape[:1], (first,)
+    kinds = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+    kinds += [_StridedShard(dim, split_factor=2) for dim in range(len(shape)) if shape[dim] % 2 == 0]
+    return mesh_shape, tuple(rng.choice(kinds) for _ in mesh_shape)
+
+
+class DrawTest(unittest.TestCase):
+    def test_random_draws_in_chunks_equal_one_call(self):
+        rng, seen = random.Random(0), dict.fromkeys(("several chunks", "not contiguous", "flat"), 0)
+        for number in range(600):
+            op, dtype = rng.choice(list(OPS)), rng.choice(DTYPES)
+            shape = tuple(rng.choice((1, 2, 3, 4, 5, 7)) for _ in range(rng.randint(0, 5)))
+            order = rng.sample(range(len(shape)), len(shape)) if rng.random() < 0.4 else list(range(len(shape)))
+            whole = torch.zeros([shape[dim] for dim in order], dtype=dtype).permute([order.index(d) for d in range(len(shape))])
+            generator = torch.Generator().manual_seed(number)
+            torch.empty(3).normal_(generator=generator)  # It may keep a number for the next draw.
+            before = generator.get_state()
+            try:
+                op(whole, *OPS[op], generator=generator)
+            except RuntimeError:  # Of a dtype that this op does not have.
+                continue
+            after = generator.get_state()
+            mesh_shape, placements = random_layout(rng, shape)
+            sampler = Sampler(op, lambda chunk, op=op, g=generator: op(chunk, *OPS[op], generator=g), dtype, generator)
+            for coordinate in itertools.product(*map(range, mesh_shape)):
+                held = owned(shape, mesh_shape, cuts_of(placements), coordinate)
+                boxes = [box for box in held.boxes if box.numel]
+                local = torch.zeros(held.local_shape, dtype=dtype)
+                if not held.flat and local.ndim and rng.random() < 0.5:  # Of other strides.
+                    local = torch.zeros(held.local_shape[::-1], dtype=dtype).permute(*range(local.ndim)[::-1])
+                generator.set_state(before)
+                with patch.object(_draw, "_CHUNK_BYTES", 256):
+                    draw_owned(sampler, shape, whole.stride(), boxes, local)
+                case = f"{op} {dtype} {shape} {whole.stride()} {placements} {coordinate}"
+                self.assertTrue(torch.equal(generator.get_state(), after), case)
+                flat = local.contiguous().view(-1)
+                for box in boxes:
+                    mine = flat.as_strided(box.sizes, box.local_strides, box.local_offset)
+                    index = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))
+                    self.assertTrue(torch.equal(mine, whole[index]), case)
+            seen["several chunks"] += whole.numel() * dtype.itemsize > 512
+            seen["not contiguous"] += not whole.is_contiguous()
+            seen["flat"] += held.flat
+        self.assertGreater(min(seen.values()), 60, seen)
+
+    def test_numbers_that_come_by_one_seed_per_call_are_drawn_whole(self):
+        """As MKL draws on processors of Intel: here an op whose halves do not give the numbers of the whole."""
+        shape, generator = (4000,), torch.Generator()
+
+        def fill(chunk):
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+            chunk.uniform_(generator=torch.Generator().manual_seed(seed))
+
+        fill(whole := torch.empty(shape))
+        sampler = Sampler(aten.exponential_.default, fill, torch.float32, generator)
+        for is_serial in (False, True):
+            generator.manual_seed(0)
+            fill(whole)
+            after, local = generator.get_state(), torch.empty(1000)
+            generator.manual_seed(0)
+            held = owned(shape, (4,), cuts_of((Shard(0),)), (2,))
+            with patch.object(_draw, "_CHUNK_BYTES", 1024), patch.object(_draw, "_is_serial", lambda *_: is_serial):
+                draw_owned(sampler, shape, (1,), held.boxes, local)
+            is_equal = torch.equal(local, whole[2000:3000]) and torch.equal(generator.get_state(), after)
+            self.assertEqual(is_equal, not is_serial, "the trial decides it, and without it numbers are wrong")
+
+    def test_it_holds_a_chunk_beside_the_local_tensor(self):
+        """At most 1 MiB, also for an expert weight of GPT-OSS-120B's shape, of which this rank holds a 64th."""
+        shape = (128, 2880, 64)
+        held = owned(shape, (64,), cuts_of((Shard(0),)), (3,))
+        local = torch.empty(held.local_shape, dtype=torch.bfloat16)
+        sampler = Sampler(aten.normal_.default, torch.Tensor.normal_, torch.bfloat16)
+        draw_owned(sampler, (16,), (1,), (), local)  # What is kept for ever is made now.
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
+            draw_owned(sampler, shape, row_major(shape), held.boxes, local)
+        most = max(event.total_allocated for event in allocations(watch.profiler.kineto_results.experimental_event_tree()))
+        self.assertLess(most - first_total(watch), 2**19)
+
+
+def allocations(events):
+    for event in events:
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            yield event.extra_fields
+        yield from allocations(event.children)
+
+
+def first_total(watch):
+    first = next(allocations(watch.profiler.kineto_results.experimental_event_tree()))
+    return first.total_allocated - first.alloc_size
+
+
+if __name__ == "__main__":
+    unittest.main()

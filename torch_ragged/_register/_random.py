@@ -1,0 +1,74 @@
+"""What single_device changes in torch while it is on. An import changes nothing of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch._C._dynamo import eval_frame
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _api as dtensor_api
+
+from torch_ragged._register._hook import OPERATORS, Hook, has, hooks
+from torch_ragged.tensor._placement_extension import extension_of
+from torch_ragged.tensor._single_device import draw_new, handle_random_op, random_ops
+
+__all__ = ["forget_tensors", "handle_random_ops"]
+
+hooks.append(
+    Hook(
+        "OpDispatcher._custom_op_handlers, _api._dtensor_init_helper, while torch_ragged.random.single_device is on",
+        "random ops on plain DTensors draw the numbers of a single device; torch's own depend on the number of ranks",
+        OPERATORS,
+        lambda: (
+            isinstance(getattr(DTensor._op_dispatcher, "_custom_op_handlers", None), dict)
+            and has(dtensor_api._dtensor_init_helper, "init_op", "size", "device_mesh", "placements", "kwargs")
+        ),
+        install=None,  # ``handle_random_ops`` installs and removes it.
+    )
+)
+hooks.append(
+    Hook(
+        "FakeTensorMode.fake_tensor_converter.meta_converter.tensor_memo, while deferred_init records",
+        "Module.to swaps parameters, which weak references prevent",
+        OPERATORS,
+        lambda: hasattr(FakeTensorMode().fake_tensor_converter.meta_converter, "tensor_memo"),
+        install=None,  # ``forget_tensors`` clears it.
+    )
+)
+_original: list[Any] = []
+"""torch's factory helper, while it is replaced."""
+
+
+def handle_random_ops(mode: bool) -> None:
+    """Let random ops and factories of plain DTensors draw the numbers of a single device, or as torch does."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    if mode and not _original:
+        handlers.update(dict.fromkeys(random_ops(), handle_random_op))
+        skip = eval_frame._FrameAction.SKIP  # Between two graphs, Dynamo would compile it.
+        eval_frame.set_code_exec_strategy(handle_random_op.__code__, eval_frame._FrameExecStrategy(skip, skip))
+        _original.append(dtensor_api._dtensor_init_helper)
+        dtensor_api._dtensor_init_helper = _drawing(_original[0])
+    elif not mode and _original:
+        for op in random_ops():
+            del handlers[op]
+        dtensor_api._dtensor_init_helper = _original.pop()
+
+
+def _drawing(original: Any) -> Any:
+    @functools.wraps(original)
+    def make(init_op, size, device_mesh=None, placements=None, **options):  # type: ignore[no-untyped-def]
+        is_plain = placements is None or extension_of(placements) is None
+        if not is_plain or init_op not in (torch.rand, torch.randn):
+            return original(init_op, size, device_mesh, placements, **options)
+        mesh = device_mesh or dtensor_api._mesh_resources.get_current_mesh()
+        return draw_new(init_op, size, mesh, placements, **options)
+
+    return make
+
+
+def forget_tensors(mode: FakeTensorMode) -> None:
+    """Drop the mode's weak references to fake tensors, with which ``Module.to`` could not swap parameters."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()

@@ -1,0 +1,446 @@
+"""Replays a tape on the elements that are asked for, and no others.
+
+It must not communicate. First it goes through the tape backwards and finds what each storage is needed for: nothing; the
+elements that this rank holds of one target; or all elements. Then it goes through the tape forwards. Every random op draws, so
+that numbers and generators are those of a single device, but :func:`draw_owned` keeps only what is needed. Other ops run on the
+needed elements if that gives the bits of the whole tensor. If not, their tensors are made whole, and freed after their last
+use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional, Union
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torch_ragged.random._tape import START, Entry, Part, Point, Tape, is_random, read_state, write_state
+from torch_ragged.tensor._draw import Sampler, draw_owned, views_of
+from torch_ragged.tensor._ownership import Box, row_major
+
+__all__ = ["Target", "final_state", "replay", "values_of", "whole_box"]
+
+_aten = torch.ops.aten
+_SAMPLERS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ bernoulli_".split()
+_CONSTANTS = "empty zeros ones full empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full".split()
+_CONSTANTS += ["empty_strided", "new_empty_strided", "empty_permuted"]
+# Ops on elements whose bits do not depend on an element's place: processors compute them equally in vectors and one by one. Of
+# exp, log, tanh and others this is not true.
+_EXACT = """abs add bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min clone copy detach div eq erfinv fill floor
+    ge gt le lift_fresh logical_not lt masked_fill maximum minimum mul ne neg reciprocal round sign sqrt sub trunc where zero
+    _to_copy""".split()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which elements of a tensor are needed: those that a rank holds."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    local_shape: tuple[int, ...]
+
+
+@dataclass
+class Target:
+    """A tensor to fill: ``local`` gets the elements of ``part`` in ``boxes``, which count from a contiguous ``local``."""
+
+    part: Part
+    local: torch.Tensor
+    boxes: tuple[Box, ...]
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.part.shape, self.boxes, tuple(self.local.shape))
+
+
+class _Whole:
+    def __repr__(self) -> str:
+        return "WHOLE"
+
+
+_WHOLE = _Whole()
+_Need = Union[Layout, _Whole]
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """A random op as a sampler in place: its op and arguments, the part that it fills, and the part of probabilities."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    part: Part
+    values: tuple[Part, ...] = ()
+
+
+def whole_box(shape: Sequence[int]) -> tuple[Box, ...]:
+    """All elements of a tensor."""
+    return (Box((0,) * len(shape), tuple(shape), 0, row_major(shape)),) if math.prod(shape) else ()
+
+
+def replay(tape: Tape, targets: Sequence[Target], to_end: bool = True) -> None:
+    """Fill ``targets``. The default generators are afterwards as before.
+
+    Args:
+        to_end: whether to draw all numbers, so that each stream of the tape has its final state; or only those before the last
+            one that is needed.
+
+    Raises:
+        RuntimeError: an op of the tape cannot be run, with the user's line.
+    """
+    before = {device_type: read_state(device_type) for device_type in tape.streams}
+    run = _Run(tape)
+    for target in targets:
+        run.need(target.part.storage, target.layout if run.is_base(target.part) else _WHOLE)
+    try:
+        run.plan(to_end)
+        run.fill(targets, to_end)
+    finally:
+        for device_type, state in before.items():
+            write_state(device_type, state)
+
+
+def final_state(tape: Tape, device_type: str) -> torch.Tensor:
+    """The state of a single device's generator after the tape."""
+    stream = tape.streams[device_type]
+    if stream.final is None:
+        replay(tape, [])
+    assert stream.final is not None
+    return stream.final
+
+
+def values_of(tape: Tape, tree: Any) -> Any:
+    """``tree`` with real tensors in place of its parts, as the tape has them at its end.
+
+    If random numbers are in them, every random op so far is drawn, once for all calls.
+    """
+    parts = list(dict.fromkeys(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Part)))
+    locals_ = [torch.empty(part.shape, dtype=part.dtype, device=tape.devices[part.storage]) for part in parts]
+    replay(tape, [Target(part, local, whole_box(part.shape)) for part, local in zip(parts, locals_)], to_end=False)
+    found = dict(zip(parts, locals_))
+    return pytree.tree_map(lambda leaf: found[leaf] if isinstance(leaf, Part) else leaf, tree)
+
+
+class _Run:
+    """One replay. ``needs`` says what each storage is needed for; those that are needed for nothing are not in it."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.needs: dict[int, _Need] = {}
+        self.bases = {part.storage: part for entry in tape.entries for part in entry.made if part is not None}
+        self.memory: dict[int, Any] = {}  # The local tensor of a storage, or the UntypedStorage of a whole one.
+        self.at: dict[str, Point] = {}
+        self.generators: dict[int, torch.Generator] = {}
+
+    def need(self, storage: int, wanted: _Need) -> bool:
+        """Need a storage for ``wanted``, too; two different needs make it whole. Returns whether this is new."""
+        known = self.needs.get(storage)
+        if known == wanted or known is _WHOLE:
+            return False
+        self.needs[storage] = wanted if known is None else _WHOLE
+        return True
+
+    def plan(self, to_end: bool) -> None:
+        """Find all needs, from those that are known. A storage that becomes whole may change what other ops can do."""
+        is_new = True
+        while is_new:
+            is_new = False
+            for entry in reversed(self.tape.entries):
+                is_needed = not self.needs.keys().isdisjoint(entry.changed)
+                if not is_needed and not (to_end and is_random(entry.op) and _draw_of(entry) is None):
+                    continue
+                layout = self.layout_of(entry)
+                reads = [] if layout and _is_constant(entry.op) else list(entry.parts)
+                for part in (*reads, *(part for part in entry.made if part is not None)):
+                    is_scalar = not part.shape and part.storage not in entry.changed
+                    is_new |= self.need(part.storage, _WHOLE if layout is None or is_scalar else layout)
+
+    def layout_of(self, entry: Entry) -> Optional[Layout]:
+        """The layout of the elements that the op can run on by themselves; None if it needs whole tensors."""
+        needs = {id(need): need for storage in entry.changed if (need := self.needs.get(storage)) is not None}
+        layouts = set(needs.values())
+        if len(layouts) != 1 or not isinstance(layout := layouts.pop(), Layout):
+            return None
+        if _is_constant(entry.op):
+            return layout if all(self.is_base(part) for part in entry.made if part is not None) else None
+        draw = _draw_of(entry)
+        if draw is None and not _is_exact(entry):
+            return None
+        parts = [draw.part, *draw.values] if draw else [*entry.parts, *(part for part in entry.made if part is not None)]
+        others = [leaf for leaf in pytree.tree_leaves((entry.args, entry.kwargs)) if isinstance(leaf, torch.Tensor)]
+        if all(self.fits(part, layout) for part in parts) and all(leaf.ndim == 0 for leaf in others):
+            return layout
+        # One box of a tensor, such as a row, which no other tensor is read for.
+        written = [part for part in parts if part.storage in entry.written]
+        alone = len(written) == 1 and all(part is written[0] or not part.shape for part in parts) and not others
+        return layout if alone and not (draw and draw.values) and self.box_of(written[0]) is not None else None
+
+    def is_base(self, part: Part) -> bool:
+        """Whether a tensor shows its storage as the op that made it: each element of memory once, in the same order."""
+        return part == self.bases.get(part.storage) and _is_dense(part)
+
+    def fits(self, part: Part, layout: Layout) -> bool:
+        """Whether a tensor's elements are those of the layout, one by one, or it is one value for all."""
+        if part.shape == layout.shape and self.is_base(part):
+            return self.needs.get(part.storage, layout) == layout
+        return not part.shape
+
+    def box_of(self, part: Part) -> Optional[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Offsets and sizes of the box of its storage's tensor that a view shows; None if it is none, or not in that order."""
+        base = self.bases.get(part.storage)
+        if base is None or base.dtype != part.dtype or base.offset or not math.prod(part.shape):
+            return None
+        rest, offsets = part.offset, [0] * len(base.shape)
+        for dim in sorted(range(len(base.shape)), key=lambda dim: -base.stride[dim]):
+            offsets[dim], rest = divmod(rest, base.stride[dim]) if base.shape[dim] > 1 else (0, rest)
+        sizes, dim = [1] * len(base.shape), 0
+        for size, stride in zip(part.shape, part.stride):
+            if size == 1:
+                continue
+            while dim < len(base.shape) and (base.stride[dim] != stride or base.shape[dim] == 1):
+                dim += 1
+            if dim == len(base.shape):
+                return None
+            sizes[dim] = size
+            dim += 1
+        fits = all(a + n <= total for a, n, total in zip(offsets, sizes, base.shape))
+        return (tuple(offsets), tuple(sizes)) if fits and not rest and math.prod(sizes) == math.prod(part.shape) else None
+
+    # --- running --------------------------------------------------------------------------------------------------------
+
+    def fill(self, targets: Sequence[Target], to_end: bool) -> None:
+        """Run what is needed, and every draw before it; then copy to the targets what is not in their memory already."""
+        direct: dict[int, torch.Tensor] = {}
+        for target in targets:
+            if self.needs[target.part.storage] == target.layout and target.part.dtype == target.local.dtype:
+                direct.setdefault(target.part.storage, target.local)
+        entries, wanted = self.tape.entries, {target.part.storage for target in targets}
+        last = {part.storage: i for i, entry in enumerate(entries) for part in (*entry.parts, *entry.made) if part is not None}
+        ends: dict[int, list[int]] = {}
+        for storage, index in last.items():
+            if storage not in wanted:
+                ends.setdefault(index, []).append(storage)
+        is_needed = [not self.needs.keys().isdisjoint(entry.changed) for entry in entries]
+        stop = len(entries) if to_end else max((i + 1 for i, needed in enumerate(is_needed) if needed), default=0)
+        for index, entry in enumerate(entries[:stop]):
+            if is_needed[index] or is_random(entry.op):
+                try:
+                    self._step(index, entry, is_needed[index], direct)
+                except Exception as error:
+                    raise RuntimeError(f"materialize: {entry.op} at {entry.where} cannot be replayed: {error}") from error
+            for storage in ends.get(index, ()):
+                self.memory.pop(storage, None)
+        for device_type, stream in self.tape.streams.items() if to_end else ():
+            self._go_to(device_type, stream.end)
+            stream.final = read_state(device_type)
+        for target in targets:
+            self._copy_to(target)
+
+    def _step(self, index: int, entry: Entry, is_needed: bool, direct: dict[int, torch.Tensor]) -> None:
+        """Run one op, from its point of the stream. A draw that nobody needs is left out if the state after it is known."""
+        stream = None if entry.before is None else self.tape.streams[entry.device_type]
+        if stream is not None and index in stream.known and not is_needed:
+            return
+        if stream is not None:
+            self._go_to(entry.device_type, entry.before)  # type: ignore[arg-type]
+        self._run(entry, is_needed, direct)
+        if stream is not None:
+            stream.known[index] = read_state(entry.device_type)
+            self.at[entry.device_type] = index
+
+    def _go_to(self, device_type: str, point: Point) -> None:
+        """Set the default generator to a point of the stream."""
+        if self.at.get(device_type) == point:
+            return
+        stream = self.tape.streams[device_type]
+        if isinstance(point, int):
+            state = stream.known[point]
+        elif point == START:
+            state = stream.start if stream.after is None else final_state(stream.after, device_type)
+        else:
+            state = torch.frombuffer(bytearray(point[1]), dtype=torch.uint8)
+        write_state(device_type, state)
+        self.at[device_type] = point
+
+    def _run(self, entry: Entry, is_needed: bool, direct: dict[int, torch.Tensor]) -> None:
+        draw = _draw_of(entry) if is_random(entry.op) else None
+        if not is_needed and draw is not None:
+            self._draw(entry, draw, Layout(draw.part.shape, (), (0,)), None)
+            return
+        layout = self.layout_of(entry)
+        if layout is None:
+            self._run_whole(entry)
+            return
+        made = [part for part in entry.made if part is not None]
+        if draw is not None:
+            if made:
+                self.memory[draw.part.storage] = self._new(draw.part, layout, direct)
+            self._draw(entry, draw, layout, self.memory[draw.part.storage])
+            return
+        if _is_constant(entry.op):
+            local = self.memory[made[0].storage] = self._new(made[0], layout, direct)
+            name = entry.op._schema.name
+            if "zeros" in name or "ones" in name:
+                local.fill_("ones" in name)
+            elif "full" in name:
+                local.fill_(entry.args[-1] if len(entry.args) > 1 else entry.kwargs["fill_value"])
+            return
+        written = [part for part in entry.parts if part.storage in entry.written]
+        if written and not self.is_base(written[0]):
+            for view in self._views_in(written[0], layout):
+                self._call(entry, {written[0]: view})
+            return
+        locals_ = {part: self.memory[part.storage] for part in entry.parts}
+        result = self._call(entry, {part: local for part, local in locals_.items() if isinstance(local, torch.Tensor)})
+        if made:
+            local = self._new(made[0], layout, direct)
+            self.memory[made[0].storage] = local.copy_(result) if made[0].storage in direct else result
+
+    def _call(self, entry: Entry, locals_: dict[Part, torch.Tensor]) -> Any:
+        """The op on local tensors; all other parts are values."""
+
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, Part):
+                return locals_[leaf] if leaf in locals_ else self._tensor(leaf)
+            return leaf
+
+        args, kwargs = pytree.tree_map(real, (entry.args, entry.kwargs))
+        return entry.op(*args, **kwargs)
+
+    def _run_whole(self, entry: Entry) -> None:
+        results = pytree.tree_leaves(self._call_whole(entry))
+        for part, result in zip(entry.made, results):
+            if part is not None:
+                constants = [leaf for leaf in pytree.tree_leaves((entry.args, entry.kwargs)) if isinstance(leaf, torch.Tensor)]
+                if any(result.untyped_storage()._cdata == leaf.untyped_storage()._cdata for leaf in constants):
+                    result = result.clone(memory_format=torch.preserve_format)  # lift_fresh returns the constant itself.
+                self.memory[part.storage] = result.untyped_storage()
+
+    def _call_whole(self, entry: Entry) -> Any:
+        args, kwargs = pytree.tree_map(
+            lambda leaf: self._tensor(leaf) if isinstance(leaf, Part) else leaf, (entry.args, entry.kwargs)
+        )
+        if (generator := kwargs.get("generator")) is not None:
+            kwargs["generator"] = self._generator(generator)
+        return entry.op(*args, **kwargs)
+
+    def _tensor(self, part: Part) -> torch.Tensor:
+        """A whole tensor."""
+        storage = self.memory[part.storage]
+        empty = torch.empty(0, dtype=part.dtype, device=self.tape.devices[part.storage])
+        return empty.set_(storage, part.offset, part.shape, part.stride)
+
+    def _new(self, part: Part, layout: Layout, direct: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Memory for the needed elements: the target's own, if it can be."""
+        if part.storage in direct:
+            return direct[part.storage]
+        return torch.empty(layout.local_shape, dtype=part.dtype, device=self.tape.devices[part.storage])
+
+    def _generator(self, recorded: torch.Generator) -> torch.Generator:
+        """The generator of a user, in the state that it had at its first draw."""
+        return self.generators.setdefault(id(recorded), recorded.clone_state())
+
+    def _draw(self, entry: Entry, draw: _Draw, layout: Layout, local: Optional[torch.Tensor]) -> None:
+        """Draw a whole tensor, or a box of it, and keep the needed elements in ``local``; None keeps none."""
+        recorded = entry.kwargs.get("generator")
+        generator = None if recorded is None else self._generator(recorded)
+        shape, stride, boxes = draw.part.shape, draw.part.stride, layout.boxes
+        if local is None:
+            local = torch.empty(0, dtype=draw.part.dtype, device=self.tape.devices[draw.part.storage])
+            values = [torch.empty(0, dtype=part.dtype) for part in draw.values]
+        else:
+            values = [self.memory[part.storage] for part in draw.values]
+            if not self.is_base(draw.part):
+                found = self.box_of(draw.part)
+                assert found is not None
+                shape, stride, boxes = found[1], self.bases[draw.part.storage].stride, tuple(_within(boxes, *found))
+        sampler = Sampler(
+            draw.op,
+            lambda chunk, *beside: draw.op(chunk, *draw.args, *beside, generator=generator),
+            draw.part.dtype,
+            generator,
+        )
+        draw_owned(sampler, shape, stride, boxes, local, values)
+
+    def _views_in(self, part: Part, layout: Layout) -> Iterator[torch.Tensor]:
+        """What this rank holds of a box of a tensor, as views of its memory."""
+        found = self.box_of(part)
+        assert found is not None
+        local = self.memory[part.storage]
+        for box, view in zip(layout.boxes, views_of(local, layout.boxes)):
+            first = [max(a, b) for a, b in zip(box.offsets, found[0])]
+            last = [min(a + m, b + n) for a, m, b, n in zip(box.offsets, box.sizes, *found)]
+            if all(a < b for a, b in zip(first, last)):
+                yield view[tuple(slice(a - b, c - b) for a, b, c in zip(first, box.offsets, last))]
+
+    def _copy_to(self, target: Target) -> None:
+        memory = self.memory[target.part.storage]
+        if isinstance(memory, torch.Tensor):
+            if memory is not target.local:
+                target.local.copy_(memory)
+            return
+        whole = self._tensor(target.part)
+        for box, view in zip(target.boxes, views_of(target.local, target.boxes)):
+            view.copy_(whole[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))])
+
+
+def _within(boxes: Iterable[Box], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Box]:
+    """The parts of ``boxes`` in another box, counted from its corner."""
+    for box in boxes:
+        first = [max(a, b) for a, b in zip(box.offsets, offsets)]
+        last = [min(a + m, b + n) for a, m, b, n in zip(box.offsets, box.sizes, offsets, sizes)]
+        if all(a < b for a, b in zip(first, last)):
+            shift = sum((a - b) * step for a, b, step in zip(first, box.offsets, box.local_strides))
+            starts = tuple(a - b for a, b in zip(first, offsets))
+            yield Box(starts, tuple(b - a for a, b in zip(first, last)), box.local_offset + shift, box.local_strides)
+
+
+def _is_dense(part: Part) -> bool:
+    """Whether a tensor shows a dense piece of memory from the beginning of its storage, each element once."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(part.shape, part.stride) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return part.offset == 0
+
+
+def _is_constant(op: torch._ops.OpOverload) -> bool:
+    return op._schema.name.removeprefix("aten::") in _CONSTANTS
+
+
+def _is_exact(entry: Entry) -> bool:
+    name = entry.op._schema.name.removeprefix("aten::")
+    is_scaled = entry.kwargs.get("alpha", 1) != 1  # A fused multiply-add in vectors only.
+    return name.rstrip("_") in _EXACT and not is_scaled or name == "_to_copy"
+
+
+def _draw_of(entry: Entry) -> Optional[_Draw]:
+    """A random op as a sampler; None if it is not random, or draws in another way, such as randperm."""
+    if not is_random(entry.op):
+        return None
+    name, args = entry.op._schema.name.removeprefix("aten::"), entry.args
+    if name in _SAMPLERS:
+        parts = tuple(argument for argument in args[1:] if isinstance(argument, Part))
+        if any(part.shape != args[0].shape for part in parts):
+            return None
+        return _Draw(entry.op, tuple(argument for argument in args[1:] if not isinstance(argument, Part)), args[0], parts)
+    made = entry.made[0] if len(entry.made) == 1 else None
+    if made is None:
+        return None
+    if name in ("rand", "rand_like"):
+        return _Draw(_aten.uniform_.default, (), made)
+    if name in ("randn", "randn_like"):
+        return _Draw(_aten.normal_.default, (), made)
+    if entry.op is _aten.normal.float_float:
+        return _Draw(_aten.normal_.default, args[:2], made)
+    if name in ("randint", "randint_like"):
+        numbers = [argument for argument in args if isinstance(argument, int)]
+        return _Draw(getattr(_aten.random_, "from"), (0, *numbers)[-2:], made)
+    if entry.op is _aten.bernoulli.p:
+        return _Draw(_aten.bernoulli_.float, args[1:], made)
+    if entry.op is _aten.bernoulli.default and args[0].shape == made.shape:
+        return _Draw(_aten.bernoulli_.Tensor, (), made, (args[0],))
+    return None

@@ -1,0 +1,82 @@
+"""single_device: the switch that makes random ops on all DTensors give the numbers of a single device."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from torch_ragged._register._random import handle_random_ops
+from torch_ragged.tensor._random import scope
+
+__all__ = ["single_device"]
+
+
+class single_device(contextlib.ContextDecorator):
+    """Random ops on DTensors give the numbers of a single device, under any placements.
+
+    If every rank has the same seed, merging the local tensors gives the tensor that one device would draw. The generator has
+    the state of one device afterwards::
+
+        torch.manual_seed(0)
+        with single_device():
+            w = distribute_tensor(torch.empty(1024, 512), mesh, [Shard(1)])
+            nn.init.kaiming_uniform_(w)                     # w.full_tensor() is that of one process, to the bit
+            y = F.dropout(x, 0.1)                           # the mask, too; in backward and in recomputation, the same mask
+
+        single_device()                                     # a switch: on for the whole program
+        single_device(False)                                # off
+
+    As for ``torch.set_grad_enabled``, the call switches, and the end of a ``with`` block restores. It is off after
+    an import; then DTensor draws as it always does. It holds for all threads of the process. On ragged placements, random ops
+    give these numbers whether it is on or not.
+
+    What it covers, with a generator or without, under Replicate, Shard, strided and ragged placements, even or not:
+
+    - ``normal_``, ``uniform_``, ``exponential_``, ``geometric_``, ``cauchy_``, ``log_normal_``, ``random_``, ``bernoulli_``,
+      and so all functions of ``nn.init``
+    - ``rand_like``, ``randn_like``, ``randint_like``, ``bernoulli``, dropout in all forms, ``multinomial``, and
+      ``torch.distributed.tensor.rand`` and ``randn``
+    - ``item()`` and ``if tensor:`` read the value of the whole tensor. torch itself gives each rank its own part of a Partial,
+      so that ranks would go different ways.
+
+    Under Partial, one rank gets the numbers and the others nothing; new tensors are Replicate in place of Partial. A tensor
+    keeps its strides, and numbers follow its order in memory, as on one device.
+
+    Cost: each rank goes through the draw of the whole tensor, and keeps its own elements. On CPU it holds a chunk of at most
+    256 KiB beside the local tensor. An accelerator draws the whole tensor at once. Under ``torch.compile``, the graph breaks at
+    a random op.
+
+    Args:
+        mode: whether to switch on.
+
+    Raises:
+        ValueError: at the first draw on a mesh, if the generators of its ranks have different states. Every rank of the mesh
+            raises. This check is one all-reduce of 24 bytes per mesh dimension; nothing else communicates, except that an
+            argument with other placements than the tensor that is drawn is redistributed.
+
+    Source: veScale's eager-mode SPMD, "single-device semantics" of random ops.
+    """
+
+    def __init__(self, mode: bool = True) -> None:
+        self._mode, self._before = mode, scope.is_on
+        _switch(mode)
+
+    def __enter__(self) -> single_device:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _switch(self._before)
+
+    def __call__(self, function: Any) -> Any:
+        _switch(self._before)  # A decorator switches during the function's calls only.
+        return super().__call__(function)
+
+    def _recreate_cm(self) -> single_device:
+        return single_device(self._mode)
+
+
+def _switch(mode: bool) -> None:
+    if mode and not scope.is_on:
+        scope.clear()
+    scope.is_on = mode
+    handle_random_ops(mode)

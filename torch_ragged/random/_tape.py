@@ -1,0 +1,114 @@
+"""The tape of deferred_init: which ops made the tensors of a module, and in which order they drew random numbers.
+
+It holds facts only. A tensor is known by its storage, so views have no entry: an entry says which part of which storage an op
+reads and writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Optional, Union
+
+import torch
+from torch.utils import _pytree as pytree
+
+__all__ = ["Entry", "Part", "Point", "Tape", "is_random", "read_state", "write_state"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor: the part of a storage that it shows. Sizes, strides and the offset count elements of ``dtype``."""
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+Point = Union[int, tuple[str, bytes]]
+"""A place in a device's stream of random numbers: after the draw of the entry with this number; or ``("start", b"")``, or
+``("state", state)``, which ``manual_seed`` has set."""
+START: Point = ("start", b"")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One op.
+
+    Attributes:
+        args, kwargs: of the op, with a :class:`Part` in place of each tensor that the tape made. Other tensors are constants.
+        made: for each of the op's flattened results, its part if the op has made its storage; else None.
+        written: the storages that the op writes to.
+        device_type: of the tensors.
+        before: the point of the device's default generator before the draw; None if the op does not draw from it.
+        where: the user's line.
+    """
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: tuple[Optional[Part], ...]
+    written: frozenset[int]
+    device_type: str
+    before: Optional[Point]
+    where: str
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        """The tensors among the arguments."""
+        return (leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Part))
+
+    @property
+    def changed(self) -> set[int]:
+        """The storages that the op makes or writes to."""
+        return {part.storage for part in self.made if part is not None} | self.written
+
+
+@dataclass
+class Stream:
+    """The random numbers of one device's default generator, as the tape has drawn them.
+
+    Attributes:
+        start: the state before the first draw.
+        after: the tape whose end is the start, if nothing was drawn between them.
+        end: the point where the generator is left.
+        marker: the state in which recording has left the real generator. If it is still in this state, nothing was drawn since.
+        known: the state after each entry that was drawn already, of 5 KB on CPU: later ones are reached without it.
+        final: the state at ``end``; None until the tape was replayed.
+    """
+
+    start: torch.Tensor
+    after: Optional[Tape] = None
+    end: Point = START
+    marker: bytes = b""
+    known: dict[int, torch.Tensor] = field(default_factory=dict)
+    final: Optional[torch.Tensor] = None
+
+
+@dataclass
+class Tape:
+    """What a function did to tensors: its ops in order, the device of each storage, and a stream for each type of device."""
+
+    entries: list[Entry] = field(default_factory=list)
+    devices: list[torch.device] = field(default_factory=list)
+    streams: dict[str, Stream] = field(default_factory=dict)
+
+
+def is_random(op: torch._ops.OpOverload) -> bool:
+    """Whether the op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def read_state(device_type: str) -> torch.Tensor:
+    """The state of a device's default generator."""
+    return torch.get_rng_state() if device_type == "cpu" else torch.get_device_module(device_type).get_rng_state()
+
+
+def write_state(device_type: str, state: torch.Tensor) -> None:
+    """Set the state of a device's default generator."""
+    if device_type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device_type).set_rng_state(state)

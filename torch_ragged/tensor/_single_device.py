@@ -1,0 +1,211 @@
+"""Random ops on plain DTensors with the numbers of a single device, under Replicate, Partial, Shard and strided placements.
+
+It must not know when: :class:`torch_ragged.random.single_device` gives the dispatcher the handler of this module, and takes it
+away. The rules of ragged DTensors (:mod:`_random`) give these numbers always.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.distributed._functional_collectives import _are_we_tracing
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
+
+from torch_ragged.tensor._ownership import row_major
+from torch_ragged.tensor._placement_extension import extension_of
+from torch_ragged.tensor._random import (
+    ROW_MAJOR,
+    Holding,
+    agree_on_state,
+    check_states,
+    draw,
+    draw_factory,
+    stop_graph,
+    stride_of_like,
+)
+
+__all__ = ["draw_new", "handle_random_op", "random_ops"]
+
+_aten = torch.ops.aten
+_SAMPLERS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ bernoulli_".split()
+_LIKE = "rand_like randn_like randint_like".split()
+_OF_VALUES = "bernoulli native_dropout normal_functional".split()
+_NOTHING = {"sum": -0.0, "product": 1.0}
+"""For each reduction of Partial: what a rank holds that has no part of the value. ``x + -0.0`` is x, also if x is -0.0."""
+
+
+def random_ops() -> list[torch._ops.OpOverload]:
+    """The ops that have a handler while single_device is on."""
+    names = (*_SAMPLERS, *_LIKE, *_OF_VALUES, "multinomial", "_local_scalar_dense")
+    ops = itertools.chain(*([getattr(packet, o) for o in packet.overloads()] for packet in (getattr(_aten, n) for n in names)))
+    return [op for op in ops if not any(argument.is_out for argument in op._schema.arguments)]
+
+
+def handle_random_op(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a random op on DTensors, for the dispatcher."""
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    extension = next((found for leaf in leaves if (found := extension_of(leaf.placements)) is not None), None)
+    if extension is not None:  # Ragged: its rules draw so, too, or raise.
+        return extension.op_extension(op).dispatch(op, args, kwargs)
+    tensor = args[0]
+    if not isinstance(tensor, DTensor):
+        raise NotImplementedError(
+            f"{op} on a plain tensor with a DTensor argument: give it a DTensor first, by distribute_tensor"
+        )
+    name, mesh, generator = op._schema.name.removeprefix("aten::"), tensor.device_mesh, kwargs.get("generator")
+    if name == "_local_scalar_dense":
+        # torch gives each rank its own summand: nn.init.trunc_normal_ would draw another number of times on each rank.
+        return op(_read(tensor))
+    stop_graph(op)
+    if name == "multinomial":
+        return _multinomial(tensor, *args[1:], **kwargs)
+    if name in _OF_VALUES and any(p.is_partial() for p in tensor.placements):  # The values of all summands are read.
+        tensor = tensor.redistribute(mesh, _whole(tensor.placements))
+    spec, options = tensor._spec, {key: value for key, value in kwargs.items() if key != "generator"}
+    if name in _LIKE:
+        result = _like(tensor, options)
+    draws = mesh.get_coordinate() is not None and not isinstance(tensor._local_tensor, FakeTensor)
+    if draws:
+        agree_on_state(mesh, tensor._local_tensor.device.type)
+        check_states(mesh, tensor._local_tensor.device, generator)
+    if name in _LIKE:
+        if draws:
+            stride = stride_of_like(spec, options)
+            draw_factory(name, Holding(result._spec), stride, result._local_tensor, args[1:], generator)
+        return result
+    rest = [_beside(argument, tensor) for argument in args[1:]]
+    cut = {position for position, argument in enumerate(args) if isinstance(argument, DTensor)}
+    local_args = [tensor._local_tensor, *rest]
+    if not draws:
+        return _wrap(op, tensor, local_args[0] if name in _SAMPLERS else op(*local_args, **options))
+    holding, owns = Holding(spec), _part_of_partial(op, tensor)
+    if not owns:
+        holding.boxes = ()
+    found = draw(op, holding, spec.tensor_meta.stride, local_args, kwargs, cut)  # type: ignore[union-attr]
+    if not owns:
+        local_args[0].fill_(next(_NOTHING[p.reduce_op] for p in spec.placements if isinstance(p, Partial)))
+    return _wrap(op, tensor, found)
+
+
+def _read(tensor: DTensor) -> torch.Tensor:
+    """The value of a tensor of one element, on all ranks of its mesh. Under torch.compile, what torch would read."""
+    if _are_we_tracing() or all(placement.is_replicate() for placement in tensor.placements):
+        return tensor._local_tensor
+    return tensor.full_tensor()
+
+
+def _wrap(op: torch._ops.OpOverload, tensor: DTensor, found: Any) -> Any:
+    """The op's result: the tensor itself if it was drawn in place, else new DTensors with its layout."""
+    if found is tensor._local_tensor:
+        return tensor
+    locals_ = found if isinstance(found, tuple) else (found,)
+    spec, meta = tensor._spec, tensor._spec.tensor_meta
+    assert meta is not None
+    results = []
+    for local in locals_:
+        stride = row_major(meta.shape) if op in ROW_MAJOR else stride_of_like(spec, {})
+        new = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, stride, local.dtype))
+        results.append(DTensor(local, new, requires_grad=False))  # type: ignore[call-arg]
+    return tuple(results) if isinstance(found, tuple) else results[0]
+
+
+def _like(tensor: DTensor, options: dict[str, Any]) -> DTensor:
+    """``empty_like``, with Replicate in place of Partial."""
+    spec, meta = tensor._spec, tensor._spec.tensor_meta
+    assert meta is not None
+    local = torch.empty_like(tensor._local_tensor, **options)
+    new = TensorMeta(meta.shape, stride_of_like(spec, options), local.dtype)
+    return DTensor(local, DTensorSpec(spec.mesh, _whole(spec.placements), tensor_meta=new), requires_grad=False)  # type: ignore[call-arg]
+
+
+def _whole(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+
+
+def _beside(argument: Any, tensor: DTensor) -> Any:
+    """The local tensor of a DTensor argument, with the shape and placements of the tensor that is drawn."""
+    if not isinstance(argument, DTensor):
+        return argument
+    argument = argument.redistribute(argument.device_mesh, _whole(argument.placements)).expand(tensor.shape)
+    return argument.redistribute(tensor.device_mesh, _whole(tensor.placements))._local_tensor
+
+
+def _part_of_partial(op: torch._ops.OpOverload, tensor: DTensor) -> bool:
+    """Whether this rank gets the numbers: of the ranks that hold summands (or factors), the first one.
+
+    Raises:
+        NotImplementedError: a Partial of another kind, such as a norm.
+    """
+    here = tensor.device_mesh.get_coordinate()
+    owns = True
+    for placement, coordinate in zip(tensor.placements, here or ()):
+        if isinstance(placement, Partial) and type(placement) is Partial:
+            owns = owns and (coordinate == 0 or placement.reduce_op not in _NOTHING)
+        elif placement.is_partial():
+            raise NotImplementedError(f"{op} on a DTensor with {placement}: redistribute it to Replicate first")
+    return owns
+
+
+def _multinomial(
+    tensor: DTensor, num_samples: int, replacement: bool = False, *, generator: torch.Generator | None = None
+) -> DTensor:
+    """``multinomial``, row by row: rows that are cut are gathered first.
+
+    As torch does, it draws one number per probability; with replacement, one per sample, for which all rows are gathered.
+    """
+    mesh = tensor.device_mesh
+    draws_samples = replacement and num_samples > 1
+    columns = tensor.ndim - 1
+    rows = [Replicate() if draws_samples or p.is_partial() or p.is_shard(columns) else p for p in tensor.placements]
+    tensor = tensor.redistribute(mesh, rows)
+    if draws_samples:
+        check_states(mesh, tensor._local_tensor.device, generator)
+        local = torch.multinomial(tensor._local_tensor, num_samples, True, generator=generator)
+        return DTensor.from_local(local, mesh, rows, run_check=False)
+    shares: Any = tensor / torch.empty_like(tensor).exponential_(1, generator=generator)
+    return shares.argmax(-1, keepdim=True) if num_samples == 1 else shares.topk(num_samples)[1]
+
+
+def draw_new(
+    function: Callable[..., Any],
+    size: torch.Size,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] | None,
+    *,
+    requires_grad: bool = False,
+    **options: Any,
+) -> DTensor:
+    """``torch.distributed.tensor.rand`` or ``randn``.
+
+    Raises:
+        ValueError: there is not one placement per mesh dimension, or one is Partial.
+    """
+    placements = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
+    if len(placements) != mesh.ndim or any(placement.is_partial() for placement in placements):
+        raise ValueError(
+            f"torch.distributed.tensor.{function.__name__} under {placements} on a mesh of {mesh.ndim} dimensions: give one "
+            "placement per mesh dimension, and Replicate in place of Partial"
+        )
+    dtype = options.pop("dtype", None) or torch.get_default_dtype()
+    spec = DTensorSpec(mesh, normalized(placements, len(size)), tensor_meta=TensorMeta(size, row_major(size), dtype))
+    holding = Holding(spec)
+    is_outside = mesh.get_coordinate() is None
+    local = torch.empty((0,) if is_outside else holding.local_shape, dtype=dtype, device=mesh.device_type, **options)
+    if not is_outside and not isinstance(local, FakeTensor):
+        agree_on_state(mesh, mesh.device_type)
+        check_states(mesh, local.device, None)
+        draw_factory(f"{function.__name__}_like", holding, row_major(size), local, ())
+    return DTensor(local.requires_grad_(requires_grad), spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+
+
+def normalized(placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
+    """Shards with dimensions counted from the front."""
+    return tuple(type(p)(p.dim + ndim) if type(p) is Shard and p.dim < 0 else p for p in placements)
