@@ -261,8 +261,8 @@ def _drawing(picture: _Picture, max_width: int, max_height: int) -> list[str]:
     width = max(len(str(ranks[0])) for ranks in picture.owners)
     room = max((max_width - margin + 1) // (width + 1), 3)
     blocks = []
-    lines = max_height if len(rows) > 1 else 1  # Further lines of a single band would all be equal.
-    for row, label, height in zip(rows, labels, share([row.size for row in rows], lines)):
+    is_long = len(rows) == 1 and rows[0].size > max_height  # All of its lines would be equal.
+    for row, label, height in zip(rows, labels, share([row.size for row in rows], 1 if is_long else max_height)):
         cells = _cells(row, picture, width, room)
         blocks.append([label.ljust(margin) + cells] + [" " * margin + cells] * (height - 1))
     head, hidden, tail = ends(blocks, max_height)

@@ -462,7 +462,7 @@ class CommandLineTest(Folder):
         self.assertExpectedInline(
             out,
             """\
-decoder.layers.1: 7 tensors on 3 ranks, shard 64 elements, padding 26.32% (bound 26.32%), 384 bytes per collective, order given
+decoder.layers.1: 7 tensors on 3 ranks, shard 64 elements, padding 26.32% (lower bound 26.32%), 384 bytes per collective, order given
 the bound: all 152 elements must fit into 3 shards
 
 rank 0 |aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa|
