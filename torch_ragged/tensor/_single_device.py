@@ -194,11 +194,12 @@ def draw_new(
             f"torch.distributed.tensor.{function.__name__} under {placements} on a mesh of {mesh.ndim} dimensions: give one "
             "placement per mesh dimension, and Replicate in place of Partial"
         )
-    dtype = options.pop("dtype", None) or torch.get_default_dtype()
+    dtype = options.get("dtype") or torch.get_default_dtype()
     spec = DTensorSpec(mesh, normalized(placements, len(size)), tensor_meta=TensorMeta(size, row_major(size), dtype))
     holding = Holding(spec)
     is_outside = mesh.get_coordinate() is None
-    local = torch.empty((0,) if is_outside else holding.local_shape, dtype=dtype, device=mesh.device_type, **options)
+    options |= {"dtype": dtype, "device": mesh.device_type}
+    local = torch.empty((0,) if is_outside else holding.local_shape, **options)
     if not is_outside and not isinstance(local, FakeTensor):
         agree_on_state(mesh, mesh.device_type)
         check_states(mesh, local.device, None)
