@@ -77,9 +77,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)
-        query, key, value = (
-            layer(h).unflatten(-1, (8, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
-        )
+        query, key, value = (layer(h).unflatten(-1, (8, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value))
         scores = (query @ key.transpose(-1, -2)) * query.shape[-1] ** -0.5
         scores = F.dropout(scores.softmax(-1), self.p)
         x = x + F.dropout(_whole(self.out((scores @ value).transpose(1, 2).flatten(-2))), self.p)
@@ -98,7 +96,9 @@ def build(mesh: DeviceMesh | None, p: float, draws: bool) -> nn.Sequential:
     model = nn.Sequential(nn.Embedding(64, 64), *blocks, nn.RMSNorm(64), nn.Linear(64, 64, bias=False))
     for name, parameter in list(model.named_parameters()):
         path, _, key = name.rpartition(".")
-        cut = next((dim for dim, names in ((0, "query key value gate up"), (1, "out down")) if path.split(".")[-1] in names), None)
+        cut = next(
+            (dim for dim, names in ((0, "query key value gate up"), (1, "out down")) if path.split(".")[-1] in names), None
+        )
         placement = Replicate() if cut is None or path.isdigit() else Shard(cut)
         if mesh is not None:
             parameter = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None))

@@ -478,7 +478,7 @@ e  experts.1.weight    (4, 8)     32        32  2
 f  experts.1.bias      (4,)        1         4  2
 g  norm.bias           (8,)        1         8  2
 /  padding, in 2 gaps                       40  1-2
-""",
+""",  # noqa: E501
         )
         self.assertEqual(ElementTree.fromstring(svg.read_text()).tag, "{http://www.w3.org/2000/svg}svg")
         _, out, _ = run(*arguments, "--limit", 1)

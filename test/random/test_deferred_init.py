@@ -192,6 +192,17 @@ class DeferredInitTest(unittest.TestCase):
         module.first.weight = nn.Parameter(torch.empty(7, 6, device="meta"))
         self.assertIn("first.weight is on the meta device, but deferred_init did not", error_of(lambda: materialize(module)))
         self.assertTrue(module.second.weight.is_meta, "nothing is allocated")
+        on_meta = deferred_init(lambda: nn.Linear(2, 2, device="meta"))
+        self.assertIn("weight is on the meta device, but deferred_init did not", error_of(lambda: materialize(on_meta)))
+
+        def fails():
+            nn.Linear(3, 3)
+            raise KeyError("of the user")
+
+        before = torch.get_rng_state()
+        self.assertIn("of the user", error_of(lambda: deferred_init(fails)))
+        self.assertTrue(torch.equal(torch.get_rng_state(), before))
+        self.assertIs(type(nn.Linear(2, 2).weight), nn.Parameter, "no mode is left")
 
     @ranks(2)
     def test_sharded_modules_have_the_bits_of_a_construction():

@@ -11,6 +11,7 @@ import torch.distributed.tensor as dtensor
 import torch.nn.functional as F
 from common import error_of, ranks, run_ranks
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -244,6 +245,27 @@ class SingleDeviceTest(unittest.TestCase):
         # Before 2.15, torch's own way is that of each rank's part: the second one has the third element.
         with single_device():
             assert bool(x.any()) and x.sum().item() == 1
+
+    @ranks(2)
+    def test_meta_and_fake_tensors_draw_and_compare_nothing():
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(mesh.get_rank())  # It would raise.
+        before = torch.get_rng_state()
+
+        def check(device):
+            for placement in (Shard(0), RaggedShard((0,), (1, 2))):
+                shape = {"shape": (6, 3), "stride": (3, 1)}
+                numel = 9 if placement == Shard(0) else (6, 12)[mesh.get_rank()]
+                local = torch.empty((3, 3) if placement == Shard(0) else numel, device=device)
+                x = DTensor.from_local(local, mesh, [placement], run_check=False, **shape)
+                for y in (x.normal_(), torch.rand_like(x), F.dropout(x, 0.5), torch.native_dropout(x, 0.5, True)[1]):
+                    assert y.shape == (6, 3) and y.to_local().device.type == device
+
+        with single_device():
+            check("meta")
+            with FakeTensorMode():
+                check("cpu")
+        assert torch.equal(before, torch.get_rng_state())
 
     @ranks(2)
     def test_dropout_masks_backward_and_recomputation_as_forward():

@@ -106,6 +106,30 @@ class DrawTest(unittest.TestCase):
             is_equal = torch.equal(local, whole[2000:3000]) and torch.equal(generator.get_state(), after)
             self.assertEqual(is_equal, not is_serial, "the trial decides it, and without it numbers are wrong")
 
+    def test_a_counter_moves_over_chunks_that_this_rank_does_not_hold(self):
+        """The rule of torch's CUDA kernels, on a grid of at most 6 threads: turns, lanes of 4 per thread, a counter."""
+        grid = Grid(threads=6, lanes=4)
+        rng = random.Random(1)
+        for numel in (1, 23, 24, 25, 48, 60, 72, 100, 241):
+            shape = (numel,)
+            grid.offset = 40
+            whole = torch.empty(numel, dtype=torch.int64)
+            grid.fill(whole)
+            after = grid.offset
+            sampler = Sampler(aten.uniform_.default, grid.fill, torch.int64)
+            bounds = [0, *sorted(rng.randint(0, numel) for _ in range(3)), numel]
+            placement = RaggedShard((0,), tuple(b - a for a, b in itertools.pairwise(bounds)))
+            for rank in range(4):
+                held = owned(shape, (4,), cuts_of((placement,)), (rank,))
+                local = torch.empty(held.local_shape, dtype=torch.int64)
+                grid.offset, grid.calls = 40, 0
+                with patch.object(_draw, "_is_serial", lambda *_: False), patch.object(_draw, "_counter_of", grid.counter):
+                    draw_owned(sampler, shape, (1,), [box for box in held.boxes if box.numel], local)
+                self.assertTrue(torch.equal(local, whole[bounds[rank] : bounds[rank + 1]]), (numel, rank))
+                self.assertEqual(grid.offset, after)
+                turns = {element // 24 for element in range(bounds[rank], bounds[rank + 1])} if numel > 24 else {0}
+                self.assertEqual(grid.calls, len(turns), "only what this rank holds is drawn")
+
     def test_it_holds_a_chunk_beside_the_local_tensor(self):
         """At most 1 MiB, also for an expert weight of GPT-OSS-120B's shape, of which this rank holds a 64th."""
         shape = (128, 2880, 64)
@@ -117,6 +141,33 @@ class DrawTest(unittest.TestCase):
             draw_owned(sampler, shape, row_major(shape), held.boxes, local)
         most = max(event.total_allocated for event in allocations(watch.profiler.kineto_results.experimental_event_tree()))
         self.assertLess(most - first_total(watch), 2**19)
+
+
+class Grid:
+    """Draws as a CUDA kernel: element ``i`` is lane ``i // threads % lanes`` of thread ``i % threads``, in turn ``i // turn``.
+
+    A number depends on the counter, the thread and the lane. A smaller tensor has a smaller grid.
+    """
+
+    def __init__(self, threads, lanes):
+        self.threads, self.lanes, self.offset, self.calls = threads, lanes, 0, 0
+
+    def fill(self, tensor):
+        threads = min(self.threads, -(-len(tensor) // self.lanes))
+        turn = threads * self.lanes
+        for i in range(len(tensor)):
+            tensor[i] = (self.offset + 4 * (i // turn)) * 10_000 + i % threads * 100 + i // threads % self.lanes
+        self.offset += 4 * -(-len(tensor) // turn)
+        self.calls += 1
+
+    def counter(self, *_):
+        return _draw._Counter(self, self.threads * self.lanes)
+
+    def get_offset(self):
+        return self.offset
+
+    def set_offset(self, offset):
+        self.offset = offset
 
 
 def allocations(events):

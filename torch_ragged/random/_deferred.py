@@ -116,16 +116,16 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
         ``module``.
 
     Raises:
-        ValueError: a parameter or buffer is on the meta device and deferred_init has not made it, or has another shape; or the
-            ranks of a mesh had different random states. Nothing is allocated.
+        ValueError: a parameter or buffer is on the meta device and deferred_init has not made it, or on the meta device, or
+            with another shape; or the ranks of a mesh had different random states. Nothing is allocated.
         RuntimeError: an op cannot be replayed.
     """
     tensors = dict(_meta_tensors(module))
     unknown = [name for name, (owner, key, tensor) in tensors.items() if not _is_known(owner, key, tensor)]
     if unknown:
         raise ValueError(
-            f"materialize: {unknown[0]} is on the meta device, but deferred_init did not make it with this shape: build the "
-            "whole module by deferred_init, and shard it without changing shapes"
+            f"materialize: {unknown[0]} is on the meta device, but deferred_init did not make it with this shape on another "
+            "device: build the whole module by deferred_init without a meta device, and shard it without changing shapes"
         )
     found = [(owner, key, *_records[owner][key]) for owner, key, _ in tensors.values()]
     _agree_on_starts(found, [tensor for _, _, tensor in tensors.values()])
@@ -156,8 +156,10 @@ def _meta_tensors(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str
 
 
 def _is_known(owner: nn.Module, key: str, tensor: torch.Tensor) -> bool:
-    record = _records.get(owner, {})
-    return key in record and record[key][1].shape == tuple(tensor.shape)
+    if key not in (record := _records.get(owner, {})):
+        return False
+    tape, part = record[key]
+    return part.shape == tuple(tensor.shape) and tape.devices[part.storage].type != "meta"
 
 
 def _agree_on_starts(found: list[tuple[nn.Module, str, Tape, Part]], tensors: list[torch.Tensor]) -> None:
@@ -243,6 +245,10 @@ class Recorder(TorchDispatchMode):
         self._reads.__exit__(*exception)
         super().__exit__(*exception)
         self._fake_mode.__exit__(*exception)
+        if exception[0] is not None:
+            for device_type, stream in self.tape.streams.items():
+                write_state(device_type, stream.start)
+            return
         for device_type, stream in self.tape.streams.items():
             stream.marker = bytes(read_state(device_type).numpy())
             stream.end = self._points[device_type].get(stream.marker, ("state", stream.marker))

@@ -12,6 +12,11 @@ exceptions:
   it does for a chunk that is not contiguous.
 - A build with MKL draws one seed per call of ``bernoulli_`` and ``exponential_`` on processors of Intel. :func:`_is_serial`
   finds that out by a trial. Such a draw is made whole.
+
+A GPU has a counter in place of a sequence: the threads of a grid take the next elements in turns, and each turn moves the
+counter by 4. A chunk is one turn of the largest grid, 4 MB of float32 on an H100. Chunks without elements of this rank only
+move the counter. :func:`_turn_of` finds the size of a turn by a trial, too; if none fits, a draw is made whole. No GPU has run
+it yet.
 """
 
 from __future__ import annotations
@@ -76,17 +81,22 @@ def draw_owned(
     in_blocks = sampler.op is _aten.normal_.default and numbers >= _BLOCK and _is_contiguous(shape, stride)
     # An element by element normal_ gets every second element of the scratch memory, so that it is not contiguous.
     spread = 2 if sampler.op is _aten.normal_.default and not in_blocks else 1
-    length = numel
+    length, least, counter = numel, _BLOCK, None
     if local.device.type == "cpu" and _is_serial(sampler.op, sampler.dtype):
         itemsize = spread * sampler.dtype.itemsize + sum(value.dtype.itemsize for value in values)
         length = max(_CHUNK_BYTES // itemsize // _BLOCK, 1) * _BLOCK
-    room = min(length + _BLOCK, numel)
+    elif (found := _counter_of(sampler, local.device, bool(values))) is not None and numel > found.turn:
+        length, least, counter, spread = found.turn, 0, found, 1
+    room = length if counter else min(length + least, numel)
     scratch = torch.empty(room * spread, dtype=sampler.dtype, device=local.device)[::spread]
     beside = [value.new_zeros(room) for value in values]
     mine, *mine_beside = ([view.permute(order) for view in views_of(tensor, boxes)] for tensor in (local, *values))
-    for start, stop, moves in _plan(tuple(shape), order, tuple((box.offsets, box.sizes) for box in boxes), length):
-        chunk = scratch[: stop - start]
-        if in_blocks and not moves and stop < numel:
+    for start, stop, moves in _plan(tuple(shape), order, tuple((box.offsets, box.sizes) for box in boxes), length, least):
+        chunk = scratch if counter else scratch[: stop - start]  # A turn is whole, also the last one.
+        if counter and not moves:
+            counter.skip()
+            continue
+        if in_blocks and not counter and not moves and stop < numel:
             chunk.uniform_(generator=sampler.generator)  # It takes the same numbers as normal_, without its logarithms.
             continue
         chunks = [memory[: stop - start].zero_() for memory in beside]
@@ -129,6 +139,53 @@ def _is_serial(op: torch._ops.OpOverload, dtype: torch.dtype) -> bool:
     return torch.equal(whole, halves)
 
 
+@dataclass
+class _Counter:
+    """A GPU's generator, and the number of elements that one turn of the largest grid draws."""
+
+    generator: Any
+    turn: int
+
+    def skip(self) -> None:
+        self.generator.set_offset(self.generator.get_offset() + 4)
+
+
+def _counter_of(sampler: Sampler, device: torch.device, has_values: bool) -> _Counter | None:
+    """None if this draw must be whole: on another device, with values, in a graph that is captured, or if a trial fails."""
+    if device.type != "cuda" or has_values or torch.cuda.is_current_stream_capturing():
+        return None
+    generator = sampler.generator or torch.cuda.default_generators[device.index or 0]
+    key = (sampler.op, sampler.dtype, device)
+    if key not in _turns:
+        _turns[key] = _turn_of(sampler, generator, device)
+    turn = _turns[key]
+    return None if turn is None else _Counter(generator, turn)
+
+
+_turns: dict[Any, Optional[int]] = {}
+
+
+def _turn_of(sampler: Sampler, generator: Any, device: torch.device) -> int | None:
+    """The elements of one turn: 4 or 2 per thread. A trial draws two turns and a half, whole and in turns."""
+    properties = torch.cuda.get_device_properties(device)
+    threads = properties.multi_processor_count * (properties.max_threads_per_multi_processor // 256) * 256
+    state = generator.get_state()
+    for turn in (4 * threads, 2 * threads):
+        whole = torch.empty(2 * turn + turn // 2, dtype=sampler.dtype, device=device)
+        sampler.fill(whole)
+        after = generator.get_state()
+        generator.set_state(state)
+        scratch, is_equal = whole.new_empty(turn), True
+        for part in whole.split(turn):
+            sampler.fill(scratch)
+            is_equal = is_equal and torch.equal(part, scratch[: len(part)])
+        is_equal = is_equal and torch.equal(generator.get_state(), after)
+        generator.set_state(state)
+        if is_equal:
+            return turn
+    return None
+
+
 # --- which elements of a chunk go where --------------------------------------------------------------------------------
 
 _Move = tuple[int, tuple[slice, ...], tuple[int, ...], tuple[int, ...], int]
@@ -138,24 +195,29 @@ _Chunk = tuple[int, int, tuple[_Move, ...]]
 """Start, stop and moves of a chunk."""
 
 
-def _plan(shape: tuple[int, ...], order: tuple[int, ...], boxes: tuple[Any, ...], length: int) -> Iterable[_Chunk]:
-    """The chunks of a draw. Short plans are kept: a dropout comes back in every step."""
+def _plan(shape: tuple[int, ...], order: tuple[int, ...], boxes: tuple[Any, ...], length: int, least: int) -> Iterable[_Chunk]:
+    """The chunks of a draw, of ``length`` elements; the last one has at least ``least``.
+
+    Short plans are kept: a dropout comes back in every step.
+    """
     if math.prod(shape) <= 16 * length and len(boxes) <= 64:
-        return _kept_plan(shape, order, boxes, length)
-    return _chunks(shape, order, boxes, length)
+        return _kept_plan(shape, order, boxes, length, least)
+    return _chunks(shape, order, boxes, length, least)
 
 
 @lru_cache(maxsize=512)
-def _kept_plan(shape: tuple[int, ...], order: tuple[int, ...], boxes: tuple[Any, ...], length: int) -> tuple[_Chunk, ...]:
-    return tuple(_chunks(shape, order, boxes, length))
+def _kept_plan(*arguments: Any) -> tuple[_Chunk, ...]:
+    return tuple(_chunks(*arguments))
 
 
-def _chunks(shape: tuple[int, ...], order: tuple[int, ...], boxes: tuple[Any, ...], length: int) -> Iterator[_Chunk]:
+def _chunks(
+    shape: tuple[int, ...], order: tuple[int, ...], boxes: tuple[Any, ...], length: int, least: int
+) -> Iterator[_Chunk]:
     numel, start = math.prod(shape), 0
     shape = tuple(shape[dim] for dim in order)
     owned = [([offsets[dim] for dim in order], [sizes[dim] for dim in order]) for offsets, sizes in boxes]
     while start < numel:
-        stop = numel if numel - start < length + _BLOCK else start + length
+        stop = numel if numel - start <= length or numel - start < length + least else start + length
         yield start, stop, tuple(_moves(shape, owned, start, stop))
         start = stop
 

@@ -72,7 +72,8 @@ def handle_random_op(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     spec, options = tensor._spec, {key: value for key, value in kwargs.items() if key != "generator"}
     if name in _LIKE:
         result = _like(tensor, options)
-    draws = mesh.get_coordinate() is not None and not isinstance(tensor._local_tensor, FakeTensor)
+    has_values = not tensor._local_tensor.is_meta and not isinstance(tensor._local_tensor, FakeTensor)
+    draws = has_values and mesh.get_coordinate() is not None
     if draws:
         agree_on_state(mesh, tensor._local_tensor.device.type)
         check_states(mesh, tensor._local_tensor.device, generator)
@@ -200,7 +201,7 @@ def draw_new(
     is_outside = mesh.get_coordinate() is None
     options |= {"dtype": dtype, "device": mesh.device_type}
     local = torch.empty((0,) if is_outside else holding.local_shape, **options)
-    if not is_outside and not isinstance(local, FakeTensor):
+    if not is_outside and not local.is_meta and not isinstance(local, FakeTensor):
         agree_on_state(mesh, mesh.device_type)
         check_states(mesh, local.device, None)
         draw_factory(f"{function.__name__}_like", holding, row_major(size), local, ())

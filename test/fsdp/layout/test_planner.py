@@ -288,7 +288,7 @@ class PlannerTest(unittest.TestCase):
         self.assertEqual([layout.local_range(2, rank) for rank in (0, 1)], [(0, 0), (0, 5)])
         self.assertEqual(
             layout.describe("g", 2),
-            "g: 3 tensors on 2 ranks, shard 12 elements, padding 84.62% (lower bound 23.08%), 48 bytes per collective, order given",
+            "g: 3 tensors on 2 ranks, shard 12 elements, padding 84.62% (lower bound 23.08%), 48 bytes per collective, order given",  # noqa: E501
         )
         empty = BufferLayout((spec(0, 1, "e"),), (0,), 4, 2, 4, 4, "", "given")
         self.assertEqual((empty.padding_fraction, empty.bound_fraction, empty.granularity_fraction), (8, 8, 0))
