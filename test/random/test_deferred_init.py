@@ -256,6 +256,16 @@ class DeferredInitTest(unittest.TestCase):
         assert module.first.weight.is_meta, "nothing is allocated"
 
     @ranks(2)
+    def test_a_module_that_one_rank_did_not_record_raises_on_both():
+        mesh = init_device_mesh("cpu", (2,))
+        with torch.device("meta"):
+            module = Two()
+        if mesh.get_rank():
+            module = deferred(Two)
+        error = error_of(lambda: materialize(shard_lists(module, mesh=mesh)))
+        assert "is on the meta device, but deferred_init did not make it" in error and module.first.weight.is_meta, error
+
+    @ranks(2)
     def test_it_allocates_the_local_shards_once_and_a_chunk():
         mesh = init_device_mesh("cpu", (2,))
 

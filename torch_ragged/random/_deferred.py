@@ -122,13 +122,16 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
     """
     tensors = dict(_meta_tensors(module))
     unknown = [name for name, (owner, key, tensor) in tensors.items() if not _is_known(owner, key, tensor)]
+    problem = None
     if unknown:
-        raise ValueError(
+        problem = ValueError(
             f"materialize: {unknown[0]} is on the meta device, but deferred_init did not make it with this shape on another "
             "device: build the whole module by deferred_init without a meta device, and shard it without changing shapes"
         )
+    _agree_on_starts(list(tensors.values()), problem)
+    if problem is not None:  # No tensor is a DTensor.
+        raise problem
     found = [(owner, key, *_records[owner][key]) for owner, key, _ in tensors.values()]
-    _agree_on_starts(found, [tensor for _, _, tensor in tensors.values()])
     _allocate(module, device)
     targets: dict[int, tuple[Tape, list[Target]]] = {}
     seen: set[int] = set()
@@ -162,17 +165,21 @@ def _is_known(owner: nn.Module, key: str, tensor: torch.Tensor) -> bool:
     return part.shape == tuple(tensor.shape) and tape.devices[part.storage].type != "meta"
 
 
-def _agree_on_starts(found: list[tuple[nn.Module, str, Tape, Part]], tensors: list[torch.Tensor]) -> None:
-    """Raise on all ranks of a mesh if the states at which their numbers begin differ."""
+def _agree_on_starts(tensors: list[tuple[nn.Module, str, torch.Tensor]], problem: Exception | None) -> None:
+    """Raise on all ranks of a mesh if one has a problem, or if the states at which their numbers begin differ."""
     starts: dict[Any, set[str]] = {}
-    for (_, _, tape, _), tensor in zip(found, tensors):
+    for owner, key, tensor in tensors:
         if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
-            lines = {f"{len(tape.entries)} ops"} | {f"random state {_digest(stream)}" for stream in tape.streams.values()}
-            starts.setdefault(tensor.device_mesh, set()).update(lines)
+            lines = starts.setdefault(tensor.device_mesh, set())
+            if problem is None:
+                tape, _ = _records[owner][key]
+                lines.add(f"{len(tape.entries)} ops")
+                lines.update(f"random state {_digest(stream)}" for stream in tape.streams.values())
     for mesh, lines in starts.items():
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         advice = "call torch.manual_seed with one seed on all ranks before deferred_init, and build the same module"
-        agree(groups, device_of_messages(groups[0]), "torch_ragged.random.materialize", "\n".join(sorted(lines)), None, advice)
+        claim = "\n".join(sorted(lines))
+        agree(groups, device_of_messages(groups[0]), "torch_ragged.random.materialize", claim, problem, advice)
 
 
 def _digest(stream: Stream) -> str:
