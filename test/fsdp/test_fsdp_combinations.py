@@ -237,6 +237,7 @@ class CombinationsTest(unittest.TestCase):
                 tensors.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
                 with open("/proc/self/statm") as file:
                     sizes.append(int(file.read().split()[1]) * 4096)
-        assert tensors == sorted(tensors, reverse=True), tensors
+        # One tensor per step would be 150 more. A thread of gloo may hold one for a moment.
+        assert max(tensors) - min(tensors) < 10, tensors
         # What stays grows every time: a gathered layer per step would be 13 MB in 50 steps. The allocator's caches do not.
         assert min(after - before for before, after in zip(sizes, sizes[1:])) < 2**20, sizes
