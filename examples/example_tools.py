@@ -44,6 +44,7 @@ def write_curves(path: Path, title: str, curves: Mapping[str, tuple[Sequence[flo
     for (name, step), style in zip(marks.items(), itertools.cycle(("dashed", "dotted", "dashdot"))):
         axes.axvline(step, color="black", linestyle=style, linewidth=1, label=name.replace("_", " "))
     axes.set(xlabel="step", ylabel="loss", title=title)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
     print(f"wrote {path}")
