@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -98,6 +99,12 @@ class Case:
             result = self.op.get_inplace()(first, *args, **kwargs)
             return result, first
         return self.op(first, *args, **kwargs)
+
+    def is_filled(self, expected: Any) -> bool:
+        """Whether a single device writes to ``out=`` what it returns without it."""
+        torch.manual_seed(1)
+        wanted = dataclasses.replace(self, variant="function").call([t.detach().clone() for t in tensors_of(self.sample)])
+        return all(torch.allclose(a, b, equal_nan=True) for a, b in zip(pytree.tree_leaves(expected)[:1], [wanted]))
 
     def gradient(self, tensors: list[Any], first: Any, args: Any, kwargs: Any) -> Any:
         leaves = [tensors[i].requires_grad_() for i in self.ragged if tensors[i].is_floating_point()]
@@ -207,6 +214,8 @@ def run_case(case: Case, mesh: DeviceMesh, tally: Tally, count: bool) -> None:
     try:
         torch.manual_seed(1)
         expected = case.call([t.detach().clone() for t in tensors_of(case.sample)])
+        if case.variant == "out" and not case.is_filled(expected):
+            return  # torch itself leaves out= as it was: ihfftn.
     except Exception:
         return  # A sample that this machine cannot run is no case.
     error, got = None, None
@@ -245,9 +254,7 @@ def same_in_torch(case: Case, mesh: DeviceMesh, expected: Any, failure: str | No
     """Whether DTensor itself, with Replicate or Shard(0) in place of the ragged placements, fails alike (None: raises)."""
     for placement in (Replicate(), Shard(0)):
         try:
-            found: str | None = difference(
-                case.call(to_dtensors(case, mesh, placement)), expected, case.op.name in UNINITIALIZED
-            )
+            found: str | None = difference(case.call(to_dtensors(case, mesh, placement)), expected, case)
         except Exception:
             found = None
         if found == failure:
