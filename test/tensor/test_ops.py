@@ -374,3 +374,19 @@ class OpsTest(unittest.TestCase):
             with self.subTest(name):
                 self.assertTrue(error.startswith("NotImplementedError: aten."), f"{name}: {error}")
                 self.assertIn("Redistribute first", error)
+
+    @ranks(4)
+    def test_a_cast_to_another_memory_format_comes_after_one_without():
+        """The dispatcher's cache must know the format: without it, the second call ran on the flat shard and raised."""
+        mesh, full = init_device_mesh("cpu", (4,)), torch.randn(5, 4, 3, 2)
+        x = distribute_tensor(full, mesh, [RaggedShard((0,), (0, 1, 0, 4))])
+        for options in ({}, {"memory_format": torch.channels_last}):
+            got, want = x.to(torch.float64, **options), full.to(torch.float64, **options)
+            assert got.stride() == want.stride() and torch.equal(got.full_tensor(), want), options
+
+    @ranks(2)
+    def test_a_mean_over_the_dimension_that_a_scalar_does_not_have():
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.tensor(3.0), mesh, [RaggedShard((), (0, 1))])
+        for dim in (0, -1):
+            assert x.mean(dim).full_tensor() == 3.0 and x.mean(dim, keepdim=True).shape == ()

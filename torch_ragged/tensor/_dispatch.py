@@ -360,7 +360,7 @@ def _hash_scalars(op: Any) -> None:
 
 
 def complete_keys() -> None:
-    """Complete the C++ cache keys of torch's ops with tensors given by keyword (``out=``) and sizes of outputs.
+    """Complete the C++ cache keys of torch's ops with tensors given by keyword (``out=``), memory formats and sizes of outputs.
 
     It changes torch's tables. The hook on these tables in ``_register`` calls it once.
     """
@@ -370,7 +370,8 @@ def complete_keys() -> None:
         _key_tables()[0][op] = _complete_key(op)
     for table in _key_tables():
         for op, info in table.items():
-            named = [a.name for a in op._schema.arguments if a.kwarg_only and "Tensor" in str(a.type)]
+            keywords = [a for a in op._schema.arguments if a.kwarg_only]
+            named = [a.name for a in keywords if "Tensor" in str(a.type) or a.name == "memory_format"]
             missing = [name for name in named if name not in (info.static_kwargkey or [])]
             if missing:
                 table[op] = dataclasses.replace(info, static_kwargkey=[*(info.static_kwargkey or []), *missing])

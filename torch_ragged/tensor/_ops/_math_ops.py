@@ -94,6 +94,8 @@ def mean_dim(op: torch._ops.OpOverload, tensor: DTensor, dim: Any = None, keepdi
     """The same if all cut dimensions are averaged. Other averages are left to torch's rule."""
     if _is_whole(tensor, dim):
         return _kept(tensor, keepdim, aten.mean.default(tensor, dtype=dtype))
+    if not tensor.ndim:  # Its dimensions 0 and -1 are the tensor.
+        return _kept(tensor, keepdim, aten.mean.default(tensor, dtype=dtype))
     dims = {d % tensor.ndim for d in ([dim] if isinstance(dim, int) else dim)}
     rows, result = rows_of(tensor._spec), dtype or tensor.dtype
     if rows is None or not dims >= set(rows.dims) or not result.is_floating_point:
