@@ -72,8 +72,8 @@ def random_tensor(rng, dtype):
 
 def random_placements(rng, mesh_shape, tensor, kinds_of_partial):
     """One per mesh dimension, of all plain kinds. One kind of Partial per tensor."""
-    partial = Partial(rng.choice(kinds_of_partial))
-    kinds = [Replicate(), partial] + [Shard(dim) for dim in range(tensor.ndim)] * 2
+    partial = [Partial(rng.choice(kinds_of_partial))] if kinds_of_partial else []
+    kinds = [Replicate(), *partial] + [Shard(dim) for dim in range(tensor.ndim)] * 2
     found = [rng.choice(kinds) for _ in mesh_shape]
     if len(mesh_shape) == 2 and tensor.ndim and tensor.shape[0] % math.prod(mesh_shape) == 0 and rng.random() < 0.5:
         return [_StridedShard(0, split_factor=mesh_shape[1]), Shard(0)]  # FSDP over tensor parallelism.
@@ -101,7 +101,11 @@ def check_random_cases(mesh_shape, rounds, seed):
             full = random_tensor(rng, dtype)
             # torch itself multiplies and divides no other Partial in place; and a mean of three or of integers is not exact.
             has_mean = dtype.is_floating_point and not {3, 5}.intersection(mesh_shape) and "like" not in name
-            kinds = PARTIALS[:1] if "dropout" in name else [kind for kind in PARTIALS if has_mean or kind != "avg"]
+            kinds = (
+                PARTIALS[: name != "dropout in place"]
+                if "dropout" in name
+                else [kind for kind in PARTIALS if has_mean or kind != "avg"]
+            )
             placements = random_placements(rng, mesh_shape, full, kinds)
             try:
                 want, *states = of_one_device(function, full.clone(), number, with_generator)

@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 
 from torch_ragged.tensor._ownership import row_major
@@ -165,7 +165,9 @@ def _multinomial(
     mesh = tensor.device_mesh
     draws_samples = replacement and num_samples > 1
     columns = tensor.ndim - 1
-    rows = [Replicate() if draws_samples or p.is_partial() or p.is_shard(columns) else p for p in tensor.placements]
+    # torch's argmax knows no strided shard: then all rows are gathered, too.
+    gathers = draws_samples or any(isinstance(p, _StridedShard) for p in tensor.placements)
+    rows = [Replicate() if gathers or p.is_partial() or p.is_shard(columns) else p for p in tensor.placements]
     tensor = tensor.redistribute(mesh, rows)
     if draws_samples:
         check_states(mesh, tensor._local_tensor.device, generator)
