@@ -175,6 +175,25 @@ class DeferredInitTest(unittest.TestCase):
         torch.manual_seed(1)
         self.assertTrue(torch.equal(lazy.weight, nn.Linear(4, 4).weight))
 
+    def test_two_recordings_after_one_seed_do_not_end_each_other(self):
+        torch.manual_seed(1)
+        first = deferred_init(nn.Linear, 4, 4)
+        torch.manual_seed(1)
+        second = deferred_init(nn.Linear, 9, 9)
+        materialize(first)
+        materialize(second)
+        after = torch.get_rng_state()
+        torch.manual_seed(1)
+        self.assertTrue(torch.equal(second.weight, nn.Linear(9, 9).weight))
+        self.assertTrue(torch.equal(after, torch.get_rng_state()))
+
+    def test_numbers_are_those_of_the_device_of_the_construction(self):
+        """The meta device stands for a GPU: it has no numbers, and the construction's generator advances as ever."""
+        want = on_one_device(Two)[2]
+        module = materialize(deferred(Two), device="meta")
+        self.assertTrue(module.first.weight.is_meta)
+        self.assertTrue(torch.equal(torch.get_rng_state(), want))
+
     def test_what_cannot_be_replayed_is_an_error(self):
         outside = torch.zeros(3)
 

@@ -250,6 +250,28 @@ class SingleDeviceTest(unittest.TestCase):
         with single_device():
             assert bool(x.any()) and x.sum().item() == 1
 
+    @ranks(4)
+    def test_partials_of_two_kinds_get_the_numbers_on_every_rank():
+        mesh = init_device_mesh("cpu", (2, 2))
+        with single_device():
+            for kinds in (("avg", "sum"), ("sum", "avg")):  # torch refuses other pairs.
+                placements = [Partial(kind) for kind in kinds]
+                x = DTensor.from_local(torch.ones(3, 5), mesh, placements, run_check=False)
+                torch.manual_seed(2)
+                x.normal_()
+                torch.manual_seed(2)
+                want = torch.empty(3, 5).normal_()
+                owns = mesh.get_coordinate()[kinds.index("sum")] == 0
+                assert torch.equal(x.to_local(), want if owns else torch.zeros_like(want)), kinds
+
+    @ranks(2)
+    def test_a_ragged_value_is_read_too():
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.tensor(3.0), mesh, [RaggedShard((), (0, 1))])
+        error = error_of(x.item)
+        with single_device():
+            assert error_of(x.item) == error and x.sum().item() == 3.0
+
     @ranks(2)
     def test_meta_and_fake_tensors_draw_and_compare_nothing():
         mesh = init_device_mesh("cpu", (2,))

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -110,7 +111,8 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
 
     Args:
         module: all of its parameters and buffers that are on the meta device are filled.
-        device: for plain tensors; None is the device that the construction asked for. DTensors are made on their mesh's.
+        device: where the tensors are made. None: plain tensors on the device that the construction asked for, DTensors on that
+            of their mesh. With CPUOffloadPolicy on GPUs, give "cpu". Numbers are always those of the construction's device.
 
     Returns:
         ``module``.
@@ -145,7 +147,8 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
         with torch.no_grad():
             replay(tape, wanted)
         for device_type, stream in tape.streams.items():
-            if bytes(read_state(device_type).numpy()) == stream.marker:
+            is_last = _ends.get((device_type, stream.marker)) is tape  # Not another recording after the same seed.
+            if is_last and bytes(read_state(device_type).numpy()) == stream.marker:
                 write_state(device_type, final_state(tape, device_type))
     return module
 
@@ -174,18 +177,13 @@ def _agree_on_starts(tensors: list[tuple[nn.Module, str, torch.Tensor]], problem
             if problem is None:
                 tape, _ = _records[owner][key]
                 lines.add(f"{len(tape.entries)} ops")
-                lines.update(f"random state {_digest(stream)}" for stream in tape.streams.values())
+                states = (bytes(stream.start.numpy()) for stream in tape.streams.values())
+                lines.update(f"random state {hashlib.sha256(state).hexdigest()[:12]}" for state in states)
     for mesh, lines in starts.items():
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         advice = "call torch.manual_seed with one seed on all ranks before deferred_init, and build the same module"
         claim = "\n".join(sorted(lines))
         agree(groups, device_of_messages(groups[0]), "torch_ragged.random.materialize", claim, problem, advice)
-
-
-def _digest(stream: Stream) -> str:
-    if stream.after is not None:
-        return "after another module"
-    return hashlib.sha256(bytes(stream.start.numpy())).hexdigest()[:12]
 
 
 def _allocate(module: nn.Module, device: Union[torch.device, str, None]) -> None:
@@ -204,7 +202,7 @@ def _allocate(module: nn.Module, device: Union[torch.device, str, None]) -> None
         return data
 
     for each in module.modules():
-        if hasattr(each, "_ragged_states"):
+        if isinstance(each, FSDPModule):
             each._apply(
                 lambda tensor: torch.empty_like(tensor, device=device or _device_of(tensor)) if tensor.is_meta else tensor
             )

@@ -159,8 +159,7 @@ class _Run:
 
     def layout_of(self, entry: Entry) -> Optional[Layout]:
         """The layout of the elements that the op can run on by themselves; None if it needs whole tensors."""
-        needs = {id(need): need for storage in entry.changed if (need := self.needs.get(storage)) is not None}
-        layouts = set(needs.values())
+        layouts = {self.needs[storage] for storage in entry.changed if storage in self.needs}
         if len(layouts) != 1 or not isinstance(layout := layouts.pop(), Layout):
             return None
         if _is_constant(entry.op):
@@ -214,8 +213,11 @@ class _Run:
         """Run what is needed, and every draw before it; then copy to the targets what is not in their memory already."""
         direct: dict[int, torch.Tensor] = {}
         for target in targets:
-            if self.needs[target.part.storage] == target.layout and target.part.dtype == target.local.dtype:
-                direct.setdefault(target.part.storage, target.local)
+            part, local = target.part, target.local
+            # Numbers are drawn on the device of the construction: its generator has other numbers than another device's.
+            is_alike = part.dtype == local.dtype and self.tape.devices[part.storage].type == local.device.type
+            if is_alike and self.needs[part.storage] == target.layout:
+                direct.setdefault(part.storage, local)
         entries, wanted = self.tape.entries, {target.part.storage for target in targets}
         last = {part.storage: i for i, entry in enumerate(entries) for part in (*entry.parts, *entry.made) if part is not None}
         ends: dict[int, list[int]] = {}

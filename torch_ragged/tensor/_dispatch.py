@@ -137,9 +137,10 @@ class RaggedOps(OpExtension):
         local_shape, _ = ragged_extension.local_shape_and_global_offset(size, mesh, normalized, skip_offset=True)
         is_whole = function not in _CONSTANTS and mesh.get_coordinate() is not None  # linspace and logspace.
         shape = size if is_whole else local_shape
-        options["steps" if name in ("linspace", "logspace") else "size"] = (
-            shape[0] if name in ("linspace", "logspace") else shape
-        )
+        if name in ("linspace", "logspace"):
+            options["steps"] = shape[0]
+        else:
+            options["size"] = shape
         made = function(**{**options, "device": mesh.device_type})
         spec = DTensorSpec(mesh, normalized, tensor_meta=TensorMeta(size, row_major(size), made.dtype))
         local = part_of(made, spec) if is_whole else made

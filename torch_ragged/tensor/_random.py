@@ -66,7 +66,7 @@ _SAMPLERS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random
 _FACTORIES = "rand_like randn_like randint_like".split()
 _OF_VALUES = "bernoulli native_dropout".split()
 ROW_MAJOR = (_aten.bernoulli.default, _aten.bernoulli.p)
-"""Ops whose result is contiguous, whatever strides their argument has."""
+"""Ops whose result is always contiguous. Other ops keep the strides of their argument."""
 
 
 def _register_rules() -> None:
@@ -161,7 +161,7 @@ def draw(
     if name == "native_dropout":
         return _dropout(op, holding, stride, *args)
     new = functools.partial(torch.empty_like, local)
-    if op in ROW_MAJOR:  # The other ops keep the strides of their argument.
+    if op in ROW_MAJOR:
         new, stride = functools.partial(new, memory_format=torch.contiguous_format), row_major(holding.shape)
     if name == "normal_functional":
         filled = new(), _aten.normal_.default, args[1:]

@@ -70,14 +70,13 @@ def handle_random_op(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     if name in _OF_VALUES and any(p.is_partial() for p in tensor.placements):  # The values of all summands are read.
         tensor = tensor.redistribute(mesh, _whole(tensor.placements))
     spec, options = tensor._spec, {key: value for key, value in kwargs.items() if key != "generator"}
-    if name in _LIKE:
-        result = _like(tensor, options)
     has_values = not tensor._local_tensor.is_meta and not isinstance(tensor._local_tensor, FakeTensor)
     draws = has_values and mesh.get_coordinate() is not None
     if draws:
         agree_on_state(mesh, tensor._local_tensor.device.type)
         check_states(mesh, tensor._local_tensor.device, generator)
     if name in _LIKE:
+        result = _like(tensor, options)
         if draws:
             stride = stride_of_like(spec, options)
             draw_factory(name, Holding(result._spec), stride, result._local_tensor, args[1:], generator)
@@ -92,7 +91,7 @@ def handle_random_op(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
         holding.boxes = ()
     found = draw(op, holding, spec.tensor_meta.stride, local_args, kwargs, cut)  # type: ignore[union-attr]
     if not owns:
-        local_args[0].fill_(next(_NOTHING[p.reduce_op] for p in spec.placements if isinstance(p, Partial)))
+        found.fill_(next(_NOTHING[p.reduce_op] for p in spec.placements if isinstance(p, Partial) and p.reduce_op in _NOTHING))
     return _wrap(op, tensor, found)
 
 
@@ -104,7 +103,7 @@ def _read(tensor: DTensor) -> torch.Tensor:
 
 
 def _wrap(op: torch._ops.OpOverload, tensor: DTensor, found: Any) -> Any:
-    """The op's result: the tensor itself if it was drawn in place, else new DTensors with its layout."""
+    """The op's result. If the op drew in place, this is the tensor itself. New DTensors have its layout."""
     if found is tensor._local_tensor:
         return tensor
     locals_ = found if isinstance(found, tuple) else (found,)
