@@ -125,6 +125,7 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
             "tensor._owned_boxes",
             "tensor.placement_types",
             "tensor.strided_placement_types",
+            "tensor.interleaved_placement_types",
         ),
         """
         The units do not fit the shape or the mesh, or the placements cannot stand beside each other.

@@ -8,11 +8,13 @@ from torch_ragged import debug  # noqa: E402
 from torch_ragged._ranks.peers import PeerError  # noqa: E402
 from torch_ragged.tensor._owned_boxes import owned_boxes  # noqa: E402
 from torch_ragged.tensor._ownership import Box  # noqa: E402
+from torch_ragged.tensor.interleaved_placement_types import InterleavedShard  # noqa: E402
 from torch_ragged.tensor.placement_types import RaggedShard  # noqa: E402
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard, fsdp_placement  # noqa: E402
 
 __all__ = [
     "Box",
+    "InterleavedShard",
     "PeerError",
     "RaggedShard",
     "StridedRaggedShard",

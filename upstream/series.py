@@ -59,6 +59,7 @@ SERIES = (
             "_ranks/groups.py",
             "tensor/_units.py",
             "tensor/_ownership.py",
+            "tensor/interleaved_placement_types.py",
             "tensor/placement_types.py",
             "tensor/_route.py",
             "tensor/_redistribute.py",
@@ -83,6 +84,7 @@ SERIES = (
         ("tensor/strided_placement_types.py",),
         (
             "tensor/test_strided_ragged_shard.py",
+            "tensor/test_interleaved_shard.py",
             "tensor/test_ownership.py",
             "tensor/test_random.py",
             "tensor/test_compile.py",

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_ragged.tensor.placement_types import RaggedShard, _Ragged, has_ragged, normalize_placements
+from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
+from torch_ragged.tensor.placement_types import RaggedShard, _Ragged, has_own_rules, has_ragged, normalize_placements
 
 MESHES = {4: ((4,), (2, 2)), 6: ((6,), (2, 3), (3, 2), (6, 1)), 8: ((8,), (2, 4), (4, 2), (2, 2, 2))}
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -37,9 +38,15 @@ def _chunk(tensor, parts, index, dim, split_factor=1):
     return torch.cat([one(one(tensor, split_factor, piece), parts, index) for piece in range(split_factor)], dim)
 
 
-def _runs(tensor, placement, index):
+def _interleaved(tensor, parts, index, placement):
+    """The chunk of each segment, one after the other."""
+    unit = tensor.size(placement.dim) // sum(placement.ratios)
+    segments = tensor.split([unit * ratio for ratio in placement.ratios], placement.dim)
+    return torch.cat([_chunk(segment, parts, index, placement.dim) for segment in segments], placement.dim)
+
+
+def _runs(tensor, placement, index, factor):
     """A ragged placement's run of each piece, as tensors of (slices of the prefix, *rest of the shape)."""
-    factor = getattr(placement, "split_factor", 1)
     rows = tensor.size(0) // factor if factor > 1 else 0
     pieces = [tensor.narrow(0, piece * rows, rows) for piece in range(factor)] if factor > 1 else [tensor]
     depth, units = len(placement.dims), placement.local_units
@@ -54,10 +61,28 @@ def _runs(tensor, placement, index):
 def local_of(full, mesh_shape, placements, coordinate):
     """The local tensor at a coordinate: each placement is applied to what the ones to its left leave over."""
     tensor, runs, depth, strided = full, None, 0, False
-    for placement, parts, index in zip(placements, mesh_shape, coordinate, strict=True):
+    cuts = list(zip(placements, mesh_shape, coordinate, strict=True))
+    for place, (placement, _, _) in enumerate(cuts):  # Segments of dimension 0 come before a strided run to their left.
+        rows = [cut for cut in cuts[place + 1 :] if isinstance(cut[0], (Shard, InterleavedShard)) and cut[0].dim == 0]
+        if getattr(placement, "split_factor", 1) > 1 and isinstance(placement, _Ragged):
+            if any(isinstance(cut[0], InterleavedShard) and len(cut[0].ratios) > 1 for cut in rows):
+                run = (RaggedShard(placement.dims, placement.local_units), *cuts[place][1:])
+                cuts = [*cuts[:place], *rows, run, *(cut for cut in cuts[place + 1 :] if cut not in rows)]
+                break
+    for placement, parts, index in cuts:
+        if isinstance(placement, InterleavedShard) and runs is None:
+            tensor = _interleaved(tensor, parts, index, placement)
+            continue
+        if isinstance(placement, InterleavedShard):
+            at = InterleavedShard(placement.dim - depth + 1, placement.ratios)
+            if placement.dim >= depth and not (strided and placement.dim == 0):
+                runs = [_interleaved(run, parts, index, at) for run in runs]
+                continue
+            placement = Shard(placement.dim)  # One segment.
         if isinstance(placement, _Ragged):
-            runs, depth = _runs(tensor, placement, index), len(placement.dims)
-            strided = getattr(placement, "split_factor", 1) > 1
+            factor = getattr(placement, "split_factor", 1)
+            runs, depth = _runs(tensor, placement, index, factor), len(placement.dims)
+            strided = factor > 1
         elif isinstance(placement, (Shard, _StridedShard)) and parts > 1:
             factor = getattr(placement, "split_factor", 1)
             if runs is None:
@@ -89,7 +114,7 @@ def random_placement(rng, shape, mesh_shape, mesh_dim, strided=None):
     Also ``strided`` ones, where that is StridedRaggedShard.
     """
     ranks = mesh_shape[mesh_dim]
-    kinds = ("ragged", "ragged", "ragged", "replicate", "shard", "shard", "strided", "partial")
+    kinds = ("ragged", "ragged", "ragged", "replicate", "shard", "shard", "strided", "interleaved", "partial")
     kind = rng.choice(kinds + ("strided ragged",) if strided else kinds)
     if kind == "partial":
         return Partial(rng.choice(("sum", "avg", "max", "min")))
@@ -97,6 +122,11 @@ def random_placement(rng, shape, mesh_shape, mesh_dim, strided=None):
         return Replicate()
     if kind == "shard":
         return Shard(rng.randrange(len(shape)))
+    if kind == "interleaved":
+        dim = rng.randrange(len(shape))
+        even = shape[dim] // (ranks * math.gcd(*(mesh_shape[i] for i in range(len(mesh_shape)) if i != mesh_dim), 1))
+        edges = sorted(rng.sample(range(1, even), rng.randint(0, min(even - 1, 3)))) if even > 1 else []
+        return InterleavedShard(dim, [b - a for a, b in zip([0, *edges], [*edges, max(even, 1)])])
     if kind == "strided":
         return _StridedShard(rng.randrange(len(shape)), split_factor=rng.choice((2, 3)))
     ndims, factor, base = rng.randint(0, len(shape)), 1, list(shape)
@@ -134,7 +164,7 @@ class Traffic(TorchDispatchMode):
 
 
 def random_case(rng, mesh_shape, strided=None):
-    """A shape and two placements of it that have a meaning; at least one is ragged."""
+    """A shape and two placements of it that have a meaning; at least one is ragged or interleaved."""
     while True:
         shape = tuple(0 if rng.random() < 0.03 else rng.choice(SIZES) for _ in range(rng.choice((0, 1, 2, 2, 3, 3))))
         pair = []
@@ -148,7 +178,7 @@ def random_case(rng, mesh_shape, strided=None):
                     break
                 except ValueError:
                     continue
-        if len(pair) == 2 and any(map(has_ragged, pair)):
+        if len(pair) == 2 and any(map(has_own_rules, pair)):
             return shape, *pair
 
 

@@ -31,11 +31,14 @@ PRIVATE = {
         "a DTensor's spec",
     ),
     "torch.distributed.tensor._op_schema": (
-        ("tensor._dispatch", "tensor._placement_extension"),
+        ("tensor._dispatch", "tensor._ops._attention_ops", "tensor._placement_extension"),
         "what the dispatcher asks with",
     ),
     "torch.distributed.tensor._dispatch": (("tensor._dispatch",), "runs an op on local tensors"),
-    "torch.distributed.tensor._ops": (("tensor._dispatch",), "the partial placement of a norm"),
+    "torch.distributed.tensor._ops": (
+        ("tensor._dispatch", "tensor._ops._attention_ops"),
+        "the partial placement of a norm; how a rule for one mesh dimension becomes one for several",
+    ),
     "torch.distributed.tensor._redistribute": (("tensor._api",), "torch's own way between its own placements"),
     "torch.distributed.tensor._random": (("tensor._random",), "the random state that DTensor's ranks share"),
     "torch.distributed._functional_collectives": (

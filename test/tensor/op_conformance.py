@@ -1,6 +1,7 @@
-"""Torch's own OpInfo database on ragged DTensors: does every op give the single-device result, or a clear error?
+"""Torch's own OpInfo database on ragged and interleaved DTensors: does an op give the single-device result, or a clear error?
 
 ``python test/tensor/op_conformance.py --write docs/op_coverage.md`` sweeps everything on 4 ranks; the test takes a sample.
+``--family interleaved`` sweeps InterleavedShard on 2 ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
-from torch_ragged import RaggedShard
-from torch_ragged.tensor.placement_types import has_ragged
+from torch_ragged import InterleavedShard, RaggedShard
+from torch_ragged.tensor.placement_types import has_own_rules
 
 RANKS = 4
 CLEAR = (
@@ -48,7 +49,15 @@ DTYPES = {torch.float32: 1, torch.bfloat16: 4, torch.int64: 4}
 TOLERANCE = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2e-2, 2e-2)}
 
 
-def patterns(shape: tuple[int, ...]) -> list[RaggedShard]:
+def interleaved_patterns(shape: tuple[int, ...]) -> list[Placement]:
+    """Equal and unequal segments, and one segment, of each dimension that 2 ranks can cut so; Shard(0) if there is none."""
+    sizes = ((1,), (1, 1), (3, 2), (1, 2), (1, 1, 1, 2))
+    found = [InterleavedShard(dim, each) for dim in range(len(shape)) for each in sizes]
+    legal = [placement for placement in found if shape[placement.dim] and placement.fits(shape[placement.dim], 2)]
+    return [*legal] or [Replicate()]
+
+
+def ragged_patterns(shape: tuple[int, ...]) -> list[Placement]:
     """Even, uneven, with zeros, one owner; of whole rows, and of elements where there are several dimensions."""
     found = {RaggedShard((), (0, 0, 1, 0)): None}
     for length in {min(1, len(shape)), len(shape)} - {0}:
@@ -61,6 +70,10 @@ def patterns(shape: tuple[int, ...]) -> list[RaggedShard]:
             if any(units):
                 found[RaggedShard(dims, units)] = None
     return list(found)
+
+
+FAMILIES = {"ragged": (RANKS, ragged_patterns), "interleaved": (2, interleaved_patterns)}
+"""For each family of placements: the number of ranks, and its placements of a shape."""
 
 
 @dataclass
@@ -84,6 +97,10 @@ class Case:
     variant: str
     which: int
     ragged: tuple[int, ...]
+    family: str = "ragged"
+
+    def patterns(self, shape: Any) -> list[Placement]:
+        return FAMILIES[self.family][1](tuple(shape))
 
     def call(self, tensors: list[Any]) -> Any:
         leaves, tree = pytree.tree_flatten((self.sample.input, self.sample.args, self.sample.kwargs))
@@ -118,13 +135,13 @@ class Case:
             raise TypeError("several outputs")
         if not isinstance(tensors[0], DTensor):
             return torch.empty_like(result)
-        found = patterns(tuple(result.shape))
+        found = self.patterns(result.shape)
         meta = {"dtype": result.dtype, "placements": [found[self.which % len(found)]]}
         return torch.distributed.tensor.zeros(result.shape, device_mesh=tensors[0].device_mesh, **meta)
 
     def __str__(self) -> str:
         given = tensors_of(self.sample)
-        pattern = patterns(tuple(given[self.ragged[0]].shape))[self.which]
+        pattern = self.patterns(given[self.ragged[0]].shape)[self.which]
 
         def brief(leaf: Any) -> Any:
             return f"{str(leaf.dtype)[6:]}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else leaf
@@ -138,7 +155,7 @@ def tensors_of(sample: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def cases_of(op: Any, dtype: torch.dtype, samples: int) -> list[Case]:
+def cases_of(op: Any, dtype: torch.dtype, samples: int, family: str) -> list[Case]:
     """The cases of ``op`` on up to ``samples`` samples, which take turns at the patterns."""
     for seed in (torch.manual_seed, np.random.seed, random.seed):  # Ranks must agree on the samples.
         seed(0)
@@ -157,8 +174,8 @@ def cases_of(op: Any, dtype: torch.dtype, samples: int) -> list[Case]:
             some = variant in ("out", "gradient")  # Their work is that of the function: fewer patterns will do.
             step = 3 if some else 2  # Samples take turns.
             for ragged in choices[: (1 if some else None) if fits else 0]:
-                for which in range(number % step, len(patterns(tuple(given[ragged[0]].shape))), step):
-                    found.append(Case(op, sample, variant, which, ragged))
+                for which in range(number % step, len(FAMILIES[family][1](tuple(given[ragged[0]].shape))), step):
+                    found.append(Case(op, sample, variant, which, ragged, family))
     return found
 
 
@@ -168,7 +185,8 @@ def to_dtensors(case: Case, mesh: DeviceMesh, placement: Placement | None = None
     for position, tensor in enumerate(tensors_of(case.sample)):
         result = DTensor.from_local(tensor.detach().clone(), mesh, [Replicate()], run_check=False)
         if position in case.ragged and (tensor.dim() or placement is None):
-            result = result.redistribute(placements=[placement or patterns(tuple(tensor.shape))[case.which]])
+            found = case.patterns(tensor.shape)
+            result = result.redistribute(placements=[placement or found[case.which % len(found)]])
         results.append(result)
     return results
 
@@ -187,7 +205,12 @@ def difference(got: Any, expected: Any, case: Case) -> str:
             if one.shape != other.shape:
                 return f"a DTensor of shape {tuple(one.shape)} in place of {tuple(other.shape)}"
             strides = [(a, b) for a, b, size in zip(one.stride(), other.stride(), other.shape, strict=True) if size > 1]
-            if any(a != b for a, b in strides) and other.numel() and has_ragged(one.placements) and case.variant != "gradient":
+            if (
+                any(a != b for a, b in strides)
+                and other.numel()
+                and has_own_rules(one.placements)
+                and case.variant != "gradient"
+            ):
                 return f"stride {one.stride()} in place of {other.stride()}"
             declared = one.shape
             one = one.full_tensor()
@@ -264,13 +287,15 @@ def same_in_torch(case: Case, mesh: DeviceMesh, expected: Any, failure: str | No
     return False
 
 
-def sweep(names: str, samples: int, one: bool = False, count: bool = False, share_of_ops: int = 1) -> dict[str, Tally]:
+def sweep(
+    names: str, samples: int, one: bool = False, count: bool = False, share_of_ops: int = 1, family: str = "ragged"
+) -> dict[str, Tally]:
     """Run on every rank of the default group. The tally of each op whose name matches, by name.
 
     float32 in full, bfloat16 and int64 in every fourth case. ``one`` takes one case of each op, ``count`` tells which cases
     communicate, one op of each ``share_of_ops`` is run.
     """
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh("cpu", (FAMILIES[family][0],))
     warnings.simplefilter("ignore")
     logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # It reports bad samples that torch skips itself.
     tallies: dict[str, Tally] = {}
@@ -281,7 +306,7 @@ def sweep(names: str, samples: int, one: bool = False, count: bool = False, shar
         tally = tallies.setdefault(op.formatted_name, Tally())
         dtypes = [(d, share) for d, share in DTYPES.items() if d in op.supported_dtypes("cpu")]
         for dtype, share in [dtypes[choice % len(dtypes)]] if one and dtypes else dtypes:
-            cases = cases_of(op, dtype, samples)[::share]
+            cases = cases_of(op, dtype, samples, family)[::share]
             for case in [cases[choice % len(cases)]] if one and cases else cases:
                 run_case(case, mesh, tally, count)
         if count and dist.get_rank() == 0:
@@ -300,7 +325,7 @@ def reason_of(tally: Tally) -> str:
     if not tally.texts:
         return ""
     text = max(tally.texts, key=lambda t: tally.texts[t])
-    found = re.match(r"(\S+) is not supported on a DTensor with RaggedShard placements:? ?(.*?) \(got ", text)
+    found = re.match(r"(\S+) is not supported on a DTensor with \w+ placements:? ?(.*?) \(got ", text)
     return (
         f"`{found[1]}`: {found[2]}" if found else text.split(". ")[0].split(", need to")[0][:150].replace("](", "]\\(")
     )  # No link.
@@ -343,9 +368,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--names", default=".*", help="a regular expression of op names")
     parser.add_argument("--samples", type=int, default=3, help="samples of each op")
+    parser.add_argument("--family", default="ragged", choices=FAMILIES, help="the placements")
     parser.add_argument("--write", type=pathlib.Path, help="the table to write")
     options = parser.parse_args()
-    answers = run_ranks(RANKS, sweep, options.names, options.samples, False, True, timeout=3 * 3600)
+    ranks, family = FAMILIES[options.family][0], options.family
+    answers = run_ranks(ranks, sweep, options.names, options.samples, False, True, 1, family, timeout=3 * 3600)
     for text in wrong_of(answers):
         print("WRONG", text)
     if options.write:

@@ -22,9 +22,10 @@ from torch.utils._debug_mode import DebugMode
 
 from torch_ragged._register._hook import OPERATORS, PLACEMENT, PROTOCOL, Hook, extend_in_place, has, hook, hooks
 from torch_ragged.tensor._dispatch import complete_keys
-from torch_ragged.tensor._ops import RaggedRows
+from torch_ragged.tensor._ops import RaggedRows, register_cpu_attention
 from torch_ragged.tensor._placement_extension import PlacementExtension, ask_extensions, extension_of, extension_of_op
 from torch_ragged.tensor._units import Units
+from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
@@ -157,7 +158,7 @@ def _install_local_shape() -> None:
 )
 def _install_constants() -> None:
     if not hasattr(dtensor_placement_types, "_register_placements_as_opaque"):  # Later versions take any Placement.
-        for placement in (RaggedShard, StridedRaggedShard, RaggedRows):
+        for placement in (RaggedShard, StridedRaggedShard, InterleavedShard, RaggedRows):
             pytree.register_constant(placement)
 
 
@@ -258,6 +259,16 @@ def _install_op_handlers() -> None:
 
 
 @hook(
+    "ShardingPropagator.op_strategy_funcs",
+    "torch has no sharding rule for attention on CPU: batch and heads may be sharded",
+    OPERATORS,
+    lambda: callable(getattr(DTensor._op_dispatcher.sharding_propagator, "register_op_strategy", None)),
+)
+def _install_cpu_attention() -> None:
+    register_cpu_attention()
+
+
+@hook(
     "ShardingPropagator.op_to_schema_info, op_to_schema_info_for_single_dim_strategy",
     "the dispatcher's cache keys lack tensors given by keyword or sizes of the output; some ops get a key at first use",
     OPERATORS,
@@ -287,7 +298,7 @@ def _install_no_compile() -> None:
     lambda: callable(torch.serialization.add_safe_globals),
 )
 def _install_safe_globals() -> None:
-    torch.serialization.add_safe_globals([RaggedShard, StridedRaggedShard, RaggedRows, Units])
+    torch.serialization.add_safe_globals([RaggedShard, StridedRaggedShard, InterleavedShard, RaggedRows, Units])
 
 
 hooks += [

@@ -27,6 +27,7 @@ import torch_ragged
 from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._errors import CheckpointError
 from torch_ragged.checkpoint._files import FileRecord
+from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
@@ -315,7 +316,8 @@ def _parse_placement(text: str) -> Placement:
     Raises:
         ValueError: the text is no known placement.
     """
-    kinds = {kind.__name__: kind for kind in (RaggedShard, StridedRaggedShard, Shard, _StridedShard, Replicate, Partial)}
+    own = (RaggedShard, StridedRaggedShard, InterleavedShard)
+    kinds = {kind.__name__: kind for kind in (*own, Shard, _StridedShard, Replicate, Partial)}
     try:
         call = ast.parse(text, mode="eval").body
         assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args

@@ -19,6 +19,7 @@ from torch_ragged.granularity import Granularity, blocks
 from torch_ragged.optim._gather import Placed
 from torch_ragged.tensor._ownership import row_major
 from torch_ragged.tensor._units import Units
+from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard, normalize_placements
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
@@ -89,7 +90,7 @@ def grid_placements(
     local, result = list(shape), list[Placement]()
     is_even, factor, has_run = True, 1, False
     for placement, size in zip(normalize_placements(placements, shape, mesh_shape), mesh_shape):
-        if isinstance(placement, _StridedShard):
+        if isinstance(placement, (_StridedShard, InterleavedShard)):
             return None
         if isinstance(placement, Shard):
             dim = placement.dim

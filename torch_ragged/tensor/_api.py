@@ -23,7 +23,8 @@ from torch_ragged.tensor._async_tensor import async_local
 from torch_ragged.tensor._ownership import has_single_boxes, owned, row_major
 from torch_ragged.tensor._placement_extension import PlacementExtension
 from torch_ragged.tensor._redistribute import REDUCTIONS, broadcast_local, redistribute_local
-from torch_ragged.tensor.placement_types import _Ragged, cuts_of, normalize_placements
+from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
+from torch_ragged.tensor.placement_types import _Ragged, cuts_of, has_ragged, normalize_placements
 
 __all__ = ["RaggedExtension", "ragged_extension"]
 
@@ -41,6 +42,8 @@ class RaggedExtension(PlacementExtension):
         Raises:
             ValueError: ``shape`` is missing, the local tensor has another shape, or ranks gave different shapes or placements.
         """
+        if shape is None and not has_ragged(placements):
+            shape = _even_shape(local, mesh, placements)
         if shape is None:
             raise ValueError(
                 f"DTensor.from_local got {_short(placements)} without the global shape, which does not follow from a 1-D local "
@@ -153,7 +156,7 @@ class RaggedExtension(PlacementExtension):
 
 
 ragged_extension = RaggedExtension()
-_Ragged.extension = ragged_extension
+_Ragged.extension = InterleavedShard.extension = ragged_extension  # type: ignore[attr-defined]
 
 
 def _short(placements: Sequence[Placement]) -> str:
@@ -162,6 +165,15 @@ def _short(placements: Sequence[Placement]) -> str:
 
 def _spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, row_major(shape), dtype))
+
+
+def _even_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
+    """The global shape if all shards are even, as DTensor supposes without ``shape``."""
+    shape = list(local.shape)
+    for placement, ranks in zip(placements, tuple(mesh.shape)):
+        if placement.is_shard():
+            shape[placement.dim] *= ranks  # type: ignore[attr-defined]
+    return shape
 
 
 def _local_placements(

@@ -80,7 +80,7 @@ class RaggedCheckpoint(CheckpointExtension):
 
 
 def _view(local: torch.Tensor, box: Box) -> torch.Tensor:
-    if box.local_strides != row_major(box.sizes):
+    if local.dim() != 1 or box.local_strides != row_major(box.sizes):  # Not flat: all cuts are chunks.
         return local.as_strided(box.sizes, box.local_strides, local.storage_offset() + box.local_offset)
     # Tensor types, such as quantized optimizer states, have view(), but not as_strided(), and may slice along blocks only.
     numel = math.prod(box.sizes)

@@ -50,7 +50,8 @@ from torch_ragged.tensor._ownership import row_major
 from torch_ragged.tensor._placement_extension import OpExtension
 from torch_ragged.tensor._random import before_draw, part_of
 from torch_ragged.tensor._single_device import draw_new
-from torch_ragged.tensor.placement_types import has_ragged, normalize_placements
+from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
+from torch_ragged.tensor.placement_types import has_own_rules, has_ragged, normalize_placements
 
 _aten = torch.ops.aten
 # For these ops, torch's cache key lacks an argument that gives a size of the output, or a tensor given by keyword.
@@ -402,6 +403,8 @@ def _output_sharding(schema: OpSchema, call: OpCall, specs: list[DTensorSpec], s
         wanted.append(spec if same else DTensorSpec(spec.mesh, placements, tensor_meta=meta))
     if _copies_written(call, specs, wanted):
         raise NoLocalWay(_COPIES_WRITTEN)
+    if any(a.placements != b.placements and a.tensor_meta and not is_row_major(a.tensor_meta) for a, b in zip(specs, wanted)):
+        raise NoLocalWay("a strided argument would be redistributed, and so become row-major")
     outputs = _output_specs(call, specs[0].mesh, sharding)
     if sharding.run is None and all(a is b for a, b in zip(wanted, specs)):
         return OutputSharding(outputs)
@@ -440,8 +443,8 @@ def _gathered(op: Any, schema: OpSchema, why: str) -> OutputSharding:
         raise unsupported(op, specs, why)
     given = _specs(schema.args_schema)
     replicated = [
-        DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
-        if has_ragged(spec.placements)
+        DTensorSpec(spec.mesh, _gathered_placements(spec.placements), tensor_meta=_row_major(spec.tensor_meta))
+        if has_own_rules(spec.placements)
         else spec
         for spec in given
     ]
@@ -464,6 +467,17 @@ def _gathered(op: Any, schema: OpSchema, why: str) -> OutputSharding:
     return RaggedSharding(answer.output_spec, wanted, **options)
 
 
+def _gathered_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """Replicate on all mesh dimensions; if nothing is ragged, only where segments are cut."""
+    everywhere = has_ragged(placements)
+    return tuple(Replicate() if everywhere or isinstance(p, InterleavedShard) else p for p in placements)
+
+
+def _row_major(meta: TensorMeta | None) -> TensorMeta | None:
+    """The metadata of a redistributed tensor: its local tensors are row-major."""
+    return meta and TensorMeta(meta.shape, row_major(meta.shape), meta.dtype)
+
+
 def _draws_alike(given: list[DTensorSpec], wanted: list[DTensorSpec]) -> bool:
     """Whether every rank has the whole arguments, so that all ranks draw the numbers of a single device."""
     usual = not any(has_ragged_rows(spec.placements) or any(p.is_partial() for p in spec.placements) for spec in given)
@@ -484,11 +498,11 @@ def _writes_to_ragged(op: Any, schema: OpSchema) -> bool:
         for i, argument in enumerate(op._schema.arguments)
         if is_written(argument)
     ]
-    return any(has_ragged(spec.placements) for spec in _specs(tuple(written)))
+    return any(has_own_rules(spec.placements) for spec in _specs(tuple(written)))
 
 
 def _ragged_specs_by_keyword(schema: OpSchema) -> bool:
-    return any(has_ragged(spec.placements) for spec in _specs(tuple(schema.kwargs_schema.values())))
+    return any(has_own_rules(spec.placements) for spec in _specs(tuple(schema.kwargs_schema.values())))
 
 
 ragged_extension.ops = RaggedOps()

@@ -27,6 +27,7 @@ __all__ = [
     "check_cuts",
     "chunk_range",
     "has_single_boxes",
+    "in_order",
     "is_nested",
     "owned",
     "owned_near",
@@ -46,11 +47,38 @@ class Chunk:
     """The mesh dimension cuts tensor dimension ``dim`` as ``torch.chunk`` does (Shard).
 
     With a ``split_factor`` the dimension is first cut into that many pieces, and each rank gets its chunk of every
-    piece (_StridedShard).
+    piece (_StridedShard). With ``ratios`` it is first cut into segments in these proportions, and each rank gets an equal chunk
+    of every segment (InterleavedShard).
     """
 
     dim: int
     split_factor: int = 1
+    ratios: tuple[int, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each rank gets one chunk of the dimension."""
+        return self.split_factor == 1 and not self.ratios
+
+    def pieces(self, size: int, parts: int) -> Iterator[tuple[int, int]]:
+        """Start and stop of the pieces of a dimension of ``size``, of each of which every one of ``parts`` ranks gets a chunk.
+
+        Raises:
+            ValueError: the ``ratios`` do not divide the dimension, or ``parts`` does not divide a segment.
+        """
+        if not self.ratios:
+            yield from (chunk_range(size, self.split_factor, piece) for piece in range(self.split_factor))
+            return
+        unit, rest = divmod(size, sum(self.ratios))
+        if rest or any(unit * ratio % parts for ratio in self.ratios):
+            raise ValueError(
+                f"InterleavedShard(dim={self.dim}, sizes={self.ratios}) cannot cut a dimension of size {size} over {parts} "
+                f"rank{'s' * (parts > 1)}: the sum of the sizes must divide the dimension, and the number of ranks each segment"
+            )
+        start = 0
+        for ratio in self.ratios:
+            yield start, start + unit * ratio
+            start += unit * ratio
 
 
 @dataclass(frozen=True)
@@ -173,10 +201,7 @@ def owned(shape: tuple[int, ...], mesh_shape: tuple[int, ...], cuts: tuple[Cut, 
         ValueError: the cuts have no meaning together (two runs; a chunk of a dimension that a run may cut; uneven
             pieces under a strided run), or the units of a run do not divide the prefix that they cut.
     """
-    piece = _Piece(shape)
-    for cut, parts, index in zip(cuts, mesh_shape, coordinate):
-        piece.apply(cut, parts, index)
-    return piece.owned()
+    return _piece_of(shape, mesh_shape, cuts, coordinate).owned()
 
 
 @lru_cache(maxsize=65536)
@@ -184,10 +209,8 @@ def has_single_boxes(shape: tuple[int, ...], mesh_shape: tuple[int, ...], cuts: 
     """Whether what each rank owns is one box of the tensor, which may be empty. All ranks get the same answer."""
     ranks = [range(1 if isinstance(cut, Whole) else parts) for cut, parts in zip(cuts, mesh_shape)]
     for coordinate in itertools.product(*ranks):
-        piece = _Piece(shape)
-        for cut, parts, index in zip(cuts, mesh_shape, coordinate):
-            piece.apply(cut, parts, index)
-        count = sum(box.numel > 0 for box in piece.owned().boxes)
+        boxes = _piece_of(shape, mesh_shape, cuts, coordinate).owned().boxes
+        count = sum(box.numel > 0 for box in boxes)
         if count > 1 or (count == 0 and not shape):  # A tensor without dimensions has no empty box.
             return False
     return True
@@ -211,17 +234,56 @@ def owned_near(
     lows = [min(box.offsets[d] for box in other.boxes) for d in range(len(shape))]
     highs = [max(box.offsets[d] + box.sizes[d] for box in other.boxes) for d in range(len(shape))]
     bounds = list(zip(lows, highs))
+    free = sorted(mesh_dims)
+    strides = dict(zip(free, row_major([mesh_shape[mesh_dim] for mesh_dim in free])))
     pieces = [(0, _Piece(shape))]
-    for mesh_dim, (cut, parts) in enumerate(zip(cuts, mesh_shape)):
-        free, smaller = mesh_dim in mesh_dims, []
+    for mesh_dim, cut in in_order(cuts, mesh_shape):
+        parts, stride, smaller = mesh_shape[mesh_dim], strides.get(mesh_dim), []
         for rank, piece in pieces:
-            for index in piece.indices_near(cut, parts, bounds) if free else (coordinate[mesh_dim],):
+            for index in (coordinate[mesh_dim],) if stride is None else piece.indices_near(cut, parts, bounds):
                 part = piece if isinstance(cut, Whole) else piece.copy()
                 part.apply(cut, parts, index)
                 if part.may_share(bounds):
-                    smaller.append((rank * parts + index if free else rank, part))
+                    smaller.append((rank + index * (stride or 0), part))
         pieces = smaller
-    return [(rank, piece.owned()) for rank, piece in pieces]
+    return [(rank, piece.owned()) for rank, piece in sorted(pieces, key=lambda pair: pair[0])]
+
+
+@lru_cache(maxsize=65536)
+def in_order(cuts: tuple[Cut, ...], mesh_shape: tuple[int, ...]) -> tuple[tuple[int, Cut], ...]:
+    """The cuts with their mesh dimensions, in the order in which they apply: from left to right, with one exception.
+
+    If segments of dimension 0 are cut to the right of a strided run, the chunks of dimension 0 apply before the run. The
+    run then cuts what they leave: its own pieces are not those of the segments.
+
+    Raises:
+        ValueError: the run has other pieces than such chunks leave.
+    """
+    pairs = list(enumerate(cuts))
+    for mesh_dim, cut in pairs:
+        if not isinstance(cut, Run) or cut.split_factor == 1:
+            continue
+        first = [pair for pair in pairs[mesh_dim + 1 :] if isinstance(pair[1], Chunk) and pair[1].dim == 0]
+        if not any(isinstance(chunk, Chunk) and chunk.ratios for _, chunk in first):
+            continue
+        ranks = math.prod(mesh_shape[each] for each, _ in first)
+        if cut.split_factor != ranks:
+            raise ValueError(
+                f"StridedRaggedShard with split_factor={cut.split_factor} to the left of an InterleavedShard(dim=0): the "
+                f"split_factor must be the number of ranks that shard dimension 0 to its right, {ranks}"
+            )
+        rest = [pair for pair in pairs[mesh_dim + 1 :] if pair not in first]
+        return (*pairs[:mesh_dim], *first, (mesh_dim, Run(cut.ndims, cut.units)), *rest)
+    return tuple(pairs)
+
+
+def _piece_of(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], cuts: tuple[Cut, ...], coordinate: tuple[int, ...]
+) -> _Piece:
+    piece = _Piece(shape)
+    for mesh_dim, cut in in_order(cuts, mesh_shape):
+        piece.apply(cut, mesh_shape[mesh_dim], coordinate[mesh_dim])
+    return piece
 
 
 class _Piece:
@@ -273,7 +335,7 @@ class _Piece:
         low, high = (min(max(bound, start), stop) - start for bound in bounds[dim])
         if isinstance(cut, Chunk):
             step = -(-(stop - start) // parts) or 1
-            return range(parts) if cut.split_factor > 1 else range(low // step, min(-(-high // step), parts))
+            return range(low // step, min(-(-high // step), parts)) if cut.is_plain else range(parts)
         rows = (stop - start) // cut.split_factor  # The rows of each piece, if the run is strided.
         inner = math.prod(self.shape[1 : cut.ndims])
         unit = rows * inner // cut.units.total
@@ -288,7 +350,7 @@ class _Piece:
 
     def indices_of_all_shapes(self, cut: Cut, parts: int) -> Iterable[int]:
         """A few ranks, of ``parts`` under ``cut``, whose pieces together have every shape that occurs."""
-        if not isinstance(cut, Chunk):
+        if not isinstance(cut, Chunk) or cut.ratios:
             return (0,)
         if cut.split_factor > 1 or cut.dim >= len(self.segments):
             return range(parts)
@@ -307,14 +369,14 @@ class _Piece:
         shape = self.shape
         if cut.dim >= len(shape):
             raise ValueError(f"Shard({cut.dim}) on a tensor of {len(shape)} dimensions: shard a dimension that the tensor has")
+        pieces = list(cut.pieces(shape[cut.dim], parts))  # It checks the ratios, also for one rank.
         if parts == 1:
             return
         if self._run is not None and cut.dim < max(self._run.ndims, self._run.split_factor > 1):
             self._choose_pieces(cut, parts, index)
             return
         ranges = []
-        for piece in range(cut.split_factor):
-            start, stop = chunk_range(shape[cut.dim], cut.split_factor, piece)
+        for start, stop in pieces:
             first, last = chunk_range(stop - start, parts, index)
             ranges.append((start + first, start + last))
         self.segments[cut.dim] = [part for start, stop in ranges for part in _within(self.segments[cut.dim], start, stop)]
@@ -324,7 +386,8 @@ class _Piece:
         assert self._run is not None
         ndims, strided = self._run.ndims, self._run.split_factor
         if cut != Chunk(0) or strided == 1:
-            name = f"Shard({cut.dim})" if cut.split_factor == 1 else f"_StridedShard({cut.dim})"
+            kind = "Shard" if cut.is_plain else "InterleavedShard" if cut.ratios else "_StridedShard"
+            name = f"{kind}({cut.dim})"
             raise ValueError(
                 f"{name} to the right of a ragged placement over dims {tuple(range(ndims))} would cut its units. Use "
                 f"(StridedRaggedShard, Shard(0)) instead, or give the ragged placement at most {cut.dim} dims"
@@ -425,10 +488,7 @@ def piece_shape(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], cuts: tuple[Cut, ...], coordinate: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The shape of what ``coordinate`` owns under ``cuts``; the prefix that a run cuts counts as one dimension."""
-    piece = _Piece(shape)
-    for cut, parts, index in zip(cuts, mesh_shape, coordinate):
-        piece.apply(cut, parts, index)
-    return piece.collapsed_shape()
+    return _piece_of(shape, mesh_shape, cuts, coordinate).collapsed_shape()
 
 
 def is_nested(inner: Cut, outer: Cut) -> bool:
@@ -449,7 +509,8 @@ def check_cuts(shape: tuple[int, ...], mesh_shape: tuple[int, ...], cuts: tuple[
     All ranks check all shapes of pieces, so all ranks raise the same error.
     """
     pieces = [_Piece(shape)]  # Uneven chunks leave pieces of different shapes: one piece of each shape is checked further.
-    for cut, parts in zip(cuts, mesh_shape):
+    for mesh_dim, cut in in_order(cuts, mesh_shape):
+        parts = mesh_shape[mesh_dim]
         by_shape: dict[tuple[int, ...], _Piece] = {}
         for piece in pieces:
             for index in piece.indices_of_all_shapes(cut, parts):

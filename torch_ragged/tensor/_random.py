@@ -40,7 +40,7 @@ from torch_ragged.tensor._ops._pointwise_ops import pointwise_rule
 from torch_ragged.tensor._ops._rows import has_ragged_rows
 from torch_ragged.tensor._ops._rules import NoLocalWay, OpCall, Sharding, Spec, decomposition, rule, tensor_leaves
 from torch_ragged.tensor._ownership import owned, row_major
-from torch_ragged.tensor.placement_types import cuts_of, has_ragged
+from torch_ragged.tensor.placement_types import cuts_of, has_own_rules
 
 __all__ = [
     "ROW_MAJOR",
@@ -252,7 +252,7 @@ def _leader(call: OpCall) -> Spec:
         NoLocalWay: it is not ragged, or it is a strided view.
     """
     leader = tensor_leaves(call)[0]
-    if not has_ragged(leader.placements):
+    if not has_own_rules(leader.placements):
         raise NoLocalWay("its first argument would have to be redistributed")
     if has_ragged_rows(leader.placements):
         raise NoLocalWay("it would number the elements of a strided view in another order: use the tensor that is viewed")

@@ -19,7 +19,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Union
 
@@ -154,6 +154,8 @@ class Route:
         """Whether ``cuts`` are legal, and another cut of ``mesh_dim`` would not change ownership on other mesh dimensions."""
         if any(is_nested(inner, cuts[mesh_dim]) for inner in cuts[mesh_dim + 1 :]):
             return False
+        if any(_depends(outer, cuts[mesh_dim]) for outer in cuts[:mesh_dim]):
+            return False
         try:
             check_cuts(self.shape, self.mesh_shape, tuple(cuts))
         except ValueError:
@@ -172,6 +174,7 @@ class Route:
             for j in range(len(target))
             if j in changed
             or any(i < j and (is_nested(self.cuts[j], self.cuts[i]) or is_nested(target[j], target[i])) for i in changed)
+            or any(j < i and (_depends(self.cuts[j], self.cuts[i]) or _depends(target[j], target[i])) for i in changed)
         ]
         crossed = [i for i in affected if not isinstance(self.cuts[i], Whole) and self.mesh_shape[i] > 1]
         if not crossed:
@@ -324,9 +327,9 @@ class Route:
         shape = piece_shape(self.shape, self.mesh_shape, others, self.coordinate)
         run = next((other for other in others if isinstance(other, Run)), None)
         if run is not None and isinstance(cut, Chunk):  # In the piece, the prefix that the run cuts is one dimension.
-            return shape, Chunk(max(cut.dim - max(run.ndims, run.split_factor > 1) + 1, 0), cut.split_factor)
+            return shape, replace(cut, dim=max(cut.dim - max(run.ndims, run.split_factor > 1) + 1, 0))
         if isinstance(cut, Run) and cut.split_factor > 1:
-            chosen = math.prod(size for i, size in enumerate(self.mesh_shape) if i > mesh_dim and self.cuts[i] == Chunk(0))
+            chosen = math.prod(size for i, size in enumerate(self.mesh_shape) if i > mesh_dim and _is_chunk_of_0(self.cuts[i]))
             return shape, Run(cut.ndims, cut.units, cut.split_factor // chosen)
         return shape, cut
 
@@ -339,7 +342,7 @@ def _stretches(shape: tuple[int, ...], cut: Cut, size: int) -> Units | None:
     """The elements of each of ``size`` ranks if ``cut`` gives each rank one stretch of the storage of ``shape``, else None."""
     if isinstance(cut, Run) and cut.split_factor == 1:
         return cut.units.scaled(math.prod(shape) // cut.units.total)
-    if isinstance(cut, Chunk) and cut.split_factor == 1 and math.prod(shape[: cut.dim]) == 1:
+    if isinstance(cut, Chunk) and cut.is_plain and math.prod(shape[: cut.dim]) == 1:
         rows, inner = shape[cut.dim], math.prod(shape[cut.dim + 1 :])
         step = -(-rows // size)
         return Units([(step, size)]).within(0, rows).scaled(inner)
@@ -427,7 +430,7 @@ class _Columns:
 @lru_cache(maxsize=4096)
 def _columns(shape: tuple[int, ...], cut: Cut, size: int) -> _Columns | None:
     """The columns into which ``cut`` cuts the storage of ``shape``; None if it cuts stretches or the storage is empty."""
-    if not isinstance(cut, Chunk) or cut.split_factor > 1 or not math.prod(shape) or math.prod(shape[: cut.dim]) == 1:
+    if not isinstance(cut, Chunk) or not cut.is_plain or not math.prod(shape) or math.prod(shape[: cut.dim]) == 1:
         return None
     width, inner = shape[cut.dim], math.prod(shape[cut.dim + 1 :])
     step = -(-width // size)
@@ -489,8 +492,17 @@ def _exchange_of(
     )
 
 
+def _depends(run: Cut, segments: Cut) -> bool:
+    """Whether a strided run cuts what ``segments`` of dimension 0, on a mesh dimension to its right, leave (``in_order``)."""
+    return _is_strided(run) and isinstance(segments, Chunk) and segments.dim == 0 and bool(segments.ratios)
+
+
 def _is_strided(cut: Cut) -> bool:
     return isinstance(cut, Run) and cut.split_factor > 1
+
+
+def _is_chunk_of_0(cut: Cut) -> bool:
+    return isinstance(cut, Chunk) and cut.dim == 0 and cut.split_factor == 1
 
 
 def _contents(piece: Owned) -> list[object]:

@@ -13,8 +13,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged.tensor._ownership import Chunk, Cut, Run, Whole, check_cuts
 from torch_ragged.tensor._units import Units
+from torch_ragged.tensor.interleaved_placement_types import InterleavedShard, has_interleaved
 
-__all__ = ["RaggedShard", "cuts_of", "has_ragged", "normalize_placements"]
+__all__ = ["RaggedShard", "cuts_of", "has_own_rules", "has_ragged", "normalize_placements"]
 
 _Self = TypeVar("_Self", bound="_Ragged")
 
@@ -219,10 +220,15 @@ def has_ragged(placements: Sequence[Placement]) -> bool:
     return False
 
 
+def has_own_rules(placements: Sequence[Placement]) -> bool:
+    """Whether any of the placements is ragged or interleaved, so that DTensor's own rules do not know it."""
+    return has_ragged(placements) or has_interleaved(placements)
+
+
 def normalize_placements(
     placements: tuple[Placement, ...], shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[Placement, ...]:
-    """Check placements, one of them ragged, against a tensor shape and a mesh shape; normalize negative dims.
+    """Check placements, one of them ragged or interleaved, against a tensor shape and a mesh shape; normalize negative dims.
 
     It is integer arithmetic without communication: all ranks that pass the same arguments get the same result or error.
 
@@ -259,6 +265,8 @@ def _normalize(placement: Placement, mesh_dim: int, ndim: int, size: int) -> Pla
                 f"{size} ranks: give one number of units per rank"
             )
         return placement.normalize(ndim)
+    if isinstance(placement, InterleavedShard):
+        return placement.normalize(ndim)
     if isinstance(placement, _StridedShard) and placement.dim < 0:
         return _StridedShard(placement.dim + ndim, split_factor=placement.split_factor)
     if isinstance(placement, Shard) and placement.dim < 0:
@@ -274,7 +282,7 @@ def cuts_of(placements: tuple[Placement, ...]) -> tuple[Cut, ...]:
     """
     cuts: list[Cut] = []
     for placement in placements:
-        if isinstance(placement, _Ragged):
+        if isinstance(placement, (_Ragged, InterleavedShard)):
             cuts.append(placement.cut)
         elif isinstance(placement, _StridedShard):
             cuts.append(Chunk(placement.dim, int(placement.split_factor)))
@@ -284,6 +292,7 @@ def cuts_of(placements: tuple[Placement, ...]) -> tuple[Cut, ...]:
             cuts.append(Whole())
         else:
             raise ValueError(
-                f"{placement} cannot be combined with a ragged placement: use Replicate, Partial, Shard or a ragged placement"
+                f"{placement} cannot be combined with a ragged placement: use Replicate, Partial, Shard, InterleavedShard or a "
+                "ragged placement"
             )
     return tuple(cuts)

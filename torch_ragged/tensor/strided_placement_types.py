@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged.tensor._ownership import Run
+from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard, _int_tuple, _Ragged, normalize_placements
 
 __all__ = ["StridedRaggedShard", "fsdp_placement"]
@@ -96,6 +97,7 @@ def fsdp_placement(
     no Shard                RaggedShard over the fewest leading dimensions whose slices are whole in every cut
     ``Shard(0)``            the same for each piece: StridedRaggedShard, whose split_factor is the number of pieces
     ``Shard(d)``, d > 0     at most ``d`` dimensions; cuts fall on multiples of ``lcm(granularity, prod(local_shape[d:]))``
+    InterleavedShard        as ``Shard`` of its dimension
     ======================  ==========================================================================================
 
     Args:
@@ -113,7 +115,7 @@ def fsdp_placement(
     shape, mesh_shape = tuple(shape), tuple(mesh_shape)
     placed = normalize_placements(tuple(placements), shape, mesh_shape)
     local, factor = _even_piece(shape, placed, mesh_shape)
-    depth = min((p.dim for p in placed if isinstance(p, Shard) and p.dim > 0), default=len(shape))
+    depth = min((p.dim for p in placed if isinstance(p, (Shard, InterleavedShard)) and p.dim > 0), default=len(shape))
     numel = math.prod(local)
     block = math.lcm(granularity, math.prod(local[depth:]) or 1)
     if local_numels is None:
@@ -142,7 +144,7 @@ def _even_piece(
     for placement, size in zip(placements, mesh_shape):
         if isinstance(placement, (_Ragged, _StridedShard)):
             raise ValueError(f"FSDP cannot shard a tensor placed as {placement}: redistribute it to Replicate or Shard first")
-        if isinstance(placement, Shard):
+        if isinstance(placement, (Shard, InterleavedShard)):
             dim = placement.dim
             if local[dim] % size:
                 raise ValueError(

@@ -20,6 +20,7 @@ from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._spmd_types import AnnotatedParam, is_annotated
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity
+from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
@@ -65,6 +66,7 @@ class Distribution:
         Shard(0) by the model   (StridedRaggedShard, Shard(0))    cut by the model first, and each piece by the group
         Shard(d) by the model   (RaggedShard, Shard(d))           whole slices of the dimensions before d
         _StridedShard(d), d > 0 (RaggedShard, _StridedShard(d))   as Shard(d): joined weights under tensor parallelism
+        InterleavedShard(d)     as Shard(d)                       joined weights, also of dimension 0
 
     Args:
         fqn: the parameter's name, for errors.
@@ -241,7 +243,7 @@ class Distribution:
         behind = self._template.index(None) + 1 if None in self._template else len(self._template)
         for dim in range(behind, len(self._template)):
             placement = self._template[dim]
-            if isinstance(placement, (Shard, _StridedShard)):
+            if isinstance(placement, (Shard, _StridedShard, InterleavedShard)):
                 cuts.setdefault(placement.dim, []).append(self.mesh.size(dim))
         return cuts
 
@@ -264,13 +266,16 @@ def _check_model_placements(fqn: str, param: DTensor, dp: DataParallelMesh) -> N
                     "ranks of model parallelism: pad it, or choose a size that is a multiple of the number of ranks"
                 )
             sizes[placement.dim] //= param.device_mesh.size(dim)
+        elif isinstance(placement, InterleavedShard):  # Its segments are even, or the DTensor would not exist.
+            sizes[placement.dim] //= param.device_mesh.size(dim)
         elif not isinstance(placement, Replicate):
             hint = (
                 "is sharded by fully_shard already" if isinstance(placement, (RaggedShard, StridedRaggedShard)) else "unknown"
             )
             raise ValueError(
                 f"{fqn} is a DTensor placed as {param.placements} ({hint}): fully_shard takes plain parameters, and DTensors "
-                "with Shard and Replicate of tensor or expert parallelism, or _StridedShard of a later dimension than the first"
+                "with Shard, InterleavedShard and Replicate of tensor or expert parallelism, or _StridedShard of a later "
+                "dimension than the first"
             )
     shared = [name for name in dp.mesh.mesh_dim_names or () if name in (param.device_mesh.mesh_dim_names or ())]
     if shared and dp.spmd is None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from torch_ragged.tensor._ops._rows import rows_of
 from torch_ragged.tensor._ops._rules import NoLocalWay, NormPartial, OpCall, Sharding, decomposition, rule, tensor_leaves, wide
-from torch_ragged.tensor.placement_types import has_ragged
+from torch_ragged.tensor.placement_types import has_own_rules
 
 aten = torch.ops.aten
 
@@ -149,7 +149,7 @@ def _extreme(tensor: Any, kind: str) -> Any:
 
     A rank without elements contributes the least (largest) value of the dtype. An all-reduce may drop a NaN.
     """
-    if not has_ragged(tensor.placements):
+    if not has_own_rules(tensor.placements):
         return getattr(torch, kind)(tensor)
     if any(isinstance(p, Partial) for p in tensor.placements) or not tensor.numel() or tensor.dtype.is_complex:
         return NotImplemented

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged.tensor._ops._rows import has_ragged_rows
 from torch_ragged.tensor._ops._rules import NoLocalWay, OpCall, Rule, Sharding, Spec, averages, tensor_leaves
-from torch_ragged.tensor.placement_types import has_ragged
+from torch_ragged.tensor.placement_types import has_own_rules, has_ragged
 
 __all__ = ["family_rule", "pointwise_rule"]
 
@@ -84,7 +84,7 @@ def list_rule(call: OpCall) -> Sharding:
 
 def _leader(call: OpCall, specs: Any) -> Spec:
     """The tensor that decides the shape and placements of the outputs."""
-    ragged = [spec for spec in specs if has_ragged(spec.placements)]
+    ragged = [spec for spec in specs if has_own_rules(spec.placements)]
     if any(has_ragged_rows(spec.placements) for spec in ragged):
         raise NoLocalWay("strided views can only run as rows")
     leader = specs[0] if call.is_inplace or not ragged else ragged[0]

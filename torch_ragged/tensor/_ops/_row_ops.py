@@ -37,6 +37,7 @@ from torch_ragged.tensor._ops._rules import (
     tensor_leaves,
     written_leaves,
 )
+from torch_ragged.tensor.interleaved_placement_types import has_interleaved
 from torch_ragged.tensor.placement_types import RaggedShard, has_ragged
 
 __all__ = ["row_rule"]
@@ -91,6 +92,8 @@ def row_rule(call: OpCall) -> Sharding:
     ragged = [spec for spec in specs if has_ragged(spec.placements)]
     if not ragged or any(has_ragged(getattr(v, "placements", ())) for v in pytree.tree_leaves(call.kwargs)):
         raise NoLocalWay("a ragged tensor given by keyword must have the placements of the others")
+    if any(has_interleaved(spec.placements) for spec in specs):
+        raise NoLocalWay("a tensor that is both interleaved and ragged can only run element-wise ops")
     if is_random(call.op):
         raise NoLocalWay("its random numbers would depend on the placement")
     if averages(call):

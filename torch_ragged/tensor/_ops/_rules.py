@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
+from torch_ragged.tensor.placement_types import has_ragged
+
 __all__ = [
     "Layout",
     "Meta",
@@ -243,9 +245,10 @@ def is_row_major(meta: Meta) -> bool:
 
 
 def unsupported(op: torch._ops.OpOverload, specs: Sequence[Spec], why: str = "") -> NotImplementedError:
-    """The error of an op that cannot run on ragged DTensors; it says what to redistribute to."""
+    """The error of an op that cannot run on such DTensors; it says what to redistribute to."""
+    kind = "RaggedShard" if any(has_ragged(spec.placements) for spec in specs) else "InterleavedShard"
     given = ", ".join(f"{tuple(s.shape)} {''.join(map(str, s.placements))}" for s in specs)
     return NotImplementedError(
-        f"{op} is not supported on a DTensor with RaggedShard placements{why and ': ' + why} (got {given}). Redistribute "
+        f"{op} is not supported on a DTensor with {kind} placements{why and ': ' + why} (got {given}). Redistribute "
         "first, as in t.redistribute(placements=[Replicate()]) or [Shard(0)], or work on t.to_local()"
     )
