@@ -159,17 +159,23 @@ class PlannerTest(unittest.TestCase):
             ),
             ([spec(60, 6, "a"), spec(4, 2)], 6, 12, "10 pieces of 6 elements on 6 ranks: 2 on some rank"),
             ([spec(4, 4, "a"), spec(4, 4, "b"), spec(6, 6, "c")], 2, 8, "7 pieces of 2 elements on 2 ranks: 4 on some rank"),
-            (  # A shard of 8 is half of a, which then need not contain a whole one; 10 would be the next multiple of 5.
+            (
                 [spec(7, 7), spec(15, 5, "a")],
                 10,
-                8,
-                "a: its 15 elements contain a whole shard, which must be a multiple of 5",
+                10,
+                "10 smaller shards cannot hold 1 tensor of at least 15 elements, as each is cut once",
             ),
             (
-                [spec(15, 5, "a"), spec(40, 4, "b"), spec(7, 7)],
-                20,
-                8,
-                "a: its 15 elements contain a whole shard, which must be a multiple of 5",
+                [spec(14, 7, "a"), spec(14, 7, "b"), spec(33, 1)],
+                5,
+                14,
+                "only multiples of 7 elements in at least 1 of 5 shards",
+            ),
+            (
+                [spec(26, 7)] * 30,
+                39,
+                21,
+                "39 smaller shards cannot hold 30 tensors of at least 26 elements, as each is cut once",
             ),
             (
                 [spec(100, 4, "a"), spec(100, 3, "b"), spec(8, 8)],
@@ -187,6 +193,10 @@ class PlannerTest(unittest.TestCase):
         ):
             layout = plan_layout(tensors, ranks)
             self.assertEqual((layout.lower_bound, layout.forced_by), (bound, words))
+        # A shard of 9 is half of a, which then need not contain a whole one; 12 would be the next multiple of 4.
+        half = plan_layout([spec(40, 3, "b"), spec(17, 4, "a"), spec(5, 5)], 20, 3)
+        words = "a: its 17 elements contain a whole shard, which must be a multiple of 4"
+        self.assertEqual((half.lower_bound, half.forced_by), (9, words))
 
     def test_mixed_orders_find_what_sorted_ones_do_not(self):
         """DeepSeek-V3's experts at 128 rows on 256 ranks, as in docs/planner.md."""

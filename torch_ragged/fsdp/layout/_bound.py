@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Optional
 
@@ -15,6 +16,8 @@ from torch_ragged.fsdp.layout._buffer_layout import TensorSpec
 from torch_ragged.fsdp.layout._packing import Kind
 
 __all__ = ["Bound", "lower_bound"]
+
+_MAX_RAISES = 16  # Groups of models need 3. If the loop stops early, the bound is lower, and still a bound.
 
 
 @dataclass(frozen=True)
@@ -37,22 +40,32 @@ class Bound:
 
 
 def lower_bound(kinds: Sequence[Kind], ranks: int, alignment: int) -> Bound:
-    """The largest of four lower bounds on the shard size S, which hold for every order of tensors.
+    """A lower bound on the shard size S, which holds for every order of tensors.
 
-    - All elements must fit into ``ranks`` shards.
-    - A block must fit into one shard.
-    - If tensors are cut at multiples of ``d`` elements only, a shard holds at most ``floor(S / d)`` of these multiples.
+    All elements must fit into ``ranks`` shards, and a block must fit into one shard. From there, three rules raise the bound.
+    If a rule excludes S, it excludes all sizes from S up to the bound that it returns. This ends when no rule excludes S:
+
+    - Tensors that are cut at multiples of ``d`` elements only take at most ``floor(S / d)`` multiples of a shard.
     - A tensor of more than ``2 * S`` elements contains a whole shard at every offset. So S must be a multiple of its block.
+    - A tensor of more than S elements that cannot contain a whole shard is cut once. Two such parts rarely fill a shard.
     """
     total = sum(kind.numel for kind in kinds)
     bounds = [Bound(-(-total // ranks), f"all {total:,} elements must fit into {ranks:,} shards")]
     largest = max(range(len(kinds)), key=lambda i: min(kinds[i].block, kinds[i].numel))
     block = min(kinds[largest].block, kinds[largest].numel)
     bounds.append(Bound(block, f"a block of {block:,} elements must fit into one shard", largest))
-    bounds += [bound for divisor in _divisors(kinds) if (bound := _of_divisor(kinds, ranks, divisor)) is not None]
     # max() returns the first of equal bounds: the simplest reason, then the largest divisor.
     best = max(bounds, key=lambda bound: _round_up(bound.shard, alignment))
-    return _of_whole_shards(kinds, alignment, replace(best, shard=max(alignment, _round_up(best.shard, alignment))))
+    best = replace(best, shard=max(alignment, _round_up(best.shard, alignment)))
+    divisors, counts = _divisors(kinds), Counter(kinds)
+    for _ in range(_MAX_RAISES):
+        raised = [best, *(_of_divisor(counts, ranks, divisor, best) for divisor in divisors)]
+        raised += [_of_whole_shards(kinds, alignment, best), _of_single_cuts(counts, ranks, alignment, best)]
+        farthest = max(raised, key=lambda bound: _round_up(bound.shard, alignment))
+        if farthest is best:
+            break
+        best = replace(farthest, shard=_round_up(farthest.shard, alignment))
+    return best
 
 
 def _divisors(kinds: Sequence[Kind]) -> list[int]:
@@ -61,18 +74,66 @@ def _divisors(kinds: Sequence[Kind]) -> list[int]:
     return sorted({*blocks, *common} - {1}, reverse=True)
 
 
-def _of_divisor(kinds: Sequence[Kind], ranks: int, divisor: int) -> Bound | None:
-    whole = sum(kind.numel for kind in kinds if kind.numel % divisor == kind.block % divisor == kind.unit % divisor == 0)
-    multiples = -(-whole // (divisor * ranks))
-    why = f"{whole // divisor:,} pieces of {divisor:,} elements on {ranks:,} ranks: {multiples:,} on some rank"
-    return Bound(multiples * divisor, why) if whole else None
+def _of_divisor(counts: Mapping[Kind, int], ranks: int, divisor: int, bound: Bound) -> Bound:
+    """Raise ``bound`` if tensors that are cut at multiples of ``divisor`` only do not fit.
+
+    These tensors take at most ``full`` elements of a shard: the largest multiple in it. Another tensor of n elements is
+    contiguous, so it touches at most ``2 + (n - 2) // S`` shards. All shards that no other tensor touches lose ``S - full``
+    elements. Up to the next multiple, a larger S leaves ``full`` as it is, and other tensors touch no more shards.
+    """
+    whole = total = touched = 0
+    for kind, count in counts.items():
+        total += kind.numel * count
+        if kind.numel % divisor == kind.block % divisor == kind.unit % divisor == 0:
+            whole += kind.numel * count
+        elif kind.numel:
+            touched += (2 + (kind.numel - 2) // bound.shard) * count
+    full, untouched = bound.shard // divisor * divisor, ranks - touched
+    if whole > ranks * full:
+        multiples = -(-whole // (divisor * ranks))
+        why = f"{whole // divisor:,} pieces of {divisor:,} elements on {ranks:,} ranks: {multiples:,} on some rank"
+        return Bound(multiples * divisor, why)
+    if untouched <= 0 or total <= touched * bound.shard + untouched * full:
+        return bound
+    why = f"only multiples of {divisor:,} elements in at least {untouched:,} of {ranks:,} shards"
+    return Bound(min(full + divisor, -(-(total - untouched * full) // touched)), why)
+
+
+def _of_single_cuts(counts: Mapping[Kind, int], ranks: int, alignment: int, bound: Bound) -> Bound:
+    """Raise ``bound`` if the tensors that are cut once take more shards than there are.
+
+    A tensor of more than S elements that cannot contain a whole shard has two parts. Each is at one end of a shard, so a shard
+    has at most two parts. Parts are multiples of ``divisor``: a shard has at most ``full`` elements of them, and a part of
+    the shortest tensor has at least ``rest``. Then n such tensors take n + 1 shards, where ``n = full // rest``;
+    docs/planner.md has the proof. Shards that are inside a longer tensor have no parts.
+    """
+    cut = {kind: count for kind, count in counts.items() if kind.numel > bound.shard and bound.shard % _unit(kind)}
+    if not cut:
+        return bound
+    longest = max(kind.numel for kind in cut)
+    inside = sum(max(0, (kind.numel + 1) // longest - 1) * count for kind, count in counts.items() if kind not in cut)
+    best, end, number, divisor = bound, longest, 0, 0
+    for kind in sorted(cut, key=lambda kind: (-kind.numel, -_unit(kind))):
+        number += cut[kind]
+        divisor = math.gcd(divisor, _unit(kind), kind.numel)
+        full = bound.shard // divisor * divisor
+        rest = kind.numel - full
+        n = full // rest
+        # If the shard is a multiple of its blocks, the tensor can contain a whole shard: this proof ends there.
+        end = min(end, _round_up(bound.shard + 1, math.lcm(alignment, _unit(kind))))
+        if number * (n + 1) > (ranks - inside) * n:
+            larger = _round_up(-(-(n + 1) * kind.numel // (n + 2)), divisor)  # From this size on, n is larger.
+            what = f"{number:,} tensor{'s' * (number > 1)} of at least {kind.numel:,} elements"
+            why = f"{ranks:,} smaller shards cannot hold {what}, as each is cut once"
+            best = max(best, Bound(min(end, larger), why), key=lambda bound: bound.shard)
+    return best
 
 
 def _of_whole_shards(kinds: Sequence[Kind], alignment: int, bound: Bound) -> Bound:
     """Raise ``bound`` until, for every tensor of more than two shards, the shard is a multiple of the tensor's blocks."""
     while True:
         inside = {kind: index for index, kind in reversed(list(enumerate(kinds))) if kind.numel > 2 * bound.shard}
-        units = {kind: math.gcd(kind.block, kind.unit) for kind in inside}
+        units = {kind: _unit(kind) for kind in inside}
         shard = _round_up(bound.shard, math.lcm(alignment, *units.values()))
         if shard == bound.shard:
             return bound
@@ -80,6 +141,11 @@ def _of_whole_shards(kinds: Sequence[Kind], alignment: int, bound: Bound) -> Bou
         why = f"its {kind.numel:,} elements contain a whole shard, which must be a multiple of {units[kind]:,}"
         smallest = min(kind.numel for kind in inside)  # If a shard is half of this tensor, the tensor need not contain one.
         bound = Bound(min(shard, _round_up(-(-smallest // 2), alignment)), why, inside[kind])
+
+
+def _unit(kind: Kind) -> int:
+    """If a tensor contains a whole shard, the shard size is a multiple of it."""
+    return math.gcd(kind.block, kind.unit)
 
 
 def _round_up(value: int, multiple: int) -> int:
