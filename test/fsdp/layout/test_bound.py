@@ -133,19 +133,35 @@ class BoundTest(unittest.TestCase):
         self.assertEqual([cuts(shard) for shard in (84, 85, 86, 87, 88, 89)], [84, 86, 86, 88, 88, 90])
         self.assertEqual(lower_bound([*counts.elements()], 1024, 1).shard, 88)
 
+    def test_how_many_shards_another_tensor_touches(self):
+        """Ten tensors of 7 in one block each, on ten ranks: a shard of 8 that no other tensor touches loses 1."""
+
+        def bound(numel):
+            tensors = Counter([*[Kind.of(spec(7, 7))] * 10, Kind.of(spec(numel, 1))])
+            return _bound._of_divisor(tensors, 10, 7, Bound(8, ""))
+
+        self.assertEqual(bound(9), Bound(12, "only multiples of 7 elements in at least 8 of 10 shards"))
+        self.assertEqual(bound(10), Bound(11, "only multiples of 7 elements in at least 7 of 10 shards"))
+        self.assertEqual([bound(numel).shard for numel in (0, 1, 2, 3)], [8, 8, 8, 9])
+
     def test_the_size_at_which_more_parts_share_shards(self):
         """Tensors of 100 elements, cut once: n of them take n + 1 shards, up to the size at which n grows."""
 
         def cuts(shard, number, ranks, *others):
-            tensors = Counter([*[Kind.of(spec(100, 99))] * number, *others])
+            tensors = Counter([*others, *[Kind.of(spec(100, 99))] * number])
             return _bound._of_single_cuts(tensors, ranks, 1, Bound(shard, "")).shard
 
         self.assertEqual([cuts(60, 10, ranks) for ranks in (19, 20)], [67, 60])  # 1 takes 2 up to two thirds.
         self.assertEqual([cuts(67, 10, ranks) for ranks in (14, 15)], [75, 67])  # 2 take 3 up to three quarters.
         self.assertEqual([cuts(75, 9, ranks) for ranks in (11, 12)], [80, 75])  # 3 take 4 up to four fifths.
         self.assertEqual(cuts(49, 1, 100), 50)  # Two parts of at most 49 are not 100.
-        longer = Kind.of(spec(399, 1))  # It contains three shards of up to 100 elements, which have no part of others.
-        self.assertEqual([cuts(75, 9, ranks, longer) for ranks in (14, 15)], [80, 75])
+        self.assertEqual(cuts(100, 9, 1), 100)  # Nothing is cut.
+        for numel, inside in ((398, 2), (399, 3)):  # This tensor contains shards of up to 100 elements, which have no parts.
+            longer = Kind.of(spec(numel, 1))
+            self.assertEqual([cuts(75, 9, ranks + inside, longer) for ranks in (11, 12)], [80, 75])
+        shorter = [Kind.of(spec(62, 61))] * 5  # They add little: they lose 2 at most.
+        self.assertEqual([cuts(60, 10, ranks, *shorter) for ranks in (19, 20)], [67, 60])
+        self.assertEqual(cuts(60, 10, 19, Kind.of(spec(100, 31))), 67)  # Not 62, which is a multiple of 31.
 
     @settings(max_examples=300, deadline=None)
     @given(groups(), st.integers(1, 24), st.randoms(use_true_random=False))

@@ -111,7 +111,7 @@ def _of_single_cuts(counts: Mapping[Kind, int], ranks: int, alignment: int, boun
     if not cut:
         return bound
     longest = max(kind.numel for kind in cut)
-    inside = sum(max(0, (kind.numel + 1) // longest - 1) * count for kind, count in counts.items() if kind not in cut)
+    inside = sum(max(0, (kind.numel + 1) // longest - 1) * count for kind, count in counts.items())
     best, end, number, divisor = bound, longest, 0, 0
     for kind in sorted(cut, key=lambda kind: (-kind.numel, -_unit(kind))):
         number += cut[kind]
