@@ -1,0 +1,5 @@
+"""Eager SPMD: one plan, beside a model that nobody changed, distributes it over a mesh."""
+
+from torch_ragged.spmd._plan import INIT, RUN, Phase, Plan
+
+__all__ = ["INIT", "RUN", "Phase", "Plan"]

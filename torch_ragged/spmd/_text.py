@@ -1,0 +1,175 @@
+"""The text of a plan's values: placements, granularities, policies and names, as a user writes them and as JSON has them.
+
+It must not evaluate text: what it reads becomes a literal, or a value of the tables below, or an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from torch_ragged import granularity
+from torch_ragged.fsdp import BufferPlacements, Float8Policy
+from torch_ragged.granularity import Granularity
+from torch_ragged.tensor.placement_types import RaggedShard
+from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
+
+__all__ = [
+    "PLACEMENTS",
+    "nearest",
+    "path_text",
+    "placement_text",
+    "quoted",
+    "read_placement",
+    "read_value",
+    "value_text",
+    "write_value",
+]
+
+
+def _named(*makers: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    return {maker.__name__: maker for maker in makers}
+
+
+PLACEMENTS = _named(Shard, Replicate, Partial, _StridedShard, RaggedShard, StridedRaggedShard)
+_GRANULARITIES = _named(granularity.elements, granularity.rows, granularity.blocks, granularity.tensor)
+_MOST_RANKS = 10**7  # In text, so that a short one cannot fill the memory.
+_POLICIES = _named(MixedPrecisionPolicy, Float8Policy, OffloadPolicy, CPUOffloadPolicy, BufferPlacements)
+
+
+def placement_text(placement: Placement) -> str:
+    """The call that makes ``placement``. (The ``repr`` of torch's placements is no Python.)"""
+    if isinstance(placement, _StridedShard):
+        return f"_StridedShard({placement.dim}, split_factor={placement.split_factor})"
+    if isinstance(placement, Shard):
+        return f"Shard({placement.dim})"
+    if isinstance(placement, Partial):
+        return "Partial()" if placement.reduce_op == "sum" else f'Partial("{placement.reduce_op}")'
+    return repr(placement)
+
+
+def read_placement(text: str) -> Placement:
+    """The placement whose :func:`placement_text` is ``text``.
+
+    Raises:
+        ValueError: ``text`` is no call of a placement.
+    """
+    placement = _read_call(text, PLACEMENTS)
+    if not isinstance(placement, Placement):
+        raise ValueError(f"{text!r} is no placement: write one of {', '.join(PLACEMENTS)} with its arguments, such as Shard(0)")
+    return placement
+
+
+def path_text(path: str) -> str:
+    """``path`` as a Python string, with as few backslashes as possible."""
+    return f'r"{path}"' if "\\" in path and '"' not in path and not path.endswith("\\") else quoted(path)
+
+
+def quoted(name: str) -> str:
+    """``name`` in double quotes, as a Python string."""
+    return f'"{name}"' if name.isprintable() and not set(name) & {'"', "\\"} else repr(name)
+
+
+def value_text(value: Any) -> str:
+    """The value of an option of a unit, as a user writes it."""
+    return value.text if isinstance(value, Granularity) else repr(value)
+
+
+def write_value(value: Any) -> Any:
+    """The JSON of the value of an option: itself, or ``{kind: content}``.
+
+    Raises:
+        TypeError: JSON cannot hold the value, such as a function.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, tuple):
+        return {"tuple": [write_value(each) for each in value]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, Placement):
+        return {"placement": placement_text(value)}
+    if isinstance(value, Granularity):
+        return {"granularity": value.text}
+    if _POLICIES.get(type(value).__name__) is type(value):
+        # Defaults are left out: a newer torch has fields that an older one does not know.
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if getattr(value, f.name) != f.default}
+        return {type(value).__name__: {name: write_value(each) for name, each in fields.items()}}
+    raise TypeError(f"JSON cannot hold {value!r}: use a value of numbers, strings, dtypes, granularities or policies")
+
+
+def read_value(value: Any) -> Any:
+    """The inverse of :func:`write_value`.
+
+    Raises:
+        ValueError: ``value`` is not what :func:`write_value` makes.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict) and len(value) == 1:
+        ((kind, content),) = value.items()
+        if kind == "tuple" and isinstance(content, list):
+            return tuple([read_value(each) for each in content])
+        if kind == "dtype" and isinstance(content, str) and isinstance(getattr(torch, content, None), torch.dtype):
+            return getattr(torch, content)
+        if kind == "placement" and isinstance(content, str):
+            return read_placement(content)
+        if kind == "granularity" and isinstance(content, str):
+            return _read_call(content, _GRANULARITIES)
+        if kind in _POLICIES and isinstance(content, dict):
+            return _policy(kind, {name: read_value(each) for name, each in content.items()})
+    raise ValueError(
+        f"{value!r} is no option of a unit in JSON: write a number, a string, true, false, null, or an object with one key of "
+        f"tuple, dtype, placement, granularity, {', '.join(_POLICIES)}"
+    )
+
+
+def _policy(kind: str, fields: dict[str, Any]) -> Any:
+    known = [field.name for field in dataclasses.fields(_POLICIES[kind])]  # type: ignore[arg-type]
+    if unknown := sorted(set(fields) - set(known)):
+        raise ValueError(f"{kind} has no field {', '.join(unknown)}: the fields are {', '.join(known)}")
+    return _POLICIES[kind](**fields)
+
+
+def _read_call(text: str, makers: Mapping[str, Callable[..., Any]]) -> Any:
+    def read(node: ast.expr) -> Any:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in makers:
+            keywords = {str(keyword.arg): read(keyword.value) for keyword in node.keywords}
+            return makers[node.func.id](*[read(argument) for argument in node.args], **keywords)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return (*read(node.left), *read(node.right))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):  # As in the repr of many units: (1,) * 64 + (0,) * 64
+            values, count = read(node.left), read(node.right)
+            if count > _MOST_RANKS:
+                raise ValueError(f"{count} ranks are more than {_MOST_RANKS}")
+            return tuple(values) * count
+        try:
+            return ast.literal_eval(node)
+        except ValueError:  # Its text has an address of memory.
+            raise ValueError(f"{ast.unparse(node)} is no literal") from None
+
+    try:
+        return read(ast.parse(text, mode="eval").body)
+    except (TypeError, ValueError) as error:
+        reason = str(error)
+    except SyntaxError:  # Its text differs between versions of Python.
+        reason = "it is no Python"
+    raise ValueError(f"cannot read {text!r}: {reason}. Write a call of {', '.join(makers)} with literals")
+
+
+def nearest(text: str, names: Iterable[str], most: int = 3) -> list[str]:
+    """The ``names`` that look most like ``text``, a name or a regular expression. Of names that differ in numbers, one."""
+    alike: dict[str, str] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"\d+", "0", name), name)
+    plain = re.sub(r"\\d[+*]?|\d+|\[\^?[^\]]*\][+*]?", "0", text).replace("\\", "")
+    return [alike[name] for name in difflib.get_close_matches(plain, alike, most, cutoff=0.5)]
