@@ -154,6 +154,13 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         what they do.
         """,
     ),
+    "Plans": (
+        ("spmd",),
+        """
+        A call of a plan is wrong by itself, or the plan does not fit the model or the mesh. A `PlanError` lists all
+        problems at once, each with the rules as they were written. It is the same on all ranks, and nothing was changed.
+        """,
+    ),
     "Pictures": (
         ("debug", "_picture"),
         """
