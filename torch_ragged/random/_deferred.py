@@ -25,7 +25,7 @@ from torch_ragged.random._replay import Target, final_state, replay, values_of, 
 from torch_ragged.random._tape import Entry, Part, Stream, Tape, is_random, read_state, write_state
 from torch_ragged.tensor._random import Holding
 
-__all__ = ["deferred_init", "materialize"]
+__all__ = ["deferred_init", "is_deferred", "materialize"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -151,6 +151,11 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
             if is_last and bytes(read_state(device_type).numpy()) == stream.marker:
                 write_state(device_type, final_state(tape, device_type))
     return module
+
+
+def is_deferred(module: nn.Module) -> bool:
+    """Whether a parameter or buffer of ``module`` waits for :func:`materialize`."""
+    return any(_is_known(owner, key, tensor) for _, (owner, key, tensor) in _meta_tensors(module))
 
 
 def _meta_tensors(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, torch.Tensor]]]:

@@ -50,7 +50,7 @@ from torch_ragged.tensor._ownership import row_major
 from torch_ragged.tensor._placement_extension import OpExtension
 from torch_ragged.tensor._random import before_draw, part_of
 from torch_ragged.tensor._single_device import draw_new
-from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
+from torch_ragged.tensor.interleaved_placement_types import InterleavedShard, has_interleaved
 from torch_ragged.tensor.placement_types import has_own_rules, has_ragged, normalize_placements
 
 _aten = torch.ops.aten
@@ -403,7 +403,8 @@ def _output_sharding(schema: OpSchema, call: OpCall, specs: list[DTensorSpec], s
         wanted.append(spec if same else DTensorSpec(spec.mesh, placements, tensor_meta=meta))
     if _copies_written(call, specs, wanted):
         raise NoLocalWay(_COPIES_WRITTEN)
-    if any(a.placements != b.placements and a.tensor_meta and not is_row_major(a.tensor_meta) for a, b in zip(specs, wanted)):
+    moved = [a for a, b in zip(specs, wanted) if a.placements != b.placements]
+    if any(has_interleaved(spec.placements) for spec in specs) and not all(is_row_major(a.tensor_meta) for a in moved):  # type: ignore
         raise NoLocalWay("a strided argument would be redistributed, and so become row-major")
     outputs = _output_specs(call, specs[0].mesh, sharding)
     if sharding.run is None and all(a is b for a, b in zip(wanted, specs)):

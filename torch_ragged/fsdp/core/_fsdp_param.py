@@ -11,7 +11,7 @@ from enum import Enum, auto
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged._register._torch import local_tensor
@@ -102,7 +102,7 @@ class Distribution:
                 f"{error}. Make one mesh, init_device_mesh(..., mesh_dim_names=('dp', 'tp')), and use its slices: mesh['tp'] "
                 "for the model, mesh['dp'] for fully_shard"
             ) from error
-        self._dp_dims, self._ranks = dp.spmd_dims, dp.ranks
+        self._dp_dims, self._ranks, self._counts_once = dp.spmd_dims, dp.ranks, dp.counts_once
         self._rank = dp.rank if dp.is_member else dp.ranks  # Ranks: an empty interval, outside of the mesh.
         if shard_dim is not None and not -len(self.local_shape) <= shard_dim < len(self.local_shape):
             raise InvalidArgument(
@@ -229,7 +229,13 @@ class Distribution:
             wanted = list(self._model_placements)
             for dim in self._dp_dims:
                 wanted[dim] = gradient.placements[dim]
-            gradient = local_of(gradient if list(gradient.placements) == wanted else gradient.redistribute(placements=wanted))
+                if self._counts_once and wanted[dim] != Partial("sum"):
+                    wanted[dim] = Replicate()
+            gradient = gradient if list(gradient.placements) == wanted else gradient.redistribute(placements=wanted)
+            here = self._model_mesh.get_coordinate() or ()
+            if self._counts_once and any(here[dim] and wanted[dim] == Replicate() for dim in self._dp_dims):
+                gradient = torch.zeros_like(local_of(gradient))  # The first of the ranks contributes what all of them have.
+            gradient = local_of(gradient)
         return self._in_buffer_order(gradient) if self.shard_dim else gradient
 
     def annotate(self, unsharded: torch.Tensor) -> None:

@@ -72,6 +72,8 @@ class DataParallelMesh:
     Attributes:
         mesh: the replicas, if any, and the shards, if any, in this order.
         has_replicas, has_shards: whether ``mesh`` has these mesh dimensions.
+        counts_once: whether a gradient that is ``Replicate()`` on a data-parallel dimension of ``spmd`` is that of all ranks
+            together, as in :mod:`torch_ragged.spmd`, and not the own contribution of each rank.
         spmd: with ``dp_mesh_dims``, the whole mesh, on which parameters are DTensors; otherwise None.
         dims: ``dp_mesh_dims``.
         is_member: whether this rank is in the mesh. If not, it has no process groups, and its groups are dormant.
@@ -86,6 +88,7 @@ class DataParallelMesh:
         self, mesh: DeviceMesh, has_replicas: bool, has_shards: bool, spmd: DeviceMesh | None = None, dims: Any = None
     ) -> None:
         self.mesh, self.has_replicas, self.has_shards, self.spmd, self.dims = mesh, has_replicas, has_shards, spmd, dims
+        self.counts_once = getattr(dims, "counts_once", False)
         self.is_member = mesh.get_coordinate() is not None
         # Known from here on, also after destroy_process_group, when a report may still be asked for.
         last = mesh.ndim - 1

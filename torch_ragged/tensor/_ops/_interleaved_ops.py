@@ -78,7 +78,9 @@ def interleaved_rule(call: OpCall) -> Sharding:
 def _own(call: OpCall) -> list[Spec]:
     """The tensor arguments, if at least one is interleaved and none is ragged."""
     specs = tensor_leaves(call)
-    if not any(has_interleaved(spec.placements) for spec in specs) or any(has_ragged(spec.placements) for spec in specs):
+    if not any(has_interleaved(spec.placements) for spec in specs):
+        raise NoLocalWay  # The rules of ragged tensors say why.
+    if any(has_ragged(spec.placements) for spec in specs):
         raise NoLocalWay("a tensor that is both interleaved and ragged can only run element-wise ops")
     return specs
 

@@ -1,0 +1,218 @@
+"""Boundaries: what happens to tensors when they enter or leave a module, as hooks that are bound once.
+
+It must not read a plan: it carries out the records of ``_resolved``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Optional
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from torch_ragged.spmd._paths import Key
+from torch_ragged.spmd._resolved import Boundary, Spoken
+
+__all__ = ["add_boundaries", "as_dtensor"]
+
+_Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def add_boundaries(model: nn.Module, boundaries: Sequence[Boundary], mesh: DeviceMesh) -> None:
+    """Register the hooks of ``boundaries``: at most one before and one after the forward of a module."""
+    of_module: dict[tuple[str, str], list[Boundary]] = {}
+    for boundary in boundaries:
+        of_module.setdefault((boundary.module, boundary.side), []).append(boundary)
+    for (name, side), each in of_module.items():
+        module = model.get_submodule(name)
+        changes = [(boundary.key, _change(boundary, mesh)) for boundary in each]
+        if side == "in":
+            module.register_forward_pre_hook(_InputHook(module, changes), with_kwargs=True)
+        else:
+            module.register_forward_hook(_OutputHook(changes))
+
+
+def as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Optional[Spoken] = None) -> DTensor:
+    """``tensor`` as a DTensor on ``mesh``: itself, or a plain tensor that has these ``placements``; None is Replicate."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    placed = [placement or Replicate() for placement in placements or (None,) * mesh.ndim]
+    return DTensor.from_local(tensor, mesh, placed, run_check=False)
+
+
+# -- hooks ---------------------------------------------------------------------------------------------------------------
+
+
+class _InputHook:
+    """Before forward: changes arguments, passed by position or by keyword. Arguments that are not given stay so."""
+
+    def __init__(self, module: nn.Module, changes: Sequence[tuple[Key, _Change]]) -> None:
+        parameters = _parameters_of(module)
+        self._changes = [
+            (parameters.get(key[0], key[0] if isinstance(key[0], int) else None), key[0], key[1:], change)
+            for key, change in changes
+        ]
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for position, name, rest, change in self._changes:
+            if name in kwargs:
+                kwargs = {**kwargs, name: replaced(kwargs[name], rest, change)}
+            elif position is not None and position < len(args):
+                args = (*args[:position], replaced(args[position], rest, change), *args[position + 1 :])
+        return args, kwargs
+
+
+class _OutputHook:
+    """After forward: changes the output, or tensors in it."""
+
+    def __init__(self, changes: Sequence[tuple[Key, _Change]]) -> None:
+        self._changes = list(changes)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        for key, change in self._changes:
+            output = replaced(output, key, change)
+        return output
+
+
+def _parameters_of(module: nn.Module) -> dict[Any, int]:
+    """The position of each argument of ``forward`` that can be passed by position."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # A forward that is not Python's.
+        return {}
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return {each.name: index for index, each in enumerate(parameters) if each.kind in positional}
+
+
+def replaced(value: Any, key: Key, change: _Change) -> Any:
+    """``value`` with the tensor at ``key`` changed: a copy of the containers on the way to it. Other values are shared.
+
+    None stays None. If ``key`` leads to a container, the first tensor in it is changed.
+
+    Raises:
+        KeyError: ``value`` has no entry ``key``.
+    """
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if key:
+        return _with_entry(value, key[0], replaced(_entry(value, key[0]), key[1:], change))
+    for each in _entries(value):
+        entry = _entry(value, each)
+        found = replaced(entry, (), change)
+        if found is not entry:
+            return _with_entry(value, each, found)
+    return value
+
+
+def _entries(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value)
+    if isinstance(value, (list, tuple)):
+        return list(range(len(value)))
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value)]
+    return []
+
+
+def _entry(value: Any, key: Any) -> Any:
+    if isinstance(value, Mapping) and key in value:
+        return value[key]
+    if isinstance(value, (list, tuple)) and isinstance(key, int) and key < len(value):
+        return value[key]
+    if isinstance(key, str) and hasattr(value, key):
+        return getattr(value, key)
+    if isinstance(key, int) and isinstance(value, Mapping) and key < len(value):  # transformers' outputs are both.
+        return value[list(value)[key]]
+    raise KeyError(f"{type(value).__name__} has no {key!r}, which a plan names: it has {_entries(value)}")
+
+
+def _with_entry(value: Any, key: Any, entry: Any) -> Any:
+    if isinstance(value, tuple):
+        if hasattr(value, "_fields"):
+            name = key if isinstance(key, str) else value._fields[key]
+            return value._replace(**{name: entry})
+        return type(value)((*value[:key], entry, *value[key + 1 :]))
+    if isinstance(value, Mapping) and isinstance(key, int) and key not in value:
+        key = list(value)[key]
+    new = copy.copy(value)
+    if isinstance(value, (Mapping, list)):
+        new[key] = entry  # type: ignore[index]
+    else:
+        object.__setattr__(new, key, entry)
+    return new
+
+
+# -- changes -------------------------------------------------------------------------------------------------------------
+
+
+def _change(boundary: Boundary, mesh: DeviceMesh) -> _Change:
+    return _Annotate(boundary, mesh) if boundary.action == "annotate" else _Redistribute(boundary, mesh)
+
+
+class _Annotate:
+    """What a local tensor is, without moving it. A DTensor keeps its placements where the plan says nothing."""
+
+    def __init__(self, boundary: Boundary, mesh: DeviceMesh) -> None:
+        self._placements, self._mesh = boundary.placements, mesh
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return as_dtensor(tensor, self._mesh, self._placements)
+        wanted = [new or old for new, old in zip(self._placements, tensor.placements)]
+        if wanted == list(tensor.placements):
+            return tensor
+        return DTensor.from_local(tensor.to_local(), self._mesh, wanted, run_check=False)
+
+
+class _Redistribute:
+    """Bring a tensor to placements. Its gradient goes back to the placements that it came from, or to those of the plan.
+
+    A plain tensor is the same on all ranks, or what ``src`` says.
+    """
+
+    def __init__(self, boundary: Boundary, mesh: DeviceMesh) -> None:
+        self._boundary, self._mesh = boundary, mesh
+        self._has_grads = boundary.grad_src is not None or boundary.grad_dst is not None
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        boundary, source = self._boundary, as_dtensor(tensor, self._mesh, self._boundary.src)
+        given = source.placements
+        if boundary.src is not None and any(told not in (None, own) for told, own in zip(boundary.src, given)):
+            raise ValueError(
+                f"{boundary.path} arrives as {given}, and the plan says that it is {boundary.src} (rules {boundary.rules}): "
+                "correct src, or leave it out"
+            )
+        wanted = tuple([new or old for new, old in zip(boundary.placements, given)])
+        if self._has_grads:
+            clean = tuple([Replicate() if isinstance(p, Partial) else p for p in given])
+            return _WithGradients.apply(source, wanted, _filled(boundary.grad_src, wanted), _filled(boundary.grad_dst, clean))
+        return source if wanted == given else source.redistribute(placements=wanted)
+
+
+def _filled(spoken: Optional[Spoken], default: Sequence[Placement]) -> tuple[Placement, ...]:
+    return tuple([new or old for new, old in zip(spoken or (None,) * len(default), default)])
+
+
+class _WithGradients(torch.autograd.Function):
+    """A redistribution whose gradient is redistributed to ``before``, then to ``after``."""
+
+    @staticmethod
+    def forward(ctx, tensor, placements, before, after):  # type: ignore[no-untyped-def]
+        ctx.before, ctx.after = before, after
+        return tensor.redistribute(placements=placements) if placements != tensor.placements else tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        for placements in (ctx.before, ctx.after):
+            if not any(isinstance(p, Partial) for p in placements) or tuple(placements) != gradient.placements:
+                gradient = gradient.redistribute(placements=placements)
+        return gradient, None, None, None

@@ -1,0 +1,165 @@
+"""``parallelize``: a plan is carried out on a model. It reads the records of ``resolve``, and must not read rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from torch_ragged._ranks.agreement import agreement
+from torch_ragged._ranks.groups import device_of_messages
+from torch_ragged._register._random import promote_plain_tensors
+from torch_ragged.fsdp import fully_shard
+from torch_ragged.random import materialize, single_device
+from torch_ragged.random._deferred import is_deferred
+from torch_ragged.spmd._boundary import add_boundaries
+from torch_ragged.spmd._gradients import PendingGradients
+from torch_ragged.spmd._plan import Plan
+from torch_ragged.spmd._resolve import resolve
+from torch_ragged.spmd._resolved import Resolved, TensorRecord, UnitRecord
+from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
+
+__all__ = ["parallelize"]
+
+
+@dataclass(frozen=True)
+class UnitDims:
+    """The mesh dimensions of a unit, in the form of torch's ``DataParallelMeshDims``, which torch 2.11 does not have.
+
+    ``counts_once`` tells ``fully_shard`` that gradients are those of a single device: they are added, not averaged, and one
+    that is ``Replicate()`` on these dimensions counts once.
+    """
+
+    shard: tuple[str, ...]
+    replicate: tuple[str, ...]
+    counts_once: bool = True
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return self.shard
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return self.replicate
+
+
+def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, promote: bool = True) -> nn.Module:
+    """Distribute an unchanged ``model`` over ``mesh`` as ``plan`` says. It computes what it computes on a single device::
+
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
+        model = deferred_init(lambda: LlamaForCausalLM(config))       # no memory yet
+        model = parallelize(model, plan, mesh)                        # the same object
+        loss = model(input_ids=ids, labels=ids).loss                  # ids: the whole batch, on every rank
+        loss.backward()                                               # the script stays that of a single device
+
+    What happens:
+
+    - Parameters and buffers become DTensors on ``mesh``; those of units are sharded by ``fully_shard``. A model that
+      ``deferred_init`` made gets its values here: those of a single device, to the bit, and each rank draws only its own.
+    - Tensors that enter and leave modules are redistributed where the plan says so. Between these boundaries, DTensor finds the
+      placements, and communicates where an op needs it.
+    - The inputs of the model are whole tensors, equal on all ranks. A rule such as ``shard("<in:ids>", Shard(0), "dp")`` takes
+      this rank's part; ``annotate`` says that the script passes parts already.
+    - ``torch_ragged.random.single_device`` is switched on, for the whole process: random ops draw the numbers of one device.
+    - Gradients are sums over the whole batch, as on a single device. Those that no unit reduces are reduced when backward ends,
+      in buckets.
+
+    Optimizers, ``clip_grad_norm_``, checkpoints and ``state_dict`` take the DTensors as they are. Call it before making the
+    optimizer.
+
+    Args:
+        model: a module with its parameters on the device of ``mesh``, equal on all ranks; or from ``deferred_init``.
+        plan: see :class:`Plan`.
+        mesh: all ranks of it call this. Its dimensions have names.
+        promote: whether a plain tensor that meets a DTensor counts as ``Replicate()``, for the whole process. If not, such an
+            op is an error of DTensor.
+
+    Collectives: one or two all-reduces of 24 bytes per mesh dimension; one broadcast per tensor and mesh dimension of a model
+    that has values (none for a deferred one); those of ``fully_shard``, for units.
+
+    Returns:
+        ``model``. Its attribute ``plan_ir`` has the records that are carried out; ``print(model.plan_ir)`` shows a table.
+
+    Raises:
+        PlanError: the plan does not fit the model or the mesh. Every rank raises, before anything is changed; the text lists all
+            that is wrong.
+        ValueError: ranks call it with different plans or models, or ``model`` is parallelized already.
+
+    Source: veScale's eager-mode SPMD, sections 4 and 5.
+    """
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    with agreement(groups, device_of_messages(groups[0]), "parallelize") as claim:
+        if hasattr(model, "plan_ir"):
+            raise ValueError(f"this {type(model).__name__} is parallelized already: build a new model for another plan")
+        resolved = resolve(plan, model, mesh)
+        claim.append(str(resolved))
+    single_device()
+    promote_plain_tensors(promote)
+    deferred = is_deferred(model)
+    _distribute(model, resolved, mesh)
+    add_boundaries(model, resolved.boundaries, mesh)
+    for unit in resolved.units:
+        _shard_unit(model, unit, mesh)
+    reduced_by_units = {name for unit in resolved.units for name in unit.params}
+    others = [record for record in resolved.tensors if record.is_parameter and record.name not in reduced_by_units]
+    if deferred:
+        materialize(model)
+    gradients = [(model.get_parameter(record.name), _gradient_placements(record)) for record in others]
+    PendingGradients([(param, placements) for param, placements in gradients if param.requires_grad], mesh)
+    model.plan_ir = resolved  # type: ignore[assignment]
+    return model
+
+
+def _distribute(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
+    """Parameters and buffers become DTensors with the placements with which the model computes. Tied ones stay tied."""
+    for record in resolved.tensors:
+        placements = _run_placements(record)
+        owner, name = _owner(model, record.name)
+        value = getattr(owner, name)
+        placed: Any = distribute_tensor(value.detach(), mesh, placements)
+        if record.is_parameter:
+            placed = nn.Parameter(placed, requires_grad=value.requires_grad)
+            vars(placed).update(vars(value))
+        for alias in (record.name, *record.aliases):
+            owner, name = _owner(model, alias)
+            (owner._parameters if record.is_parameter else owner._buffers)[name] = placed
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    module, _, tensor = name.rpartition(".")
+    return model.get_submodule(module), tensor
+
+
+def _run_placements(record: TensorRecord) -> tuple[Placement, ...]:
+    """The placements on the whole mesh with which the model computes; a cut of fused segments cuts each of them."""
+    return tuple([_of_segments(placement, record) for placement in record.run])
+
+
+def _of_segments(placement: Placement, record: TensorRecord) -> Placement:
+    segments = record.segments
+    if segments is None or not placement.is_shard(segments.dim):
+        return placement
+    return InterleavedShard(segments.dim, segments.sizes)
+
+
+def _gradient_placements(record: TensorRecord) -> tuple[Placement, ...]:
+    own = _run_placements(record)
+    return tuple([wanted or placement for wanted, placement in zip(record.grad or (None,) * len(own), own)])
+
+
+def _shard_unit(model: nn.Module, unit: UnitRecord, mesh: DeviceMesh) -> None:
+    module, options = model.get_submodule(unit.module), dict(unit.options)
+    granularity = options.pop("granularity", None)
+    if granularity is not None:
+        options["orig_param_policy"] = lambda name, param: granularity
+    params = {model.get_parameter(name) for name in unit.params}
+    ignored = {param for param in module.parameters() if param not in params}
+    dims = UnitDims(unit.shard, unit.replicate)
+    fully_shard(module, mesh=mesh, dp_mesh_dims=dims, ignored_params=ignored, **options)
+    module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
