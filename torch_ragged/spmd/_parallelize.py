@@ -104,10 +104,9 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, promote: bool
     deferred = is_deferred(model)
     _distribute(model, resolved, mesh)
     add_boundaries(model, resolved.boundaries, mesh)
+    others = [record for record in resolved.tensors if record.is_parameter and record.unit is None]
     for unit in resolved.units:
-        _shard_unit(model, unit, mesh)
-    reduced_by_units = {name for unit in resolved.units for name in unit.params}
-    others = [record for record in resolved.tensors if record.is_parameter and record.name not in reduced_by_units]
+        _shard_unit(model, unit, mesh, {model.get_parameter(record.name) for record in others})
     if deferred:
         materialize(model)
     gradients = [(model.get_parameter(record.name), _gradient_placements(record)) for record in others]
@@ -153,13 +152,13 @@ def _gradient_placements(record: TensorRecord) -> tuple[Placement, ...]:
     return tuple([wanted or placement for wanted, placement in zip(record.grad or (None,) * len(own), own)])
 
 
-def _shard_unit(model: nn.Module, unit: UnitRecord, mesh: DeviceMesh) -> None:
+def _shard_unit(model: nn.Module, unit: UnitRecord, mesh: DeviceMesh, others: set[nn.Parameter]) -> None:
+    """One call of fully_shard, which does not take ``others``: the parameters that are in no unit."""
     module, options = model.get_submodule(unit.module), dict(unit.options)
     granularity = options.pop("granularity", None)
     if granularity is not None:
         options["orig_param_policy"] = lambda name, param: granularity
-    params = {model.get_parameter(name) for name in unit.params}
-    ignored = {param for param in module.parameters() if param not in params}
+    ignored = {param for param in module.parameters() if param in others}
     dims = UnitDims(unit.shard, unit.replicate)
     fully_shard(module, mesh=mesh, dp_mesh_dims=dims, ignored_params=ignored, **options)
     module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
