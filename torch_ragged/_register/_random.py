@@ -15,7 +15,7 @@ from torch_ragged._register._hook import OPERATORS, Hook, has, hooks
 from torch_ragged.tensor._placement_extension import extension_of
 from torch_ragged.tensor._single_device import draw_new, handle_random_op, random_ops
 
-__all__ = ["forget_tensors", "handle_random_ops", "promote_plain_tensors"]
+__all__ = ["forget_tensors", "handle_random_ops"]
 
 hooks.append(
     Hook(
@@ -72,19 +72,3 @@ def _drawing(original: Any) -> Any:
 def forget_tensors(mode: FakeTensorMode) -> None:
     """Drop the mode's weak references to fake tensors, with which ``Module.to`` could not swap parameters."""
     mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
-
-
-hooks.append(
-    Hook(
-        "OpDispatcher._allow_implicit_replication, after torch_ragged.spmd.parallelize",
-        "plain tensors that meet DTensors in an unchanged model count as replicated",
-        OPERATORS,
-        lambda: hasattr(type(DTensor._op_dispatcher), "_allow_implicit_replication"),
-        install=None,  # ``promote_plain_tensors`` sets it.
-    )
-)
-
-
-def promote_plain_tensors(mode: bool) -> None:
-    """Let plain tensors that meet DTensors count as ``Replicate()``, for the whole process."""
-    DTensor._op_dispatcher._allow_implicit_replication = mode

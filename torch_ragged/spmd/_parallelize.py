@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import device_of_messages
-from torch_ragged._register._random import promote_plain_tensors
+from torch_ragged._register._spmd import compute_as_one_device
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.random import materialize, single_device
 from torch_ragged.random._deferred import is_deferred
@@ -100,7 +100,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, promote: bool
         resolved = resolve(plan, model, mesh)
         claim.append(str(resolved))
     single_device()
-    promote_plain_tensors(promote)
+    compute_as_one_device(promote)
     deferred = is_deferred(model)
     _distribute(model, resolved, mesh)
     add_boundaries(model, resolved.boundaries, mesh)
