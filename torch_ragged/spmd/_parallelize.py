@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._ranks.agreement import agreement
@@ -19,6 +17,7 @@ from torch_ragged.fsdp import fully_shard
 from torch_ragged.random import materialize, single_device
 from torch_ragged.random._deferred import is_deferred
 from torch_ragged.spmd._boundary import add_boundaries
+from torch_ragged.spmd._factories import add_factories
 from torch_ragged.spmd._gradients import PendingGradients
 from torch_ragged.spmd._plan import Plan
 from torch_ragged.spmd._resolve import resolve
@@ -87,8 +86,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, promote: bool
         ``model``. Its attribute ``plan_ir`` has the records that are carried out; ``print(model.plan_ir)`` shows a table.
 
     Raises:
-        PlanError: the plan does not fit the model or the mesh. Every rank raises, before anything is changed; the text lists all
-            that is wrong.
+        PlanError: the plan does not fit the model or the mesh. Every rank raises, before anything is changed; the text lists
+            all that is wrong.
         ValueError: ranks call it with different plans or models, or ``model`` is parallelized already.
 
     Source: veScale's eager-mode SPMD, sections 4 and 5.
@@ -104,6 +103,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, promote: bool
     deferred = is_deferred(model)
     _distribute(model, resolved, mesh)
     add_boundaries(model, resolved.boundaries, mesh)
+    add_factories(model, resolved.factories, mesh)
     others = [record for record in resolved.tensors if record.is_parameter and record.unit is None]
     for unit in resolved.units:
         _shard_unit(model, unit, mesh, {model.get_parameter(record.name) for record in others})

@@ -1,0 +1,386 @@
+"""parallelize in eager mode: an unchanged model, under a plan, computes what it computes on one device."""
+
+import copy
+import dataclasses
+import tempfile
+import unittest
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from common import error_of, ranks, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.checkpoint import checkpoint
+
+from torch_ragged.spmd import INIT, RUN, Plan, deferred_init, parallelize
+
+
+class MLP(nn.Module):
+    def __init__(self, width=8, hidden=16):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Two blocks between a tied embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(24, 8)
+        self.blocks = nn.ModuleList(MLP() for _ in range(2))
+        self.head = nn.Linear(8, 24, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.checkpointed = False
+
+    def forward(self, ids, labels=None):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        logits = self.head(x) * self.scale
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+BLOCK = r"blocks\.\d+"
+
+
+def tensor_parallel(plan, sequence):
+    plan.shard(rf"{BLOCK}\.up\.(weight|bias)", Shard(0), "tp").shard(rf"{BLOCK}\.down\.weight", Shard(1), "tp")
+    if sequence:
+        plan.shard(rf"{BLOCK}\.norm.<in>", Shard(1), "tp").shard(rf"{BLOCK}\.norm.<out>", Replicate(), "tp")
+    plan.redistribute(rf"{BLOCK}\.down.<out>", Shard(1) if sequence else Replicate(), "tp")
+    return plan.shard("<in:ids>", Shard(0), "dp").shard("<in:labels>", Shard(0), "dp")
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return Net()
+
+
+def deferred(seed=0):
+    torch.manual_seed(seed)
+    return deferred_init(Net)
+
+
+def train(model, steps=3, accumulate=1, **options):
+    """Losses and gradients; the script is that of a single device."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+    losses, grads = [], {}
+    for _ in range(steps):
+        for _ in range(accumulate):
+            ids = torch.randint(24, (4, 6))
+            labels = torch.where(torch.rand(4, 6) < 0.3, -100, ids)
+            loss = model(ids, labels=labels) / accumulate
+            loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        grads = {name: whole(param.grad) for name, param in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, grads
+
+
+def whole(tensor):
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def check_training(model, single, tolerance=1e-5, **options):
+    found, expected = train(model, **options), train(single, **options)
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=tolerance)
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+    for name, value in single.state_dict().items():
+        torch.testing.assert_close(whole(model.state_dict()[name]), value, rtol=1e-3, atol=10 * tolerance, msg=name)
+
+
+class TrainingTest(unittest.TestCase):
+    @ranks(4)
+    def test_tensor_and_data_parallel_training_equals_one_process():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for sequence in (False, True):
+            plan = tensor_parallel(Plan(), sequence).default(Replicate())
+            model = parallelize(deferred(), plan, mesh)
+            assert model.head.weight is model.embedding.weight
+            assert model.blocks[0].up.weight.placements == (Replicate(), Shard(0))
+            check_training(model, make())
+
+    @ranks(4)
+    def test_units_on_top_of_tensor_parallelism_equal_one_process():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for sequence in (False, True):
+            model = parallelize(deferred(), tensor_parallel(Plan(), sequence).unit(BLOCK, "dp"), mesh)
+            assert not model.blocks[0].up.weight.placements[0].is_replicate()
+            check_training(model, make(), accumulate=2)
+
+    @ranks(4)
+    def test_a_batch_that_is_not_sharded_counts_once_in_units():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = parallelize(make(), Plan().unit(BLOCK, "dp"), mesh)
+        check_training(model, make())
+
+    @ranks(4)
+    def test_phases_make_units():
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        plan = Plan().shard(".*", Shard(0), "dp", phase=INIT).shard(".*", Replicate(), "dp", phase=RUN)
+        plan.shard("<in:ids>", Shard(0), "dp").shard("<in:labels>", Shard(0), "dp")
+        model = parallelize(deferred(), plan, mesh)
+        check_training(model, make())
+        with CommDebugMode() as mode:
+            model(torch.zeros(4, 6, dtype=torch.int64))
+        assert len(model.plan_ir.units) == 3 and mode.get_total_counts() == 3, mode.get_comm_counts()
+
+    @ranks(4)
+    def test_hybrid_units_checkpointing_and_narrow_compute():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "dp"))
+        plan = Plan().unit(BLOCK, ("replicas", "dp"))
+        plan.shard("<in:ids>", (Shard(0), Shard(0)), ("replicas", "dp")).shard(
+            "<in:labels>", (Shard(0), Shard(0)), ("replicas", "dp")
+        )
+        single, model = make(), parallelize(make(), plan, mesh)
+        single.checkpointed = model.checkpointed = True
+        check_training(model, single)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        narrow = parallelize(make(), tensor_parallel_bf16(policy), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+        assert abs(train(narrow)[0][-1] - train(make())[0][-1]) < 0.05
+
+    @ranks(4)
+    def test_gradients_over_several_mesh_dimensions_take_one_all_reduce():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = parallelize(make(), tensor_parallel(Plan(), True).default(Replicate()), mesh)
+        ids = torch.zeros(4, 6, dtype=torch.int64)
+        loss = model(ids, labels=ids)
+        names = {id(param): name for name, param in model.named_parameters()}
+        calls = []
+        original = torch.distributed.all_reduce
+        torch.distributed.all_reduce = lambda tensor, **options: calls.append(tensor.numel()) or original(tensor, **options)
+        try:
+            loss.backward()
+        finally:
+            torch.distributed.all_reduce = original
+        # Norms and what is replicated over both; the weights that tp cuts, over dp only.
+        assert len(calls) == 2, (calls, names)
+        for param in model.parameters():
+            assert param.grad.placements == param.placements
+
+
+def tensor_parallel_bf16(policy):
+    return tensor_parallel(Plan(), False).unit(BLOCK, "dp", mp_policy=policy)
+
+
+@dataclasses.dataclass
+class Record:
+    first: torch.Tensor
+    second: object
+
+
+class Calls(nn.Module):
+    """All ways to pass an argument."""
+
+    def forward(self, a, b=None, *rest, flag=True, named=None, **more):
+        self.seen = {"a": a, "b": b, "rest": rest, "flag": flag, "named": named, **more}
+        return a
+
+
+class Outputs(nn.Module):
+    def forward(self, x, kind):
+        return {
+            "tensor": x,
+            "list": [x, 1, None],
+            "tuple": (2, (x, x)),
+            "dict": {"key": x, "other": "text"},
+            "record": Record(x, 3),
+            "none": None,
+        }[kind]
+
+
+def placed(value):
+    return value.placements if isinstance(value, DTensor) else value
+
+
+class BoundaryTest(unittest.TestCase):
+    @ranks(2)
+    def test_arguments_by_position_keyword_default_and_in_containers():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = torch.arange(8.0).view(4, 2)
+        plan = Plan()
+        for path in ("<in>", "<in:b>", "<in:2>", "<in:named>", "<in:nested.key.1>"):
+            plan.shard(path, Shard(0), "tp")
+        model = parallelize(Calls(), plan, mesh)
+        cut = (Shard(0),)
+        model(x, x, x, named=x, nested={"key": [7, x], "other": None}, flag=False)
+        seen = model.seen
+        assert [placed(seen[name]) for name in ("a", "b", "named")] == [cut] * 3 and placed(seen["rest"][0]) == cut
+        assert placed(seen["nested"]["key"][1]) == cut and seen["nested"]["key"][0] == 7 and seen["flag"] is False
+        model(b=x, a=x)
+        assert placed(model.seen["a"]) == placed(model.seen["b"]) == cut and model.seen["rest"] == ()
+        model(x, None)
+        assert model.seen["b"] is None and torch.equal(model.seen["a"].full_tensor(), x)
+        assert "missing 1 required positional argument" in error_of(model)
+
+    @ranks(2)
+    def test_outputs_in_tensors_lists_dicts_and_dataclasses():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x, cut = torch.arange(8.0).view(4, 2), (Shard(0),)
+        for path, kind, take in (
+            ("<out>", "tensor", lambda o: o),
+            ("<out:0>", "list", lambda o: o[0]),
+            ("<out:1.0>", "tuple", lambda o: o[1][0]),
+            ("<out:key>", "dict", lambda o: o["key"]),
+            ("<out:first>", "record", lambda o: o.first),
+            ("<out>", "record", lambda o: o.first),
+            ("<out>", "tuple", lambda o: o[1][0]),
+        ):
+            model = parallelize(Outputs(), Plan().shard(path, Shard(0), "tp"), mesh)
+            output = model(x, kind)
+            assert placed(take(output)) == cut, (path, kind)
+            assert type(output) in (DTensor, list, tuple, dict, Record)
+        assert parallelize(Outputs(), Plan().shard("<out>", Shard(0), "tp"), mesh)(x, "none") is None
+        error = error_of(parallelize(Outputs(), Plan().shard("<out:kee>", Shard(0), "tp"), mesh), x, "dict")
+        assert "dict has no 'kee', which a plan names: it has ['key', 'other']" in error, error
+
+    @ranks(2)
+    def test_redistributions_of_gradients_and_annotations():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        torch.manual_seed(0)
+        single = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
+        plan = Plan().shard("0.weight", Shard(0), "tp").shard("1.weight", Shard(1), "tp")
+        plan.redistribute("<out>", Replicate(), "tp", src=Partial(), grad_dst=Replicate())
+        plan.annotate("<in>", Replicate(), "tp")
+        model = parallelize(copy.deepcopy(single), plan, mesh)
+        x = torch.randn(3, 4)
+        given, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        (model(given) ** 2).sum().backward()
+        (single(other) ** 2).sum().backward()
+        for name, param in single.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
+        wrong = Plan().default(Replicate()).redistribute("1.<in>", Replicate(), "tp", src=Partial())
+        error = error_of(parallelize(copy.deepcopy(single), wrong, mesh), x)
+        assert "1.<in:input> arrives as (Replicate(),), and the plan says that it is (Partial(sum),)" in error, error
+        parts = Plan().default(Replicate()).annotate("<in>", Shard(0), "tp")
+        mine = x[:2] if mesh.get_local_rank() == 0 else x[2:]
+        output = parallelize(copy.deepcopy(single), parts, mesh)(mine[:1])  # Each rank has a row of its own.
+        torch.testing.assert_close(output.full_tensor(), single(x[[0, 2]]))
+
+    @ranks(2)
+    def test_factories_make_dtensors_and_inner_modules_override():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        makers = {
+            "zeros": lambda: torch.zeros(4, 2),
+            "ones": lambda: torch.ones((4, 2), dtype=torch.int64),
+            "empty": lambda: torch.empty(4, 2).fill_(1),
+            "full": lambda: torch.full((4, 2), 3.0),
+            "arange": lambda: torch.arange(4),
+            "linspace": lambda: torch.linspace(0, 1, 4),
+            "eye": lambda: torch.eye(4),
+            "rand": lambda: torch.rand(4, 2),
+            "randn": lambda: torch.randn(4, 2),
+            "randint": lambda: torch.randint(9, (4, 2)),
+            "randperm": lambda: torch.randperm(4),
+        }
+
+        class Inner(nn.Module):
+            def forward(self):
+                return {name: maker() for name, maker in makers.items()}
+
+        class Outer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = Inner()
+
+            def forward(self):
+                return self.inner(), torch.zeros(4), {name: maker() for name, maker in makers.items()}
+
+        plan = Plan().factory("", Shard(0), "tp").factory("inner", Replicate(), "tp", functions=("zeros", "rand"))
+        model = parallelize(Outer(), plan, mesh)
+        torch.manual_seed(5)
+        inner, zeros, outer = model()
+        torch.manual_seed(5)
+        expected = Outer()()
+        assert zeros.placements == (Shard(0),) and type(torch.zeros(4)) is torch.Tensor
+        for name in makers:
+            assert outer[name].placements == (Shard(0),), name
+            assert inner[name].placements == ((Replicate(),) if name in ("zeros", "rand") else (Shard(0),)), name
+            assert torch.equal(outer[name].full_tensor(), expected[2][name]), name
+            assert torch.equal(inner[name].full_tensor(), expected[0][name]), name
+
+    @ranks(2)
+    def test_segments_are_cut_each_by_itself():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+        class Fused(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.qkv, self.out = nn.Linear(8, 16), nn.Linear(8, 8)
+
+            def forward(self, x):
+                q, k, v = self.qkv(x).split([8, 4, 4], -1)
+                return self.out(q * torch.cat([k, v], -1).sigmoid()[..., :8])
+
+        torch.manual_seed(0)
+        single = Fused()
+        plan = Plan().segments(r"qkv\.\w+", (8, 4, 4), 0).shard(r"qkv\.\w+", Shard(0), "tp")
+        plan.shard("out.weight", Shard(1), "tp").shard("out.bias", Replicate(), "tp")
+        model = parallelize(copy.deepcopy(single), plan, mesh)
+        x = torch.randn(3, 8)
+        torch.testing.assert_close(model(x).full_tensor(), single(x))
+
+
+def check_saved(folder):
+    """A checkpoint of any plan loads under any other, and under none."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plans = [
+        tensor_parallel(Plan(), False).default(Replicate()),
+        tensor_parallel(Plan(), True).unit(BLOCK, "dp"),
+        Plan().unit("", "dp"),
+    ]
+    source = parallelize(deferred(3), plans[1], mesh)
+    dcp.save({"model": source.state_dict()}, checkpoint_id=folder)
+    expected = make(3).state_dict()
+    for plan in plans:
+        model = parallelize(deferred(4), plan, mesh)
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state["model"])
+        for name, value in model.state_dict().items():
+            assert torch.equal(whole(value), expected[name]), name
+    single = {"model": make(4).state_dict()}
+    dcp.load(single, checkpoint_id=folder)
+    assert all(torch.equal(value, expected[name]) for name, value in single["model"].items())
+
+
+class CallTest(unittest.TestCase):
+    def test_checkpoints_of_a_plan_load_under_others_and_under_none(self):
+        with tempfile.TemporaryDirectory() as folder:
+            run_ranks(4, check_saved, folder)
+
+    @ranks(2)
+    def test_wrong_plans_and_calls_raise_on_every_rank_and_change_nothing():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = make()
+        before = dict(model.named_parameters())
+        error = error_of(parallelize, model, Plan().shard("blocks.0.upp.weight", Shard(0), "tp"), mesh)
+        assert "PlanError" in error and "blocks.0.up.weight" in error, error
+        plan = Plan().default(Shard(0) if mesh.get_local_rank() else Replicate())
+        error = error_of(parallelize, model, plan, mesh)
+        assert "parallelize was called differently on different ranks" in error or "does not fit" in error, error
+        assert all(param is before[name] for name, param in model.named_parameters())
+        assert not model._forward_pre_hooks and not hasattr(model, "plan_ir")
+        good = Plan().default(Replicate())
+        parallelize(model, good, mesh)
+        assert "is parallelized already" in error_of(parallelize, model, good, mesh)
+
+    @ranks(2)
+    def test_seeds_that_differ_raise_on_every_rank():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = deferred(mesh.get_local_rank())
+        error = error_of(parallelize, model, Plan().default(Replicate()), mesh)
+        assert "torch.manual_seed with one seed on all ranks" in error, error
