@@ -14,29 +14,37 @@ from typing import Any, Optional
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged.spmd._move import Move, Placed, clean, move_dtensor
 from torch_ragged.spmd._paths import Key
 from torch_ragged.spmd._resolved import Boundary, Spoken
 
-__all__ = ["add_boundaries", "as_dtensor"]
+__all__ = ["Redistribution", "add_boundaries", "as_dtensor"]
 
 _Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def add_boundaries(model: nn.Module, boundaries: Sequence[Boundary], mesh: DeviceMesh) -> None:
-    """Register the hooks of ``boundaries``: at most one before and one after the forward of a module."""
+def add_boundaries(model: nn.Module, boundaries: Sequence[Boundary], mesh: DeviceMesh) -> list[_Change]:
+    """Register the hooks of ``boundaries``: at most one before and one after the forward of a module.
+
+    Returns:
+        what the hooks call, one per boundary.
+    """
+    made: list[_Change] = []
     of_module: dict[tuple[str, str], list[Boundary]] = {}
     for boundary in boundaries:
         of_module.setdefault((boundary.module, boundary.side), []).append(boundary)
     for (name, side), each in of_module.items():
         module = model.get_submodule(name)
         changes = [(boundary.key, _change(boundary, mesh)) for boundary in each]
+        made += [change for _, change in changes]
         if side == "in":
             module.register_forward_pre_hook(_InputHook(module, changes), with_kwargs=True)
         else:
             module.register_forward_hook(_OutputHook(changes))
+    return made
 
 
 def as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Optional[Spoken] = None) -> DTensor:
@@ -155,7 +163,7 @@ def _with_entry(value: Any, key: Any, entry: Any) -> Any:
 
 
 def _change(boundary: Boundary, mesh: DeviceMesh) -> _Change:
-    return _Annotate(boundary, mesh) if boundary.action == "annotate" else _Redistribute(boundary, mesh)
+    return _Annotate(boundary, mesh) if boundary.action == "annotate" else Redistribution(boundary, mesh)
 
 
 class _Annotate:
@@ -173,46 +181,41 @@ class _Annotate:
         return DTensor.from_local(tensor.to_local(), self._mesh, wanted, run_check=False)
 
 
-class _Redistribute:
+class Redistribution:
     """Bring a tensor to placements. Its gradient goes back to the placements that it came from, or to those of the plan.
 
-    A plain tensor is the same on all ranks, or what ``src`` says.
+    A plain tensor is the same on all ranks, or what ``src`` says. Inside a static module it is a local tensor, for which
+    ``static`` is bound.
+
+    Attributes:
+        boundary: what the plan says.
+        static: the move of local tensors; None outside of static modules.
+        observe: called with the placements before and after, and with the result, during warm-up.
     """
 
     def __init__(self, boundary: Boundary, mesh: DeviceMesh) -> None:
-        self._boundary, self._mesh = boundary, mesh
-        self._has_grads = boundary.grad_src is not None or boundary.grad_dst is not None
+        self.boundary, self._mesh = boundary, mesh
+        self.static: Optional[Move] = None
+        self.observe: Optional[Callable[[Placed, Placed, DTensor], None]] = None
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        boundary, source = self._boundary, as_dtensor(tensor, self._mesh, self._boundary.src)
+        if self.static is not None and not isinstance(tensor, DTensor):
+            return self.static(tensor)
+        boundary, source = self.boundary, as_dtensor(tensor, self._mesh, self.boundary.src)
         given = source.placements
         if boundary.src is not None and any(told not in (None, own) for told, own in zip(boundary.src, given)):
             raise ValueError(
                 f"{boundary.path} arrives as {given}, and the plan says that it is {boundary.src} (rules {boundary.rules}): "
                 "correct src, or leave it out"
             )
-        wanted = tuple([new or old for new, old in zip(boundary.placements, given)])
-        if self._has_grads:
-            clean = tuple([Replicate() if isinstance(p, Partial) else p for p in given])
-            return _WithGradients.apply(source, wanted, _filled(boundary.grad_src, wanted), _filled(boundary.grad_dst, clean))
-        return source if wanted == given else source.redistribute(placements=wanted)
+        wanted = _filled(boundary.placements, given)
+        before = None if boundary.grad_src is None else _filled(boundary.grad_src, wanted)
+        after = None if boundary.grad_dst is None else _filled(boundary.grad_dst, clean(given))
+        result = move_dtensor(source, wanted, before, after)
+        if self.observe is not None:
+            self.observe(given, wanted, result)
+        return result
 
 
-def _filled(spoken: Optional[Spoken], default: Sequence[Placement]) -> tuple[Placement, ...]:
-    return tuple([new or old for new, old in zip(spoken or (None,) * len(default), default)])
-
-
-class _WithGradients(torch.autograd.Function):
-    """A redistribution whose gradient is redistributed to ``before``, then to ``after``."""
-
-    @staticmethod
-    def forward(ctx, tensor, placements, before, after):  # type: ignore[no-untyped-def]
-        ctx.before, ctx.after = before, after
-        return tensor.redistribute(placements=placements) if placements != tensor.placements else tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        for placements in (ctx.before, ctx.after):
-            if not any(isinstance(p, Partial) for p in placements) or tuple(placements) != gradient.placements:
-                gradient = gradient.redistribute(placements=placements)
-        return gradient, None, None, None
+def _filled(spoken: Spoken, default: Sequence[Placement]) -> Placed:
+    return tuple([new or old for new, old in zip(spoken, default)])

@@ -26,8 +26,8 @@ class PendingGradients:
     """Brings gradients to the placements that the plan says, when backward has ended.
 
     A gradient may be pending a sum over several mesh dimensions, as that of a norm's weight is over data-parallel and
-    sequence-parallel ranks. Gradients that are pending over the same dimensions are added in one buffer: one all-reduce over all
-    these dimensions per 64 MB. Others are redistributed one by one.
+    sequence-parallel ranks. Gradients that are pending over the same dimensions are added in one buffer: one all-reduce over
+    all these dimensions per 64 MB. Others are redistributed one by one.
 
     Args:
         params: each parameter with the placements of its gradient.

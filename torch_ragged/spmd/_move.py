@@ -1,0 +1,119 @@
+"""Moves: a redistribution between known placements, with that of its gradient. It is planned once per shape.
+
+It must not decide anything: placements come from the plan, or from what arrived in eager mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+from torch_ragged.tensor._ownership import row_major
+from torch_ragged.tensor._redistribute import REDUCTIONS, redistribute_local
+
+__all__ = ["Move", "Placed", "can_move", "clean", "make_dtensor", "move_dtensor"]
+
+Placed = tuple[Placement, ...]
+"""A placement per mesh dimension."""
+
+
+class Move:
+    """What a boundary does to a local tensor: from ``src`` to ``dst``, and its gradient from ``grad_src`` to ``grad_dst``.
+
+    A move that changes nothing returns the tensor itself.
+    """
+
+    def __init__(self, mesh: DeviceMesh, src: Placed, dst: Placed, grad_src: Placed, grad_dst: Placed) -> None:
+        self.mesh, self.src, self.dst, self.grad_src, self.grad_dst = mesh, src, dst, grad_src, grad_dst
+        self._sizes = tuple(mesh.shape)
+        self._moves = src != dst or grad_src != grad_dst
+
+    def __call__(self, local: torch.Tensor) -> torch.Tensor:
+        return _MoveLocal.apply(local, self) if self._moves else local
+
+    def run(self, local: torch.Tensor, src: Placed, dst: Placed) -> torch.Tensor:
+        """Move a local tensor whose shards are even. The collectives of ``redistribute_local``."""
+        if src == dst:
+            return local
+        return redistribute_local(local, self.mesh, whole_shape(local.shape, src, self._sizes), src, dst).wait()
+
+
+class _MoveLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, local, move):  # type: ignore[no-untyped-def]
+        ctx.move = move
+        moved = move.run(local, move.src, move.dst)
+        return local.view_as(local) if moved is local else moved
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        move = ctx.move
+        return move.run(gradient, move.grad_src, move.grad_dst), None
+
+
+def whole_shape(local: Sequence[int], placements: Placed, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The global shape of a local tensor whose shards are even."""
+    shape = list(local)
+    for placement, size in zip(placements, sizes):
+        if placement.is_shard():
+            shape[placement.dim] *= size  # type: ignore[attr-defined]
+    return tuple(shape)
+
+
+def can_move(placements: Sequence[Placement]) -> bool:
+    """Whether the package's own redistribution knows these placements: torch's partial norms and masks it does not."""
+    return all(not isinstance(p, Partial) or (type(p) is Partial and p.reduce_op in REDUCTIONS) for p in placements)
+
+
+def clean(placements: Sequence[Placement]) -> Placed:
+    """The placements of a gradient that flows back to a tensor: whole where the tensor is pending a reduction."""
+    return tuple([Replicate() if isinstance(p, Partial) else p for p in placements])
+
+
+def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Placed, shape: Sequence[int]) -> DTensor:
+    """A DTensor on ``local``, without a check and without autograd."""
+    shape = torch.Size(shape)
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, row_major(shape), local.dtype))
+    return DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[call-arg]
+
+
+def move_dtensor(tensor: DTensor, dst: Placed, before: Placed | None = None, after: Placed | None = None) -> DTensor:
+    """Redistribute a DTensor, and its gradient to ``before`` and then ``after``: None is the way back.
+
+    It is DTensor's own ``redistribute``, by the package's plans, which are cached.
+    """
+    src = tensor.placements
+    if dst == src and before is None and after is None:
+        return tensor
+    before, after = dst if before is None else before, clean(src) if after is None else after
+    return _MoveDTensor.apply(tensor, dst, before, after)
+
+
+class _MoveDTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, dst, before, after):  # type: ignore[no-untyped-def]
+        ctx.before, ctx.after = before, after
+        return _moved(tensor, dst)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        # A gradient may stay pending: to make a whole one pending would add it up once per rank.
+        if gradient.placements != ctx.before and not any(isinstance(p, Partial) for p in ctx.before):
+            gradient = _moved(gradient, ctx.before)
+        return _moved(gradient, ctx.after), None, None, None
+
+
+def _moved(tensor: Any, dst: Placed) -> DTensor:
+    src = tensor.placements
+    if src == dst:
+        return tensor.view_as(tensor)
+    if not can_move((*src, *dst)):
+        return tensor.redistribute(placements=dst)
+    local = redistribute_local(tensor._local_tensor, tensor.device_mesh, tensor.shape, src, dst).wait()
+    return make_dtensor(local, tensor.device_mesh, dst, tensor.shape)
