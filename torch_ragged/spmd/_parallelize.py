@@ -22,6 +22,7 @@ from torch_ragged.spmd._gradients import PendingGradients
 from torch_ragged.spmd._plan import Plan
 from torch_ragged.spmd._resolve import resolve
 from torch_ragged.spmd._resolved import Resolved, TensorRecord, UnitRecord
+from torch_ragged.spmd._static import StaticModules
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
 __all__ = ["parallelize"]
@@ -48,7 +49,7 @@ class UnitDims:
         return self.replicate
 
 
-def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, promote: bool = True) -> nn.Module:
+def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "eager", promote: bool = True) -> nn.Module:
     """Distribute an unchanged ``model`` over ``mesh`` as ``plan`` says. It computes what it computes on a single device::
 
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
@@ -102,7 +103,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, promote: bool
     compute_as_one_device(promote)
     deferred = is_deferred(model)
     _distribute(model, resolved, mesh)
-    add_boundaries(model, resolved.boundaries, mesh)
+    changes = add_boundaries(model, resolved.boundaries, mesh)
     add_factories(model, resolved.factories, mesh)
     others = [record for record in resolved.tensors if record.is_parameter and record.unit is None]
     for unit in resolved.units:
@@ -112,6 +113,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, promote: bool
     gradients = [(model.get_parameter(record.name), _gradient_placements(record)) for record in others]
     PendingGradients([(param, placements) for param, placements in gradients if param.requires_grad], mesh)
     model.plan_ir = resolved  # type: ignore[assignment]
+    if mode == "static":
+        model.static_modules = StaticModules(model, mesh, changes)  # type: ignore[assignment]
     return model
 
 

@@ -1,0 +1,453 @@
+"""Static modules: inside of them, local tensors flow and only the plan's boundaries run. DTensor takes no part.
+
+It must not change a result: a module becomes static only if, on the inputs of a warm-up, it computes the bits of eager mode.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils import _pytree as pytree
+from torch.utils._debug_mode import DebugMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torch_ragged.spmd._boundary import Redistribution
+from torch_ragged.spmd._move import Move, Placed, can_move, clean, make_dtensor, whole_shape
+
+__all__ = ["StaticModules", "StaticReport"]
+
+
+@dataclass(frozen=True)
+class StaticReport:
+    """Which modules are static, and why others are not.
+
+    Attributes:
+        modules: the names of the outermost static modules.
+        reasons: for each other module in which something happened that a static module cannot do: what.
+    """
+
+    modules: tuple[str, ...]
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"static: {', '.join(self.modules) or 'no module'}"]
+        return "\n".join([*lines, *(f"eager: {name or '(root)'}: {reason}" for name, reason in self.reasons.items())])
+
+
+_Bits = dict[Any, bytes]
+"""Digests of the local tensors of one module: ("out", index), ("grad out", index), ("grad in", index), ("param", name)."""
+
+
+@dataclass
+class _Seen:
+    """What the warm-up saw of one module: the placements of its tensors, in the order of pytree leaves, and what forbids it.
+
+    A tensor that is no DTensor has None. Gradients are known after backward.
+    """
+
+    inputs: list[Optional[Placed]] = field(default_factory=list)
+    outputs: list[Optional[Placed]] = field(default_factory=list)
+    input_grads: dict[int, Placed] = field(default_factory=dict)
+    output_grads: dict[int, Placed] = field(default_factory=dict)
+    param_grads: dict[str, Placed] = field(default_factory=dict)
+    calls: int = 0
+    bits: _Bits = field(default_factory=dict)
+
+
+class StaticModules:
+    """Finds the static modules of a parallelized model at its first call with gradients, and runs them.
+
+    At that call, the model runs forward and backward in eager mode while every module's placements are recorded. The outermost
+    modules in which nothing else than local ops and boundaries happened become static. The model runs once more, on the same
+    inputs and random state. Modules whose outputs or gradients have other bits, or that raise, become eager again, and their
+    children are tried. Gradients, buffers and the random state are restored.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, changes: Sequence[Any]) -> None:
+        self.report: Optional[StaticReport] = None
+        self._model, self._mesh = model, mesh
+        self._redistributions = [change for change in changes if isinstance(change, Redistribution)]
+        self._names = {module: name for name, module in model.named_modules()}
+        self._reasons: dict[str, str] = {}
+        self._regions: dict[str, _Region] = {}
+        self._is_warming = False
+        model.register_forward_pre_hook(self._first_call, with_kwargs=True, prepend=True)
+
+    def _first_call(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if self.report is not None or self._is_warming or not torch.is_grad_enabled():
+            return
+        self._is_warming = True
+        try:
+            self._warm_up(args, kwargs)
+        finally:
+            self._is_warming = False
+
+    def _warm_up(self, args: Any, kwargs: dict[str, Any]) -> None:
+        state, grads = torch.get_rng_state(), {param: param.grad for param in self._model.parameters()}
+        buffers = {buffer: buffer.detach().clone() for buffer in self._model.buffers()}
+
+        def restore() -> None:
+            torch.set_rng_state(state)
+            with torch.no_grad():
+                for buffer, value in buffers.items():
+                    buffer.copy_(value)
+            for param in self._model.parameters():
+                param.grad = None
+
+        watch = _Watch(self._names, self._redistributions)
+        restore()
+        with watch.recording():
+            self._step(args, kwargs)
+        self._reasons.update(watch.reasons)
+        chosen = list(self._outermost(watch, "", frozenset()))
+        while True:
+            restore()
+            self._regions = {name: _Region(self._model.get_submodule(name), watch.seen[name], watch, self._mesh) for name in chosen}
+            wrong = self._differences(watch, args, kwargs)
+            for region in self._regions.values():
+                region.finish(keep=not wrong)
+            if not wrong:
+                break
+            # Equal modules of other layers do the same: they are not tried again.
+            alike = {re.sub(r"\d+", "*", name): reason for name, reason in wrong.items()}
+            wrong |= {name: alike[kind] for name in chosen if (kind := re.sub(r"\d+", "*", name)) in alike}
+            self._reasons.update(wrong)
+            chosen = [name for name in chosen if name not in wrong]
+            for name in wrong:
+                chosen += self._outermost(watch, name, frozenset(self._reasons))
+        restore()
+        for param in self._model.parameters():
+            param.grad = grads.get(param)
+        self.report = StaticReport(tuple(chosen), dict(self._reasons))
+
+    def _step(self, args: Any, kwargs: dict[str, Any]) -> None:
+        """One forward and backward."""
+        output = self._model(*args, **kwargs)
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        leaves[0].sum().backward()
+
+    def _outermost(self, watch: _Watch, name: str, tried: frozenset[str]) -> Iterator[str]:
+        """The outermost modules, from ``name`` on inwards, that may be static."""
+        module = self._model.get_submodule(name)
+        if name not in tried and watch.allows(name, module):
+            yield name
+            return
+        for child, _ in module.named_children():
+            yield from self._outermost(watch, f"{name}.{child}" if name else child, tried)
+
+    def _differences(self, watch: _Watch, args: Any, kwargs: dict[str, Any]) -> dict[str, str]:
+        """The static modules that compute something else than eager mode, with the reason.
+
+        Wrong values of one module make those of modules after it wrong. So only modules with the right inputs are told.
+        """
+        try:
+            self._step(args, kwargs)
+        except Exception as error:
+            name = next((name for name, region in self._regions.items() if region.is_inside), None)
+            if name is None:
+                raise
+            return {name: f"on local tensors, its forward raises {type(error).__name__}: {str(error).splitlines()[0]}"}
+        for kind, given in (("out", "in"), ("param", "grad out"), ("grad in", "grad out")):
+            wrong = {}
+            for name, region in self._regions.items():
+                eager, static = watch.seen[name].bits, region.bits
+                other = [key for key, bits in eager.items() if key[0] == kind and static.get(key) != bits]
+                has_equal_inputs = all(static.get(key) == bits for key, bits in eager.items() if key[0] == given)
+                if other and has_equal_inputs:
+                    wrong[name] = f"on local tensors, {_what(other[0])} has other bits{watch.hint() if kind != 'out' else ''}"
+            if wrong:
+                return wrong
+        return {}
+
+
+def _what(key: Any) -> str:
+    kind, index = key
+    return {"out": f"output {index}", "param": f"the gradient of {index}", "grad in": f"the gradient of input {index}"}[kind]
+
+
+# -- what happens in eager mode --------------------------------------------------------------------------------------------
+
+
+class _Watch(DebugMode):
+    """Records what each module does in one eager forward and backward."""
+
+    def __init__(self, names: dict[nn.Module, str], redistributions: Sequence[Redistribution]) -> None:
+        super().__init__()
+        self.seen: dict[str, _Seen] = {}
+        self.reasons: dict[str, str] = {}
+        self.in_backward: dict[str, None] = {}
+        self.moves: dict[Redistribution, list[Any]] = {each: [] for each in redistributions}
+        self._names, self._stack, self._handles = names, [], []  # type: ignore[var-annotated]
+
+    def allows(self, name: str, module: nn.Module) -> bool:
+        """Whether nothing in the module, and in all of its submodules, forbids that it is static."""
+        inside = [each for each in self.seen if each == name or not name or each.startswith(f"{name}.")]
+        seen = self.seen.get(name)
+        if seen is None or any(each in self.reasons for each in inside) or not any(seen.inputs):
+            return False
+        pairs = [(p, seen.input_grads.get(i)) for i, p in enumerate(seen.inputs)]
+        pairs += [(p, seen.output_grads.get(i)) for i, p in enumerate(seen.outputs)]
+        for placements, grads in pairs:
+            if placements is not None and not can_move(placements):
+                return False
+            if placements is not None and grads is not None and not all(map(_goes_with, placements, grads)):
+                told = "".join(map(str, grads))
+                self.forbid(name, f"the gradient of a tensor under {''.join(map(str, placements))} is {told}{self.hint()}")
+                return False
+        return any(isinstance(param, DTensor) for param in module.parameters())
+
+    def hint(self) -> str:
+        """What happened in backward without a rule."""
+        why = next(iter(self.in_backward), "")
+        return f": in backward of eager mode, {why}. Add a rule with grad= or grad_dst=" if why else ""
+
+    def recording(self) -> Any:
+        return _Recording(self)
+
+    # -- hooks
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        name = self._names[module]
+        self._stack.append(name)
+        seen = self.seen.setdefault(name, _Seen())
+        seen.calls += 1
+        if seen.calls > 1:
+            self.forbid(name, "it runs more than once in a forward")
+        leaves = pytree.tree_leaves((args, kwargs))
+        seen.inputs = self._record(leaves, seen.input_grads, seen.bits, "grad in")
+        seen.bits.update({("in", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
+        for inner, param in module.named_parameters():
+            if isinstance(param, DTensor) and param.requires_grad:
+                param.register_hook(functools.partial(self._note_param, seen, inner))
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        name = self._stack.pop()
+        seen, leaves = self.seen[name], pytree.tree_leaves(output)
+        seen.outputs = self._record(leaves, seen.output_grads, seen.bits, "grad out")
+        seen.bits.update({("out", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
+
+    def _record(
+        self, leaves: list[Any], grads: dict[int, Placed], bits: _Bits, kind: str
+    ) -> list[Optional[Placed]]:
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, DTensor) and leaf.requires_grad:
+
+                def note(grad: Any, index: int = index) -> None:
+                    grads[index] = grad.placements
+                    bits[kind, index] = _bits(grad)
+
+                leaf.register_hook(note)
+        return [leaf.placements if isinstance(leaf, DTensor) else None for leaf in leaves]
+
+    def _note_param(self, seen: _Seen, inner: str, grad: Any) -> None:
+        seen.param_grads[inner] = grad.placements
+        seen.bits["param", inner] = _bits(grad)
+
+    def observe(self, change: Redistribution) -> Callable[..., None]:
+        def note(given: Placed, wanted: Placed, result: DTensor) -> None:
+            record: list[Any] = [given, wanted, wanted]
+            self.moves[change].append(record)
+            if result.requires_grad:
+                result.register_hook(lambda grad: record.__setitem__(2, grad.placements))
+
+        return note
+
+    def forbid(self, name: str, reason: str) -> None:
+        self.reasons.setdefault(name, reason)
+
+    # -- ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._stack and torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
+            self.forbid(self._stack[-1], f"{func} draws random numbers: those of one device need its placements")
+        self._op = func
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def record_redistribute_calls(self, arg: Any, src_placement: Any, dst_placement: Any, *rest: Any, **options: Any) -> Any:
+        told = "->".join("".join(map(str, getattr(each, "placements", each))) for each in (src_placement, dst_placement))
+        if self._stack:
+            self.forbid(self._stack[-1], f"{self._op} redistributes {told}: add a rule that does it at a module's boundary")
+        elif torch._C._current_graph_task_id() >= 0:
+            self.in_backward.setdefault(f"{self._op} redistributes {told}")
+        return super().record_redistribute_calls(arg, src_placement, dst_placement, *rest, **options)
+
+
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a random op draws here: attention does for its dropout only."""
+    position = next((i for i, argument in enumerate(func._schema.arguments) if argument.name == "dropout_p"), None)
+    if position is None:
+        return True
+    return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0))
+
+
+class _Recording:
+    """While it is entered: hooks on every module, and the mode."""
+
+    def __init__(self, watch: _Watch) -> None:
+        self._watch = watch
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        for module in self._watch._names:
+            # After the plan's boundaries at the entry, before those at the exit: what the module itself sees.
+            self._handles.append(module.register_forward_pre_hook(self._watch.enter, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._watch.leave, prepend=True))
+        for change in self._watch.moves:
+            change.observe = self._watch.observe(change)
+        self._watch.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._watch.__exit__(*exception)
+        for handle in self._handles:
+            handle.remove()
+        for change in self._watch.moves:
+            change.observe = None
+
+
+def _bits(value: Any) -> bytes:
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    with _disable_current_modes():
+        return hashlib.sha256(local.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
+
+
+# -- static modules --------------------------------------------------------------------------------------------------------
+
+
+class _Region:
+    """One static module: at its entry, DTensors become local tensors; at its exit, local tensors become DTensors.
+
+    If it is called with other placements than in the warm-up, that call runs in eager mode.
+    """
+
+    def __init__(self, module: nn.Module, seen: _Seen, watch: _Watch, mesh: DeviceMesh) -> None:
+        self.is_inside = False
+        self.bits: _Bits = {}
+        self._checks = True
+        self._seen, self._mesh, self._sizes = seen, mesh, tuple(mesh.shape)
+        self._params = [
+            (owner, key, name, seen.param_grads.get(name))
+            for prefix, owner in module.named_modules()
+            for key in owner._parameters
+            for name in (f"{prefix}.{key}" if prefix else key,)
+        ]
+        self._buffers = [(owner, key) for owner in module.modules() for key in owner._buffers]
+        inside = {watch._names[each] for each in module.modules()}
+        self._moves: list[Redistribution] = []
+        for change, records in watch.moves.items():
+            boundary = change.boundary
+            is_own = boundary.module == watch._names[module]  # At the region's own entry and exit, DTensors flow.
+            if boundary.module in inside and not is_own and records:
+                src, dst, grad = records[0]
+                change.static = Move(mesh, src, dst, grad, clean(src) if boundary.grad_dst is None else _spoken(boundary.grad_dst, src))
+                self._moves.append(change)
+        self._handles = [
+            module.register_forward_pre_hook(self._enter, with_kwargs=True),
+            module.register_forward_hook(self._leave, prepend=True, always_call=True),
+        ]
+
+    def finish(self, *, keep: bool) -> None:
+        """End the warm-up. The module stays static, or becomes eager again."""
+        self._checks = False
+        if not keep:
+            for handle in self._handles:
+                handle.remove()
+            for change in self._moves:
+                change.static = None
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        if [leaf.placements if isinstance(leaf, DTensor) else None for leaf in leaves] != self._seen.inputs:
+            return None
+        if self._checks:
+            self.bits = {("in", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        for index, (leaf, placements) in enumerate(zip(leaves, self._seen.inputs)):
+            if placements is not None:
+                grads = self._seen.input_grads.get(index, clean(placements))
+                leaves[index] = _ToLocal.apply(leaf, grads)
+                self._check(leaves[index], "grad in", index)
+        for owner, key, name, grads in self._params:
+            param = owner._parameters[key]
+            if isinstance(param, DTensor):
+                owner.__dict__[key] = local = _ToLocal.apply(param, grads or param.placements)
+                self._check(local, "param", name)
+        for owner, key in self._buffers:
+            buffer = owner._buffers[key]
+            if isinstance(buffer, DTensor):
+                owner.__dict__[key] = buffer._local_tensor
+        self.is_inside = True
+        return pytree.tree_unflatten(leaves, tree)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self.is_inside:
+            return None
+        for owner, key, *_ in self._params:
+            owner.__dict__.pop(key, None)
+        for owner, key in self._buffers:
+            owner.__dict__.pop(key, None)
+        if output is None:  # It raised.
+            return None
+        self.is_inside = False
+        leaves, tree = pytree.tree_flatten(output)
+        if self._checks:
+            self.bits.update({("out", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
+        for index, (leaf, placements) in enumerate(zip(leaves, self._seen.outputs)):
+            if placements is not None and isinstance(leaf, torch.Tensor):
+                grads = self._seen.output_grads.get(index, clean(placements))
+                self._check(leaf, "grad out", index)
+                leaves[index] = _FromLocal.apply(leaf, self._mesh, placements, grads, self._sizes)
+        return pytree.tree_unflatten(leaves, tree)
+
+    def _check(self, local: torch.Tensor, kind: str, key: Any) -> None:
+        """In the warm-up: note the bits of a gradient."""
+        if self._checks and local.requires_grad:
+            local.register_hook(lambda grad: self.bits.__setitem__((kind, key), _bits(grad)))
+
+
+def _goes_with(placement: Any, grad: Any) -> bool:
+    """Whether local autograd can compute with a gradient of these placements."""
+    if isinstance(placement, Partial):
+        return grad.is_replicate()
+    return grad == placement or (placement.is_replicate() and type(grad) is Partial and grad.reduce_op == "sum")
+
+
+def _spoken(told: Sequence[Any], default: Placed) -> Placed:
+    return tuple([new or old for new, old in zip(told, clean(default))])
+
+
+class _ToLocal(torch.autograd.Function):
+    """A DTensor's local tensor, whose gradient has known placements."""
+
+    @staticmethod
+    def forward(ctx, tensor, grads):  # type: ignore[no-untyped-def]
+        ctx.spec, ctx.grads = tensor._spec, grads
+        local = tensor._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return make_dtensor(gradient.contiguous(), ctx.spec.mesh, ctx.grads, ctx.spec.shape), None
+
+
+class _FromLocal(torch.autograd.Function):
+    """A DTensor on a local tensor with even shards. Its gradient is brought to the placements of the warm-up."""
+
+    @staticmethod
+    def forward(ctx, local, mesh, placements, grads, sizes):  # type: ignore[no-untyped-def]
+        ctx.grads = grads
+        local = local.contiguous()
+        return make_dtensor(local, mesh, placements, whole_shape(local.shape, placements, sizes))
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        if gradient.placements != ctx.grads:
+            gradient = gradient.redistribute(placements=ctx.grads)
+        return gradient._local_tensor, None, None, None, None
