@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged.spmd._move import make_dtensor
 from torch_ragged.tensor._redistribute import mesh_group
 
 __all__ = ["PendingGradients"]
@@ -36,9 +37,23 @@ class PendingGradients:
     def __init__(self, params: Iterable[tuple[torch.nn.Parameter, tuple[Placement, ...]]], mesh: DeviceMesh) -> None:
         self._wanted = dict(params)
         self._mesh = mesh
+        self._leaves: dict[torch.nn.Parameter, tuple[torch.Tensor, tuple[Placement, ...]]] = {}
         self._ready: dict[torch.nn.Parameter, None] = {}  # In the order of backward, which is equal on all ranks.
         for param in self._wanted:
             param.register_post_accumulate_grad_hook(self._note)
+
+    def leaf_of(self, param: torch.nn.Parameter, placements: tuple[Placement, ...]) -> torch.Tensor | None:
+        """A leaf of autograd on the local memory of ``param``, for static modules; None if a unit reduces the gradient.
+
+        Autograd accumulates into the leaf, without DTensor. When backward ends, its gradient, which has ``placements``, is added
+        to that of ``param``.
+        """
+        if param not in self._wanted:
+            return None
+        local = param._local_tensor.detach().requires_grad_()  # type: ignore[attr-defined]
+        local.register_post_accumulate_grad_hook(lambda _: self._note(param))
+        self._leaves[param] = local, placements
+        return local
 
     def _note(self, param: torch.Tensor) -> None:
         if not self._ready:
@@ -46,27 +61,43 @@ class PendingGradients:
         self._ready[param] = None  # type: ignore[index]
 
     def _reduce(self) -> None:
-        buckets: dict[tuple[tuple[int, ...], torch.dtype], list[torch.nn.Parameter]] = {}
-        for param in self._ready:
-            grad, wanted = param.grad, self._wanted[param]
-            if not isinstance(grad, DTensor) or grad.placements == wanted:
-                continue
-            pending = _pending(grad.placements, wanted)
-            if pending is None:
-                param.grad = grad.redistribute(placements=wanted)
-            else:
-                buckets.setdefault((pending, grad.dtype), []).append(param)
-        self._ready = {}
-        for (dims, _), params in buckets.items():
-            for bucket in _split(params):
-                self._all_reduce(dims, bucket)
+        params, self._ready = list(self._ready), {}
+        for param, grad in self._reduced([(param, param.grad) for param in params]):
+            param.grad = grad
+        new = []
+        for param in params:
+            leaf, placements = self._leaves.get(param, (None, ()))
+            if leaf is not None and leaf.grad is not None:
+                new.append((param, make_dtensor(leaf.grad, self._mesh, placements, param.shape)))
+                leaf.grad = None
+        for param, grad in self._reduced(new):
+            param.grad = grad if param.grad is None else param.grad + grad
 
-    def _all_reduce(self, dims: tuple[int, ...], params: Sequence[torch.nn.Parameter]) -> None:
-        locals_ = [param.grad._local_tensor for param in params]  # type: ignore[union-attr]
+    def _reduced(self, grads: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> list[tuple[torch.nn.Parameter, DTensor]]:
+        """The gradients with the placements that the plan says."""
+        results: dict[torch.nn.Parameter, DTensor] = {}
+        buckets: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[torch.nn.Parameter, DTensor]]] = {}
+        for param, grad in grads:
+            if not isinstance(grad, DTensor):
+                continue
+            pending = _pending(grad.placements, self._wanted[param])
+            if pending is None:
+                results[param] = grad.redistribute(placements=self._wanted[param])
+            elif pending:
+                buckets.setdefault((pending, grad.dtype), []).append((param, grad))
+            else:
+                results[param] = grad
+        for (dims, _), pairs in buckets.items():
+            for bucket in _split(pairs):
+                locals_ = self._all_reduced(dims, [grad._local_tensor for _, grad in bucket])
+                for (param, grad), local in zip(bucket, locals_):
+                    results[param] = make_dtensor(local, self._mesh, self._wanted[param], grad.shape)
+        return list(results.items())
+
+    def _all_reduced(self, dims: tuple[int, ...], locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         flat = torch.cat([local.reshape(-1) for local in locals_]) if len(locals_) > 1 else locals_[0].reshape(-1)
         dist.all_reduce(flat, group=mesh_group(self._mesh, dims))
-        for param, local, part in zip(params, locals_, flat.split([local.numel() for local in locals_])):
-            param.grad = _with_local(param, part.view(local.shape), self._wanted[param])
+        return [part.view(local.shape) for part, local in zip(flat.split([local.numel() for local in locals_]), locals_)]
 
 
 def _pending(given: Sequence[Placement], wanted: Sequence[Placement]) -> tuple[int, ...] | None:
@@ -81,21 +112,15 @@ def _pending(given: Sequence[Placement], wanted: Sequence[Placement]) -> tuple[i
     return tuple(dims)
 
 
-def _split(params: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    """Runs of parameters of at most ``_BUCKET`` bytes."""
-    buckets: list[list[torch.nn.Parameter]] = [[]]
+def _split(pairs: Sequence[tuple[torch.nn.Parameter, DTensor]]) -> list[list[tuple[torch.nn.Parameter, DTensor]]]:
+    """Runs of gradients of at most ``_BUCKET`` bytes."""
+    buckets: list[list[tuple[torch.nn.Parameter, DTensor]]] = [[]]
     size = 0
-    for param in params:
-        nbytes = param.grad._local_tensor.nbytes  # type: ignore[union-attr]
+    for pair in pairs:
+        nbytes = pair[1]._local_tensor.nbytes
         if buckets[-1] and size + nbytes > _BUCKET:
             buckets.append([])
             size = 0
-        buckets[-1].append(param)
+        buckets[-1].append(pair)
         size += nbytes
     return buckets
-
-
-def _with_local(param: torch.nn.Parameter, local: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
-    grad = param.grad
-    assert isinstance(grad, DTensor)
-    return DTensor.from_local(local, grad.device_mesh, placements, run_check=False, shape=grad.shape, stride=grad.stride())

@@ -15,7 +15,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged.tensor._ownership import row_major
-from torch_ragged.tensor._redistribute import REDUCTIONS, redistribute_local
+from torch_ragged.tensor._redistribute import CARRIED, REDUCTIONS, plan, redistribute_local, run_steps
+from torch_ragged.tensor._route import Step
 
 __all__ = ["Move", "Placed", "can_move", "clean", "make_dtensor", "move_dtensor"]
 
@@ -32,6 +33,7 @@ class Move:
     def __init__(self, mesh: DeviceMesh, src: Placed, dst: Placed, grad_src: Placed, grad_dst: Placed) -> None:
         self.mesh, self.src, self.dst, self.grad_src, self.grad_dst = mesh, src, dst, grad_src, grad_dst
         self._sizes = tuple(mesh.shape)
+        self._plans: dict[Any, Sequence[Step]] = {}
         self._moves = src != dst or grad_src != grad_dst
 
     def __call__(self, local: torch.Tensor) -> torch.Tensor:
@@ -41,7 +43,14 @@ class Move:
         """Move a local tensor whose shards are even. The collectives of ``redistribute_local``."""
         if src == dst:
             return local
-        return redistribute_local(local, self.mesh, whole_shape(local.shape, src, self._sizes), src, dst).wait()
+        key = (src is self.src, local.shape)
+        steps = self._plans.get(key)
+        if steps is None:  # Once per shape: hashing placements takes longer than a small collective.
+            shape = whole_shape(local.shape, src, self._sizes)
+            if local.dtype not in CARRIED:
+                return redistribute_local(local, self.mesh, shape, src, dst).wait()
+            steps = self._plans[key] = plan(shape, self._sizes, src, dst, tuple(self.mesh.get_coordinate() or ()))
+        return run_steps(steps, local, self.mesh).wait()
 
 
 class _MoveLocal(torch.autograd.Function):
@@ -78,9 +87,18 @@ def clean(placements: Sequence[Placement]) -> Placed:
 
 def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Placed, shape: Sequence[int]) -> DTensor:
     """A DTensor on ``local``, without a check and without autograd."""
-    shape = torch.Size(shape)
-    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, row_major(shape), local.dtype))
-    return DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[call-arg]
+    key = (id(mesh), placements, tuple(shape), local.dtype)  # An equal mesh may have other process groups.
+    known, spec = _specs.get(key, (None, None))
+    if known is not mesh:
+        meta = TensorMeta(torch.Size(shape), row_major(shape), local.dtype)
+        spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+        if len(_specs) >= 4096:
+            _specs.clear()
+        _specs[key] = mesh, spec
+    return DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[call-arg, arg-type]
+
+
+_specs: dict[Any, tuple[DeviceMesh, DTensorSpec]] = {}
 
 
 def move_dtensor(tensor: DTensor, dst: Placed, before: Placed | None = None, after: Placed | None = None) -> DTensor:

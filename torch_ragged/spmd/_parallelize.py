@@ -77,6 +77,10 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
         model: a module with its parameters on the device of ``mesh``, equal on all ranks; or from ``deferred_init``.
         plan: see :class:`Plan`.
         mesh: all ranks of it call this. Its dimensions have names.
+        mode: ``"eager"``: DTensors flow through the model. ``"static"``: local tensors flow through the modules in which only
+            local ops and boundaries of the plan happen, so that DTensor costs nothing there. The first call with gradients
+            finds these modules: it runs the model twice more, and a module is static only if it computes the same bits, its
+            gradients too. ``model.static_modules.report`` names them, and for other modules the op, and the rule to add.
         promote: whether a plain tensor that meets a DTensor counts as ``Replicate()``, for the whole process. If not, such an
             op is an error of DTensor.
 
@@ -89,7 +93,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
     Raises:
         PlanError: the plan does not fit the model or the mesh. Every rank raises, before anything is changed; the text lists
             all that is wrong.
-        ValueError: ranks call it with different plans or models, or ``model`` is parallelized already.
+        ValueError: ``mode`` is another word; ranks call it with different plans, models or modes, or ``model`` is parallelized
+            already.
 
     Source: veScale's eager-mode SPMD, sections 4 and 5.
     """
@@ -97,8 +102,10 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
     with agreement(groups, device_of_messages(groups[0]), "parallelize") as claim:
         if hasattr(model, "plan_ir"):
             raise ValueError(f"this {type(model).__name__} is parallelized already: build a new model for another plan")
+        if mode not in ("eager", "static"):
+            raise ValueError(f"parallelize: mode must be 'eager' or 'static', got {mode!r}")
         resolved = resolve(plan, model, mesh)
-        claim.append(str(resolved))
+        claim += [f"mode {mode}, promote {promote}", str(resolved)]
     single_device()
     compute_as_one_device(promote)
     deferred = is_deferred(model)
@@ -111,10 +118,10 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
     if deferred:
         materialize(model)
     gradients = [(model.get_parameter(record.name), _gradient_placements(record)) for record in others]
-    PendingGradients([(param, placements) for param, placements in gradients if param.requires_grad], mesh)
+    pending = PendingGradients([(param, placements) for param, placements in gradients if param.requires_grad], mesh)
     model.plan_ir = resolved  # type: ignore[assignment]
     if mode == "static":
-        model.static_modules = StaticModules(model, mesh, changes)  # type: ignore[assignment]
+        model.static_modules = StaticModules(model, mesh, changes, pending)  # type: ignore[assignment]
     return model
 
 

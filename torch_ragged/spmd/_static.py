@@ -21,6 +21,7 @@ from torch.utils._debug_mode import DebugMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_ragged.spmd._boundary import Redistribution
+from torch_ragged.spmd._gradients import PendingGradients
 from torch_ragged.spmd._move import Move, Placed, can_move, clean, make_dtensor, whole_shape
 
 __all__ = ["StaticModules", "StaticReport"]
@@ -39,7 +40,7 @@ class StaticReport:
     reasons: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"static: {', '.join(self.modules) or 'no module'}"]
+        lines = [f"static: {', '.join(name or '(root)' for name in self.modules) or 'no module'}"]
         return "\n".join([*lines, *(f"eager: {name or '(root)'}: {reason}" for name, reason in self.reasons.items())])
 
 
@@ -72,9 +73,9 @@ class StaticModules:
     children are tried. Gradients, buffers and the random state are restored.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, changes: Sequence[Any]) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, changes: Sequence[Any], gradients: PendingGradients) -> None:
         self.report: Optional[StaticReport] = None
-        self._model, self._mesh = model, mesh
+        self._model, self._mesh, self._gradients = model, mesh, gradients
         self._redistributions = [change for change in changes if isinstance(change, Redistribution)]
         self._names = {module: name for name, module in model.named_modules()}
         self._reasons: dict[str, str] = {}
@@ -111,7 +112,7 @@ class StaticModules:
         chosen = list(self._outermost(watch, "", frozenset()))
         while True:
             restore()
-            self._regions = {name: _Region(self._model.get_submodule(name), watch.seen[name], watch, self._mesh) for name in chosen}
+            self._regions = {name: _Region(self._model.get_submodule(name), watch.seen[name], watch, self._mesh, self._gradients) for name in chosen}
             wrong = self._differences(watch, args, kwargs)
             for region in self._regions.values():
                 region.finish(keep=not wrong)
@@ -153,9 +154,11 @@ class StaticModules:
             self._step(args, kwargs)
         except Exception as error:
             name = next((name for name, region in self._regions.items() if region.is_inside), None)
-            if name is None:
+            if not self._regions:
                 raise
-            return {name: f"on local tensors, its forward raises {type(error).__name__}: {str(error).splitlines()[0]}"}
+            where = "forward" if name is not None else "backward"
+            reason = f"on local tensors, its {where} raises {type(error).__name__}: {str(error).splitlines()[0]}"
+            return dict.fromkeys([name] if name is not None else self._regions, reason)
         for kind, given in (("out", "in"), ("param", "grad out"), ("grad in", "grad out")):
             wrong = {}
             for name, region in self._regions.items():
@@ -219,6 +222,8 @@ class _Watch(DebugMode):
         name = self._names[module]
         self._stack.append(name)
         seen = self.seen.setdefault(name, _Seen())
+        if torch._C._current_graph_task_id() >= 0:  # Recomputation for backward.
+            return
         seen.calls += 1
         if seen.calls > 1:
             self.forbid(name, "it runs more than once in a forward")
@@ -231,6 +236,8 @@ class _Watch(DebugMode):
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self._stack.pop()
+        if torch._C._current_graph_task_id() >= 0:
+            return
         seen, leaves = self.seen[name], pytree.tree_leaves(output)
         seen.outputs = self._record(leaves, seen.output_grads, seen.bits, "grad out")
         seen.bits.update({("out", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
@@ -328,16 +335,20 @@ class _Region:
     If it is called with other placements than in the warm-up, that call runs in eager mode.
     """
 
-    def __init__(self, module: nn.Module, seen: _Seen, watch: _Watch, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, module: nn.Module, seen: _Seen, watch: _Watch, mesh: DeviceMesh, gradients: PendingGradients
+    ) -> None:
         self.is_inside = False
         self.bits: _Bits = {}
         self._checks = True
         self._seen, self._mesh, self._sizes = seen, mesh, tuple(mesh.shape)
+        self._gradients = gradients
         self._params = [
-            (owner, key, name, seen.param_grads.get(name))
+            _LocalParam(owner, key, name, seen.param_grads.get(name), gradients)
             for prefix, owner in module.named_modules()
-            for key in owner._parameters
+            for key, param in owner._parameters.items()
             for name in (f"{prefix}.{key}" if prefix else key,)
+            if param is not None
         ]
         self._buffers = [(owner, key) for owner in module.modules() for key in owner._buffers]
         inside = {watch._names[each] for each in module.modules()}
@@ -374,11 +385,10 @@ class _Region:
                 grads = self._seen.input_grads.get(index, clean(placements))
                 leaves[index] = _ToLocal.apply(leaf, grads)
                 self._check(leaves[index], "grad in", index)
-        for owner, key, name, grads in self._params:
-            param = owner._parameters[key]
-            if isinstance(param, DTensor):
-                owner.__dict__[key] = local = _ToLocal.apply(param, grads or param.placements)
-                self._check(local, "param", name)
+        for each in self._params:
+            local = each.enter()
+            if self._checks and local is not None:
+                self._check(local, "param", each.name)
         for owner, key in self._buffers:
             buffer = owner._buffers[key]
             if isinstance(buffer, DTensor):
@@ -389,8 +399,8 @@ class _Region:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.is_inside:
             return None
-        for owner, key, *_ in self._params:
-            owner.__dict__.pop(key, None)
+        for each in self._params:
+            each.leave()
         for owner, key in self._buffers:
             owner.__dict__.pop(key, None)
         if output is None:  # It raised.
@@ -409,7 +419,38 @@ class _Region:
     def _check(self, local: torch.Tensor, kind: str, key: Any) -> None:
         """In the warm-up: note the bits of a gradient."""
         if self._checks and local.requires_grad:
-            local.register_hook(lambda grad: self.bits.__setitem__((kind, key), _bits(grad)))
+            local.register_hook(lambda grad: self.bits.__setitem__((kind, key), _bits(grad)) if self._checks else None)
+
+
+class _LocalParam:
+    """A parameter of a static module. While the module runs, its attribute is a local tensor on the same memory.
+
+    The attribute of the instance hides the registered parameter, which optimizers and ``state_dict`` see as before.
+    """
+
+    def __init__(self, owner: nn.Module, key: str, name: str, grads: Optional[Placed], gradients: PendingGradients) -> None:
+        self.name = name
+        self._attributes, self._key, self._registered = vars(owner), key, owner._parameters
+        self._grads, self._gradients = grads, gradients
+        self._of: Any = None
+        self._leaf: Optional[torch.Tensor] = None
+
+    def enter(self) -> Optional[torch.Tensor]:
+        param: Any = self._registered[self._key]
+        if not isinstance(param, DTensor):
+            return None
+        local = self._leaf
+        if param is not self._of or local is None or local.data_ptr() != param._local_tensor.data_ptr():
+            grads = self._grads or param.placements
+            local = self._gradients.leaf_of(param, grads) if param.requires_grad else param._local_tensor  # type: ignore[arg-type]
+            self._of, self._leaf = (param, local) if local is not None else (None, None)
+            if local is None:  # A unit's: gathered anew for each forward, and its gradient is the unit's.
+                local = _ToLocal.apply(param, grads)
+        self._attributes[self._key] = local
+        return local
+
+    def leave(self) -> None:
+        self._attributes.pop(self._key, None)
 
 
 def _goes_with(placement: Any, grad: Any) -> bool:

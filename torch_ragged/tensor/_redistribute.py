@@ -55,6 +55,7 @@ __all__ = [
     "plan",
     "ranks_ascend",
     "redistribute_local",
+    "run_steps",
     "warn_of_order",
 ]
 
@@ -164,9 +165,13 @@ def redistribute_local(
         )
     warn_of_order(mesh, source)
     warn_of_order(mesh, target)
-    coordinate = _coordinate(mesh)
+    return run_steps(plan(tuple(shape), tuple(mesh.shape), source, target, _coordinate(mesh)), local, mesh)
+
+
+def run_steps(steps: Sequence[Step], local: torch.Tensor, mesh: DeviceMesh) -> Pending:
+    """Carry out the steps of :func:`plan` on a local tensor of a dtype in ``CARRIED``."""
     result = Pending(local, tuple(local.shape))
-    for step in plan(tuple(shape), tuple(mesh.shape), source, target, coordinate):
+    for step in steps:
         flat = result.wait().contiguous().view(-1)
         result = _RUN[type(step)](step, flat, mesh)
     return result

@@ -1,0 +1,201 @@
+"""Static modules: the bits of eager mode without DTensor inside, and a report that says what keeps a module eager."""
+
+import unittest
+
+import expecttest
+import torch
+import torch.nn.functional as F
+from common import enter_fake_group, error_of, ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from torch_ragged.spmd import Plan, parallelize
+
+BLOCK = r"blocks\.\d+"
+
+
+class Block(nn.Module):
+    def __init__(self, p=0.0):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, block=Block, **options):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(24, 8), nn.Linear(8, 24, bias=False)
+        self.blocks = nn.ModuleList(block(**options) for _ in range(2))
+        self.checkpointed = False
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def plan_of(sequence=True, grad=True, first=True):
+    plan = Plan().shard(rf"{BLOCK}\.up\.(weight|bias)", Shard(0), "tp").shard(rf"{BLOCK}\.down\.weight", Shard(1), "tp")
+    if sequence:
+        plan.shard(rf"{BLOCK}\.norm.<in>", Shard(1), "tp").shard(rf"{BLOCK}\.norm.<out>", Replicate(), "tp")
+    elif grad:
+        plan.shard(rf"{BLOCK}\.norm.<out>", Replicate(), "tp", grad=Replicate())
+    plan.shard(rf"{BLOCK}\.down.<out>", Shard(1) if sequence else Replicate(), "tp")
+    if sequence and first:
+        plan.shard("embedding.<out>", Shard(1), "tp")
+    return plan.shard("<in:ids>", Shard(0), "dp")
+
+
+def make(seed=0, **options):
+    torch.manual_seed(seed)
+    return Net(**options)
+
+
+def losses_of(model, batches=(4, 4, 8), accumulate=1):
+    torch.manual_seed(1)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for size in batches:
+        for _ in range(accumulate):
+            loss = model(torch.randint(24, (size, 6)))
+            loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        losses.append(model(torch.arange(24).view(4, 6)).item())
+    return losses
+
+
+class Inside(TorchDispatchMode):
+    """Ops that see a DTensor while the module runs."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.found, self._depth = [], 0
+        module.register_forward_pre_hook(lambda *_: self._move(1))
+        module.register_forward_hook(lambda *_: self._move(-1), prepend=True)
+
+    def _move(self, step):
+        self._depth += step
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self._depth and any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class StaticTest(unittest.TestCase):
+    @ranks(4)
+    def test_static_blocks_have_the_bits_of_eager_mode_and_no_dtensor_inside():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for sequence in (True, False):
+            for unit in (False, True):
+                plan = plan_of(sequence)
+                plan = plan.unit(BLOCK, "dp") if unit else plan.default(Replicate())
+                eager, static = parallelize(make(), plan, mesh), parallelize(make(), plan, mesh, mode="static")
+                found = losses_of(static, accumulate=2)
+                assert found == losses_of(eager, accumulate=2), (sequence, unit)
+                torch.testing.assert_close(found, losses_of(make(), accumulate=2), rtol=0, atol=1e-5)
+                assert {"blocks.0", "blocks.1"} <= set(static.static_modules.report.modules), static.static_modules.report
+                inside = Inside(static.blocks[1].down)
+                with inside:
+                    static(torch.arange(24).view(4, 6))
+                assert inside.found == [], inside.found
+                assert isinstance(static.blocks[1].down.weight, DTensor)
+                names = {name for name, _ in make().named_parameters()}
+                assert {name for name, _ in static.named_parameters()} == names == set(static.state_dict())
+
+    @ranks(2)
+    def test_checkpointed_blocks_and_dropout():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        plan = plan_of().default(Replicate())
+        eager, static = parallelize(make(), plan, mesh), parallelize(make(), plan, mesh, mode="static")
+        eager.checkpointed = static.checkpointed = True
+        assert losses_of(static) == losses_of(eager)
+        assert static.static_modules.report.modules, static.static_modules.report
+        eager, static = parallelize(make(p=0.2), plan, mesh), parallelize(make(p=0.2), plan, mesh, mode="static")
+        found = losses_of(static)
+        assert found == losses_of(eager)
+        torch.testing.assert_close(found, losses_of(make(p=0.2)), rtol=0, atol=1e-5)
+        report = static.static_modules.report
+        assert "blocks.0.dropout" in report.reasons and "blocks.0" not in report.modules, report
+        assert "blocks.0.up" in report.modules, report
+
+    @ranks(2)
+    def test_ranks_that_ask_for_other_modes_raise():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        mode = "static" if mesh.get_local_rank() else "eager"
+        plan = Plan().default(Replicate())
+        assert "parallelize was called differently" in error_of(parallelize, make(), plan, mesh, mode=mode)
+        assert "mode must be 'eager' or 'static', got 'fast'" in error_of(parallelize, make(), plan, mesh, mode="fast")
+
+
+class HardCoded(Block):
+    """Knows the global number of features."""
+
+    def forward(self, x):
+        h = self.up(self.norm(x)).view(*x.shape[:-1], 2, 8)
+        return x + self.down(h.flatten(-2))
+
+
+class Positions(Block):
+    """The result depends on which rows a rank has."""
+
+    def forward(self, x):
+        h = self.norm(x) * torch.arange(x.size(1)).view(-1, 1)
+        return x + self.down(self.up(h))
+
+
+class ReportTest(expecttest.TestCase):
+    def report(self, plan, **options):
+        enter_fake_group(self, 4)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = parallelize(make(**options), plan.default(Replicate()), mesh, mode="static")
+        model(torch.zeros(4, 6, dtype=torch.int64))
+        return str(model.static_modules.report)
+
+    def test_a_redistribution_inside_of_a_module(self):
+        self.assertExpectedInline(self.report(plan_of(first=False)), """\
+static: head, blocks.0.norm, blocks.0.up, blocks.0.down, blocks.1
+eager: blocks.0: aten.add.Tensor redistributes S(0)R->S(0)S(1): add a rule that does it at a module's boundary
+eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a module's boundary""")
+
+    def test_a_gradient_without_a_rule(self):
+        self.assertExpectedInline(self.report(plan_of(sequence=False, grad=False)), """\
+static: head, blocks.0.up, blocks.0.down, blocks.1.up, blocks.1.down
+eager: (root): aten.nll_loss_forward.default redistributes P(sum)R->RR: add a rule that does it at a module's boundary""")
+
+    def test_random_numbers(self):
+        self.assertExpectedInline(self.report(plan_of(), p=0.1), """\
+static: embedding, head, blocks.0.up, blocks.0.down, blocks.1.up, blocks.1.down
+eager: blocks.0.dropout: aten.bernoulli_.float draws random numbers: those of one device need its placements
+eager: blocks.1.dropout: aten.bernoulli_.float draws random numbers: those of one device need its placements
+eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a module's boundary
+eager: blocks.0.norm: on local tensors, the gradient of input 0 has other bits: in backward of eager mode, aten.nll_loss_backward.default redistributes S(0)R->S(0)_S(0, 2). Add a rule with grad= or grad_dst=
+eager: blocks.1.norm: on local tensors, the gradient of input 0 has other bits: in backward of eager mode, aten.nll_loss_backward.default redistributes S(0)R->S(0)_S(0, 2). Add a rule with grad= or grad_dst=""")
+
+    def test_a_shape_of_global_sizes(self):
+        self.assertExpectedInline(self.report(plan_of(), block=HardCoded), """\
+static: embedding, head, blocks.0.up, blocks.0.down, blocks.1.up, blocks.1.down
+eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a module's boundary
+eager: blocks.0: on local tensors, its forward raises RuntimeError: mat1 and mat2 shapes cannot be multiplied (6x16 and 8x8)
+eager: blocks.1: on local tensors, its forward raises RuntimeError: mat1 and mat2 shapes cannot be multiplied (6x16 and 8x8)
+eager: blocks.0.norm: on local tensors, the gradient of input 0 has other bits: in backward of eager mode, aten.nll_loss_backward.default redistributes S(0)R->S(0)_S(0, 2). Add a rule with grad= or grad_dst=
+eager: blocks.1.norm: on local tensors, the gradient of input 0 has other bits: in backward of eager mode, aten.nll_loss_backward.default redistributes S(0)R->S(0)_S(0, 2). Add a rule with grad= or grad_dst=""")
+
+    def test_positions_in_the_sequence(self):
+        self.assertExpectedInline(self.report(plan_of(), block=Positions), """\
+static: embedding, head, blocks.0.up, blocks.0.down, blocks.1.up, blocks.1.down
+eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a module's boundary
+eager: blocks.0: on local tensors, its forward raises RuntimeError: The size of tensor a (6) must match the size of tensor b (3) at non-singleton dimension 1
+eager: blocks.1: on local tensors, its forward raises RuntimeError: The size of tensor a (6) must match the size of tensor b (3) at non-singleton dimension 1
+eager: blocks.0.norm: on local tensors, the gradient of input 0 has other bits: in backward of eager mode, aten.nll_loss_backward.default redistributes S(0)R->S(0)_S(0, 2). Add a rule with grad= or grad_dst=
+eager: blocks.1.norm: on local tensors, the gradient of input 0 has other bits: in backward of eager mode, aten.nll_loss_backward.default redistributes S(0)R->S(0)_S(0, 2). Add a rule with grad= or grad_dst=""")
