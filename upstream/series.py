@@ -84,7 +84,6 @@ SERIES = (
         ("tensor/strided_placement_types.py",),
         (
             "tensor/test_strided_ragged_shard.py",
-            "tensor/test_interleaved_shard.py",
             "tensor/test_ownership.py",
             "tensor/test_random.py",
             "tensor/test_compile.py",

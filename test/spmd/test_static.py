@@ -163,39 +163,53 @@ class ReportTest(expecttest.TestCase):
         return str(model.static_modules.report)
 
     def test_a_redistribution_inside_of_a_module(self):
-        self.assertExpectedInline(self.report(plan_of(first=False)), """\
+        self.assertExpectedInline(
+            self.report(plan_of(first=False)),
+            """\
 static: head, blocks.0.norm, blocks.0.up, blocks.0.down, blocks.1
 eager: blocks.0: aten.add.Tensor redistributes S(0)R->S(0)S(1): add a rule that does it at a module's boundary
-eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a module's boundary""")
+eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a module's boundary
+eager: embedding: in backward, aten.embedding_dense_backward.default redistributes S(0)R->S(0)S(1): add a rule with grad= or grad_dst=""",
+        )
 
     def test_a_gradient_without_a_rule(self):
-        self.assertExpectedInline(self.report(plan_of(sequence=False, grad=False)), """\
+        self.assertExpectedInline(
+            self.report(plan_of(sequence=False, grad=False)),
+            """\
 static: head, blocks.0.up, blocks.0.down, blocks.1.up, blocks.1.down
-eager: (root): aten.nll_loss_forward.default redistributes P(sum)R->RR: add a rule that does it at a module's boundary""")
+eager: (root): aten.nll_loss_forward.default redistributes P(sum)R->RR: add a rule that does it at a module's boundary
+eager: blocks.1.norm: in backward, aten.native_layer_norm_backward.default redistributes S(0)P(sum)->S(0)S(0): add a rule with grad= or grad_dst=
+eager: blocks.0.norm: in backward, aten.native_layer_norm_backward.default redistributes S(0)P(sum)->S(0)S(0): add a rule with grad= or grad_dst=
+eager: embedding: in backward, aten.embedding_dense_backward.default redistributes S(0)R->S(0)S(0): add a rule with grad= or grad_dst=
+eager: blocks.0.dropout: the gradient of a tensor under S(0)R is S(0)S(0): add a rule with grad=""",
+        )
 
     def test_random_numbers(self):
-        self.assertExpectedInline(self.report(plan_of(), p=0.1), """\
-static: embedding, head, blocks.0.up, blocks.0.down, blocks.1.up, blocks.1.down
+        self.assertExpectedInline(
+            self.report(plan_of(), p=0.1),
+            """\
+static: embedding, head, blocks.0.norm, blocks.0.up, blocks.0.down, blocks.1.norm, blocks.1.up, blocks.1.down
 eager: blocks.0.dropout: aten.bernoulli_.float draws random numbers: those of one device need its placements
 eager: blocks.1.dropout: aten.bernoulli_.float draws random numbers: those of one device need its placements
-eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a module's boundary
-eager: blocks.0.norm: on local tensors, the gradient of input 0 has other bits: in backward of eager mode, aten.nll_loss_backward.default redistributes S(0)R->S(0)_S(0, 2). Add a rule with grad= or grad_dst=
-eager: blocks.1.norm: on local tensors, the gradient of input 0 has other bits: in backward of eager mode, aten.nll_loss_backward.default redistributes S(0)R->S(0)_S(0, 2). Add a rule with grad= or grad_dst=""")
+eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a module's boundary""",
+        )
 
     def test_a_shape_of_global_sizes(self):
-        self.assertExpectedInline(self.report(plan_of(), block=HardCoded), """\
-static: embedding, head, blocks.0.up, blocks.0.down, blocks.1.up, blocks.1.down
+        self.assertExpectedInline(
+            self.report(plan_of(), block=HardCoded),
+            """\
+static: embedding, head, blocks.0.norm, blocks.0.up, blocks.0.down, blocks.1.norm, blocks.1.up, blocks.1.down
 eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a module's boundary
 eager: blocks.0: on local tensors, its forward raises RuntimeError: mat1 and mat2 shapes cannot be multiplied (6x16 and 8x8)
-eager: blocks.1: on local tensors, its forward raises RuntimeError: mat1 and mat2 shapes cannot be multiplied (6x16 and 8x8)
-eager: blocks.0.norm: on local tensors, the gradient of input 0 has other bits: in backward of eager mode, aten.nll_loss_backward.default redistributes S(0)R->S(0)_S(0, 2). Add a rule with grad= or grad_dst=
-eager: blocks.1.norm: on local tensors, the gradient of input 0 has other bits: in backward of eager mode, aten.nll_loss_backward.default redistributes S(0)R->S(0)_S(0, 2). Add a rule with grad= or grad_dst=""")
+eager: blocks.1: on local tensors, its forward raises RuntimeError: mat1 and mat2 shapes cannot be multiplied (6x16 and 8x8)""",
+        )
 
     def test_positions_in_the_sequence(self):
-        self.assertExpectedInline(self.report(plan_of(), block=Positions), """\
-static: embedding, head, blocks.0.up, blocks.0.down, blocks.1.up, blocks.1.down
+        self.assertExpectedInline(
+            self.report(plan_of(), block=Positions),
+            """\
+static: embedding, head, blocks.0.norm, blocks.0.up, blocks.0.down, blocks.1.norm, blocks.1.up, blocks.1.down
 eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a module's boundary
 eager: blocks.0: on local tensors, its forward raises RuntimeError: The size of tensor a (6) must match the size of tensor b (3) at non-singleton dimension 1
-eager: blocks.1: on local tensors, its forward raises RuntimeError: The size of tensor a (6) must match the size of tensor b (3) at non-singleton dimension 1
-eager: blocks.0.norm: on local tensors, the gradient of input 0 has other bits: in backward of eager mode, aten.nll_loss_backward.default redistributes S(0)R->S(0)_S(0, 2). Add a rule with grad= or grad_dst=
-eager: blocks.1.norm: on local tensors, the gradient of input 0 has other bits: in backward of eager mode, aten.nll_loss_backward.default redistributes S(0)R->S(0)_S(0, 2). Add a rule with grad= or grad_dst=""")
+eager: blocks.1: on local tensors, its forward raises RuntimeError: The size of tensor a (6) must match the size of tensor b (3) at non-singleton dimension 1""",
+        )

@@ -73,7 +73,9 @@ class PendingGradients:
         for param, grad in self._reduced(new):
             param.grad = grad if param.grad is None else param.grad + grad
 
-    def _reduced(self, grads: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> list[tuple[torch.nn.Parameter, DTensor]]:
+    def _reduced(
+        self, grads: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]
+    ) -> list[tuple[torch.nn.Parameter, DTensor]]:
         """The gradients with the placements that the plan says."""
         results: dict[torch.nn.Parameter, DTensor] = {}
         buckets: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[torch.nn.Parameter, DTensor]]] = {}

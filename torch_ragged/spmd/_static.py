@@ -112,7 +112,10 @@ class StaticModules:
         chosen = list(self._outermost(watch, "", frozenset()))
         while True:
             restore()
-            self._regions = {name: _Region(self._model.get_submodule(name), watch.seen[name], watch, self._mesh, self._gradients) for name in chosen}
+            self._regions = {
+                name: _Region(self._model.get_submodule(name), watch.seen[name], watch, self._mesh, self._gradients)
+                for name in chosen
+            }
             wrong = self._differences(watch, args, kwargs)
             for region in self._regions.values():
                 region.finish(keep=not wrong)
@@ -128,7 +131,7 @@ class StaticModules:
         restore()
         for param in self._model.parameters():
             param.grad = grads.get(param)
-        self.report = StaticReport(tuple(chosen), dict(self._reasons))
+        self.report = StaticReport(tuple(chosen), {**self._reasons, **watch.reasons})
 
     def _step(self, args: Any, kwargs: dict[str, Any]) -> None:
         """One forward and backward."""
@@ -166,7 +169,7 @@ class StaticModules:
                 other = [key for key, bits in eager.items() if key[0] == kind and static.get(key) != bits]
                 has_equal_inputs = all(static.get(key) == bits for key, bits in eager.items() if key[0] == given)
                 if other and has_equal_inputs:
-                    wrong[name] = f"on local tensors, {_what(other[0])} has other bits{watch.hint() if kind != 'out' else ''}"
+                    wrong[name] = f"on local tensors, {_what(other[0])} has other bits"
             if wrong:
                 return wrong
         return {}
@@ -174,7 +177,11 @@ class StaticModules:
 
 def _what(key: Any) -> str:
     kind, index = key
-    return {"out": f"output {index}", "param": f"the gradient of {index}", "grad in": f"the gradient of input {index}"}[kind]
+    return {
+        "out": f"output {index}",
+        "param": f"the gradient of {index}",
+        "grad in": f"the gradient of input {index}, which is added up in another order,",
+    }[kind]
 
 
 # -- what happens in eager mode --------------------------------------------------------------------------------------------
@@ -187,7 +194,7 @@ class _Watch(DebugMode):
         super().__init__()
         self.seen: dict[str, _Seen] = {}
         self.reasons: dict[str, str] = {}
-        self.in_backward: dict[str, None] = {}
+        self._spans: dict[str, tuple[int, int]] = {}
         self.moves: dict[Redistribution, list[Any]] = {each: [] for each in redistributions}
         self._names, self._stack, self._handles = names, [], []  # type: ignore[var-annotated]
 
@@ -204,14 +211,18 @@ class _Watch(DebugMode):
                 return False
             if placements is not None and grads is not None and not all(map(_goes_with, placements, grads)):
                 told = "".join(map(str, grads))
-                self.forbid(name, f"the gradient of a tensor under {''.join(map(str, placements))} is {told}{self.hint()}")
+                self.forbid(
+                    name, f"the gradient of a tensor under {''.join(map(str, placements))} is {told}: add a rule with grad="
+                )
                 return False
         return any(isinstance(param, DTensor) for param in module.parameters())
 
-    def hint(self) -> str:
-        """What happened in backward without a rule."""
-        why = next(iter(self.in_backward), "")
-        return f": in backward of eager mode, {why}. Add a rule with grad= or grad_dst=" if why else ""
+    def _module_of_backward(self) -> Optional[str]:
+        """The innermost module whose forward made the node of autograd that runs now: nodes are numbered as they are made."""
+        node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() >= 0 else None
+        number = -1 if node is None else node._sequence_nr()
+        around = [(stop - start, name) for name, (start, stop) in self._spans.items() if start <= number < stop]
+        return min(around)[1] if around else None
 
     def recording(self) -> Any:
         return _Recording(self)
@@ -220,14 +231,16 @@ class _Watch(DebugMode):
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         name = self._names[module]
+        if torch._C._current_graph_task_id() >= 0:  # Recomputation for backward.
+            self._stack.append(name)
+            return
+        leaves = pytree.tree_leaves((args, kwargs))
         self._stack.append(name)
         seen = self.seen.setdefault(name, _Seen())
-        if torch._C._current_graph_task_id() >= 0:  # Recomputation for backward.
-            return
         seen.calls += 1
+        self._spans[name] = (torch._C._autograd._get_sequence_nr(), 0)
         if seen.calls > 1:
             self.forbid(name, "it runs more than once in a forward")
-        leaves = pytree.tree_leaves((args, kwargs))
         seen.inputs = self._record(leaves, seen.input_grads, seen.bits, "grad in")
         seen.bits.update({("in", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
         for inner, param in module.named_parameters():
@@ -238,13 +251,12 @@ class _Watch(DebugMode):
         name = self._stack.pop()
         if torch._C._current_graph_task_id() >= 0:
             return
+        self._spans[name] = (self._spans[name][0], torch._C._autograd._get_sequence_nr())
         seen, leaves = self.seen[name], pytree.tree_leaves(output)
         seen.outputs = self._record(leaves, seen.output_grads, seen.bits, "grad out")
         seen.bits.update({("out", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
 
-    def _record(
-        self, leaves: list[Any], grads: dict[int, Placed], bits: _Bits, kind: str
-    ) -> list[Optional[Placed]]:
+    def _record(self, leaves: list[Any], grads: dict[int, Placed], bits: _Bits, kind: str) -> list[Optional[Placed]]:
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, DTensor) and leaf.requires_grad:
 
@@ -283,8 +295,8 @@ class _Watch(DebugMode):
         told = "->".join("".join(map(str, getattr(each, "placements", each))) for each in (src_placement, dst_placement))
         if self._stack:
             self.forbid(self._stack[-1], f"{self._op} redistributes {told}: add a rule that does it at a module's boundary")
-        elif torch._C._current_graph_task_id() >= 0:
-            self.in_backward.setdefault(f"{self._op} redistributes {told}")
+        elif (name := self._module_of_backward()) is not None:
+            self.forbid(name, f"in backward, {self._op} redistributes {told}: add a rule with grad= or grad_dst=")
         return super().record_redistribute_calls(arg, src_placement, dst_placement, *rest, **options)
 
 
@@ -335,9 +347,7 @@ class _Region:
     If it is called with other placements than in the warm-up, that call runs in eager mode.
     """
 
-    def __init__(
-        self, module: nn.Module, seen: _Seen, watch: _Watch, mesh: DeviceMesh, gradients: PendingGradients
-    ) -> None:
+    def __init__(self, module: nn.Module, seen: _Seen, watch: _Watch, mesh: DeviceMesh, gradients: PendingGradients) -> None:
         self.is_inside = False
         self.bits: _Bits = {}
         self._checks = True
@@ -358,7 +368,9 @@ class _Region:
             is_own = boundary.module == watch._names[module]  # At the region's own entry and exit, DTensors flow.
             if boundary.module in inside and not is_own and records:
                 src, dst, grad = records[0]
-                change.static = Move(mesh, src, dst, grad, clean(src) if boundary.grad_dst is None else _spoken(boundary.grad_dst, src))
+                change.static = Move(
+                    mesh, src, dst, grad, clean(src) if boundary.grad_dst is None else _spoken(boundary.grad_dst, src)
+                )
                 self._moves.append(change)
         self._handles = [
             module.register_forward_pre_hook(self._enter, with_kwargs=True),
@@ -383,8 +395,8 @@ class _Region:
         for index, (leaf, placements) in enumerate(zip(leaves, self._seen.inputs)):
             if placements is not None:
                 grads = self._seen.input_grads.get(index, clean(placements))
+                self._check(leaf, "grad in", index)
                 leaves[index] = _ToLocal.apply(leaf, grads)
-                self._check(leaves[index], "grad in", index)
         for each in self._params:
             local = each.enter()
             if self._checks and local is not None:
