@@ -1,5 +1,6 @@
 """Static modules: the bits of eager mode without DTensor inside, and a report that says what keeps a module eager."""
 
+import textwrap
 import unittest
 
 import expecttest
@@ -160,7 +161,8 @@ class ReportTest(expecttest.TestCase):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         model = parallelize(make(**options), plan.default(Replicate()), mesh, mode="static")
         model(torch.zeros(4, 6, dtype=torch.int64))
-        return str(model.static_modules.report)
+        report = str(model.static_modules.report)
+        return "\n".join("\n  ".join(textwrap.wrap(line, 110)) for line in report.splitlines())
 
     def test_a_redistribution_inside_of_a_module(self):
         self.assertExpectedInline(
@@ -168,8 +170,10 @@ class ReportTest(expecttest.TestCase):
             """\
 static: head, blocks.0.norm, blocks.0.up, blocks.0.down, blocks.1
 eager: blocks.0: aten.add.Tensor redistributes S(0)R->S(0)S(1): add a rule that does it at a module's boundary
-eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a module's boundary
-eager: embedding: in backward, aten.embedding_dense_backward.default redistributes S(0)R->S(0)S(1): add a rule with grad= or grad_dst=""",
+eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a
+  module's boundary
+eager: embedding: in backward, aten.embedding_dense_backward.default redistributes S(0)R->S(0)S(1): add a rule
+  with grad= or grad_dst=""",
         )
 
     def test_a_gradient_without_a_rule(self):
@@ -177,10 +181,14 @@ eager: embedding: in backward, aten.embedding_dense_backward.default redistribut
             self.report(plan_of(sequence=False, grad=False)),
             """\
 static: head, blocks.0.up, blocks.0.down, blocks.1.up, blocks.1.down
-eager: (root): aten.nll_loss_forward.default redistributes P(sum)R->RR: add a rule that does it at a module's boundary
-eager: blocks.1.norm: in backward, aten.native_layer_norm_backward.default redistributes S(0)P(sum)->S(0)S(0): add a rule with grad= or grad_dst=
-eager: blocks.0.norm: in backward, aten.native_layer_norm_backward.default redistributes S(0)P(sum)->S(0)S(0): add a rule with grad= or grad_dst=
-eager: embedding: in backward, aten.embedding_dense_backward.default redistributes S(0)R->S(0)S(0): add a rule with grad= or grad_dst=
+eager: (root): aten.nll_loss_forward.default redistributes P(sum)R->RR: add a rule that does it at a module's
+  boundary
+eager: blocks.1.norm: in backward, aten.native_layer_norm_backward.default redistributes S(0)P(sum)->S(0)S(0):
+  add a rule with grad= or grad_dst=
+eager: blocks.0.norm: in backward, aten.native_layer_norm_backward.default redistributes S(0)P(sum)->S(0)S(0):
+  add a rule with grad= or grad_dst=
+eager: embedding: in backward, aten.embedding_dense_backward.default redistributes S(0)R->S(0)S(0): add a rule
+  with grad= or grad_dst=
 eager: blocks.0.dropout: the gradient of a tensor under S(0)R is S(0)S(0): add a rule with grad=""",
         )
 
@@ -191,7 +199,8 @@ eager: blocks.0.dropout: the gradient of a tensor under S(0)R is S(0)S(0): add a
 static: embedding, head, blocks.0.norm, blocks.0.up, blocks.0.down, blocks.1.norm, blocks.1.up, blocks.1.down
 eager: blocks.0.dropout: aten.bernoulli_.float draws random numbers: those of one device need its placements
 eager: blocks.1.dropout: aten.bernoulli_.float draws random numbers: those of one device need its placements
-eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a module's boundary""",
+eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a
+  module's boundary""",
         )
 
     def test_a_shape_of_global_sizes(self):
@@ -199,9 +208,12 @@ eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): 
             self.report(plan_of(), block=HardCoded),
             """\
 static: embedding, head, blocks.0.norm, blocks.0.up, blocks.0.down, blocks.1.norm, blocks.1.up, blocks.1.down
-eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a module's boundary
-eager: blocks.0: on local tensors, its forward raises RuntimeError: mat1 and mat2 shapes cannot be multiplied (6x16 and 8x8)
-eager: blocks.1: on local tensors, its forward raises RuntimeError: mat1 and mat2 shapes cannot be multiplied (6x16 and 8x8)""",
+eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a
+  module's boundary
+eager: blocks.0: on local tensors, its forward raises RuntimeError: mat1 and mat2 shapes cannot be multiplied
+  (6x16 and 8x8)
+eager: blocks.1: on local tensors, its forward raises RuntimeError: mat1 and mat2 shapes cannot be multiplied
+  (6x16 and 8x8)""",
         )
 
     def test_positions_in_the_sequence(self):
@@ -209,7 +221,10 @@ eager: blocks.1: on local tensors, its forward raises RuntimeError: mat1 and mat
             self.report(plan_of(), block=Positions),
             """\
 static: embedding, head, blocks.0.norm, blocks.0.up, blocks.0.down, blocks.1.norm, blocks.1.up, blocks.1.down
-eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a module's boundary
-eager: blocks.0: on local tensors, its forward raises RuntimeError: The size of tensor a (6) must match the size of tensor b (3) at non-singleton dimension 1
-eager: blocks.1: on local tensors, its forward raises RuntimeError: The size of tensor a (6) must match the size of tensor b (3) at non-singleton dimension 1""",
+eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a
+  module's boundary
+eager: blocks.0: on local tensors, its forward raises RuntimeError: The size of tensor a (6) must match the
+  size of tensor b (3) at non-singleton dimension 1
+eager: blocks.1: on local tensors, its forward raises RuntimeError: The size of tensor a (6) must match the
+  size of tensor b (3) at non-singleton dimension 1""",
         )

@@ -45,8 +45,8 @@ class PendingGradients:
     def leaf_of(self, param: torch.nn.Parameter, placements: tuple[Placement, ...]) -> torch.Tensor | None:
         """A leaf of autograd on the local memory of ``param``, for static modules; None if a unit reduces the gradient.
 
-        Autograd accumulates into the leaf, without DTensor. When backward ends, its gradient, which has ``placements``, is added
-        to that of ``param``.
+        Autograd accumulates into the leaf, without DTensor. When backward ends, its gradient, which has ``placements``, is
+        added to that of ``param``.
         """
         if param not in self._wanted:
             return None
