@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_ragged.spmd._boundary import Redistribution
 from torch_ragged.spmd._gradients import PendingGradients
 from torch_ragged.spmd._move import Move, Placed, can_move, clean, make_dtensor, whole_shape
+from torch_ragged.tensor.placement_types import has_ragged
 
 __all__ = ["StaticModules", "StaticReport"]
 
@@ -215,7 +216,10 @@ class _Watch(DebugMode):
                     name, f"the gradient of a tensor under {''.join(map(str, placements))} is {told}: add a rule with grad="
                 )
                 return False
-        return any(isinstance(param, DTensor) for param in module.parameters())
+        uneven = next((key for key, param in module.named_parameters() if not _is_even(param)), None)
+        if uneven is not None:
+            self.forbid(name, f"{uneven} is cut unevenly: local sizes do not tell the global ones")
+        return uneven is None and any(isinstance(param, DTensor) for param in module.parameters())
 
     def _module_of_backward(self) -> Optional[str]:
         """The innermost module whose forward made the node of autograd that runs now: nodes are numbered as they are made."""
@@ -254,6 +258,8 @@ class _Watch(DebugMode):
         self._spans[name] = (self._spans[name][0], torch._C._autograd._get_sequence_nr())
         seen, leaves = self.seen[name], pytree.tree_leaves(output)
         seen.outputs = self._record(leaves, seen.output_grads, seen.bits, "grad out")
+        if not all(map(_is_even, leaves)):
+            self.forbid(name, "its output is cut unevenly: local sizes do not tell the global ones")
         seen.bits.update({("out", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
 
     def _record(self, leaves: list[Any], grads: dict[int, Placed], bits: _Bits, kind: str) -> list[Optional[Placed]]:
@@ -344,7 +350,7 @@ def _bits(value: Any) -> bytes:
 class _Region:
     """One static module: at its entry, DTensors become local tensors; at its exit, local tensors become DTensors.
 
-    If it is called with other placements than in the warm-up, that call runs in eager mode.
+    If it is called with other placements than in the warm-up, or with uneven shards, that call runs in eager mode.
     """
 
     def __init__(self, module: nn.Module, seen: _Seen, watch: _Watch, mesh: DeviceMesh, gradients: PendingGradients) -> None:
@@ -389,6 +395,8 @@ class _Region:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         if [leaf.placements if isinstance(leaf, DTensor) else None for leaf in leaves] != self._seen.inputs:
+            return None
+        if not all(map(_is_even, leaves)):
             return None
         if self._checks:
             self.bits = {("in", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
@@ -463,6 +471,20 @@ class _LocalParam:
 
     def leave(self) -> None:
         self._attributes.pop(self._key, None)
+
+
+def _is_even(value: Any) -> bool:
+    """Whether all ranks have equally much of a tensor, so that the global shape follows from the local one."""
+    if not isinstance(value, DTensor) or has_ragged(value.placements):  # A unit's: it takes even shards only.
+        return True
+    sizes = list(value.shape)
+    for placement, ranks in zip(value.placements, tuple(value.device_mesh.shape)):
+        if placement.is_shard():
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            if sizes[dim] % ranks:
+                return False
+            sizes[dim] //= ranks
+    return True
 
 
 def _goes_with(placement: Any, grad: Any) -> bool:
