@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -9,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch_ragged._register._hook import OPERATORS, Hook, has, hooks
 from torch_ragged.tensor._plain_ops import plain_handlers
 
-__all__ = ["compute_as_one_device"]
+__all__ = ["compute_as_before", "compute_as_one_device"]
 
 hooks.append(
     Hook(
@@ -34,3 +36,17 @@ def compute_as_one_device(promote: bool) -> None:
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.update(plain_handlers())
     DTensor._op_dispatcher._allow_implicit_replication = promote
+
+
+@contextlib.contextmanager
+def compute_as_before() -> Iterator[None]:
+    """What :func:`compute_as_one_device` changes inside of the context is undone at its end."""
+    dispatcher = DTensor._op_dispatcher
+    handlers: dict[Any, Any] = dispatcher._custom_op_handlers
+    before, promotes = dict(handlers), dispatcher._allow_implicit_replication
+    try:
+        yield
+    finally:
+        handlers.clear()
+        handlers.update(before)
+        dispatcher._allow_implicit_replication = promotes

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
@@ -26,11 +26,13 @@ __all__ = [
     "as_plain_tensors",
     "backward_id",
     "concatenate",
+    "current_autograd_node",
     "default_store",
     "dtensor_like",
     "dynamo_disabled",
     "dynamo_disabled_in_backward",
     "flatten",
+    "forget_shardings",
     "fsdp2_keeps_wide_gradients",
     "functorch_is_active",
     "gradient_use",
@@ -39,6 +41,8 @@ __all__ = [
     "is_autocast",
     "is_wrapper",
     "local_tensor",
+    "makes_fakes",
+    "next_sequence_number",
     "nodes_outlive_outputs",
     "preserved_versions",
     "process_groups",
@@ -221,6 +225,23 @@ def register_composable(api: Any, module: nn.Module, state: object) -> None:
 
 backward_id = torch._C._current_graph_task_id
 """Returns the number of the backward pass that runs this code; -1 outside of backward. (2.11 to 2.15)"""
+
+
+current_autograd_node = torch._C._current_autograd_node
+"""Returns the node of the graph whose backward runs this code; None outside of backward, and in callbacks. (2.11 to 2.15)"""
+
+next_sequence_number = torch.autograd._get_sequence_nr
+"""Returns the sequence number of the next node of this thread's graph. Later nodes have higher numbers. (2.11 to 2.15)"""
+
+
+def makes_fakes() -> bool:
+    """Whether a ``FakeTensorMode`` is entered, as DTensor does to find the shape of an op's result. (2.11 to 2.15)"""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def forget_shardings() -> None:
+    """Drop what DTensor remembers of ops: it holds meshes, whose process groups may be gone. (2.11 to 2.15)"""
+    debug._clear_sharding_prop_cache()
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch_ragged.spmd._move import Move, Placed, clean, move_dtensor
 from torch_ragged.spmd._paths import Key
 from torch_ragged.spmd._resolved import Boundary, Spoken
 
-__all__ = ["Redistribution", "add_boundaries", "as_dtensor"]
+__all__ = ["Redistribution", "add_boundaries", "as_dtensor", "wrap_changes"]
 
 _Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -47,6 +47,14 @@ def add_boundaries(model: nn.Module, boundaries: Sequence[Boundary], mesh: Devic
     return made
 
 
+def wrap_changes(model: nn.Module, wrap: Callable[[Boundary, _Change], _Change]) -> None:
+    """Replace what each boundary of ``model`` does by ``wrap(boundary, change)``: for tools that watch a model."""
+    for module in model.modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if isinstance(hook, (_InputHook, _OutputHook)):
+                hook.changes = [(*where, wrap(change.boundary, change)) for *where, change in hook.changes]
+
+
 def as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, placements: Optional[Spoken] = None) -> DTensor:
     """``tensor`` as a DTensor on ``mesh``: itself, or a plain tensor that has these ``placements``; None is Replicate."""
     if isinstance(tensor, DTensor):
@@ -63,13 +71,13 @@ class _InputHook:
 
     def __init__(self, module: nn.Module, changes: Sequence[tuple[Key, _Change]]) -> None:
         parameters = _parameters_of(module)
-        self._changes = [
+        self.changes = [
             (parameters.get(key[0], key[0] if isinstance(key[0], int) else None), key[0], key[1:], change)
             for key, change in changes
         ]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for position, name, rest, change in self._changes:
+        for position, name, rest, change in self.changes:
             if name in kwargs:
                 kwargs = {**kwargs, name: replaced(kwargs[name], rest, change)}
             elif position is not None and position < len(args):
@@ -81,10 +89,10 @@ class _OutputHook:
     """After forward: changes the output, or tensors in it."""
 
     def __init__(self, changes: Sequence[tuple[Key, _Change]]) -> None:
-        self._changes = list(changes)
+        self.changes = list(changes)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        for key, change in self._changes:
+        for key, change in self.changes:
             output = replaced(output, key, change)
         return output
 
@@ -170,7 +178,7 @@ class _Annotate:
     """What a local tensor is, without moving it. A DTensor keeps its placements where the plan says nothing."""
 
     def __init__(self, boundary: Boundary, mesh: DeviceMesh) -> None:
-        self._placements, self._mesh = boundary.placements, mesh
+        self.boundary, self._placements, self._mesh = boundary, boundary.placements, mesh
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):

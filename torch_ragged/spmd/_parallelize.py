@@ -25,7 +25,7 @@ from torch_ragged.spmd._resolved import Resolved, TensorRecord, UnitRecord
 from torch_ragged.spmd._static import StaticModules
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
-__all__ = ["parallelize"]
+__all__ = ["parallelize", "run_placements"]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
 def _distribute(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
     """Parameters and buffers become DTensors with the placements with which the model computes. Tied ones stay tied."""
     for record in resolved.tensors:
-        placements = _run_placements(record)
+        placements = run_placements(record)
         owner, name = _owner(model, record.name)
         value = getattr(owner, name)
         placed: Any = distribute_tensor(value.detach(), mesh, placements)
@@ -145,7 +145,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(module), tensor
 
 
-def _run_placements(record: TensorRecord) -> tuple[Placement, ...]:
+def run_placements(record: TensorRecord) -> tuple[Placement, ...]:
     """The placements on the whole mesh with which the model computes; a cut of fused segments cuts each of them."""
     return tuple([_of_segments(placement, record) for placement in record.run])
 
@@ -158,7 +158,7 @@ def _of_segments(placement: Placement, record: TensorRecord) -> Placement:
 
 
 def _gradient_placements(record: TensorRecord) -> tuple[Placement, ...]:
-    own = _run_placements(record)
+    own = run_placements(record)
     return tuple([wanted or placement for wanted, placement in zip(record.grad or (None,) * len(own), own)])
 
 

@@ -16,7 +16,17 @@ from torch.distributed.tensor.placement_types import Placement
 from torch_ragged.spmd._paths import Key
 from torch_ragged.spmd._text import value_text
 
-__all__ = ["Boundary", "FactoryRecord", "MeshShape", "Resolved", "Segments", "TensorRecord", "UnitRecord", "activation_text"]
+__all__ = [
+    "Boundary",
+    "FactoryRecord",
+    "MeshShape",
+    "Resolved",
+    "Segments",
+    "TensorRecord",
+    "UnitRecord",
+    "activation_text",
+    "table",
+]
 
 Spoken = tuple[Optional[Placement], ...]
 """A placement per mesh dimension; None where no rule speaks."""
@@ -239,10 +249,10 @@ class Resolved:
             for each in self.units
         ]
         tables = [
-            _table(("tensor", "init", "run", "grad", "segments", "unit", "rules"), tensors),
-            _table(("boundary", "action", "placements", "src", "grad_src", "grad_dst", "rules"), boundaries),
-            _table(("factories of", "functions", "placements", "rules"), factories),
-            _table(("unit", "shard", "replicate", "params", "options", "rules"), units),
+            table(("tensor", "init", "run", "grad", "segments", "unit", "rules"), tensors),
+            table(("boundary", "action", "placements", "src", "grad_src", "grad_dst", "rules"), boundaries),
+            table(("factories of", "functions", "placements", "rules"), factories),
+            table(("unit", "shard", "replicate", "params", "options", "rules"), units),
         ]
         return "\n\n".join([f"mesh: {self.mesh}", *filter(None, tables)])
 
@@ -266,7 +276,7 @@ def _numbers(rules: Sequence[int]) -> str:
     return ", ".join(map(str, rules))
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Columns without an entry are left out; no rows make no table."""
     if not rows:
         return ""

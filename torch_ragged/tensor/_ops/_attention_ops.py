@@ -6,11 +6,12 @@ It must not change a rule that torch has.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Optional
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torch.distributed.tensor.placement_types import Placement
 
@@ -38,14 +39,21 @@ def _strategy(outputs: int, inputs: int, schema: OpSchema) -> OpStrategy:
     mask = schema.kwargs_schema.get("attn_mask")
     mask_shape = None if mask is None else mask.strategies[0].output_spec.shape
     mesh = schema.get_mesh_from_args()
-    even = all(size % ranks == 0 for size in (query.shape[1], key.shape[1]) for ranks in tuple(mesh.shape))
     choices: list[list[Optional[Placement]]] = []
     for placement in (Replicate(), Shard(0), Shard(1)):
-        if placement == Shard(1) and not even and key.shape[1] != query.shape[1]:
-            continue  # Ranks would hold queries of other heads than keys.
         choice: list[Optional[Placement]] = [placement] * (outputs + inputs)
         if mask_shape is not None:
             is_cut = isinstance(placement, Shard) and len(mask_shape) == 4 and mask_shape[placement.dim] > 1
             choice.append(placement if is_cut else Replicate())
         choices.append(choice)
-    return expand_to_full_mesh_op_strategy(mesh, schema, choices, input_index=outputs)
+    found = expand_to_full_mesh_op_strategy(mesh, schema, choices, input_index=outputs)
+    if key.shape[1] != query.shape[1]:  # If heads are cut unevenly, ranks would hold queries of other heads than keys.
+        heads = math.gcd(query.shape[1], key.shape[1])
+        found.strategies = [each for each in found.strategies if heads % _ranks_of_heads(each) == 0]
+    return found
+
+
+def _ranks_of_heads(strategy: OpSpec) -> int:
+    """The number of ranks among which the heads are cut."""
+    spec = strategy.input_specs[0]  # type: ignore[index]
+    return math.prod([spec.mesh.size(dim) for dim, placement in enumerate(spec.placements) if placement == Shard(1)])
