@@ -95,7 +95,7 @@ class Explanation:
 
     def svg(self, path: str | Path) -> None:
         """Draw the model to an SVG file: its blocks from top to bottom, cut weights as squares, and collectives as arrows."""
-        Path(path).write_text(draw_svg(self.mesh, self.tensors, self.boundaries, self.collectives))
+        Path(path).write_text(draw_svg(self.mesh, self.tensors, self.collectives))
 
     def __str__(self) -> str:
         ranks = math.prod(self.mesh.sizes)
