@@ -62,8 +62,9 @@ class _Row:
 def draw_svg(mesh: MeshShape, tensors: Sequence[ExplainedTensor], collectives: Sequence[Collective]) -> str:
     """An SVG document, in the colours of the reader's light or dark mode.
 
-    Each row is a module. A weight is a square with the cuts of the placements that the model computes with; a dashed edge says
-    that a unit keeps only a shard of it. Arrows are collectives: green ones are those of the plan, and orange ones are implicit.
+    Each row is a module. A weight is a square with the cuts of the placements that the model computes with. A dashed edge says
+    that a unit keeps only a shard of it. Arrows are collectives, to the right in forward and to the left in backward. Green
+    ones are those of the plan, and orange ones are implicit.
     """
     rows = _rows(tensors, collectives)
     body, top = [_text(_MODULE, 28, f"{mesh}: weights as the model computes with them, and collectives of one step")], 48
@@ -72,7 +73,7 @@ def draw_svg(mesh: MeshShape, tensors: Sequence[ExplainedTensor], collectives: S
         top += row.height
     body.insert(0, _line(_MODULE - 10, 44, _MODULE - 10, top - 6, "flow", _COLORS["flow"]))
     area = f'width="{_WIDTH}" height="{top + 8}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {area} viewBox="0 0 {_WIDTH} {top + 8}" font-family="sans-serif" font-size="12">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {area} font-family="sans-serif" font-size="12">'
     paper = f'<rect class="paper" {area} fill="{_COLORS["paper"]}"/>'
     return "\n".join([head, _STYLE, paper, *body, "</svg>", ""])
 
@@ -149,7 +150,8 @@ def _arrow(call: Collective, count: int, y: int) -> list[str]:
     tip, back = (right, right - 8) if call.phase == "forward" else (left, left + 8)
     reason = {"implicit": f"implicit, {call.op}", "boundary": call.source.rpartition("<")[1] + call.source.rpartition("<")[2]}
     times = f"  x {count}" if count > 1 else ""
-    text = f"{call.kind} over {', '.join(call.dims)}, {size(call.nbytes)}{times}  ({call.phase}, {reason.get(call.cause, call.cause)})"
+    cause = f"({call.phase}, {reason.get(call.cause, call.cause)})"
+    text = f"{call.kind} over {', '.join(call.dims)}, {size(call.nbytes)}{times}  {cause}"
     head = f"{tip},{y} {back},{y - 4} {back},{y + 4}"
     return [
         _line(left, y, right, y, kind, color),

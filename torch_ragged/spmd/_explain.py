@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional, Union
 
@@ -67,8 +68,8 @@ def explain(plan: Plan, model: nn.Module, mesh: Union[DeviceMesh, MeshShape], *i
         print(plan.explain(model, MeshShape(("dp", "tp"), (64, 8)), input_ids=ids, labels=ids))
 
     It parallelizes a copy of the model that has no memory, on a process group that moves no data. Then it runs forward and
-    backward once, as rank 0. So the collectives are those that the ranks issue, not an estimate. The loss is ``output.loss``, or
-    the sum of the first tensor of the output that needs a gradient.
+    backward once, as rank 0. So the collectives are those that the ranks issue, not an estimate. The loss is ``output.loss``,
+    or the sum of the first tensor of the output that needs a gradient.
 
     It computes as on the CPU. On GPUs, attention has other kernels, which may need other redistributions. Over gloo, the
     reduce-scatters of units are all-to-alls.
@@ -86,11 +87,17 @@ def explain(plan: Plan, model: nn.Module, mesh: Union[DeviceMesh, MeshShape], *i
     """
     if dist.is_initialized():
         raise RuntimeError(
-            "explain makes a process group of its own, and this process has one already: call it before init_process_group, in "
-            "a process of its own, or use the command torch-ragged-spmd explain"
+            "explain makes a process group of its own, and this process has one already: call it before init_process_group, or "
+            "in another process, as the command torch-ragged-spmd explain does"
         )
     resolved, shape = check(plan, model, mesh), MeshShape.of(mesh)
-    with _fake_world(math.prod(shape.sizes)), compute_as_before(), single_device(), torch.random.fork_rng(devices=[]):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_fake_world(math.prod(shape.sizes)))
+        stack.enter_context(compute_as_before())
+        stack.enter_context(single_device())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # They are compared, and not read.
         world = init_device_mesh("cpu", shape.sizes, mesh_dim_names=shape.names)
         return _Step(plan, model, resolved, world).explanation(inputs, kwargs)
 

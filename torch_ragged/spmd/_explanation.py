@@ -159,9 +159,9 @@ class Explanation:
         rows = [(each.kind, ", ".join(each.dims), str(each.count), size(each.nbytes)) for each in self.totals]
         lines = [table(("per step", "over", "count", "bytes"), rows) or "No collectives."]
         if self.implicit:
+            added = size(sum(each.nbytes for each in self.implicit))
             lines.append(
-                f"{len(self.implicit)} collectives, {size(sum(each.nbytes for each in self.implicit))}, are implicit: no rule asks "
-                "for them, and DTensor adds them."
+                f"{len(self.implicit)} collectives, {added}, are implicit: no rule asks for them, and DTensor adds them."
             )
         memory = [(name, size(value)) for name, value in dataclasses.asdict(self.memory).items() if value]
         return "\n\n".join([*lines, table(("memory per rank", "bytes"), memory)])
