@@ -161,6 +161,13 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         problems at once, each with the rules as they were written. It is the same on all ranks, and nothing was changed.
         """,
     ),
+    "torch-ragged-spmd": (
+        ("spmd._cli",),
+        """
+        The command ends with status 2 and one of these lines. If the plan does not fit the model or the mesh, it prints the
+        lines of the `PlanError`. `torch-ragged-spmd --help` has examples.
+        """,
+    ),
     "Pictures": (
         ("debug", "_picture"),
         """

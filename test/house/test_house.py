@@ -20,8 +20,8 @@ EVERYWHERE = None
 # Private modules and names of torch that are imported outside _register/: where, and why.
 PRIVATE = {
     "torch.utils._python_dispatch": (
-        ("random._deferred", "tensor._redistribute"),
-        "sees every op while a construction is recorded; a mesh's ranks are read while torch.compile traces",
+        ("random._deferred", "spmd._recorder", "tensor._redistribute"),
+        "sees every op of a construction or a step that is recorded; a mesh's ranks are read while torch.compile traces",
     ),
     "torch.utils._pytree": (EVERYWHERE, "operators' arguments nest; torch has no public way to walk them"),
     "torch.distributed.tensor.placement_types._StridedShard": (EVERYWHERE, "a placement that DTensor makes"),
@@ -49,9 +49,10 @@ PRIVATE = {
     "torch._compile": (("tensor._dispatch",), "hides a function from Dynamo without importing it"),
     "torch._guards": (("tensor._random",), "whether torch.compile traces"),
     "torch._subclasses": (
-        ("random._deferred", "tensor._random", "tensor._single_device"),
+        ("random._deferred", "spmd._recorder", "tensor._random", "tensor._single_device"),
         "the error that breaks a graph; tensors without memory",
     ),
+    "torch.testing._internal": (("spmd._explain",), "the process group that moves no data, which torch has for tests"),
     # Only this module of torch's has symmetric memory.
     "torch.distributed._symmetric_memory": (
         ("fsdp.comm._capabilities", "fsdp.comm.experimental._multicast", "fsdp.comm.experimental._peer_memory"),

@@ -62,14 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         mesh = _mesh(options.mesh)
         model = _model(options.model)
         plan = _plan(options.plan, model, mesh)
+        records = check(plan, model, mesh)
         if options.command == "check":
-            print(check(plan, model, mesh))
+            print(records)
             return 0
         ids = torch.zeros(options.batch or math.prod(mesh.sizes), options.sequence, dtype=torch.int64)
         try:
             found = explain(plan, model, mesh, input_ids=ids, labels=ids)
-        except RuntimeError as error:
-            raise ValueError(f"a step of {type(model).__name__} fails: {_first_line(error)}") from error
+        except Exception as error:  # Any error of the model's code, or of an op that cannot take its placements.
+            raise ValueError(f"a step of {type(model).__name__} fails: {type(error).__name__}: {_first_line(error)}") from None
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
@@ -141,9 +142,8 @@ def _model(source: str) -> nn.Module:
         with contextlib.redirect_stdout(sys.stderr), torch.device("meta"):
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**fields, "use_cache": False}))
     except Exception as error:  # Any error of a configuration, of which transformers has many kinds.
-        raise ValueError(
-            f"--model {source}: no model can be built of it: {type(error).__name__}: {_first_line(error)}"
-        ) from None
+        why = f"{type(error).__name__}: {_first_line(error)}"
+        raise ValueError(f"--model {source}: expected the config.json of a Hugging Face model: {why}") from None
 
 
 def _plan(source: str, model: nn.Module, mesh: MeshShape) -> Plan:
@@ -154,6 +154,8 @@ def _plan(source: str, model: nn.Module, mesh: MeshShape) -> Plan:
         return Plan.from_json(Path(source).read_text())
     except OSError as error:
         raise ValueError(f"--plan {source}: {error.strerror}: give a file that Plan.to_json() has written") from None
+    except ValueError as error:
+        raise ValueError(f"--plan {source}: {error}") from None
 
 
 def _first_line(error: Exception) -> str:

@@ -16,7 +16,8 @@ from torch_ragged.spmd._resolved import MeshShape
 __all__ = ["draw_svg"]
 
 _MODULE, _CALLS, _WIDTH = 24, 560, 1240  # Pixels: left edge of modules and of collectives, and the width of the picture.
-_SQUARE, _LINE = 44, 18  # Pixels: the side of a weight, and the height of a line of text.
+_SQUARE, _PITCH, _LINE = 44, 84, 18  # Pixels: the side of a weight, the height of a line of weights, and of a line of text.
+_SQUARES = 4  # In a line.
 _MOST_CUTS = 8  # A weight that is cut into more pieces shows so many.
 _STYLE = """<style>
 @media (prefers-color-scheme: dark) {
@@ -37,17 +38,17 @@ _COLORS = {
 
 @dataclass
 class _Row:
-    """Modules that are alike: their weights and the collectives that belong to them.
+    """Modules that are alike, with the weights and collectives of the modules in them that have parameters.
 
     Attributes:
         names: the modules.
-        weights: the tensors of the first of them.
-        calls: collectives, each with the number of times that it is issued.
+        weights: the weights of the first of them, each with its name in the module.
+        calls: the text and the phase of collectives, with the number of times that they are issued.
     """
 
     names: dict[str, None] = field(default_factory=dict)
-    weights: list[ExplainedTensor] = field(default_factory=list)
-    calls: dict[Collective, int] = field(default_factory=dict)
+    weights: dict[str, ExplainedTensor] = field(default_factory=dict)
+    calls: dict[tuple[str, str], int] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -56,18 +57,19 @@ class _Row:
 
     @property
     def height(self) -> int:
-        return max(_LINE + (_SQUARE + 2 * _LINE if self.weights else 0), _LINE * (len(self.calls) + 1)) + 14
+        lines = -(-len(self.weights) // _SQUARES)
+        return max(_LINE + lines * _PITCH, _LINE * len(self.calls)) + 14
 
 
 def draw_svg(mesh: MeshShape, tensors: Sequence[ExplainedTensor], collectives: Sequence[Collective]) -> str:
     """An SVG document, in the colours of the reader's light or dark mode.
 
-    Each row is a module. A weight is a square with the cuts of the placements that the model computes with. A dashed edge says
-    that a unit keeps only a shard of it. Arrows are collectives, to the right in forward and to the left in backward. Green
-    ones are those of the plan, and orange ones are implicit.
+    Each row is a module, with the modules in it that have parameters. A weight is a square with the cuts of the placements that
+    the model computes with. A dashed edge says that a unit keeps only a shard of it. Arrows are collectives, to the right in
+    forward and to the left in backward. Green ones are those of the plan, and orange ones are implicit.
     """
     rows = _rows(tensors, collectives)
-    body, top = [_text(_MODULE, 28, f"{mesh}: weights as the model computes with them, and collectives of one step")], 48
+    body, top = [_text(_MODULE, 28, f"{mesh}: weights as the model computes with them, and the collectives of a step")], 48
     for row in rows:
         body += _drawn(row, mesh, top)
         top += row.height
@@ -79,53 +81,56 @@ def draw_svg(mesh: MeshShape, tensors: Sequence[ExplainedTensor], collectives: S
 
 
 def _rows(tensors: Sequence[ExplainedTensor], collectives: Sequence[Collective]) -> list[_Row]:
-    rows: dict[str, _Row] = {}
-
-    def row_of(module: str) -> _Row:
-        row = rows.setdefault(re.sub(r"\d+", "*", module), _Row())
-        row.names[module] = None
-        return row
-
-    modules = [each.name.rpartition(".")[0] for each in tensors]
-    places: dict[str, int] = {"": -1}  # In the model's order: a module stands before the first tensor in it.
-    for index, module in enumerate(modules):
+    """In the model's order: a module stands before the first tensor in it."""
+    owners = [each.name.rpartition(".")[0] for each in tensors]
+    places: dict[str, int] = {"": -1}
+    for index, module in enumerate(owners):
         while module not in places:
             places[module] = index
             module = module.rpartition(".")[0]
-    owned = [(module, tensor, None) for module, tensor in zip(modules, tensors) if len(tensor.shape) > 1]
-    called = [(_module_of(each), None, each) for each in collectives]
-    found = sorted([*owned, *called], key=lambda item: (places.get(item[0], len(tensors)), item[0]))
-    for module, weight, call in found:
-        row = row_of(module)
-        if weight is not None and len(row.names) == 1:
-            row.weights.append(weight)
-        if call is not None:
-            alike = next((each for each in row.calls if _key(each) == _key(call)), call)
-            row.calls[alike] = row.calls.get(alike, 0) + 1
+    leaves = set(owners) - {""}
+
+    def home(name: str, module: str) -> tuple[str, str]:
+        """The module in whose row ``name`` stands, a tensor or activation of ``module``; and its name there."""
+        row = module.rpartition(".")[0] if module in leaves else module
+        return row, name.removeprefix(f"{row}.") if row else name
+
+    rows: dict[str, _Row] = {}
+    found = [(*home(each.name, owner), each) for owner, each in zip(owners, tensors) if len(each.shape) > 1]
+    found += [(*home(each.source or each.module, _module_of(each)), each) for each in collectives]  # type: ignore[misc]
+    for module, name, item in sorted(found, key=lambda each: (places.get(each[0], len(tensors)), each[0].count("."))):
+        row = rows.setdefault(re.sub(r"\d+", "*", module), _Row())
+        row.names[module] = None
+        if isinstance(item, ExplainedTensor):
+            row.weights.setdefault(re.sub(r"\d+", "*", name), item)
+        else:
+            text = _call_text(item, "" if item.cause == "unit" or name == module else name)
+            row.calls[text, item.phase] = row.calls.get((text, item.phase), 0) + 1
     return list(rows.values())
 
 
 def _module_of(call: Collective) -> str:
-    """The module in whose row a collective stands."""
     return re.sub(r"\.?<.*", "", call.source) if call.cause == "boundary" else call.module
 
 
-def _key(call: Collective) -> tuple[object, ...]:
-    return (call.phase, call.kind, call.dims, call.nbytes, call.cause, call.op, re.sub(r"\d+", "*", call.source))
+def _call_text(call: Collective, name: str) -> str:
+    cause = " ".join(filter(None, [f"{call.cause},", call.op, name])).rstrip(",")
+    return f"{call.kind} over {', '.join(call.dims)}, {size(call.nbytes)} ({cause})"
 
 
 def _drawn(row: _Row, mesh: MeshShape, top: int) -> list[str]:
     parts = [_text(_MODULE, top + 12, row.label)]
-    for index, weight in enumerate(row.weights):
-        parts += _square(weight, mesh, _MODULE + index * (_SQUARE + 76), top + _LINE + 4)
-    for index, (call, count) in enumerate(row.calls.items()):
-        parts += _arrow(call, count, top + 8 + index * _LINE)
+    for index, (name, weight) in enumerate(row.weights.items()):
+        line, column = divmod(index, _SQUARES)
+        parts += _square(name, weight, mesh, _MODULE + column * 128, top + _LINE + 4 + line * _PITCH)
+    for index, ((text, phase), count) in enumerate(row.calls.items()):
+        parts += _arrow(phase, f"{text}{f'  x {count}' if count > 1 else ''}", top + 8 + index * _LINE)
     return parts
 
 
-def _square(weight: ExplainedTensor, mesh: MeshShape, left: int, top: int) -> list[str]:
+def _square(name: str, weight: ExplainedTensor, mesh: MeshShape, left: int, top: int) -> list[str]:
     dashes = ' stroke-dasharray="4 3"' if weight.kept != weight.run else ""
-    told = [f"{name}: {run}, kept as {kept}" for name, run, kept in zip(mesh.names, weight.run, weight.kept)]
+    told = [f"{dim}: {run}, kept as {kept}" for dim, run, kept in zip(mesh.names, weight.run, weight.kept)]
     title = f"{weight.name} {'x'.join(map(str, weight.shape))}; {'; '.join(told)}; {size(weight.kept_bytes)} kept on rank 0"
     parts = [
         f'<rect class="weight" x="{left}" y="{top}" width="{_SQUARE}" height="{_SQUARE}" fill="{_COLORS["weight"]}" '
@@ -139,23 +144,18 @@ def _square(weight: ExplainedTensor, mesh: MeshShape, left: int, top: int) -> li
             if cut and int(cut[1]) % 2:
                 ends = (left + offset, top, left + offset, top + _SQUARE)
             parts.append(_line(*ends, "cut", _COLORS["edge"]))
-    cuts = [f"{name} {run}" for name, run in zip(mesh.names, weight.run) if run != "Replicate()"]
-    lines = [weight.name.rpartition(".")[2], ", ".join(cuts) or "whole"]
+    cuts = [f"{dim} {run}" for dim, run in zip(mesh.names, weight.run) if run != "Replicate()"]
+    lines = [name, ", ".join(cuts) or "whole"]
     return parts + [_text(left, top + _SQUARE + 14 * (1 + index), line) for index, line in enumerate(lines)]
 
 
-def _arrow(call: Collective, count: int, y: int) -> list[str]:
-    kind = "implicit" if call.cause in ("implicit", "model") else "asked"
+def _arrow(phase: str, text: str, y: int) -> list[str]:
+    kind = "implicit" if "(implicit" in text or "(model" in text else "asked"
     color, left, right = _COLORS[kind], _CALLS, _CALLS + 40
-    tip, back = (right, right - 8) if call.phase == "forward" else (left, left + 8)
-    reason = {"implicit": f"implicit, {call.op}", "boundary": call.source.rpartition("<")[1] + call.source.rpartition("<")[2]}
-    times = f"  x {count}" if count > 1 else ""
-    cause = f"({call.phase}, {reason.get(call.cause, call.cause)})"
-    text = f"{call.kind} over {', '.join(call.dims)}, {size(call.nbytes)}{times}  {cause}"
-    head = f"{tip},{y} {back},{y - 4} {back},{y + 4}"
+    tip, back = (right, right - 8) if phase == "forward" else (left, left + 8)
     return [
         _line(left, y, right, y, kind, color),
-        f'<polygon class="{kind}-head" points="{head}" fill="{color}"/>',
+        f'<polygon class="{kind}-head" points="{tip},{y} {back},{y - 4} {back},{y + 4}" fill="{color}"/>',
         _text(right + 10, y + 4, text),
     ]
 

@@ -80,8 +80,8 @@ class Explanation:
         """
         try:
             content = json.loads(text)
-            if content.pop("version") != _VERSION:
-                raise ValueError(f"its version is not {_VERSION}")
+            if not isinstance(content, dict) or content.get("version") != _VERSION:
+                raise ValueError(f"it has no version {_VERSION}")
             return cls(
                 MeshShape(**_tuples(content["mesh"])),
                 tuple([ExplainedRule(**_tuples(each)) for each in content["rules"]]),

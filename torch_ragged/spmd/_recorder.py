@@ -80,7 +80,8 @@ class Recorder(TorchDispatchMode):
         self._model = model
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True)
-            module.register_forward_hook(lambda *_: self._leave())
+            # Also after an error, with which activation checkpointing ends a call that it runs again.
+            module.register_forward_hook(lambda *_: self._leave(), always_call=True)
 
     @contextlib.contextmanager
     def boundary(self, path: str) -> Iterator[None]:
