@@ -45,6 +45,7 @@ from torch_ragged.spmd._resolved import (
     activation_text,
 )
 from torch_ragged.spmd._text import nearest, placement_text, quoted
+from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import has_ragged, normalize_placements
 from torch_ragged.tensor.strided_placement_types import fsdp_placement
 
@@ -339,9 +340,11 @@ def _claim(
     ndim = len(tensor.shape)
     on_tensor: list[Optional[Placement]] = []
     for each in placements:
-        dim = each.dim if isinstance(each, (Shard, _StridedShard)) else None
+        dim = each.dim if isinstance(each, (Shard, _StridedShard, InterleavedShard)) else None
         if dim is None or 0 <= dim < ndim:
             on_tensor.append(each)
+        elif -ndim <= dim < 0 and isinstance(each, InterleavedShard):
+            on_tensor.append(each.normalize(ndim))
         elif -ndim <= dim < 0:
             dim += ndim
             strided = each.split_factor if isinstance(each, _StridedShard) else None
@@ -442,6 +445,11 @@ def _meaningful(placements: tuple[Placement, ...], shape: tuple[int, ...], sizes
         ValueError: they have no meaning together, or do not divide the tensor where they must.
     """
     for index, placement in enumerate(placements):
+        if isinstance(placement, InterleavedShard) and not placement.fits(shape[placement.dim], sizes[index]):
+            raise ValueError(
+                f"{placement_text(placement)} over {sizes[index]} ranks needs segments that are multiples of {sizes[index]}, got "
+                f"{shape[placement.dim]} elements"
+            )
         if isinstance(placement, _StridedShard):
             pieces, elements = int(placement.split_factor) * sizes[index], shape[placement.dim]
             if elements % pieces:
@@ -583,7 +591,7 @@ def _lower_phases(
 
 
 def _is_gathered(kept: Placement, used: Placement) -> bool:
-    return (isinstance(kept, Shard) or has_ragged((kept,))) and isinstance(used, Replicate)
+    return (isinstance(kept, (Shard, InterleavedShard)) or has_ragged((kept,))) and isinstance(used, Replicate)
 
 
 def _block_of(tensor: _Tensor, names: _Names) -> str:

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch_ragged import granularity
 from torch_ragged.fsdp import BufferPlacements, Float8Policy
 from torch_ragged.granularity import Granularity
+from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
@@ -40,7 +41,7 @@ def _named(*makers: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     return {maker.__name__: maker for maker in makers}
 
 
-PLACEMENTS = _named(Shard, Replicate, Partial, _StridedShard, RaggedShard, StridedRaggedShard)
+PLACEMENTS = _named(Shard, Replicate, Partial, _StridedShard, InterleavedShard, RaggedShard, StridedRaggedShard)
 _GRANULARITIES = _named(granularity.elements, granularity.rows, granularity.blocks, granularity.tensor)
 _MOST_RANKS = 10**7  # In text, so that a short one cannot fill the memory.
 _POLICIES = _named(MixedPrecisionPolicy, Float8Policy, OffloadPolicy, CPUOffloadPolicy, BufferPlacements)
