@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.tensor import DTensor
 
 from torch_ragged._register._hook import OPERATORS, Hook, has, hooks
-from torch_ragged.tensor._plain_ops import plain_handlers
+from torch_ragged.tensor._placement_extension import extension_of_op
+from torch_ragged.tensor._plain_ops import on_whole_tensors, plain_handlers, runs_on_whole_tensors
 
-__all__ = ["compute_as_before", "compute_as_one_device"]
+__all__ = ["compute_as_one_device"]
 
 hooks.append(
     Hook(
@@ -33,20 +33,26 @@ def compute_as_one_device(promote: bool) -> None:
     Args:
         promote: whether plain tensors that meet DTensors count as ``Replicate()``.
     """
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers.update(plain_handlers())
-    DTensor._op_dispatcher._allow_implicit_replication = promote
-
-
-@contextlib.contextmanager
-def compute_as_before() -> Iterator[None]:
-    """What :func:`compute_as_one_device` changes inside of the context is undone at its end."""
     dispatcher = DTensor._op_dispatcher
     handlers: dict[Any, Any] = dispatcher._custom_op_handlers
-    before, promotes = dict(handlers), dispatcher._allow_implicit_replication
-    try:
-        yield
-    finally:
-        handlers.clear()
-        handlers.update(before)
-        dispatcher._allow_implicit_replication = promotes
+    handlers.update(plain_handlers())
+    dispatcher._allow_implicit_replication = promote
+    if not getattr(dispatcher._propagate_op_sharding_dispatch_slow_path, "runs_all_ops", False):
+        dispatcher._propagate_op_sharding_dispatch_slow_path = _run_all_ops(  # type: ignore[method-assign]
+            dispatcher._propagate_op_sharding_dispatch_slow_path
+        )
+
+
+def _run_all_ops(propagate: Callable[..., Any]) -> Callable[..., Any]:
+    """``propagate``, of which an op without a sharding rule runs on replicated tensors."""
+
+    def propagate_or_gather(op_call, args, kwargs, op_info, try_cache):  # type: ignore[no-untyped-def]
+        try:
+            return propagate(op_call, args, kwargs, op_info, try_cache)
+        except NotImplementedError:
+            if extension_of_op(op_info) is not None or not runs_on_whole_tensors(op_call):
+                raise
+        return on_whole_tensors(op_call, args, kwargs)
+
+    propagate_or_gather.runs_all_ops = True  # type: ignore[attr-defined]
+    return propagate_or_gather

@@ -6,18 +6,24 @@ give a single device's results always.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from torch_ragged.tensor._ops import decomposition_of
+from torch_ragged.tensor._ops import decomposition_of, is_random, returns_alias
+from torch_ragged.tensor._owned_boxes import owned_boxes
 from torch_ragged.tensor._placement_extension import extension_of
+from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
-__all__ = ["plain_handlers"]
+__all__ = ["on_whole_tensors", "plain_handlers", "runs_on_whole_tensors"]
 
+_logger = logging.getLogger("torch_ragged.spmd")
 _aten = torch.ops.aten
 # Averages: torch averages the ranks' averages. That is wrong if ranks have other numbers of rows, or of rows that count.
 _LOSSES = """
@@ -31,8 +37,15 @@ _OF_VALUES = "nonzero masked_select _unique2 unique_consecutive unique_dim binco
 
 def plain_handlers() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """A handler for the dispatcher, for each of these ops."""
-    losses = {getattr(_aten, name).default: _loss for name in _LOSSES}
-    return {**losses, **{getattr(_aten, name).default: _gathered for name in _OF_VALUES}}
+    return {
+        **{getattr(_aten, name).default: _loss for name in _LOSSES},
+        **{getattr(_aten, name).default: _gathered for name in _OF_VALUES},
+        _aten.sort.default: _sort,
+        _aten.sort.stable: _sort,
+        _aten.index_put_.default: _index_put,
+        _aten._index_put_impl_.default: _index_put,
+        _aten._grouped_mm.default: _grouped_mm,
+    }
 
 
 def _loss(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -45,21 +58,131 @@ def _loss(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _gathered(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op on whole tensors, which every rank computes. One all-gather per tensor that is not replicated."""
     if (found := _of_extension(op, args, kwargs)) is not NotImplemented:
         return found
-    mesh = next(leaf.device_mesh for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor))
+    return on_whole_tensors(op, args, kwargs)
+
+
+def _sort(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sorted along a dimension that is cut: the result is cut likewise, so that what is computed with it is not done twice."""
+    if (found := _of_extension(op, args, kwargs)) is not NotImplemented:
+        return found
+    given = args[0].placements
+    cut = [Replicate() if placement.is_partial() else placement for placement in given]
+    return tuple([each.redistribute(placements=cut) for each in _by_torch(op, args, kwargs)])
+
+
+def _index_put(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """If the indexed dimension is cut, torch would have to change the placements of the tensor that it writes."""
+    if (found := _of_extension(op, args, kwargs)) is not NotImplemented:
+        return found
+    tensor, indices = args[:2]
+    if any(tensor_index is not None and p.is_shard(dim) for dim, tensor_index in enumerate(indices) for p in tensor.placements):
+        return on_whole_tensors(op, args, kwargs)
+    return _by_torch(op, args, kwargs)
+
+
+# -- ops without a rule --------------------------------------------------------------------------------------------------
+
+
+def runs_on_whole_tensors(op: torch._ops.OpOverload) -> bool:
+    """Whether :func:`on_whole_tensors` gives the result of a single device. It logs a line, once per op."""
+    is_view = returns_alias(op) or torch.Tag.inplace_view in op.tags
+    if is_view or is_random(op):
+        return False
+    _log(op)
+    return True
+
+
+@functools.cache
+def _log(op: torch._ops.OpOverload) -> None:
+    _logger.info("%s has no sharding rule in torch: it runs on replicated tensors", op)
+
+
+def on_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op on whole tensors, which every rank computes. One all-gather per tensor that is not replicated.
+
+    A tensor that the op writes keeps its placements: each rank takes its part of the result.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    mesh = tensors[0].device_mesh
     everywhere = [Replicate()] * mesh.ndim
+    whole = {id(tensor): tensor.redistribute(placements=everywhere)._local_tensor for tensor in tensors}
 
-    def whole(leaf: Any) -> Any:
-        return leaf.redistribute(placements=everywhere)._local_tensor if isinstance(leaf, DTensor) else leaf
-
-    result = op(*pytree.tree_map(whole, args), **pytree.tree_map(whole, kwargs))
-
-    def wrapped(leaf: Any) -> Any:
+    def placed(leaf: Any) -> Any:
         return DTensor.from_local(leaf, mesh, everywhere, run_check=False) if isinstance(leaf, torch.Tensor) else leaf
 
-    return pytree.tree_map(wrapped, result)
+    result = op(*_replaced(args, whole), **_replaced(kwargs, whole))
+    arguments = op._schema.arguments
+    named = [*zip(arguments, args), *[(each, kwargs[each.name]) for each in arguments if each.name in kwargs]]
+    for argument, value in named:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for tensor in [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, DTensor)]:
+                mine = placed(whole[id(tensor)]).redistribute(placements=tensor.placements)._local_tensor
+                if mine is not tensor._local_tensor:
+                    tensor._local_tensor.copy_(mine)
+    originals = {id(whole[id(tensor)]): tensor for tensor in tensors}
+    return pytree.tree_map(lambda leaf: originals[id(leaf)] if id(leaf) in originals else placed(leaf), result)
+
+
+def _replaced(arguments: Any, locals_: dict[int, torch.Tensor]) -> Any:
+    return pytree.tree_map(lambda leaf: locals_[id(leaf)] if isinstance(leaf, DTensor) else leaf, arguments)
+
+
+# -- grouped_mm ----------------------------------------------------------------------------------------------------------
+
+
+def _grouped_mm(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows in groups, one behind the other, by the matrix of their group; or the gradient of these matrices.
+
+    torch's rule needs all rows on each rank, and its shape function refuses float32. Here, a rank that has a part of the rows
+    computes with the groups' ends in its part.
+    """
+    a, b, ends, *rest = (*args, *[kwargs[name] for name in ("offs", "bias", "out_dtype") if name in kwargs])
+    if (a.ndim, b.ndim) not in ((2, 3), (2, 2)) or any(each is not None for each in rest):
+        found = _of_extension(op, args, kwargs)
+        return _by_torch(op, args, kwargs) if found is NotImplemented else found
+    mesh, of_weight = a.device_mesh, b.ndim == 2
+    placed = [_grouped_placements(*pair, of_weight) for pair in zip(a.placements, b.placements)]
+    a, b = (each.redistribute(placements=[p[i] for p in placed]) for i, each in enumerate((a, b)))
+    ends = ends.full_tensor() if isinstance(ends, DTensor) else ends
+    rows = a.ndim - 1 if of_weight else 0
+    if any(placement.is_shard(rows) for placement in a.placements):
+        box = next(iter(owned_boxes(a)), None)
+        first, count = (box.offsets[rows], box.sizes[rows]) if box is not None else (0, 0)
+        ends = (ends - first).clamp(0, count)
+    local = op(a._local_tensor, b._local_tensor, ends)
+    shape = (len(ends), a.shape[0], b.shape[1]) if of_weight else (a.shape[0], b.shape[2])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [p[2] for p in placed], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _grouped_placements(a: Placement, b: Placement, of_weight: bool) -> tuple[Placement, Placement, Placement]:
+    """The placements of both factors and of the result on one mesh dimension, such that the local product is a part of it."""
+    # The dimensions of the factors (a, b) that are contracted, and the free ones with their dimension in the result.
+    inner, free_a, free_b = ((1, 0), (0, 1), (1, 2)) if of_weight else ((1, 1), (0, 0), (2, 1))
+    whole = Replicate()
+    if _is_cut(b, free_b[0]):
+        return whole, b, _moved(b, free_b[1])
+    if _is_cut(a, free_a[0]) and (of_weight or type(a) is Shard):
+        return a, whole, _moved(a, free_a[1])
+    for cut in (_moved(a, inner[1]) if _is_cut(a, inner[0]) else None, b if _is_cut(b, inner[1]) else None):
+        if cut is not None and (type(cut) is Shard or not of_weight):  # The rows of a group stand together: no segments.
+            return _moved(cut, inner[0]), cut, Partial()
+    if isinstance(a, Partial) and a.reduce_op == "sum" and not isinstance(b, Partial):
+        return a, whole, a
+    return whole, whole, whole
+
+
+def _is_cut(placement: Placement, dim: int) -> bool:
+    return type(placement) in (Shard, InterleavedShard) and placement.is_shard(dim)
+
+
+def _moved(placement: Any, dim: int) -> Placement:
+    return placement.move_to(dim) if isinstance(placement, InterleavedShard) else Shard(dim)
+
+
+# -- the rules of others -------------------------------------------------------------------------------------------------
 
 
 def _of_extension(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
