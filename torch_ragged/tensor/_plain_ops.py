@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -143,7 +143,7 @@ def _grouped_mm(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
         found = _of_extension(op, args, kwargs)
         return _by_torch(op, args, kwargs) if found is NotImplemented else found
     mesh, of_weight = a.device_mesh, b.ndim == 2
-    placed = [_grouped_placements(*pair, of_weight) for pair in zip(a.placements, b.placements)]
+    placed = [_grouped_placements(*pair, of_weight, a.numel() > b.numel()) for pair in zip(a.placements, b.placements)]
     a, b = (each.redistribute(placements=[p[i] for p in placed]) for i, each in enumerate((a, b)))
     ends = ends.full_tensor() if isinstance(ends, DTensor) else ends
     rows = a.ndim - 1 if of_weight else 0
@@ -157,17 +157,24 @@ def _grouped_mm(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     return DTensor.from_local(local, mesh, [p[2] for p in placed], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _grouped_placements(a: Placement, b: Placement, of_weight: bool) -> tuple[Placement, Placement, Placement]:
-    """The placements of both factors and of the result on one mesh dimension, such that the local product is a part of it."""
+def _grouped_placements(
+    a: Placement, b: Placement, of_weight: bool, a_is_larger: bool
+) -> tuple[Placement, Placement, Placement]:
+    """The placements of both factors and of the result on one mesh dimension, such that the local product is a part of it.
+
+    If both are cut, and not alike, the smaller one is made whole.
+    """
     # The dimensions of the factors (a, b) that are contracted, and the free ones with their dimension in the result.
     inner, free_a, free_b = ((1, 0), (0, 1), (1, 2)) if of_weight else ((1, 1), (0, 0), (2, 1))
-    whole = Replicate()
+    whole, found = Replicate(), []
+    if _is_cut(a, free_a[0]) and (of_weight or type(a) is Shard):  # The rows of a group stand together: no segments of rows.
+        found.append((a, whole, _moved(a, free_a[1])))
     if _is_cut(b, free_b[0]):
-        return whole, b, _moved(b, free_b[1])
-    if _is_cut(a, free_a[0]) and (of_weight or type(a) is Shard):
-        return a, whole, _moved(a, free_a[1])
+        found.append((whole, b, _moved(b, free_b[1])))
+    if found:
+        return found[0 if a_is_larger else -1]
     for cut in (_moved(a, inner[1]) if _is_cut(a, inner[0]) else None, b if _is_cut(b, inner[1]) else None):
-        if cut is not None and (type(cut) is Shard or not of_weight):  # The rows of a group stand together: no segments.
+        if cut is not None and (type(cut) is Shard or not of_weight):
             return _moved(cut, inner[0]), cut, Partial()
     if isinstance(a, Partial) and a.reduce_op == "sum" and not isinstance(b, Partial):
         return a, whole, a
