@@ -1,6 +1,6 @@
 """``Plan``: how a model is distributed, as a value beside the model.
 
-It must not see a model, a mesh or a rank: ``torch_ragged.spmd._resolve`` brings these together.
+It must not see a mesh or a rank, nor keep a model: ``torch_ragged.spmd._resolve`` brings these together.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Optional, Union
 
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged.fsdp import BufferPlacements
@@ -29,6 +31,7 @@ from torch_ragged.spmd._text import (
     value_text,
     write_value,
 )
+from torch_ragged.spmd._transformers import batch_of, shards_of, units_of
 
 __all__ = [
     "FACTORY_FUNCTIONS",
@@ -531,6 +534,40 @@ class Plan:
         if not isinstance(rules, list):
             raise ValueError("the JSON has no list of rules: pass what Plan.to_json() returned")
         return cls([_read_rule(index, rule) for index, rule in enumerate(rules)])
+
+    @classmethod
+    def from_transformers(cls, model: nn.Module, *, tp: Optional[str] = "tp", fsdp: Optional[str] = None) -> Plan:
+        """The plan that a model of transformers carries, in its ``tp_plan`` and ``fsdp_plan``::
+
+            model = deferred_init(lambda: LlamaForCausalLM(config))
+            plan = Plan.from_transformers(model, tp="tp", fsdp="dp")
+            print(plan)                                                   # as you would write it
+            model = parallelize(model, plan, mesh)
+
+        Entries for parts that this model does not have are left out. Styles that repair sums or gradients of local tensors
+        (``replicated_with_grad_allreduce``, ``mla_kv_a_proj``, ``moe_identity_expert``, ``local_params``) add no rule: DTensor
+        does what they do.
+
+        Args:
+            model: a ``PreTrainedModel``, with or without values. It is not changed.
+            tp: the mesh dimension of ``tp_plan``. None leaves it out.
+            fsdp: the mesh dimension of ``fsdp_plan``, which cuts the batch of the arguments, too: ``input_ids``, ``labels``,
+                ``attention_mask``, ``pixel_values`` and their like. None leaves it out; parameters that no rule names are
+                replicated then.
+
+        Raises:
+            ValueError: the model has no such plan, or one with a style that is unknown or has no meaning for DTensors.
+        """
+        plan = cls()
+        for path, placement in () if tp is None else shards_of(model):
+            plan.shard(path, placement, tp)  # type: ignore[arg-type]
+        if fsdp is None:
+            return plan.default(Replicate())
+        for path in batch_of(model):
+            plan.shard(path, Shard(0), fsdp)
+        for path, reshards in units_of(model):
+            plan.unit(path, fsdp, reshard_after_forward=reshards)
+        return plan
 
     def __add__(self, other: Plan) -> Plan:
         return Plan([*self._rules, *other._rules]) if isinstance(other, Plan) else NotImplemented
