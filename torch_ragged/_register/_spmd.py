@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ragged._register._hook import OPERATORS, Hook, has, hooks
 from torch_ragged.tensor._placement_extension import extension_of_op
-from torch_ragged.tensor._plain_ops import on_whole_tensors, plain_handlers, runs_on_whole_tensors
+from torch_ragged.tensor._plain_ops import needs_whole_tensors, on_whole_tensors, plain_handlers
 
 __all__ = ["compute_as_one_device"]
 
@@ -44,14 +44,19 @@ def compute_as_one_device(promote: bool) -> None:
 
 
 def _run_all_ops(propagate: Callable[..., Any]) -> Callable[..., Any]:
-    """``propagate``, of which an op without a sharding rule runs on replicated tensors."""
+    """``propagate``, of which an op that torch cannot shard runs on replicated tensors."""
 
     def propagate_or_gather(op_call, args, kwargs, op_info, try_cache):  # type: ignore[no-untyped-def]
-        try:
+        if extension_of_op(op_info) is not None:
             return propagate(op_call, args, kwargs, op_info, try_cache)
-        except NotImplementedError:
-            if extension_of_op(op_info) is not None or not runs_on_whole_tensors(op_call):
+        try:
+            sharding = propagate(op_call, args, kwargs, op_info, try_cache)
+        except Exception as error:
+            if not needs_whole_tensors(op_call, args, error):
                 raise
+        else:
+            if not needs_whole_tensors(op_call, args, sharding):
+                return sharding
         return on_whole_tensors(op_call, args, kwargs)
 
     propagate_or_gather.runs_all_ops = True  # type: ignore[attr-defined]

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OutputSharding
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
@@ -21,7 +23,7 @@ from torch_ragged.tensor._owned_boxes import owned_boxes
 from torch_ragged.tensor._placement_extension import extension_of
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
-__all__ = ["on_whole_tensors", "plain_handlers", "runs_on_whole_tensors"]
+__all__ = ["needs_whole_tensors", "on_whole_tensors", "plain_handlers"]
 
 _logger = logging.getLogger("torch_ragged.spmd")
 _aten = torch.ops.aten
@@ -42,8 +44,6 @@ def plain_handlers() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
         **{getattr(_aten, name).default: _gathered for name in _OF_VALUES},
         _aten.sort.default: _sort,
         _aten.sort.stable: _sort,
-        _aten.index_put_.default: _index_put,
-        _aten._index_put_impl_.default: _index_put,
         _aten._grouped_mm.default: _grouped_mm,
     }
 
@@ -72,31 +72,35 @@ def _sort(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     return tuple([each.redistribute(placements=cut) for each in _by_torch(op, args, kwargs)])
 
 
-def _index_put(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """If the indexed dimension is cut, torch would have to change the placements of the tensor that it writes."""
-    if (found := _of_extension(op, args, kwargs)) is not NotImplemented:
-        return found
-    tensor, indices = args[:2]
-    if any(tensor_index is not None and p.is_shard(dim) for dim, tensor_index in enumerate(indices) for p in tensor.placements):
-        return on_whole_tensors(op, args, kwargs)
-    return _by_torch(op, args, kwargs)
-
-
 # -- ops without a rule --------------------------------------------------------------------------------------------------
 
 
-def runs_on_whole_tensors(op: torch._ops.OpOverload) -> bool:
-    """Whether :func:`on_whole_tensors` gives the result of a single device. It logs a line, once per op."""
+def needs_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], sharding: Any) -> bool:
+    """Whether an op must run by :func:`on_whole_tensors`, as a single device's result needs. It logs a line, once per op.
+
+    Torch's rule of such an op is missing, or has other placements for a tensor that the op writes. (Torch refuses this, but for
+    ops with a rule that follows from others: ``index_add_`` would make a DTensor whose local tensor does not fit.)
+
+    Args:
+        sharding: torch's answer, or the error that it raised instead.
+    """
     is_view = returns_alias(op) or torch.Tag.inplace_view in op.tags
-    if is_view or is_random(op):
-        return False
-    _log(op)
-    return True
+    written = args[0] if op._schema.is_mutable and args and isinstance(args[0], DTensor) else None
+    if isinstance(sharding, OutputSharding):
+        spec = sharding.output_spec
+        needs = written is not None and isinstance(spec, DTensorSpec) and spec.placements != written.placements
+    else:
+        refused = written is not None and "in-place operations that require placement changes" in str(sharding)
+        needs = (isinstance(sharding, NotImplementedError) or refused) and not is_random(op) and not is_view
+    is_pending = written is not None and any(placement.is_partial() for placement in written.placements)
+    if needs and not is_pending:
+        _log(op)
+    return needs and not is_pending
 
 
 @functools.cache
 def _log(op: torch._ops.OpOverload) -> None:
-    _logger.info("%s has no sharding rule in torch: it runs on replicated tensors", op)
+    _logger.info("%s has no sharding rule in torch for these placements: it runs on replicated tensors", op)
 
 
 def on_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,158 @@
+"""Plans of the zoo: unchanged models of transformers and diffusers train under them as on one device."""
+
+import inspect
+import re
+import textwrap
+import unittest
+
+import pytest
+import torch
+from common import ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from zoo_models import HAS_LIBRARIES, assert_trains_as_one_device, batch_of, build
+
+import torch_ragged
+from torch_ragged.spmd import Plan, deferred_init, parallelize, zoo
+from torch_ragged.spmd._plan import UnitRule
+from torch_ragged.spmd._resolve import resolve
+from torch_ragged.spmd._resolved import MeshShape
+
+pytestmark = pytest.mark.skipif(not HAS_LIBRARIES, reason="transformers and diffusers are not installed")
+
+
+class TrainingTest(unittest.TestCase):
+    @ranks(4)
+    def test_llama_trains_as_on_one_device():
+        assert_trains_as_one_device("llama", zoo.llama())
+
+    @ranks(4)
+    def test_llama_with_sequence_parallelism_trains_as_on_one_device():
+        assert_trains_as_one_device("llama", zoo.llama(sequence_parallel=True))
+
+    @ranks(4)
+    def test_a_tied_qwen3_trains_as_on_one_device():
+        assert_trains_as_one_device("qwen3", zoo.qwen3())
+
+    @ranks(4)
+    def test_mixtral_trains_as_on_one_device():
+        assert_trains_as_one_device("mixtral", zoo.mixtral())
+
+    @ranks(4)
+    def test_t5_trains_as_on_one_device():
+        assert_trains_as_one_device("t5", zoo.t5())
+
+    @ranks(4)
+    def test_vit_trains_as_on_one_device():
+        assert_trains_as_one_device("vit", zoo.vit())
+
+    @ranks(4)
+    def test_dit_trains_as_on_one_device():
+        assert_trains_as_one_device("dit", zoo.dit())
+
+    @ranks(4)
+    def test_qwen3_moe_trains_as_on_one_device():
+        assert_trains_as_one_device("qwen3_moe", zoo.qwen3_moe())
+
+    @ranks(4)
+    def test_gpt_oss_trains_as_on_one_device():
+        assert_trains_as_one_device("gpt_oss", zoo.gpt_oss())
+
+    @ranks(4)
+    def test_deepseek_v3_trains_as_on_one_device():
+        assert_trains_as_one_device("deepseek_v3", zoo.deepseek_v3())
+
+    @ranks(4)
+    def test_flux2_with_fused_blocks_trains_as_on_one_device():
+        assert_trains_as_one_device("flux2", zoo.flux2())
+
+    @ranks(4)
+    def test_a_mixtral_whose_experts_run_one_by_one_trains_as_on_one_device():
+        assert_trains_as_one_device("mixtral", zoo.mixtral(), steps=2, experts_implementation="eager")
+
+
+@pytest.mark.slow
+class LongTrainingTest(unittest.TestCase):
+    @ranks(4)
+    def test_twenty_steps_of_language_models_with_sequence_parallelism():
+        for name in ("llama", "qwen3", "mixtral", "t5"):
+            assert_trains_as_one_device(name, getattr(zoo, name)(sequence_parallel=True), steps=20)
+
+    @ranks(4)
+    def test_twenty_steps_of_vision_models_with_sequence_parallelism():
+        for name in ("vit", "dit", "flux2"):
+            assert_trains_as_one_device(name, getattr(zoo, name)(sequence_parallel=True), steps=20)
+
+    @ranks(4)
+    def test_twenty_steps_of_experts_with_sequence_parallelism():
+        for name in ("qwen3_moe", "gpt_oss", "deepseek_v3"):
+            assert_trains_as_one_device(name, getattr(zoo, name)(sequence_parallel=True), steps=20)
+
+    @ranks(8)
+    def test_eight_ranks_of_two_dimensions():
+        for name in ("llama", "mixtral", "t5", "vit", "dit"):
+            assert_trains_as_one_device(name, getattr(zoo, name)(), mesh=(4, 2))
+
+    @ranks(4)
+    def test_without_units():
+        for name in ("llama", "mixtral", "dit"):
+            assert_trains_as_one_device(name, getattr(zoo, name)(unit=False))
+
+    @ranks(4)
+    def test_one_dimension_alone():
+        for name in ("llama", "t5", "vit"):
+            assert_trains_as_one_device(name, getattr(zoo, name)(tp=None), mesh=(4, 1))
+            assert_trains_as_one_device(name, getattr(zoo, name)(dp=None), mesh=(2, 2))
+
+
+class PlanTest(unittest.TestCase):
+    def test_the_plan_in_a_docstring_is_the_plan(self):
+        names = {"Plan": Plan, "Shard": Shard, "Replicate": Replicate, "InterleavedShard": torch_ragged.InterleavedShard}
+        checked = []
+        for name in zoo.__all__:
+            block = re.search(r"::\n\n((?:    .*\n|\n)+?)\n(?=\S)", f"{inspect.getdoc(getattr(zoo, name))}\n\nend")
+            if block is not None:
+                scope = dict(names)
+                exec(textwrap.dedent(block[1]), scope)
+                self.assertEqual(sorted(map(repr, scope["plan"].rules)), sorted(map(repr, getattr(zoo, name)().rules)), name)
+                checked.append(name)
+        self.assertEqual(checked, [name for name in zoo.__all__ if name not in ("qwen3", "qwen3_moe")])
+
+    def test_every_plan_fits_its_class_with_every_choice(self):
+        for name in zoo.__all__:
+            model = build(name)
+            for options in ({}, {"sequence_parallel": True}, {"unit": False}, {"tp": None}, {"dp": None}, {"dp": None, "tp": None}):
+                resolve(getattr(zoo, name)(**options), model, MeshShape(("dp", "tp"), (2, 2)))
+
+    def test_other_names_of_mesh_dimensions_take_the_place_of_dp_and_tp(self):
+        model, mesh = build("llama"), MeshShape(("replicas", "model"), (2, 2))
+        resolved = resolve(zoo.llama(dp="replicas", tp="model"), model, mesh)
+        self.assertEqual(str(resolved.units[0].shard), "('replicas',)")
+
+    def test_a_plan_survives_json(self):
+        for name in zoo.__all__:
+            plan = getattr(zoo, name)()
+            self.assertEqual(Plan.from_json(plan.to_json()), plan)
+
+    def test_layers_are_units_that_reshard(self):
+        (unit,) = [rule for rule in zoo.llama().rules if isinstance(rule, UnitRule)]
+        self.assertEqual(repr(unit), r'plan.unit(r"model\.layers\.\d+", "dp")')
+
+
+class SequenceTest(unittest.TestCase):
+    @ranks(4)
+    def test_the_sequence_is_cut_between_attention_and_feed_forward_parts():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        model = parallelize(deferred_init(lambda: build("llama")), zoo.llama(sequence_parallel=True), mesh)
+        seen = {}
+        for name, module in model.named_modules():
+            if name.endswith("norm"):
+                module.register_forward_hook(lambda _, args, output, name=name: seen.update({name: output.placements}))
+        model(**batch_of("llama"))
+        assert seen.pop("model.layers.0.input_layernorm") == (Shard(0), Replicate())
+        assert len(seen) == 4 and set(seen.values()) == {(Shard(0), Shard(1))}, seen
+
+
+if __name__ == "__main__":
+    unittest.main()

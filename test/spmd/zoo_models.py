@@ -1,0 +1,180 @@
+"""Tiny models of unchanged classes of transformers and diffusers, and their training on one device and under a plan.
+
+Nothing is downloaded. Dropout is on where a class has it.
+"""
+
+import functools
+import importlib.util
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from torch_ragged.spmd import deferred_init, parallelize
+
+__all__ = ["HAS_LIBRARIES", "MODELS", "assert_trains_as_one_device", "batch_of", "build"]
+
+HAS_LIBRARIES = all(importlib.util.find_spec(name) for name in ("transformers", "diffusers"))
+_TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.1,
+    "use_cache": False,
+}
+_EXPERTS = {**_TEXT, "head_dim": 8, "num_experts_per_tok": 2}
+# The name of the class, and its config. Classes of transformers have a config class; those of diffusers take it as arguments.
+MODELS = {
+    "llama": ("LlamaForCausalLM", _TEXT),
+    "qwen3": ("Qwen3ForCausalLM", {**_TEXT, "head_dim": 8, "tie_word_embeddings": True}),
+    "mixtral": ("MixtralForCausalLM", {**_EXPERTS, "num_local_experts": 4, "output_router_logits": True}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**_EXPERTS, "moe_intermediate_size": 48, "num_experts": 4}),
+    "gpt_oss": ("GptOssForCausalLM", {**_EXPERTS, "num_local_experts": 4, "sliding_window": 8}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **_TEXT,
+            "num_key_value_heads": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": 96,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "dropout_rate": 0.1,
+            "use_cache": False,
+            "decoder_start_token_id": 0,
+        },
+    ),
+    "vit": (
+        "ViTForImageClassification",
+        {
+            "image_size": 16,
+            "patch_size": 4,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "hidden_dropout_prob": 0.1,
+            "attention_probs_dropout_prob": 0.1,
+            "num_labels": 10,
+        },
+    ),
+    "dit": (
+        "DiTTransformer2DModel",
+        {
+            "num_attention_heads": 4,
+            "attention_head_dim": 8,
+            "in_channels": 4,
+            "out_channels": 8,
+            "num_layers": 2,
+            "sample_size": 8,
+            "num_embeds_ada_norm": 10,
+            "dropout": 0.1,
+        },
+    ),
+    "flux2": (
+        "Flux2Transformer2DModel",
+        {
+            "in_channels": 8,
+            "num_layers": 1,
+            "num_single_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 4,
+            "joint_attention_dim": 16,
+            "timestep_guidance_channels": 16,
+            "mlp_ratio": 3.0,
+            "axes_dims_rope": (2, 2, 2, 2),
+        },
+    ),
+}
+
+
+def build(name, **changes):
+    """A new model, with other values in its config if ``changes`` are given."""
+    kind, config = MODELS[name]
+    if name in ("dit", "flux2"):
+        import diffusers
+
+        return getattr(diffusers, kind)(**{**config, **changes})
+    import transformers
+
+    model_class = getattr(transformers, kind)
+    return model_class(model_class.config_class(**{**config, **changes}))
+
+
+def batch_of(name, rows=4):
+    if name == "vit":
+        return {"pixel_values": torch.randn(rows, 3, 16, 16), "labels": torch.randint(0, 10, (rows,))}
+    if name == "dit":
+        labels, timestep = torch.randint(0, 10, (rows,)), torch.randint(0, 1000, (rows,))
+        return {"hidden_states": torch.randn(rows, 4, 8, 8), "timestep": timestep, "class_labels": labels}
+    if name == "flux2":
+        return {
+            "hidden_states": torch.randn(rows, 16, 8),
+            "encoder_hidden_states": torch.randn(rows, 4, 16),
+            "timestep": torch.rand(rows),
+            "guidance": torch.rand(rows),
+            "img_ids": torch.arange(64.0).view(16, 4),
+            "txt_ids": torch.zeros(4, 4),
+        }
+    ids = torch.randint(0, 96, (rows, 16))
+    return {"input_ids": ids, "labels": ids}
+
+
+def assert_trains_as_one_device(name, plan, mesh=(2, 2), steps=3, **changes):
+    """Train a model under ``plan`` and on one device. Initial values are equal to the bit; losses and gradients are close."""
+    dims = init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = parallelize(deferred_init(functools.partial(build, name, **changes)), plan, dims)
+    torch.manual_seed(0)
+    single = build(name, **changes)
+    for key, value in single.named_parameters():
+        torch.testing.assert_close(_whole(model.get_parameter(key)), value.detach(), rtol=0, atol=0, msg=key)
+    rows = 2 * mesh[0]
+    found, expected = _train(model, name, steps, rows), _train(single, name, steps, rows)
+    for step, ((loss, grads), (single_loss, single_grads)) in enumerate(zip(found, expected)):
+        assert abs(loss - single_loss) <= 1e-5, f"step {step}: loss {loss} instead of {single_loss}"
+        assert grads.keys() == single_grads.keys(), grads.keys() ^ single_grads.keys()
+        for key, grad in single_grads.items():
+            error, scale = (grads[key] - grad).abs().max().item(), grad.abs().max().item()
+            assert error <= 1e-5 * scale + 1e-8, f"step {step}: the gradient of {key} differs by {error}, of {scale}"
+
+
+def _train(model, name, steps, rows):
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    history = []
+    for _ in range(steps):
+        output = model(**batch_of(name, rows))
+        loss = output.loss if hasattr(output, "loss") else output.sample.square().mean()
+        loss.backward()
+        grads = {key: _whole(param.grad) for key, param in model.named_parameters() if param.grad is not None}
+        history.append((_whole(loss).item(), grads))
+        optimizer.step()
+        optimizer.zero_grad()
+    return history
+
+
+def _whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
