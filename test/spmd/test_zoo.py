@@ -66,10 +66,6 @@ class TrainingTest(unittest.TestCase):
     def test_flux2_with_fused_blocks_trains_as_on_one_device():
         assert_trains_as_one_device("flux2", zoo.flux2())
 
-    @ranks(4)
-    def test_a_mixtral_whose_experts_run_one_by_one_trains_as_on_one_device():
-        assert_trains_as_one_device("mixtral", zoo.mixtral(), steps=2, experts_implementation="eager")
-
 
 @pytest.mark.slow
 class LongTrainingTest(unittest.TestCase):
@@ -87,6 +83,10 @@ class LongTrainingTest(unittest.TestCase):
     def test_twenty_steps_of_experts_with_sequence_parallelism():
         for name in ("qwen3_moe", "gpt_oss", "deepseek_v3"):
             assert_trains_as_one_device(name, getattr(zoo, name)(sequence_parallel=True), steps=20)
+
+    @ranks(4)
+    def test_a_mixtral_whose_experts_run_one_by_one_trains_as_on_one_device():
+        assert_trains_as_one_device("mixtral", zoo.mixtral(), steps=2, experts_implementation="eager")
 
     @ranks(8)
     def test_eight_ranks_of_two_dimensions():

@@ -1,0 +1,195 @@
+"""Ops on plain DTensors, after ``parallelize`` has given the dispatcher its handlers: results are those of one device."""
+
+import contextlib
+import unittest
+
+import torch
+import torch.nn.functional as F
+from common import error_of, ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from torch_ragged import InterleavedShard
+from torch_ragged._register._spmd import compute_as_one_device
+
+R = Replicate()
+
+
+@contextlib.contextmanager
+def as_one_device():
+    """The handlers, for a while: other tests in this process see torch's own rules."""
+    dispatcher = DTensor._op_dispatcher
+    handlers, promotes = dict(dispatcher._custom_op_handlers), dispatcher._allow_implicit_replication
+    propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
+    compute_as_one_device(True)
+    try:
+        yield
+    finally:
+        dispatcher._custom_op_handlers.clear()
+        dispatcher._custom_op_handlers.update(handlers)
+        dispatcher._propagate_op_sharding_dispatch_slow_path = propagate
+        dispatcher._allow_implicit_replication = promotes
+
+
+def mesh_of(*sizes):
+    return init_device_mesh("cpu", sizes)
+
+
+def assert_same(found, expected, placements):
+    assert found.placements == tuple(placements), found.placements
+    assert found.full_tensor().equal(expected), (found.full_tensor(), expected)
+
+
+class NoRuleTest(unittest.TestCase):
+    @ranks(2)
+    def test_an_op_without_a_rule_runs_on_whole_tensors():
+        whole = torch.arange(12.0).view(4, 3)
+        with as_one_device():
+            tensor = distribute_tensor(whole, mesh_of(2), [Shard(0)])
+            with CommDebugMode() as comms:
+                found = tensor.masked_scatter(tensor > 5, torch.ones(12))
+            assert comms.get_total_counts() == 2, comms.get_comm_counts()  # The tensor and the mask.
+            assert_same(found, whole.masked_scatter(whole > 5, torch.ones(12)), [R])
+
+    @ranks(2)
+    def test_its_gradient_arrives_where_the_tensor_is_cut():
+        whole, reference = torch.arange(12.0).view(4, 3), torch.arange(12.0).view(4, 3).requires_grad_()
+        source = torch.arange(12.0)
+        with as_one_device():
+            tensor = distribute_tensor(whole, mesh_of(2), [Shard(0)]).requires_grad_()
+            tensor.scatter_reduce(0, torch.zeros(1, 3, dtype=torch.int64), source[:3].view(1, 3), "sum").square().sum().backward()
+            reference.scatter_reduce(0, torch.zeros(1, 3, dtype=torch.int64), source[:3].view(1, 3), "sum").square().sum().backward()
+            assert tensor.grad.full_tensor().equal(reference.grad)
+
+    @ranks(2)
+    def test_a_cut_tensor_that_the_op_writes_keeps_its_placements():
+        for write in (
+            lambda t, i: t.index_add_(0, i, torch.ones(3, 3)),
+            lambda t, i: t.index_put_((i,), torch.ones(3, 3)),
+            lambda t, i: t.scatter_(0, i[:, None].expand(3, 3), 7.0),
+        ):
+            whole, index = torch.arange(15.0).view(5, 3), torch.tensor([4, 0, 2])
+            with as_one_device():
+                tensor = distribute_tensor(whole.clone(), mesh_of(2), [Shard(0)])
+                local = tensor._local_tensor
+                assert write(tensor, index) is tensor
+                assert tensor._local_tensor is local
+                assert_same(tensor, write(whole, index), [Shard(0)])
+
+    @ranks(2)
+    def test_a_value_is_written_into_a_view_of_a_cut_tensor():
+        whole = torch.arange(12).view(4, 3)
+        with as_one_device():
+            tensor = distribute_tensor(whole.clone(), mesh_of(2), [Shard(0)])
+            tensor[..., 0] = 9
+            whole[..., 0] = 9
+            assert_same(tensor, whole, [Shard(0)])
+
+    @ranks(2)
+    def test_views_without_a_rule_stay_errors():
+        with as_one_device():
+            tensor = distribute_tensor(torch.arange(12.0), mesh_of(2), [Shard(0)])
+            assert "aten.unfold.default does not have a sharding strategy" in error_of(tensor.unfold, 0, 2, 2)
+
+    @ranks(2)
+    def test_one_line_is_logged_for_each_op():
+        case = unittest.TestCase()
+        with as_one_device(), case.assertLogs("torch_ragged.spmd", "INFO") as logs:
+            tensor = distribute_tensor(torch.arange(12.0).view(4, 3), mesh_of(2), [Shard(0)])
+            for _ in range(2):
+                tensor.logcumsumexp(0)
+                tensor.renorm(2, 0, 1.0)
+        lines = [line for line in logs.output if "renorm" in line]
+        case.assertEqual(
+            lines,
+            [
+                "INFO:torch_ragged.spmd:aten.renorm.default has no sharding rule in torch for these placements: it runs on "
+                "replicated tensors"
+            ],
+        )
+
+
+class SortTest(unittest.TestCase):
+    @ranks(2)
+    def test_a_tensor_that_is_sorted_where_it_is_cut_stays_cut():
+        whole = torch.tensor([3, 1, 2, 0, 5, 4, 1])
+        with as_one_device():
+            tensor = distribute_tensor(whole, mesh_of(2), [Shard(0)])
+            for found, expected in zip(torch.sort(tensor, stable=True), torch.sort(whole, stable=True)):
+                assert_same(found, expected, [Shard(0)])
+            for found, expected in zip(torch.sort(tensor, descending=True)[:1], torch.sort(whole, descending=True)[:1]):
+                assert_same(found, expected, [Shard(0)])
+
+    @ranks(2)
+    def test_sums_that_are_pending_are_added_before_they_are_sorted():
+        with as_one_device():
+            part = torch.tensor([1.0, 0.0, 2.0]) * (torch.distributed.get_rank() + 1)
+            tensor = DTensor.from_local(part, mesh_of(2), [Partial()])
+            assert_same(torch.sort(tensor)[0], torch.tensor([0.0, 3.0, 6.0]), [R])
+
+
+ROWS, EXPERTS, INNER, OUTER = 12, 3, 8, 16
+ENDS = torch.tensor([3, 3, 12], dtype=torch.int32)  # An expert without rows.
+
+
+def expected_grouped_mm(a, b, ends):
+    """Rows by the matrix of their expert, in plain steps."""
+    starts = [0, *ends.tolist()[:-1]]
+    return torch.cat([a[start:end] @ b[expert] for expert, (start, end) in enumerate(zip(starts, ends.tolist()))])
+
+
+class GroupedMmTest(unittest.TestCase):
+    @ranks(4)
+    def test_rows_and_experts_under_all_placements():
+        torch.manual_seed(0)
+        mesh = mesh_of(2, 2)
+        a, b = torch.randn(ROWS, INNER), torch.randn(EXPERTS, INNER, OUTER)
+        reference = [a.clone().requires_grad_(), b.clone().requires_grad_()]
+        out = expected_grouped_mm(*reference, ENDS)
+        weight = torch.randn_like(out)
+        (out * weight).sum().backward()
+        of_a = [R, Shard(0), Shard(1), InterleavedShard(1, 2)]
+        of_b = [R, Shard(0), Shard(1), Shard(2), InterleavedShard(2, 2), InterleavedShard(1, 2)]
+        with as_one_device():
+            for placed_a in [(x, y) for x in of_a for y in of_a if x == R or y == R or x != y]:
+                if len({p.dim for p in placed_a if p != R}) < len([p for p in placed_a if p != R]):
+                    continue
+                for placed_b in of_b:
+                    left = distribute_tensor(a, mesh, placed_a).requires_grad_()
+                    right = distribute_tensor(b, mesh, [R, placed_b]).requires_grad_()
+                    found = F.grouped_mm(left, right, offs=distribute_tensor(ENDS, mesh, [R, R]))
+                    torch.testing.assert_close(found.full_tensor(), out.detach(), msg=f"{placed_a} {placed_b}")
+                    (found * distribute_tensor(weight, mesh, [R, R])).sum().backward()
+                    torch.testing.assert_close(left.grad.full_tensor(), reference[0].grad, msg=f"{placed_a} {placed_b}")
+                    torch.testing.assert_close(right.grad.full_tensor(), reference[1].grad, msg=f"{placed_a} {placed_b}")
+
+    @ranks(2)
+    def test_a_rank_computes_its_rows_and_communicates_nothing():
+        a, b = torch.randn(ROWS, INNER), torch.randn(EXPERTS, INNER, OUTER)
+        mesh = mesh_of(2)
+        with as_one_device():
+            left, ends = distribute_tensor(a, mesh, [Shard(0)]), distribute_tensor(ENDS, mesh, [R])
+            right = distribute_tensor(b, mesh, [R])
+            with CommDebugMode() as comms:
+                found = F.grouped_mm(left, right, offs=ends)
+            assert comms.get_total_counts() == 0, comms.get_comm_counts()
+            assert found.placements == (Shard(0),) and found._local_tensor.shape == (ROWS // 2, OUTER)
+            torch.testing.assert_close(found.full_tensor(), expected_grouped_mm(*[t.full_tensor() for t in (left, right)], ENDS))
+
+    @ranks(2)
+    def test_columns_of_experts_then_rows_of_experts_communicate_nothing():
+        mesh = mesh_of(2)
+        with as_one_device():
+            tokens, ends = distribute_tensor(torch.randn(ROWS, INNER), mesh, [R]), distribute_tensor(ENDS, mesh, [R])
+            up = distribute_tensor(torch.randn(EXPERTS, INNER, OUTER), mesh, [InterleavedShard(2, 2)])
+            down = distribute_tensor(torch.randn(EXPERTS, OUTER // 2, INNER), mesh, [Shard(1)])
+            with CommDebugMode() as comms:
+                gate, features = F.grouped_mm(tokens, up, offs=ends).chunk(2, dim=-1)
+                found = F.grouped_mm(F.silu(gate) * features, down, offs=ends)
+            assert comms.get_total_counts() == 0, comms.get_comm_counts()
+            assert found.placements == (Partial(),)
+
+
+if __name__ == "__main__":
+    unittest.main()
