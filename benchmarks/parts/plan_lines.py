@@ -4,9 +4,9 @@ It must not build a model: a plan is printed as a user would write it, and its l
 
     PYTHONPATH=. python -m benchmarks.parts.plan_lines [--json PATH]
 
-A plan is that of a function of the zoo, in full, as its docstring has it. The model and the script do not change. The numbers of
-the paper and of torchtitan are those of the paper's table 2; besides, the paper changes 2 lines of the model, and torchtitan's
-way changes 6 to 8.
+A plan is that of a function of the zoo, in full, as its docstring has it. The model and the script do not change. The numbers
+of the paper and of torchtitan are those of the paper's table 2; besides, the paper changes 2 lines of the model, and
+torchtitan's way changes 6 to 8.
 """
 
 from __future__ import annotations

@@ -121,7 +121,14 @@ class PlanTest(unittest.TestCase):
     def test_every_plan_fits_its_class_with_every_choice(self):
         for name in zoo.__all__:
             model = build(name)
-            for options in ({}, {"sequence_parallel": True}, {"unit": False}, {"tp": None}, {"dp": None}, {"dp": None, "tp": None}):
+            for options in (
+                {},
+                {"sequence_parallel": True},
+                {"unit": False},
+                {"tp": None},
+                {"dp": None},
+                {"dp": None, "tp": None},
+            ):
                 resolve(getattr(zoo, name)(**options), model, MeshShape(("dp", "tp"), (2, 2)))
 
     def test_other_names_of_mesh_dimensions_take_the_place_of_dp_and_tp(self):

@@ -58,8 +58,12 @@ class NoRuleTest(unittest.TestCase):
         source = torch.arange(12.0)
         with as_one_device():
             tensor = distribute_tensor(whole, mesh_of(2), [Shard(0)]).requires_grad_()
-            tensor.scatter_reduce(0, torch.zeros(1, 3, dtype=torch.int64), source[:3].view(1, 3), "sum").square().sum().backward()
-            reference.scatter_reduce(0, torch.zeros(1, 3, dtype=torch.int64), source[:3].view(1, 3), "sum").square().sum().backward()
+            tensor.scatter_reduce(
+                0, torch.zeros(1, 3, dtype=torch.int64), source[:3].view(1, 3), "sum"
+            ).square().sum().backward()
+            reference.scatter_reduce(
+                0, torch.zeros(1, 3, dtype=torch.int64), source[:3].view(1, 3), "sum"
+            ).square().sum().backward()
             assert tensor.grad.full_tensor().equal(reference.grad)
 
     @ranks(2)
@@ -175,7 +179,9 @@ class GroupedMmTest(unittest.TestCase):
                 found = F.grouped_mm(left, right, offs=ends)
             assert comms.get_total_counts() == 0, comms.get_comm_counts()
             assert found.placements == (Shard(0),) and found._local_tensor.shape == (ROWS // 2, OUTER)
-            torch.testing.assert_close(found.full_tensor(), expected_grouped_mm(*[t.full_tensor() for t in (left, right)], ENDS))
+            torch.testing.assert_close(
+                found.full_tensor(), expected_grouped_mm(*[t.full_tensor() for t in (left, right)], ENDS)
+            )
 
     @ranks(2)
     def test_columns_of_experts_then_rows_of_experts_communicate_nothing():

@@ -447,8 +447,8 @@ def _meaningful(placements: tuple[Placement, ...], shape: tuple[int, ...], sizes
     for index, placement in enumerate(placements):
         if isinstance(placement, InterleavedShard) and not placement.fits(shape[placement.dim], sizes[index]):
             raise ValueError(
-                f"{placement_text(placement)} over {sizes[index]} ranks needs segments that are multiples of {sizes[index]}, got "
-                f"{shape[placement.dim]} elements"
+                f"{placement_text(placement)} over {sizes[index]} ranks needs a dimension whose segments are multiples of "
+                f"{sizes[index]}, got {shape[placement.dim]} elements"
             )
         if isinstance(placement, _StridedShard):
             pieces, elements = int(placement.split_factor) * sizes[index], shape[placement.dim]

@@ -71,7 +71,15 @@ _NO_MEANING = {
     "ep_dispatch_experts": "it sends tokens to experts inside of forward, by an all-to-all of local tensors",
 }
 _RESHARDS = {"free_full_weight": True, "keep_full_weight": False}
-_BATCH = ("input_ids", "inputs_embeds", "attention_mask", "labels", "decoder_input_ids", "decoder_attention_mask", "pixel_values")
+_BATCH = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "labels",
+    "decoder_input_ids",
+    "decoder_attention_mask",
+    "pixel_values",
+)
 
 
 def shards_of(model: nn.Module) -> list[tuple[str, Placement]]:
@@ -95,8 +103,8 @@ def shards_of(model: nn.Module) -> list[tuple[str, Placement]]:
         cut, before, after = _STYLES[style]
         found += _cuts(path, own, cut)
         if named_modules:
-            found += [(rf"{path}\.<in>", before)] * (before is not None)
-            found += [(rf"{path}\.<out>", after)] * (after is not None)
+            sides = (("in", before), ("out", after))
+            found += [(rf"{path}\.<{side}>", placement) for side, placement in sides if placement is not None]
     if problems:
         raise ValueError(f"the tp_plan of {type(model).__name__} cannot be read:\n" + "\n".join(problems))
     return found
@@ -178,8 +186,8 @@ def _cuts(path: str, params: Mapping[str, torch.Tensor], cut: _Cut) -> list[tupl
 def _problem(name: str, style: str, path: str) -> str:
     if style in _NO_MEANING:
         return (
-            f"  {name} has the style {style!r}: {_NO_MEANING[style]}, which has no meaning for DTensors. Take it out of tp_plan, "
-            "and cut inside of each expert: style 'packed_colwise' for gate_up_proj, 'rowwise' for down_proj and "
+            f"  {name} has the style {style!r}: {_NO_MEANING[style]}, which has no meaning for DTensors. Take it out of "
+            "tp_plan, and cut inside of each expert: style 'packed_colwise' for gate_up_proj, 'rowwise' for down_proj and "
             "'moe_tp_experts' for the experts"
         )
     weight = path_text(rf"{path}\.weight")

@@ -156,7 +156,7 @@ def deepseek_v3(
 
 
 def t5(*, dp: Optional[str] = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
-    r"""A plan for ``T5ForConditionalGeneration``, with one or two matrices before the activation (``wi``, or ``wi_0``, ``wi_1``)::
+    r"""A plan for ``T5ForConditionalGeneration``, whose feed-forward part has one matrix ``wi``, or ``wi_0`` and ``wi_1``::
 
         block = r"(encoder|decoder)\.block\.\d+"
         part = rf"{block}\.layer\.\d\.(\w+Attention|DenseReluDense)"

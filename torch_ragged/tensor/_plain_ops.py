@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OutputSharding
@@ -155,10 +156,19 @@ def _grouped_mm(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
         box = next(iter(owned_boxes(a)), None)
         first, count = (box.offsets[rows], box.sizes[rows]) if box is not None else (0, 0)
         ends = (ends - first).clamp(0, count)
-    local = op(a._local_tensor, b._local_tensor, ends)
+    local = op(_aligned(a._local_tensor), _aligned(b._local_tensor), ends)
     shape = (len(ends), a.shape[0], b.shape[1]) if of_weight else (a.shape[0], b.shape[2])
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [p[2] for p in placed], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _aligned(local: torch.Tensor) -> torch.Tensor:
+    """``local`` with rows that begin at multiples of 16 bytes, as the kernel asks. A part of a row may have another length."""
+    unit, columns = 16 // local.element_size(), local.shape[-1]
+    leading = local.stride(-2) if local.stride(-1) == 1 else local.stride(-1)
+    if leading % unit == 0:
+        return local
+    return F.pad(local, (0, -columns % unit))[..., :columns]
 
 
 def _grouped_placements(
@@ -170,7 +180,8 @@ def _grouped_placements(
     """
     # The dimensions of the factors (a, b) that are contracted, and the free ones with their dimension in the result.
     inner, free_a, free_b = ((1, 0), (0, 1), (1, 2)) if of_weight else ((1, 1), (0, 0), (2, 1))
-    whole, found = Replicate(), []
+    whole: Placement = Replicate()
+    found: list[tuple[Placement, Placement, Placement]] = []
     if _is_cut(a, free_a[0]) and (of_weight or type(a) is Shard):  # The rows of a group stand together: no segments of rows.
         found.append((a, whole, _moved(a, free_a[1])))
     if _is_cut(b, free_b[0]):
