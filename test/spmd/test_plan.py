@@ -158,10 +158,10 @@ class WrongCallsTest(TestCase):
         self.assertExpectedInline(
             wrapped(*(error_of(call) for call in calls)),
             """\
-TypeError: shard: placement must be of Shard, Replicate, Partial, _StridedShard, RaggedShard,
-    | StridedRaggedShard, got <class 'torch.distributed.tensor.placement_types.Shard'>
-TypeError: shard: placement must be of Shard, Replicate, Partial, _StridedShard, RaggedShard,
-    | StridedRaggedShard, got None
+TypeError: shard: placement must be of Shard, Replicate, Partial, _StridedShard, InterleavedShard,
+    | RaggedShard, StridedRaggedShard, got <class 'torch.distributed.tensor.placement_types.Shard'>
+TypeError: shard: placement must be of Shard, Replicate, Partial, _StridedShard, InterleavedShard,
+    | RaggedShard, StridedRaggedShard, got None
 ValueError: shard: dims must be the name of a mesh dimension or a tuple of names, got ()
 ValueError: shard: dims must be the name of a mesh dimension or a tuple of names, got 3
 ValueError: shard: dims ('tp', 'tp') have a mesh dimension twice: name each mesh dimension once
@@ -173,16 +173,16 @@ TypeError: shard: phase must be INIT, RUN or None, got 'INIT'
 ValueError: shard: the activation "<in>" has no phase: leave phase out
 ValueError: path "<inn>" has brackets that name no activation: end it with <in>, <in:2>, <in:name>, <out>,
     | <out:0>, <out:key> or <out:0.key>, and use no other < and >
-TypeError: shard: grad must be of Shard, Replicate, Partial, _StridedShard, RaggedShard, StridedRaggedShard,
-    | got 0
+TypeError: shard: grad must be of Shard, Replicate, Partial, _StridedShard, InterleavedShard, RaggedShard,
+    | StridedRaggedShard, got 0
 ValueError: redistribute: "a.weight" names no activation: end it with <in> or <out>. For a parameter, write
     | shard(..., phase=INIT) and shard(..., phase=RUN)
-TypeError: redistribute: src must be of Shard, Replicate, Partial, _StridedShard, RaggedShard,
-    | StridedRaggedShard, got 'R'
+TypeError: redistribute: src must be of Shard, Replicate, Partial, _StridedShard, InterleavedShard,
+    | RaggedShard, StridedRaggedShard, got 'R'
 ValueError: annotate: "a.weight" names neither an activation nor a gradient: end it with <in>, <out> or .grad.
     | For a parameter or a buffer, use shard
-TypeError: annotate: placement must be of Shard, Replicate, Partial, _StridedShard, RaggedShard,
-    | StridedRaggedShard, got 'P'
+TypeError: annotate: placement must be of Shard, Replicate, Partial, _StridedShard, InterleavedShard,
+    | RaggedShard, StridedRaggedShard, got 'P'
 ValueError: factory: "<in>" is an activation: name modules, without brackets
 ValueError: factory: functions must be names of arange, empty, eye, full, linspace, logspace, ones, rand,
     | randint, randn, randperm, zeros, got 'zeroes'
@@ -203,8 +203,8 @@ ValueError: unit: BufferPlacements(parameters=(Replicate(), Shard(dim=0)), gradi
     | Shard(dim=0)), optimizer=(Shard(dim=0), Shard(dim=0))) is for 2 mesh dimensions, got dims ('dp',): use
     | ZERO1, ZERO2 or ZERO3 on one, and HIERARCHICAL on two
 ValueError: unit: "a.<in>" is an activation: name modules, without brackets
-TypeError: default: placement must be of Shard, Replicate, Partial, _StridedShard, RaggedShard,
-    | StridedRaggedShard, got 'R'
+TypeError: default: placement must be of Shard, Replicate, Partial, _StridedShard, InterleavedShard,
+    | RaggedShard, StridedRaggedShard, got 'R'
 TypeError: a Plan is made of rules, got [1]: begin with Plan() and call its methods
 ValueError: path "(" is no regular expression: missing ), unterminated subpattern at position 0""",
         )
@@ -327,20 +327,23 @@ ValueError: rule 0 of the JSON (shard) has no placement: it needs each field wit
 ValueError: rule 0 of the JSON (shard) is wrong: placement must be a list of placements as text, got
     | 'Shard(0)'
 ValueError: rule 0 of the JSON (shard) is wrong: cannot read 'Shard(0': it is no Python. Write a call of
-    | Shard, Replicate, Partial, _StridedShard, RaggedShard, StridedRaggedShard with literals
-ValueError: rule 0 of the JSON (shard) is wrong: cannot read 'Share(0)': Share(0) is no literal. Write a call
-    | of Shard, Replicate, Partial, _StridedShard, RaggedShard, StridedRaggedShard with literals
-ValueError: rule 0 of the JSON (shard) is wrong: '(1, 2)' is no placement: write one of Shard, Replicate,
-    | Partial, _StridedShard, RaggedShard, StridedRaggedShard with its arguments, such as Shard(0)
-ValueError: rule 0 of the JSON (shard) is wrong: cannot read 'RaggedShard((0,), (1,) * 10**9)': 10 ** 9 is no
-    | literal. Write a call of Shard, Replicate, Partial, _StridedShard, RaggedShard, StridedRaggedShard with
+    | Shard, Replicate, Partial, _StridedShard, InterleavedShard, RaggedShard, StridedRaggedShard with
     | literals
+ValueError: rule 0 of the JSON (shard) is wrong: cannot read 'Share(0)': Share(0) is no literal. Write a call
+    | of Shard, Replicate, Partial, _StridedShard, InterleavedShard, RaggedShard, StridedRaggedShard with
+    | literals
+ValueError: rule 0 of the JSON (shard) is wrong: '(1, 2)' is no placement: write one of Shard, Replicate,
+    | Partial, _StridedShard, InterleavedShard, RaggedShard, StridedRaggedShard with its arguments, such as
+    | Shard(0)
+ValueError: rule 0 of the JSON (shard) is wrong: cannot read 'RaggedShard((0,), (1,) * 10**9)': 10 ** 9 is no
+    | literal. Write a call of Shard, Replicate, Partial, _StridedShard, InterleavedShard, RaggedShard,
+    | StridedRaggedShard with literals
 ValueError: rule 0 of the JSON (shard) is wrong: cannot read 'RaggedShard((0,), (1,) * 1000000000)':
     | 1000000000 ranks are more than 10000000. Write a call of Shard, Replicate, Partial, _StridedShard,
-    | RaggedShard, StridedRaggedShard with literals
+    | InterleavedShard, RaggedShard, StridedRaggedShard with literals
 ValueError: rule 0 of the JSON (shard) is wrong: cannot read "__import__('os').system('true')":
     | __import__('os').system('true') is no literal. Write a call of Shard, Replicate, Partial, _StridedShard,
-    | RaggedShard, StridedRaggedShard with literals
+    | InterleavedShard, RaggedShard, StridedRaggedShard with literals
 ValueError: rule 0 of the JSON (shard) is wrong: phase must be INIT or RUN, got 'LATER'
 ValueError: rule 0 of the JSON (shard) is wrong: shard: dims must be the name of a mesh dimension or a tuple
     | of names, got (['tp'],)

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OutputSharding
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
@@ -87,12 +85,12 @@ def needs_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], shardi
     """
     is_view = returns_alias(op) or torch.Tag.inplace_view in op.tags
     written = args[0] if op._schema.is_mutable and args and isinstance(args[0], DTensor) else None
-    if isinstance(sharding, OutputSharding):
-        spec = sharding.output_spec
-        needs = written is not None and isinstance(spec, DTensorSpec) and spec.placements != written.placements
-    else:
+    if isinstance(sharding, Exception):
         refused = written is not None and "in-place operations that require placement changes" in str(sharding)
         needs = (isinstance(sharding, NotImplementedError) or refused) and not is_random(op) and not is_view
+    else:
+        placements = getattr(getattr(sharding, "output_spec", None), "placements", None)
+        needs = written is not None and placements not in (None, written.placements)
     is_pending = written is not None and any(placement.is_partial() for placement in written.placements)
     if needs and not is_pending:
         _log(op)
