@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torch_ragged import RaggedShard
+from torch_ragged import InterleavedShard, RaggedShard
 from torch_ragged.granularity import rows
 from torch_ragged.spmd import INIT, RUN, Plan, PlanError
 from torch_ragged.spmd._resolve import resolve
@@ -42,6 +42,23 @@ def llama_plan():
 
 def tensors_of(resolved):
     return {tensor.name: tensor for tensor in resolved.tensors}
+
+
+class InterleavedTest(TestCase):
+    def test_a_negative_dimension_becomes_that_of_the_tensor(self):
+        plan = Plan().shard("qkv.weight", InterleavedShard(-2, (2, 1, 1)), "tp").default(R)
+        found = tensors_of(resolve(plan, Mixture(), MESH))["qkv.weight"]
+        self.assertEqual(found.run, (R, InterleavedShard(0, (2, 1, 1))))
+        self.assertEqual(Plan.from_json(plan.to_json()), plan)
+
+    def test_a_segment_that_ranks_do_not_divide_is_an_error(self):
+        plan = Plan().shard("qkv.weight", InterleavedShard(0, (4, 2, 2)), "tp").shard("experts", InterleavedShard(0, 2), "tp")
+        with self.assertRaisesRegex(PlanError, "over 4 ranks needs a dimension whose segments are multiples of 4, got 6 elements"):
+            resolve(plan.default(R), Mixture(), MESH)
+
+    def test_it_is_gathered_by_a_unit_if_it_is_replicated_at_run(self):
+        plan = Plan().shard("qkv.weight", InterleavedShard(0, 2), "dp", phase=INIT).shard("qkv.weight", R, "dp", phase=RUN)
+        self.assertEqual(tensors_of(resolve(plan.default(R), Mixture(), MESH))["qkv.weight"].unit, "")
 
 
 class TableTest(TestCase):
