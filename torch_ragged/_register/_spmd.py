@@ -17,8 +17,8 @@ hooks.append(
     Hook(
         "OpDispatcher._allow_implicit_replication, _custom_op_handlers, _propagate_op_sharding_dispatch_slow_path, after "
         "torch_ragged.spmd.parallelize",
-        "plain tensors that meet DTensors count as replicated; averages of losses are those of all rows; an op that torch cannot "
-        "shard runs on replicated tensors",
+        "plain tensors that meet DTensors count as replicated; averages of losses are those of all rows; an op that torch "
+        "cannot shard runs on replicated tensors",
         OPERATORS,
         lambda: (
             hasattr(type(DTensor._op_dispatcher), "_allow_implicit_replication")
