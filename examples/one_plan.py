@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc-per-node 8 examples/one_plan.py [--steps 20] [--static]
 
-The model is written for one device, and nothing in it knows of ranks. Each rank also trains it alone on the whole batch: the two
-curves of losses, in out/one_plan.png, are one curve. Dropout is on, and the weights are drawn after sharding, each rank its own.
+The model is written for one device, and nothing in it knows of ranks. Each rank also trains it alone on the whole batch: the
+two curves of losses, in out/one_plan.png, are one curve. Dropout is on, and each rank draws its own part of the weights, after
+they are sharded.
 """
 
 from __future__ import annotations

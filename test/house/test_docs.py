@@ -23,7 +23,7 @@ PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
 PUBLIC = (
     "torch_ragged",
-    *(f"torch_ragged.{name}" for name in "fsdp optim random checkpoint transfer debug granularity integrations".split()),
+    *(f"torch_ragged.{name}" for name in "fsdp optim random spmd checkpoint transfer debug granularity integrations".split()),
 )
 
 

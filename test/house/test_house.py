@@ -20,14 +20,15 @@ EVERYWHERE = None
 # Private modules and names of torch that are imported outside _register/: where, and why.
 PRIVATE = {
     "torch.utils._python_dispatch": (
-        ("random._deferred", "spmd._recorder", "tensor._redistribute"),
+        ("random._deferred", "spmd._recorder", "spmd._static", "tensor._redistribute"),
         "sees every op of a construction or a step that is recorded; a mesh's ranks are read while torch.compile traces",
     ),
+    "torch.utils._debug_mode": (("spmd._static",), "hears of every redistribution, also of those that no plan asks for"),
     "torch.utils._pytree": (EVERYWHERE, "operators' arguments nest; torch has no public way to walk them"),
     "torch.distributed.tensor.placement_types._StridedShard": (EVERYWHERE, "a placement that DTensor makes"),
     # What the patches of upstream/ have in common with this package: these modules are written to be torch's.
     "torch.distributed.tensor._dtensor_spec": (
-        ("tensor._api", "tensor._dispatch", "tensor._placement_extension", "tensor._single_device"),
+        ("spmd._move", "tensor._api", "tensor._dispatch", "tensor._placement_extension", "tensor._single_device"),
         "a DTensor's spec",
     ),
     "torch.distributed.tensor._op_schema": (

@@ -86,13 +86,13 @@ class PackagingTest(unittest.TestCase):
 
     def test_console_scripts_name_functions_that_are_there(self):
         scripts = re.findall(r'^torch-ragged-\w+ = "([\w.]+):(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-        self.assertEqual(len(scripts), 2)
+        self.assertEqual(len(scripts), 3)
         for module, function in scripts:
             self.assertTrue(callable(getattr(importlib.import_module(module), function)))
 
     def test_a_command_line_names_itself_by_the_command_that_was_typed(self):
         scripts = dict(re.findall(r'^(torch-ragged-\w+) = "([\w.]+)\._cli:main"$', (ROOT / "pyproject.toml").read_text(), re.M))
-        self.assertEqual(set(scripts), {"torch-ragged-plan", "torch-ragged-checkpoint"})
+        self.assertEqual(set(scripts), {"torch-ragged-plan", "torch-ragged-checkpoint", "torch-ragged-spmd"})
         for script, module in scripts.items():
             for typed, name in ((f"/usr/bin/{script}", script), (f"{module}/__main__.py", f"python -m {module}")):
                 help_text, wrong = io.StringIO(), io.StringIO()

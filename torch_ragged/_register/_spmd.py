@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -11,7 +12,7 @@ from torch_ragged._register._hook import OPERATORS, Hook, has, hooks
 from torch_ragged.tensor._placement_extension import extension_of_op
 from torch_ragged.tensor._plain_ops import needs_whole_tensors, on_whole_tensors, plain_handlers
 
-__all__ = ["compute_as_one_device"]
+__all__ = ["compute_as_before", "compute_as_one_device"]
 
 hooks.append(
     Hook(
@@ -43,6 +44,22 @@ def compute_as_one_device(promote: bool) -> None:
         dispatcher._propagate_op_sharding_dispatch_slow_path = _run_all_ops(  # type: ignore[method-assign]
             dispatcher._propagate_op_sharding_dispatch_slow_path
         )
+
+
+@contextlib.contextmanager
+def compute_as_before() -> Iterator[None]:
+    """What :func:`compute_as_one_device` changes inside of the context is undone at its end."""
+    dispatcher = DTensor._op_dispatcher
+    handlers: dict[Any, Any] = dispatcher._custom_op_handlers
+    before, promotes = dict(handlers), dispatcher._allow_implicit_replication
+    propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
+    try:
+        yield
+    finally:
+        handlers.clear()
+        handlers.update(before)
+        dispatcher._allow_implicit_replication = promotes
+        dispatcher._propagate_op_sharding_dispatch_slow_path = propagate  # type: ignore[method-assign]
 
 
 def _run_all_ops(propagate: Callable[..., Any]) -> Callable[..., Any]:
