@@ -56,6 +56,7 @@ def tensor_parallel(plan, sequence):
     plan.shard(rf"{BLOCK}\.up\.(weight|bias)", Shard(0), "tp").shard(rf"{BLOCK}\.down\.weight", Shard(1), "tp")
     if sequence:
         plan.shard(rf"{BLOCK}\.norm.<in>", Shard(1), "tp").shard(rf"{BLOCK}\.norm.<out>", Replicate(), "tp")
+        plan.shard("head.<in>", Replicate(), "tp")
     plan.redistribute(rf"{BLOCK}\.down.<out>", Shard(1) if sequence else Replicate(), "tp")
     return plan.shard("<in:ids>", Shard(0), "dp").shard("<in:labels>", Shard(0), "dp")
 

@@ -50,6 +50,8 @@ def plan_of(sequence=True, grad=True, first=True):
     elif grad:
         plan.shard(rf"{BLOCK}\.norm.<out>", Replicate(), "tp", grad=Replicate())
     plan.shard(rf"{BLOCK}\.down.<out>", Shard(1) if sequence else Replicate(), "tp")
+    if sequence:
+        plan.shard("head.<in>", Replicate(), "tp")
     if sequence and first:
         plan.shard("embedding.<out>", Shard(1), "tp")
     return plan.shard("<in:ids>", Shard(0), "dp")
@@ -170,8 +172,8 @@ class ReportTest(expecttest.TestCase):
             """\
 static: head, blocks.0.norm, blocks.0.up, blocks.0.down, blocks.1
 eager: blocks.0: aten.add.Tensor redistributes S(0)R->S(0)S(1): add a rule that does it at a module's boundary
-eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a
-  module's boundary
+eager: (root): aten.nll_loss_forward.default redistributes P(sum)R->RR: add a rule that does it at a module's
+  boundary
 eager: embedding: in backward, aten.embedding_dense_backward.default redistributes S(0)R->S(0)S(1): add a rule
   with grad= or grad_dst=""",
         )
@@ -199,8 +201,8 @@ eager: blocks.0.dropout: the gradient of a tensor under S(0)R is S(0)S(0): add a
 static: embedding, head, blocks.0.norm, blocks.0.up, blocks.0.down, blocks.1.norm, blocks.1.up, blocks.1.down
 eager: blocks.0.dropout: aten.bernoulli_.float draws random numbers: those of one device need its placements
 eager: blocks.1.dropout: aten.bernoulli_.float draws random numbers: those of one device need its placements
-eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a
-  module's boundary""",
+eager: (root): aten.nll_loss_forward.default redistributes P(sum)R->RR: add a rule that does it at a module's
+  boundary""",
         )
 
     def test_a_shape_of_global_sizes(self):
@@ -208,8 +210,8 @@ eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): 
             self.report(plan_of(), block=HardCoded),
             """\
 static: embedding, head, blocks.0.norm, blocks.0.up, blocks.0.down, blocks.1.norm, blocks.1.up, blocks.1.down
-eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a
-  module's boundary
+eager: (root): aten.nll_loss_forward.default redistributes P(sum)R->RR: add a rule that does it at a module's
+  boundary
 eager: blocks.0: on local tensors, its forward raises RuntimeError: mat1 and mat2 shapes cannot be multiplied
   (6x16 and 8x8)
 eager: blocks.1: on local tensors, its forward raises RuntimeError: mat1 and mat2 shapes cannot be multiplied
@@ -221,8 +223,8 @@ eager: blocks.1: on local tensors, its forward raises RuntimeError: mat1 and mat
             self.report(plan_of(), block=Positions),
             """\
 static: embedding, head, blocks.0.norm, blocks.0.up, blocks.0.down, blocks.1.norm, blocks.1.up, blocks.1.down
-eager: (root): aten.nll_loss_forward.default redistributes S(0)R->S(0)_S(0, 2): add a rule that does it at a
-  module's boundary
+eager: (root): aten.nll_loss_forward.default redistributes P(sum)R->RR: add a rule that does it at a module's
+  boundary
 eager: blocks.0: on local tensors, its forward raises RuntimeError: The size of tensor a (6) must match the
   size of tensor b (3) at non-singleton dimension 1
 eager: blocks.1: on local tensors, its forward raises RuntimeError: The size of tensor a (6) must match the

@@ -231,10 +231,12 @@ plan.unit(r"model\\.norm", "dp", reshard_after_forward=False)""",
             resolved = resolve(Plan.from_transformers(model, fsdp="dp"), model, MeshShape(("dp", "tp"), (2, 2)))
             self.assertGreater(len(resolved.units), 2)
 
+    @pytest.mark.slow
     @ranks(4)
     def test_a_tied_qwen3_trains_as_on_one_device():
         assert_trains_as_one_device("qwen3", Plan.from_transformers(build("qwen3"), fsdp="dp"))
 
+    @pytest.mark.slow
     @ranks(4)
     def test_a_deepseek_v3_trains_as_on_one_device():
         assert_trains_as_one_device("deepseek_v3", Plan.from_transformers(build("deepseek_v3"), fsdp="dp"))

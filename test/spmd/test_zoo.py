@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(not HAS_LIBRARIES, reason="transformers and diff
 
 
 class TrainingTest(unittest.TestCase):
+    @pytest.mark.slow
     @ranks(4)
     def test_llama_trains_as_on_one_device():
         assert_trains_as_one_device("llama", zoo.llama())
@@ -30,6 +31,7 @@ class TrainingTest(unittest.TestCase):
     def test_llama_with_sequence_parallelism_trains_as_on_one_device():
         assert_trains_as_one_device("llama", zoo.llama(sequence_parallel=True))
 
+    @pytest.mark.slow
     @ranks(4)
     def test_a_tied_qwen3_trains_as_on_one_device():
         assert_trains_as_one_device("qwen3", zoo.qwen3())
@@ -42,6 +44,7 @@ class TrainingTest(unittest.TestCase):
     def test_t5_trains_as_on_one_device():
         assert_trains_as_one_device("t5", zoo.t5())
 
+    @pytest.mark.slow
     @ranks(4)
     def test_vit_trains_as_on_one_device():
         assert_trains_as_one_device("vit", zoo.vit())
@@ -50,14 +53,17 @@ class TrainingTest(unittest.TestCase):
     def test_dit_trains_as_on_one_device():
         assert_trains_as_one_device("dit", zoo.dit())
 
+    @pytest.mark.slow
     @ranks(4)
     def test_qwen3_moe_trains_as_on_one_device():
         assert_trains_as_one_device("qwen3_moe", zoo.qwen3_moe())
 
+    @pytest.mark.slow
     @ranks(4)
     def test_gpt_oss_trains_as_on_one_device():
         assert_trains_as_one_device("gpt_oss", zoo.gpt_oss())
 
+    @pytest.mark.slow
     @ranks(4)
     def test_deepseek_v3_trains_as_on_one_device():
         assert_trains_as_one_device("deepseek_v3", zoo.deepseek_v3())

@@ -35,7 +35,7 @@ class ValueTest(expecttest.TestCase):
         self.assertNotEqual(placement, InterleavedShard(1, (2, 1, 1)))
         self.assertNotEqual(InterleavedShard(0, 1), Shard(0))
         self.assertEqual(eval(repr(placement)), placement)
-        self.assertExpectedInline(repr(placement), """InterleavedShard(dim=0, sizes=(4, 2, 2))""")
+        self.assertExpectedInline(repr(placement), """InterleavedShard(dim=0, sizes=(2, 1, 1))""")
         self.assertExpectedInline(str(placement), """IS(0)[2,1,1]""")
         self.assertEqual(placement.segments(16), (8, 4, 4))
         self.assertTrue(placement.is_shard() and placement.is_shard(0) and not placement.is_shard(1))

@@ -102,15 +102,14 @@ _specs: dict[Any, tuple[DeviceMesh, DTensorSpec]] = {}
 
 
 def move_dtensor(tensor: DTensor, dst: Placed, before: Placed | None = None, after: Placed | None = None) -> DTensor:
-    """Redistribute a DTensor, and its gradient to ``before`` and then ``after``: None is the way back.
+    """Redistribute a DTensor, and its gradient to ``before``, if given, and then ``after``: None is the way back.
 
     It is DTensor's own ``redistribute``, by the package's plans, which are cached.
     """
     src = tensor.placements
     if dst == src and before is None and after is None:
         return tensor
-    before, after = dst if before is None else before, clean(src) if after is None else after
-    return _MoveDTensor.apply(tensor, dst, before, after)
+    return _MoveDTensor.apply(tensor, dst, before, clean(src) if after is None else after)
 
 
 class _MoveDTensor(torch.autograd.Function):
@@ -122,7 +121,7 @@ class _MoveDTensor(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         # A gradient may stay pending: to make a whole one pending would add it up once per rank.
-        if gradient.placements != ctx.before and not any(isinstance(p, Partial) for p in ctx.before):
+        if ctx.before is not None and not any(isinstance(p, Partial) for p in ctx.before):
             gradient = _moved(gradient, ctx.before)
         return _moved(gradient, ctx.after), None, None, None
 

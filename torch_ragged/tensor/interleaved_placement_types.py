@@ -52,15 +52,14 @@ class InterleavedShard(Placement):
         TypeError: the dimension or a size is not an integer.
     """
 
-    __slots__ = ("_dim", "_given", "_ratios")
+    __slots__ = ("_dim", "_ratios")
 
     _dim: int
-    _given: Union[int, tuple[int, ...]]
     _ratios: tuple[int, ...]
 
     def __init__(self, dim: int, sizes: Union[int, Sequence[int]]) -> None:
         super().__init__()
-        given = tuple(sizes) if isinstance(sizes, Sequence) else sizes
+        given: Any = tuple(sizes) if isinstance(sizes, Sequence) else sizes
         if not _is_int(dim) or not all(map(_is_int, given if isinstance(given, tuple) else (given,))):
             raise TypeError(f"InterleavedShard takes a dimension and integers, got dim={dim!r}, sizes={sizes!r}")
         count = given if isinstance(given, int) else len(given)
@@ -71,8 +70,8 @@ class InterleavedShard(Placement):
             )
         values = (1,) * given if isinstance(given, int) else given
         divisor = math.gcd(*values)
-        for name, value in (("_dim", dim), ("_given", given), ("_ratios", tuple(size // divisor for size in values))):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_dim", dim)
+        object.__setattr__(self, "_ratios", tuple(size // divisor for size in values))
 
     @property
     def dim(self) -> int:
@@ -99,7 +98,7 @@ class InterleavedShard(Placement):
 
     def move_to(self, dim: int) -> InterleavedShard:
         """The same segments of another dimension."""
-        return InterleavedShard(dim, self._given)
+        return InterleavedShard(dim, self._ratios)
 
     def segments(self, size: int) -> tuple[int, ...]:
         """The sizes of the segments of a dimension of ``size``.
@@ -124,7 +123,7 @@ class InterleavedShard(Placement):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return InterleavedShard, (self._dim, self._given)
+        return InterleavedShard, (self._dim, self._ratios)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, InterleavedShard):
@@ -135,7 +134,8 @@ class InterleavedShard(Placement):
         return hash(("InterleavedShard", self._dim, self._ratios))
 
     def __repr__(self) -> str:
-        return f"InterleavedShard(dim={self._dim}, sizes={self._given})"
+        # In lowest terms: caches may hand out an equal placement that was written otherwise, on some ranks only.
+        return f"InterleavedShard(dim={self._dim}, sizes={len(self._ratios) if set(self._ratios) == {1} else self._ratios})"
 
     def __str__(self) -> str:
         return f"IS({self._dim})[{','.join(map(str, self._ratios))}]"
