@@ -80,6 +80,12 @@ class TutorialTest(unittest.TestCase):
             self.assertIn(f"torchrun --nproc-per-node 4 examples/{name}.py", done.stdout)
             self.assertIn("--steps", done.stdout)
 
+    def test_one_plan_gives_the_losses_of_one_process(self):
+        for options in ((), ("--static",)):
+            with tempfile.TemporaryDirectory() as folder:
+                printed = run(folder, 8, EXAMPLES / "one_plan.py", "--steps", 3, *options)
+            self.assertLess(float(re.search(r"largest difference to one process: (\S+)", printed)[1]), 1e-5)
+
     def test_experts_give_the_same_losses_on_any_number_of_ranks(self):
         """Tokens travel to other ranks, so a wrong divisor of gradients or a lost token would show."""
         losses = []
