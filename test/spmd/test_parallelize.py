@@ -378,6 +378,25 @@ class CallTest(unittest.TestCase):
         good = Plan().default(Replicate())
         parallelize(model, good, mesh)
         assert "is parallelized already" in error_of(parallelize, model, good, mesh)
+        del model.plan_ir
+        assert "embedding.weight is a DTensor already" in error_of(parallelize, model, good, mesh)
+
+    @ranks(2)
+    def test_a_backward_that_raised_does_not_keep_the_next_ones_from_being_reduced():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        plan = Plan().default(Replicate()).shard("<in:ids>", Shard(0), "dp")
+        model, ids = parallelize(make(), plan, mesh), torch.arange(24).view(4, 6)
+
+        def fail(grad):
+            raise RuntimeError("on purpose")
+
+        hook = model.embedding.weight.register_hook(fail)
+        assert "on purpose" in error_of(model(ids).sum().backward)
+        hook.remove()
+        model.zero_grad()
+        model(ids).sum().backward()
+        for param in model.parameters():
+            assert param.grad.placements == param.placements
 
     @ranks(2)
     def test_seeds_that_differ_raise_on_every_rank():

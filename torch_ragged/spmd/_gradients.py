@@ -38,6 +38,7 @@ class PendingGradients:
         self._wanted = dict(params)
         self._mesh = mesh
         self._leaves: dict[torch.nn.Parameter, tuple[torch.Tensor, tuple[Placement, ...]]] = {}
+        self._task = -1
         self._ready: dict[torch.nn.Parameter, None] = {}  # In the order of backward, which is equal on all ranks.
         for param in self._wanted:
             param.register_post_accumulate_grad_hook(self._note)
@@ -56,7 +57,9 @@ class PendingGradients:
         return local
 
     def _note(self, param: torch.Tensor) -> None:
-        if not self._ready:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # Once per backward, also after one that raised before its end.
+            self._task = task
             Variable._execution_engine.queue_callback(self._reduce)  # type: ignore[attr-defined]
         self._ready[param] = None  # type: ignore[index]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._ranks.agreement import agreement
@@ -93,7 +93,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
     Raises:
         PlanError: the plan does not fit the model or the mesh. Every rank raises, before anything is changed; the text lists
             all that is wrong.
-        ValueError: ``mode`` is another word; ranks call it with different plans, models or modes, or ``model`` is parallelized
+        ValueError: ``mode`` is another word; a parameter is a DTensor already; ranks call it with different plans, models or modes, or ``model`` is parallelized
             already.
 
     Source: veScale's eager-mode SPMD, sections 4 and 5.
@@ -104,6 +104,9 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
             raise ValueError(f"this {type(model).__name__} is parallelized already: build a new model for another plan")
         if mode not in ("eager", "static"):
             raise ValueError(f"parallelize: mode must be 'eager' or 'static', got {mode!r}")
+        placed = next((name for name, param in model.named_parameters() if isinstance(param, DTensor)), None)
+        if placed is not None:
+            raise ValueError(f"parallelize: {placed} is a DTensor already: give a model whose parameters are plain tensors")
         resolved = resolve(plan, model, mesh)
         claim += [f"mode {mode}, promote {promote}", str(resolved)]
     single_device()
