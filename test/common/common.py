@@ -30,6 +30,14 @@ _LONGEST = 200.0  # seconds for a whole call; a rank that waits for another one 
 _MOST_THREADS = 300  # in a process of the pool, which is replaced then
 
 
+def as_before() -> None:
+    """Undo what switches of a test have changed in this process: those of plans, and of random numbers."""
+    for name, function, arguments in (("_register._spmd", "compute_as_torch", ()), ("random", "single_device", (False,))):
+        module = sys.modules.get(f"torch_ragged.{name}")
+        if module is not None:
+            getattr(module, function)(*arguments)
+
+
 def _worker(rank: int, pipe: Connection) -> None:
     faulthandler.enable()  # A rank that a signal ends says where it was.
     torch.set_num_threads(1)
@@ -51,6 +59,7 @@ def _worker(rank: int, pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            as_before()
             debug._clear_sharding_prop_cache()  # It holds meshes, whose groups are gone now.
             # A group in a cycle keeps its connections open. Another rank, whose collective is left in flight after an error,
             # would wait for its timeout when its own group is collected, in some later test.
@@ -227,6 +236,7 @@ def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        as_before()
         debug._clear_sharding_prop_cache()
 
 

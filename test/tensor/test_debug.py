@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torch_ragged import RaggedShard, StridedRaggedShard, debug
+from torch_ragged import InterleavedShard, RaggedShard, StridedRaggedShard, debug
 from torch_ragged.debug import visualize, visualize_sharding
 from torch_ragged.tensor._ops import RaggedRows
 from torch_ragged.tensor.placement_types import normalize_placements
@@ -298,7 +298,7 @@ ranks  elements  share      interval  pieces
             with self.subTest(shape=shape, placements=placements, mesh_shape=mesh_shape):
                 text = visualize_sharding(shape, mesh_shape, placements, max_width=100, max_height=1500)
                 self.check(text, shape, owners_by_definition(shape, mesh_shape, placements), math.prod(mesh_shape))
-        kinds = (Replicate, Partial, Shard, _StridedShard, RaggedShard, StridedRaggedShard)
+        kinds = (Replicate, Partial, Shard, _StridedShard, InterleavedShard, RaggedShard, StridedRaggedShard)
         self.assertEqual(seen, set(itertools.product(kinds, (1, 2, 3))))
 
     def random_case(self, generator):

@@ -12,7 +12,7 @@ from torch_ragged._register._hook import OPERATORS, Hook, has, hooks
 from torch_ragged.tensor._placement_extension import extension_of_op
 from torch_ragged.tensor._plain_ops import needs_whole_tensors, on_whole_tensors, plain_handlers
 
-__all__ = ["compute_as_before", "compute_as_one_device"]
+__all__ = ["compute_as_before", "compute_as_one_device", "compute_as_torch"]
 
 hooks.append(
     Hook(
@@ -30,6 +30,10 @@ hooks.append(
 )
 
 
+_original: list[Any] = []
+"""What torch's dispatcher had, while it is replaced: its handlers, its promotion of plain tensors, its sharding."""
+
+
 def compute_as_one_device(promote: bool) -> None:
     """Let ops on plain DTensors give the results of a single device where torch's own rules do not.
 
@@ -38,28 +42,43 @@ def compute_as_one_device(promote: bool) -> None:
     """
     dispatcher = DTensor._op_dispatcher
     handlers: dict[Any, Any] = dispatcher._custom_op_handlers
+    propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
+    if not _original:
+        kept = {op: handlers.get(op) for op in plain_handlers()}
+        _original.extend((kept, dispatcher._allow_implicit_replication, propagate))
+        dispatcher._propagate_op_sharding_dispatch_slow_path = _run_all_ops(propagate)  # type: ignore[method-assign]
     handlers.update(plain_handlers())
     dispatcher._allow_implicit_replication = promote
-    if not getattr(dispatcher._propagate_op_sharding_dispatch_slow_path, "runs_all_ops", False):
-        dispatcher._propagate_op_sharding_dispatch_slow_path = _run_all_ops(  # type: ignore[method-assign]
-            dispatcher._propagate_op_sharding_dispatch_slow_path
-        )
+
+
+def compute_as_torch() -> None:
+    """Undo :func:`compute_as_one_device`."""
+    if not _original:
+        return
+    dispatcher = DTensor._op_dispatcher
+    handlers: dict[Any, Any] = dispatcher._custom_op_handlers
+    kept, promotes, propagate = _original
+    for op, handler in kept.items():
+        if handler is None:
+            handlers.pop(op, None)
+        else:
+            handlers[op] = handler
+    dispatcher._allow_implicit_replication = promotes
+    dispatcher._propagate_op_sharding_dispatch_slow_path = propagate  # type: ignore[method-assign]
+    _original.clear()
 
 
 @contextlib.contextmanager
 def compute_as_before() -> Iterator[None]:
     """What :func:`compute_as_one_device` changes inside of the context is undone at its end."""
-    dispatcher = DTensor._op_dispatcher
-    handlers: dict[Any, Any] = dispatcher._custom_op_handlers
-    before, promotes = dict(handlers), dispatcher._allow_implicit_replication
-    propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
+    before = DTensor._op_dispatcher._allow_implicit_replication if _original else None
     try:
         yield
     finally:
-        handlers.clear()
-        handlers.update(before)
-        dispatcher._allow_implicit_replication = promotes
-        dispatcher._propagate_op_sharding_dispatch_slow_path = propagate  # type: ignore[method-assign]
+        if before is None:
+            compute_as_torch()
+        else:
+            DTensor._op_dispatcher._allow_implicit_replication = before
 
 
 def _run_all_ops(propagate: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,5 +97,4 @@ def _run_all_ops(propagate: Callable[..., Any]) -> Callable[..., Any]:
                 return sharding
         return on_whole_tensors(op_call, args, kwargs)
 
-    propagate_or_gather.runs_all_ops = True  # type: ignore[attr-defined]
     return propagate_or_gather

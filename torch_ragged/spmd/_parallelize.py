@@ -93,8 +93,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
     Raises:
         PlanError: the plan does not fit the model or the mesh. Every rank raises, before anything is changed; the text lists
             all that is wrong.
-        ValueError: ``mode`` is another word; a parameter is a DTensor already; ranks call it with different plans, models or modes, or ``model`` is parallelized
-            already.
+        ValueError: ``mode`` is another word; a parameter is a DTensor already; ranks call it with different plans, models or
+            modes; or ``model`` is parallelized already.
 
     Source: veScale's eager-mode SPMD, sections 4 and 5.
     """

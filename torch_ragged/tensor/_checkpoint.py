@@ -35,7 +35,8 @@ def chunk_boxes(tensor: DTensor) -> tuple[Box, ...]:
         first = not any(coordinate)
         return (Box((0,) * tensor.ndim, tuple(tensor.shape), 0, row_major(tensor.shape)),) if first else ()
     cuts = cuts_of(tensor.placements)
-    return owned(tuple(tensor.shape), tuple(mesh.shape), cuts, tuple(coordinate)).boxes
+    boxes = owned(tuple(tensor.shape), tuple(mesh.shape), cuts, tuple(coordinate)).boxes
+    return tuple(box for box in boxes if box.numel)  # An empty chunk would have the offset, so the key, of another one.
 
 
 class RaggedCheckpoint(CheckpointExtension):
