@@ -157,6 +157,9 @@ class Positions(Block):
         return x + self.down(self.up(h))
 
 
+@unittest.skipUnless(
+    torch.__version__.startswith("2.13"), "ops of DTensor and texts of errors differ between versions of torch"
+)
 class ReportTest(expecttest.TestCase):
     def report(self, plan, **options):
         enter_fake_group(self, 4)
