@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed.tensor import DTensor
 
 from torch_ragged._register._hook import OPERATORS, Hook, has, hooks
-from torch_ragged.tensor._placement_extension import extension_of_op
-from torch_ragged.tensor._plain_ops import needs_whole_tensors, on_whole_tensors, plain_handlers
+from torch_ragged.tensor._plain_ops import all_ops, plain_handlers
 
 __all__ = ["compute_as_before", "compute_as_one_device", "compute_as_torch"]
 
@@ -31,7 +30,7 @@ hooks.append(
 
 
 _original: list[Any] = []
-"""What torch's dispatcher had, while it is replaced: its handlers, its promotion of plain tensors, its sharding."""
+"""What torch's dispatcher had, while it is replaced: its handlers, and its promotion of plain tensors."""
 
 
 def compute_as_one_device(promote: bool) -> None:
@@ -42,11 +41,10 @@ def compute_as_one_device(promote: bool) -> None:
     """
     dispatcher = DTensor._op_dispatcher
     handlers: dict[Any, Any] = dispatcher._custom_op_handlers
-    propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
     if not _original:
         kept = {op: handlers.get(op) for op in plain_handlers()}
-        _original.extend((kept, dispatcher._allow_implicit_replication, propagate))
-        dispatcher._propagate_op_sharding_dispatch_slow_path = _run_all_ops(propagate)  # type: ignore[method-assign]
+        _original.extend((kept, dispatcher._allow_implicit_replication))
+    all_ops.run = True
     handlers.update(plain_handlers())
     dispatcher._allow_implicit_replication = promote
 
@@ -57,14 +55,14 @@ def compute_as_torch() -> None:
         return
     dispatcher = DTensor._op_dispatcher
     handlers: dict[Any, Any] = dispatcher._custom_op_handlers
-    kept, promotes, propagate = _original
+    kept, promotes = _original
     for op, handler in kept.items():
         if handler is None:
             handlers.pop(op, None)
         else:
             handlers[op] = handler
     dispatcher._allow_implicit_replication = promotes
-    dispatcher._propagate_op_sharding_dispatch_slow_path = propagate  # type: ignore[method-assign]
+    all_ops.run = False
     _original.clear()
 
 
@@ -79,22 +77,3 @@ def compute_as_before() -> Iterator[None]:
             compute_as_torch()
         else:
             DTensor._op_dispatcher._allow_implicit_replication = before
-
-
-def _run_all_ops(propagate: Callable[..., Any]) -> Callable[..., Any]:
-    """``propagate``, of which an op that torch cannot shard runs on replicated tensors."""
-
-    def propagate_or_gather(op_call, args, kwargs, op_info, try_cache):  # type: ignore[no-untyped-def]
-        if extension_of_op(op_info) is not None:
-            return propagate(op_call, args, kwargs, op_info, try_cache)
-        try:
-            sharding = propagate(op_call, args, kwargs, op_info, try_cache)
-        except Exception as error:
-            if not needs_whole_tensors(op_call, args, error):
-                raise
-        else:
-            if not needs_whole_tensors(op_call, args, sharding):
-                return sharding
-        return on_whole_tensors(op_call, args, kwargs)
-
-    return propagate_or_gather

@@ -24,6 +24,7 @@ from torch_ragged._register._hook import OPERATORS, PLACEMENT, PROTOCOL, Hook, e
 from torch_ragged.tensor._dispatch import complete_keys
 from torch_ragged.tensor._ops import RaggedRows, register_cpu_attention
 from torch_ragged.tensor._placement_extension import PlacementExtension, ask_extensions, extension_of, extension_of_op
+from torch_ragged.tensor._plain_ops import all_ops
 from torch_ragged.tensor._units import Units
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard
@@ -233,6 +234,8 @@ def _install_dispatch() -> None:
 
     def propagate(op_call, args, kwargs, op_info, try_cache):  # type: ignore[no-untyped-def]
         extension = extension_of_op(op_info)
+        if extension is None and all_ops.run:
+            return all_ops.propagate(propagate_original, op_call, args, kwargs, op_info, try_cache)
         if extension is None:
             return propagate_original(op_call, args, kwargs, op_info, try_cache)
         return extension.op_extension(op_call).propagate(op_call, args, kwargs, op_info, try_cache)

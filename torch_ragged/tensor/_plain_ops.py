@@ -22,7 +22,7 @@ from torch_ragged.tensor._owned_boxes import owned_boxes
 from torch_ragged.tensor._placement_extension import extension_of
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
-__all__ = ["needs_whole_tensors", "on_whole_tensors", "plain_handlers"]
+__all__ = ["all_ops", "needs_whole_tensors", "on_whole_tensors", "plain_handlers"]
 
 _logger = logging.getLogger("torch_ragged.spmd")
 _aten = torch.ops.aten
@@ -69,6 +69,28 @@ def _sort(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     given = args[0].placements
     cut = [Replicate() if placement.is_partial() else placement for placement in given]
     return tuple([each.redistribute(placements=cut) for each in _by_torch(op, args, kwargs)])
+
+
+class _AllOps:
+    """Whether ops that torch cannot shard run on whole tensors. torch's dispatcher keeps the function that it calls first, so
+    that function asks here."""
+
+    run = False
+
+    def propagate(self, torchs: Callable[..., Any], op: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
+        """The sharding of an op by ``torchs`` function; or the op's results, if that has none."""
+        try:
+            sharding = torchs(op, args, kwargs, op_info, try_cache)
+        except Exception as error:
+            if not needs_whole_tensors(op, args, error):
+                raise
+        else:
+            if not needs_whole_tensors(op, args, sharding):
+                return sharding
+        return on_whole_tensors(op, args, kwargs)
+
+
+all_ops = _AllOps()
 
 
 # -- ops without a rule --------------------------------------------------------------------------------------------------
