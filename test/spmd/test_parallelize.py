@@ -272,6 +272,22 @@ class BoundaryTest(unittest.TestCase):
         torch.testing.assert_close(output.full_tensor(), single(x[[0, 2]]))
 
     @ranks(2)
+    def test_second_derivatives_go_through_boundaries():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        torch.manual_seed(0)
+        single = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 4, bias=False)).double()
+        plan = Plan().shard("0.weight", Shard(0), "tp").shard("2.weight", Shard(1), "tp").shard("2.<out>", Replicate(), "tp")
+        model = parallelize(copy.deepcopy(single), plan, mesh)
+        x, found = torch.randn(3, 4, dtype=torch.float64), []
+        for net in (single, model):
+            given = x.clone().requires_grad_()
+            (first,) = torch.autograd.grad(net(given).square().sum(), given, create_graph=True)
+            first.square().sum().backward()
+            found.append([whole(given.grad), *[whole(param.grad) for param in net.parameters()]])
+        for ours, expected in zip(found[1], found[0], strict=True):
+            torch.testing.assert_close(ours, expected)
+
+    @ranks(2)
     def test_factories_make_dtensors_and_inner_modules_override():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         makers = {

@@ -2,6 +2,7 @@
 
 import textwrap
 import unittest
+from unittest import mock
 
 import expecttest
 import torch
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.spmd import Plan, parallelize
+from torch_ragged.spmd._static import StaticModules
 
 BLOCK = r"blocks\.\d+"
 
@@ -112,6 +114,10 @@ class StaticTest(unittest.TestCase):
                 with inside:
                     static(torch.arange(24).view(4, 6))
                 assert inside.found == [], inside.found
+                watched = Inside(eager.blocks[1].down)
+                with watched:
+                    eager(torch.arange(24).view(4, 6))
+                assert watched.found  # What the check above would see.
                 assert isinstance(static.blocks[1].down.weight, DTensor)
                 names = {name for name, _ in make().named_parameters()}
                 assert {name for name, _ in static.named_parameters()} == names == set(static.state_dict())
@@ -131,6 +137,63 @@ class StaticTest(unittest.TestCase):
         report = static.static_modules.report
         assert "blocks.0.dropout" in report.reasons and "blocks.0" not in report.modules, report
         assert "blocks.0.up" in report.modules, report
+
+    @ranks(2)
+    def test_a_module_with_other_bits_on_one_rank_is_eager_on_all():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        original = StaticModules._differences
+
+        def differences(self, *arguments):
+            found = original(self, *arguments)
+            is_first = mesh.get_rank() == 1 and "blocks.0" in self._regions
+            return {**found, "blocks.0": "other bits on rank 1"} if is_first else found
+
+        plan = plan_of().default(Replicate())
+        with mock.patch.object(StaticModules, "_differences", differences):
+            eager, static = parallelize(make(), plan, mesh), parallelize(make(), plan, mesh, mode="static")
+            assert losses_of(static) == losses_of(eager)
+        report = static.static_modules.report
+        assert report.reasons["blocks.0"] == report.reasons["blocks.1"] == "other bits on rank 1"
+        assert report.modules[:2] == ("embedding", "head") and "blocks.0.up" in report.modules, report
+
+    @ranks(2)
+    def test_the_warm_up_leaves_no_hook_on_parameters_and_skips_frozen_models():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        plan, ids = plan_of().default(Replicate()), torch.arange(24).view(4, 6)
+        model = parallelize(make(p=0.2), plan, mesh, mode="static").requires_grad_(False)
+        model(ids)
+        assert model.static_modules.report is None
+        model.requires_grad_(True)
+        hooks = [len(param._backward_hooks or ()) for param in model.parameters()]
+        other, state = parallelize(make(p=0.2), plan, mesh), torch.get_rng_state()
+        loss = model(ids)
+        assert model.static_modules.report is not None
+        assert [len(param._backward_hooks or ()) for param in model.parameters()] == hooks
+        torch.set_rng_state(state)
+        assert loss.item() == other(ids).item()
+        loss.backward()
+
+    @ranks(4)
+    def test_checkpointed_units_are_static_too():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        plan = plan_of().unit(BLOCK, "dp")
+        eager, static = parallelize(make(), plan, mesh), parallelize(make(), plan, mesh, mode="static")
+        eager.checkpointed = static.checkpointed = True
+        assert losses_of(static, accumulate=2) == losses_of(eager, accumulate=2)
+        assert {"blocks.0", "blocks.1"} <= set(static.static_modules.report.modules), static.static_modules.report
+
+    @ranks(2)
+    def test_annotations_and_factories_inside_of_a_module_keep_it_eager():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        for add in (
+            lambda plan: plan.annotate(rf"{BLOCK}\.dropout.<in>", Shard(1), "tp"),
+            lambda plan: plan.factory(rf"{BLOCK}\.dropout", Shard(0), "tp", functions="zeros"),
+        ):
+            plan = add(plan_of().default(Replicate()))
+            eager, static = parallelize(make(p=0.2), plan, mesh), parallelize(make(p=0.2), plan, mesh, mode="static")
+            assert losses_of(static) == losses_of(eager)
+            assert "blocks.0" not in static.static_modules.report.modules
+            assert "a rule" in static.static_modules.report.reasons["blocks.0.dropout"]
 
     @ranks(2)
     def test_ranks_that_ask_for_other_modes_raise():
@@ -174,9 +237,9 @@ class ReportTest(expecttest.TestCase):
             self.report(plan_of(first=False)),
             """\
 static: head, blocks.0.norm, blocks.0.up, blocks.0.down, blocks.1
-eager: blocks.0: aten.add.Tensor redistributes S(0)R->S(0)S(1): add a rule that does it at a module's boundary
 eager: (root): aten.nll_loss_forward.default redistributes P(sum)R->RR: add a rule that does it at a module's
   boundary
+eager: blocks.0: aten.add.Tensor redistributes S(0)R->S(0)S(1): add a rule that does it at a module's boundary
 eager: embedding: in backward, aten.embedding_dense_backward.default redistributes S(0)R->S(0)S(1): add a rule
   with grad= or grad_dst=""",
         )
@@ -188,9 +251,9 @@ eager: embedding: in backward, aten.embedding_dense_backward.default redistribut
 static: head, blocks.0.up, blocks.0.down, blocks.1.up, blocks.1.down
 eager: (root): aten.nll_loss_forward.default redistributes P(sum)R->RR: add a rule that does it at a module's
   boundary
-eager: blocks.1.norm: in backward, aten.native_layer_norm_backward.default redistributes S(0)P(sum)->S(0)S(0):
-  add a rule with grad= or grad_dst=
 eager: blocks.0.norm: in backward, aten.native_layer_norm_backward.default redistributes S(0)P(sum)->S(0)S(0):
+  add a rule with grad= or grad_dst=
+eager: blocks.1.norm: in backward, aten.native_layer_norm_backward.default redistributes S(0)P(sum)->S(0)S(0):
   add a rule with grad= or grad_dst=
 eager: embedding: in backward, aten.embedding_dense_backward.default redistributes S(0)R->S(0)S(0): add a rule
   with grad= or grad_dst=
@@ -202,10 +265,10 @@ eager: blocks.0.dropout: the gradient of a tensor under S(0)R is S(0)S(0): add a
             self.report(plan_of(), p=0.1),
             """\
 static: embedding, head, blocks.0.norm, blocks.0.up, blocks.0.down, blocks.1.norm, blocks.1.up, blocks.1.down
-eager: blocks.0.dropout: aten.bernoulli_.float draws random numbers: those of one device need its placements
-eager: blocks.1.dropout: aten.bernoulli_.float draws random numbers: those of one device need its placements
 eager: (root): aten.nll_loss_forward.default redistributes P(sum)R->RR: add a rule that does it at a module's
-  boundary""",
+  boundary
+eager: blocks.0.dropout: aten.bernoulli_.float draws random numbers: those of one device need its placements
+eager: blocks.1.dropout: aten.bernoulli_.float draws random numbers: those of one device need its placements""",
         )
 
     def test_a_shape_of_global_sizes(self):

@@ -31,6 +31,7 @@ __all__ = [
     "dtensor_like",
     "dynamo_disabled",
     "dynamo_disabled_in_backward",
+    "fake_store",
     "flatten",
     "forget_shardings",
     "fsdp2_keeps_wide_gradients",
@@ -237,6 +238,13 @@ next_sequence_number = torch.autograd._get_sequence_nr
 def makes_fakes() -> bool:
     """Whether a ``FakeTensorMode`` is entered, as DTensor does to find the shape of an op's result. (2.11 to 2.15)"""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def fake_store() -> dist.Store:
+    """A store for a process group of backend ``"fake"``, whose collectives move no data. (2.11 to 2.15)"""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
 
 
 def forget_shardings() -> None:

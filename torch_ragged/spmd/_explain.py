@@ -19,11 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_ragged._register._spmd import compute_as_before
-from torch_ragged._register._torch import forget_shardings
+from torch_ragged._register._torch import fake_store, forget_shardings
 from torch_ragged.fsdp._fully_shard import named_groups
 from torch_ragged.random import single_device
 from torch_ragged.spmd._boundary import wrap_changes
@@ -109,7 +108,7 @@ Plan.check, Plan.explain = check, explain
 @contextlib.contextmanager
 def _fake_world(ranks: int) -> Iterator[None]:
     """This process is rank 0 of a process group whose collectives return at once."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)
     forget_shardings()
     try:
         yield

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged._register._torch import backward_id
 from torch_ragged.spmd._move import make_dtensor
 from torch_ragged.tensor._redistribute import mesh_group
 
@@ -57,7 +58,7 @@ class PendingGradients:
         return local
 
     def _note(self, param: torch.Tensor) -> None:
-        task = torch._C._current_graph_task_id()
+        task = backward_id()
         if task != self._task:  # Once per backward, also after one that raised before its end.
             self._task = task
             Variable._execution_engine.queue_callback(self._reduce)  # type: ignore[attr-defined]

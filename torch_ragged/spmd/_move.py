@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged.tensor._ownership import row_major
+from torch_ragged.tensor._api import row_major_spec
 from torch_ragged.tensor._redistribute import CARRIED, REDUCTIONS, plan, redistribute_local, run_steps
 from torch_ragged.tensor._route import Step
+from torch_ragged.tensor.placement_types import whole_shape
 
 __all__ = ["Move", "Placed", "can_move", "clean", "make_dtensor", "move_dtensor"]
 
@@ -39,17 +40,18 @@ class Move:
     def __call__(self, local: torch.Tensor) -> torch.Tensor:
         return _MoveLocal.apply(local, self) if self._moves else local
 
-    def run(self, local: torch.Tensor, src: Placed, dst: Placed) -> torch.Tensor:
-        """Move a local tensor whose shards are even. The collectives of ``redistribute_local``."""
+    def run(self, local: torch.Tensor, *, is_gradient: bool) -> torch.Tensor:
+        """Move a local tensor whose shards are even, or its gradient. The collectives of ``redistribute_local``."""
+        src, dst = (self.grad_src, self.grad_dst) if is_gradient else (self.src, self.dst)
         if src == dst:
             return local
-        key = (src is self.src, local.shape)
+        key = (is_gradient, local.shape, local.dtype)
         steps = self._plans.get(key)
         if steps is None:  # Once per shape: hashing placements takes longer than a small collective.
             shape = whole_shape(local.shape, src, self._sizes)
-            if local.dtype not in CARRIED:
-                return redistribute_local(local, self.mesh, shape, src, dst).wait()
-            steps = self._plans[key] = plan(shape, self._sizes, src, dst, tuple(self.mesh.get_coordinate() or ()))
+            if local.dtype in CARRIED:
+                self._plans[key] = plan(shape, self._sizes, src, dst, tuple(self.mesh.get_coordinate() or ()))
+            return redistribute_local(local, self.mesh, shape, src, dst).wait()
         return run_steps(steps, local, self.mesh).wait()
 
 
@@ -57,22 +59,13 @@ class _MoveLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx, local, move):  # type: ignore[no-untyped-def]
         ctx.move = move
-        moved = move.run(local, move.src, move.dst)
+        moved = move.run(local, is_gradient=False)
         return local.view_as(local) if moved is local else moved
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        move = ctx.move
-        return move.run(gradient, move.grad_src, move.grad_dst), None
-
-
-def whole_shape(local: Sequence[int], placements: Placed, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The global shape of a local tensor whose shards are even."""
-    shape = list(local)
-    for placement, size in zip(placements, sizes):
-        if placement.is_shard():
-            shape[placement.dim] *= size  # type: ignore[attr-defined]
-    return tuple(shape)
+        return ctx.move.run(gradient, is_gradient=True), None
 
 
 def can_move(placements: Sequence[Placement]) -> bool:
@@ -90,15 +83,14 @@ def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Placed, shap
     key = (id(mesh), placements, tuple(shape), local.dtype)  # An equal mesh may have other process groups.
     known, spec = _specs.get(key, (None, None))
     if known is not mesh:
-        meta = TensorMeta(torch.Size(shape), row_major(shape), local.dtype)
-        spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+        spec = row_major_spec(mesh, placements, torch.Size(shape), local.dtype)
         if len(_specs) >= 4096:
             _specs.clear()
         _specs[key] = mesh, spec
     return DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[call-arg, arg-type]
 
 
-_specs: dict[Any, tuple[DeviceMesh, DTensorSpec]] = {}
+_specs: dict[Any, tuple[DeviceMesh, Any]] = {}
 
 
 def move_dtensor(tensor: DTensor, dst: Placed, before: Placed | None = None, after: Placed | None = None) -> DTensor:
@@ -122,8 +114,8 @@ class _MoveDTensor(torch.autograd.Function):
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         # A gradient may stay pending: to make a whole one pending would add it up once per rank.
         if ctx.before is not None and not any(isinstance(p, Partial) for p in ctx.before):
-            gradient = _moved(gradient, ctx.before)
-        return _moved(gradient, ctx.after), None, None, None
+            gradient = move_dtensor(gradient, ctx.before)
+        return move_dtensor(gradient, ctx.after), None, None, None
 
 
 def _moved(tensor: Any, dst: Placed) -> DTensor:

@@ -85,7 +85,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
             op is an error of DTensor.
 
     Collectives: one or two all-reduces of 24 bytes per mesh dimension; one broadcast per tensor and mesh dimension of a model
-    that has values (none for a deferred one); those of ``fully_shard``, for units.
+    that has values (none for a deferred one); those of ``fully_shard``, for units. In static
+        mode, the first call issues those of the further steps, too, and a few all-gathers of objects.
 
     Returns:
         ``model``. Its attribute ``plan_ir`` has the records that are carried out; ``print(model.plan_ir)`` shows a table.
@@ -124,7 +125,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
     pending = PendingGradients([(param, placements) for param, placements in gradients if param.requires_grad], mesh)
     model.plan_ir = resolved  # type: ignore[assignment]
     if mode == "static":
-        model.static_modules = StaticModules(model, mesh, changes, pending)  # type: ignore[assignment]
+        model.static_modules = StaticModules(model, mesh, resolved, changes, pending)  # type: ignore[assignment]
     return model
 
 

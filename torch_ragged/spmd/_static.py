@@ -13,17 +13,22 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils import _pytree as pytree
 from torch.utils._debug_mode import DebugMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_ragged._register._torch import backward_id, current_autograd_node, next_sequence_number
+from torch_ragged.random._tape import read_state, write_state
 from torch_ragged.spmd._boundary import Redistribution
 from torch_ragged.spmd._gradients import PendingGradients
-from torch_ragged.spmd._move import Move, Placed, can_move, clean, make_dtensor, whole_shape
-from torch_ragged.tensor.placement_types import has_ragged
+from torch_ragged.spmd._move import Move, Placed, can_move, clean, make_dtensor
+from torch_ragged.spmd._resolved import Resolved
+from torch_ragged.tensor.placement_types import has_ragged, whole_shape
 
 __all__ = ["StaticModules", "StaticReport"]
 
@@ -71,21 +76,32 @@ class StaticModules:
     At that call, the model runs forward and backward in eager mode while every module's placements are recorded. The outermost
     modules in which nothing else than local ops and boundaries happened become static. The model runs once more, on the same
     inputs and random state. Modules whose outputs or gradients have other bits, or that raise, become eager again, and their
-    children are tried. Gradients, buffers and the random state are restored.
+    children are tried. Gradients, buffers and the random states are restored.
+
+    Ranks agree: a module that has other bits on one rank is eager on all. Collectives: those of two or more steps, and in each
+    round one all-gather of objects per mesh dimension.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, changes: Sequence[Any], gradients: PendingGradients) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, resolved: Resolved, changes: Sequence[Any], gradients: PendingGradients
+    ) -> None:
         self.report: Optional[StaticReport] = None
         self._model, self._mesh, self._gradients = model, mesh, gradients
         self._redistributions = [change for change in changes if isinstance(change, Redistribution)]
         self._names = {module: name for name, module in model.named_modules()}
-        self._reasons: dict[str, str] = {}
+        # In these modules, rules make DTensors of local tensors.
+        self._reasons = {each.module: "a rule for factories makes DTensors in it" for each in resolved.factories}
+        self._reasons |= {
+            each.module: "a rule annotates a tensor of it" for each in resolved.boundaries if each.action == "annotate"
+        }
         self._regions: dict[str, _Region] = {}
         self._is_warming = False
         model.register_forward_pre_hook(self._first_call, with_kwargs=True, prepend=True)
 
     def _first_call(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.report is not None or self._is_warming or not torch.is_grad_enabled():
+            return
+        if not any(param.requires_grad for param in model.parameters()):  # Gradients could not be compared.
             return
         self._is_warming = True
         try:
@@ -94,11 +110,13 @@ class StaticModules:
             self._is_warming = False
 
     def _warm_up(self, args: Any, kwargs: dict[str, Any]) -> None:
-        state, grads = torch.get_rng_state(), {param: param.grad for param in self._model.parameters()}
+        states = {device: read_state(device) for device in {"cpu", self._mesh.device_type}}
+        grads = {param: param.grad for param in self._model.parameters()}
         buffers = {buffer: buffer.detach().clone() for buffer in self._model.buffers()}
 
         def restore() -> None:
-            torch.set_rng_state(state)
+            for device, state in states.items():
+                write_state(device, state)
             with torch.no_grad():
                 for buffer, value in buffers.items():
                     buffer.copy_(value)
@@ -108,8 +126,12 @@ class StaticModules:
         watch = _Watch(self._names, self._redistributions)
         restore()
         with watch.recording():
-            self._step(args, kwargs)
-        self._reasons.update(watch.reasons)
+            has_gradients = self._step(args, kwargs)
+        if not has_gradients:
+            restore()
+            return
+        self._reasons = {**self._of_all_ranks(watch.reasons), **self._reasons}
+        watch.reasons = dict(self._reasons)
         chosen = list(self._outermost(watch, "", frozenset()))
         while True:
             restore()
@@ -117,7 +139,7 @@ class StaticModules:
                 name: _Region(self._model.get_submodule(name), watch.seen[name], watch, self._mesh, self._gradients)
                 for name in chosen
             }
-            wrong = self._differences(watch, args, kwargs)
+            wrong = self._of_all_ranks(self._differences(watch, args, kwargs))
             for region in self._regions.values():
                 region.finish(keep=not wrong)
             if not wrong:
@@ -132,13 +154,26 @@ class StaticModules:
         restore()
         for param in self._model.parameters():
             param.grad = grads.get(param)
-        self.report = StaticReport(tuple(chosen), {**self._reasons, **watch.reasons})
+        self.report = StaticReport(tuple(chosen), {**watch.reasons, **self._reasons})
 
-    def _step(self, args: Any, kwargs: dict[str, Any]) -> None:
-        """One forward and backward."""
+    def _of_all_ranks(self, reasons: dict[str, str]) -> dict[str, str]:
+        """What any rank says of modules, in the same order on all ranks."""
+        for dim in range(self._mesh.ndim):
+            group = self._mesh.get_group(dim)
+            received: list[dict[str, str]] = [{}] * group.size()
+            dist.all_gather_object(received, reasons, group=group)
+            reasons = {}
+            for part in received:
+                reasons = {**part, **reasons}
+        return dict(sorted(reasons.items()))
+
+    def _step(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """One forward and backward; whether there was a tensor to begin backward at."""
         output = self._model(*args, **kwargs)
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        leaves[0].sum().backward()
+        if leaves:
+            leaves[0].sum().backward()
+        return bool(leaves)
 
     def _outermost(self, watch: _Watch, name: str, tried: frozenset[str]) -> Iterator[str]:
         """The outermost modules, from ``name`` on inwards, that may be static."""
@@ -197,7 +232,10 @@ class _Watch(DebugMode):
         self.reasons: dict[str, str] = {}
         self._spans: dict[str, tuple[int, int]] = {}
         self.moves: dict[Redistribution, list[Any]] = {each: [] for each in redistributions}
-        self._names, self._stack, self._handles = names, [], []  # type: ignore[var-annotated]
+        self._names = names
+        self._stack: list[str] = []
+        self.handles: list[Any] = []
+        """Hooks on modules and parameters, which outlive the step."""
 
     def allows(self, name: str, module: nn.Module) -> bool:
         """Whether nothing in the module, and in all of its submodules, forbids that it is static."""
@@ -223,7 +261,7 @@ class _Watch(DebugMode):
 
     def _module_of_backward(self) -> Optional[str]:
         """The innermost module whose forward made the node of autograd that runs now: nodes are numbered as they are made."""
-        node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() >= 0 else None
+        node = current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
         around = [(stop - start, name) for name, (start, stop) in self._spans.items() if start <= number < stop]
         return min(around)[1] if around else None
@@ -235,27 +273,27 @@ class _Watch(DebugMode):
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         name = self._names[module]
-        if torch._C._current_graph_task_id() >= 0:  # Recomputation for backward.
+        if backward_id() >= 0:  # Recomputation for backward.
             self._stack.append(name)
             return
         leaves = pytree.tree_leaves((args, kwargs))
         self._stack.append(name)
         seen = self.seen.setdefault(name, _Seen())
         seen.calls += 1
-        self._spans[name] = (torch._C._autograd._get_sequence_nr(), 0)
+        self._spans[name] = (next_sequence_number(), 0)
         if seen.calls > 1:
             self.forbid(name, "it runs more than once in a forward")
         seen.inputs = self._record(leaves, seen.input_grads, seen.bits, "grad in")
         seen.bits.update({("in", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
         for inner, param in module.named_parameters():
             if isinstance(param, DTensor) and param.requires_grad:
-                param.register_hook(functools.partial(self._note_param, seen, inner))
+                self.handles.append(param.register_hook(functools.partial(self._note_param, seen, inner)))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self._stack.pop()
-        if torch._C._current_graph_task_id() >= 0:
+        if backward_id() >= 0:
             return
-        self._spans[name] = (self._spans[name][0], torch._C._autograd._get_sequence_nr())
+        self._spans[name] = (self._spans[name][0], next_sequence_number())
         seen, leaves = self.seen[name], pytree.tree_leaves(output)
         seen.outputs = self._record(leaves, seen.output_grads, seen.bits, "grad out")
         if not all(map(_is_even, leaves)):
@@ -319,20 +357,20 @@ class _Recording:
 
     def __init__(self, watch: _Watch) -> None:
         self._watch = watch
-        self._handles: list[Any] = []
 
     def __enter__(self) -> None:
         for module in self._watch._names:
             # After the plan's boundaries at the entry, before those at the exit: what the module itself sees.
-            self._handles.append(module.register_forward_pre_hook(self._watch.enter, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._watch.leave, prepend=True))
+            self._watch.handles.append(module.register_forward_pre_hook(self._watch.enter, with_kwargs=True))
+            # Also after an error, with which activation checkpointing ends a call that it runs again.
+            self._watch.handles.append(module.register_forward_hook(self._watch.leave, prepend=True, always_call=True))
         for change in self._watch.moves:
             change.observe = self._watch.observe(change)
         self._watch.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._watch.__exit__(*exception)
-        for handle in self._handles:
+        for handle in self._watch.handles:
             handle.remove()
         for change in self._watch.moves:
             change.observe = None
@@ -357,6 +395,7 @@ class _Region:
         self.is_inside = False
         self.bits: _Bits = {}
         self._checks = True
+        self._gradient_hooks: list[Any] = []
         self._seen, self._mesh, self._sizes = seen, mesh, tuple(mesh.shape)
         self._gradients = gradients
         self._params = [
@@ -386,6 +425,8 @@ class _Region:
     def finish(self, *, keep: bool) -> None:
         """End the warm-up. The module stays static, or becomes eager again."""
         self._checks = False
+        for hook in self._gradient_hooks:
+            hook.remove()
         if not keep:
             for handle in self._handles:
                 handle.remove()
@@ -393,12 +434,13 @@ class _Region:
                 change.static = None
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.is_inside = False  # It may be set by a call that raised.
         leaves, tree = pytree.tree_flatten((args, kwargs))
         if [leaf.placements if isinstance(leaf, DTensor) else None for leaf in leaves] != self._seen.inputs:
             return None
         if not all(map(_is_even, leaves)):
             return None
-        if self._checks:
+        if self._checks and backward_id() < 0:  # Not where activation checkpointing runs it again.
             self.bits = {("in", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         for index, (leaf, placements) in enumerate(zip(leaves, self._seen.inputs)):
             if placements is not None:
@@ -427,7 +469,7 @@ class _Region:
             return None
         self.is_inside = False
         leaves, tree = pytree.tree_flatten(output)
-        if self._checks:
+        if self._checks and backward_id() < 0:
             self.bits.update({("out", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
         for index, (leaf, placements) in enumerate(zip(leaves, self._seen.outputs)):
             if placements is not None and isinstance(leaf, torch.Tensor):
@@ -439,7 +481,7 @@ class _Region:
     def _check(self, local: torch.Tensor, kind: str, key: Any) -> None:
         """In the warm-up: note the bits of a gradient."""
         if self._checks and local.requires_grad:
-            local.register_hook(lambda grad: self.bits.__setitem__((kind, key), _bits(grad)) if self._checks else None)
+            self._gradient_hooks.append(local.register_hook(lambda grad: self.bits.__setitem__((kind, key), _bits(grad))))
 
 
 class _LocalParam:
@@ -508,6 +550,7 @@ class _ToLocal(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         return make_dtensor(gradient.contiguous(), ctx.spec.mesh, ctx.grads, ctx.spec.shape), None
 
@@ -522,6 +565,7 @@ class _FromLocal(torch.autograd.Function):
         return make_dtensor(local, mesh, placements, whole_shape(local.shape, placements, sizes))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         if gradient.placements != ctx.grads:
             gradient = gradient.redistribute(placements=ctx.grads)

@@ -24,9 +24,9 @@ from torch_ragged.tensor._ownership import has_single_boxes, owned, row_major
 from torch_ragged.tensor._placement_extension import PlacementExtension
 from torch_ragged.tensor._redistribute import REDUCTIONS, broadcast_local, redistribute_local
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
-from torch_ragged.tensor.placement_types import _Ragged, cuts_of, has_ragged, normalize_placements
+from torch_ragged.tensor.placement_types import _Ragged, cuts_of, has_ragged, normalize_placements, whole_shape
 
-__all__ = ["RaggedExtension", "ragged_extension"]
+__all__ = ["RaggedExtension", "ragged_extension", "row_major_spec"]
 
 
 class RaggedExtension(PlacementExtension):
@@ -43,7 +43,7 @@ class RaggedExtension(PlacementExtension):
             ValueError: ``shape`` is missing, the local tensor has another shape, or ranks gave different shapes or placements.
         """
         if shape is None and not has_ragged(placements):
-            shape = _even_shape(local, mesh, placements)
+            shape = whole_shape(local.shape, placements, tuple(mesh.shape))  # As DTensor supposes.
         if shape is None:
             raise ValueError(
                 f"DTensor.from_local got {_short(placements)} without the global shape, which does not follow from a 1-D local "
@@ -77,7 +77,7 @@ class RaggedExtension(PlacementExtension):
         local = replicated._local_tensor.detach()
         if mesh.get_coordinate() is not None:  # Other ranks hold no element.
             local = broadcast_local(local, mesh, tensor.shape, normalized)
-        spec = _spec(mesh, normalized, tensor.shape, tensor.dtype)
+        spec = row_major_spec(mesh, normalized, tensor.shape, tensor.dtype)
         return DTensor(local.requires_grad_(tensor.requires_grad), spec, requires_grad=tensor.requires_grad)  # type: ignore
 
     def local_shape_and_global_offset(
@@ -148,7 +148,7 @@ class RaggedExtension(PlacementExtension):
         self, spec: DTensorSpec, placements: Optional[Sequence[Placement]], gradient: torch.Tensor
     ) -> DTensor:
         placements = tuple(Replicate() if isinstance(p, Partial) else p for p in placements or spec.placements)
-        grad_spec = _spec(spec.mesh, placements, spec.shape, gradient.dtype)
+        grad_spec = row_major_spec(spec.mesh, placements, spec.shape, gradient.dtype)
         return DTensor(gradient.contiguous(), grad_spec, requires_grad=gradient.requires_grad)  # type: ignore[call-arg]
 
     def rank_hash(self, spec: DTensorSpec) -> str:
@@ -163,17 +163,8 @@ def _short(placements: Sequence[Placement]) -> str:
     return "".join(map(str, placements))
 
 
-def _spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+def row_major_spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, row_major(shape), dtype))
-
-
-def _even_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
-    """The global shape if all shards are even, as DTensor supposes without ``shape``."""
-    shape = list(local.shape)
-    for placement, ranks in zip(placements, tuple(mesh.shape)):
-        if placement.is_shard():
-            shape[placement.dim] *= ranks  # type: ignore[attr-defined]
-    return shape
 
 
 def _local_placements(
@@ -243,7 +234,7 @@ class _RaggedRedistribute(torch.autograd.Function):
             local = local.to(forward_dtype)
         if placements == spec.placements and local is tensor._local_tensor:
             return DTensor(local, spec, requires_grad=tensor.requires_grad)  # type: ignore[call-arg]
-        target = _spec(spec.mesh, placements, spec.shape, local.dtype)
+        target = row_major_spec(spec.mesh, placements, spec.shape, local.dtype)
         moved = dtensor_redistribute.redistribute_local_tensor(local, spec, target, async_op=async_op, is_explicit=is_explicit)
         return DTensor(moved, target, requires_grad=tensor.requires_grad)  # type: ignore[call-arg]
 

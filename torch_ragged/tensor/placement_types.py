@@ -15,7 +15,7 @@ from torch_ragged.tensor._ownership import Chunk, Cut, Run, Whole, check_cuts
 from torch_ragged.tensor._units import Units
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard, has_interleaved
 
-__all__ = ["RaggedShard", "cuts_of", "has_own_rules", "has_ragged", "normalize_placements"]
+__all__ = ["RaggedShard", "cuts_of", "has_own_rules", "has_ragged", "normalize_placements", "whole_shape"]
 
 _Self = TypeVar("_Self", bound="_Ragged")
 
@@ -223,6 +223,15 @@ def has_ragged(placements: Sequence[Placement]) -> bool:
 def has_own_rules(placements: Sequence[Placement]) -> bool:
     """Whether any of the placements is ragged or interleaved, so that DTensor's own rules do not know it."""
     return has_ragged(placements) or has_interleaved(placements)
+
+
+def whole_shape(local: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    """The global shape of a local tensor of shape ``local`` if all shards are even. No placement is ragged."""
+    shape = list(local)
+    for placement, ranks in zip(placements, mesh_shape):
+        if placement.is_shard():
+            shape[placement.dim] *= ranks  # type: ignore[attr-defined]
+    return tuple(shape)
 
 
 def normalize_placements(

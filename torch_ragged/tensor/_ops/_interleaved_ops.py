@@ -48,7 +48,7 @@ _ANY_ORDER = """
     t transpose permute select slice unbind alias detach slice_backward select_backward
 """.split()
 _RESHAPES = {aten.view, aten._unsafe_view, aten._reshape_alias, aten.squeeze, aten.unsqueeze, aten.expand}
-_MOST_SEGMENTS = 4096
+_MOST_OF_A_VIEW = 4096
 """A view that would make more segments is refused: the placement would be as long as the tensor."""
 _Segments = tuple[int, ...]
 
@@ -144,8 +144,8 @@ def _outputs(
         for mesh_dim, kind in enumerate(kinds):
             placement = placements[mesh_dim]
             if kind is None or not placement.is_shard():
-                # A Partial that masks rows, as of an embedding, knows which rows Shard would give to a rank.
-                if kind is not None and type(placement).__name__ in ("_MaskPartial", "MaskPartial"):
+                # A Partial of another type, such as that of an embedding, may know which rows Shard would give to a rank.
+                if kind is not None and isinstance(placement, Partial) and type(placement) is not Partial:
                     return None
                 continue
             given = [(p, spec.shape) for p, spec in zip((own[mesh_dim] for own in inputs), specs)]
@@ -296,7 +296,7 @@ def _follow(placement: Any, before: Sequence[int], after: Sequence[int], ranks: 
     ratios: _Segments = placement.ratios if isinstance(placement, InterleavedShard) else (1,)
     outer, size = math.prod(before[: placement.dim]), before[placement.dim]
     numel = math.prod(before)
-    if not numel or outer * len(ratios) > _MOST_SEGMENTS * max(math.prod(after[:-1]), 1):
+    if not numel or outer * len(ratios) > _MOST_OF_A_VIEW * max(math.prod(after[:-1]), 1):
         raise NoLocalWay("a tensor without elements, or a view with too many segments")
     inner = math.prod(before[placement.dim + 1 :])
     if size % sum(ratios):
@@ -304,7 +304,7 @@ def _follow(placement: Any, before: Sequence[int], after: Sequence[int], ranks: 
     pattern = tuple(size // sum(ratios) * ratio * inner for ratio in ratios)  # Elements of each segment, ``outer`` times.
     for dim in sorted(range(len(after)), key=lambda dim: abs(dim - placement.dim)):
         found = _segments_of(pattern, outer, math.prod(after[:dim]), math.prod(after[dim + 1 :]))
-        if found is None or after[dim] == 1 or len(found) > _MOST_SEGMENTS or any(segment % ranks for segment in found):
+        if found is None or after[dim] == 1 or len(found) > _MOST_OF_A_VIEW or any(segment % ranks for segment in found):
             continue
         if len(found) == 1 and isinstance(placement, Shard):
             return Shard(dim)
