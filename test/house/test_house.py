@@ -28,7 +28,7 @@ PRIVATE = {
     "torch.distributed.tensor.placement_types._StridedShard": (EVERYWHERE, "a placement that DTensor makes"),
     # What the patches of upstream/ have in common with this package: these modules are written to be torch's.
     "torch.distributed.tensor._dtensor_spec": (
-        ("spmd._move", "tensor._api", "tensor._dispatch", "tensor._placement_extension", "tensor._single_device"),
+        ("tensor._api", "tensor._dispatch", "tensor._placement_extension", "tensor._single_device"),
         "a DTensor's spec",
     ),
     "torch.distributed.tensor._op_schema": (
@@ -53,7 +53,6 @@ PRIVATE = {
         ("random._deferred", "spmd._recorder", "tensor._random", "tensor._single_device"),
         "the error that breaks a graph; tensors without memory",
     ),
-    "torch.testing._internal": (("spmd._explain",), "the process group that moves no data, which torch has for tests"),
     # Only this module of torch's has symmetric memory.
     "torch.distributed._symmetric_memory": (
         ("fsdp.comm._capabilities", "fsdp.comm.experimental._multicast", "fsdp.comm.experimental._peer_memory"),
