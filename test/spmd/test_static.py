@@ -1,5 +1,6 @@
 """Static modules: the bits of eager mode without DTensor inside, and a report that says what keeps a module eager."""
 
+import copy
 import textwrap
 import unittest
 from unittest import mock
@@ -22,9 +23,9 @@ BLOCK = r"blocks\.\d+"
 
 
 class Block(nn.Module):
-    def __init__(self, p=0.0):
+    def __init__(self, p=0.0, bias=False):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8, bias=bias)
         self.dropout = nn.Dropout(p)
 
     def forward(self, x):
@@ -77,6 +78,20 @@ def losses_of(model, batches=(4, 4, 8), accumulate=1):
     with torch.no_grad():
         losses.append(model(torch.arange(24).view(4, 6)).item())
     return losses
+
+
+class Pair(nn.Module):
+    """Two layers, perhaps with one weight."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+        if tied:
+            self.layers[1].weight = self.layers[0].weight
+        self.scale = nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, x):
+        return (self.layers[1](F.gelu(self.layers[0](x))) * self.scale).sum()
 
 
 class Inside(TorchDispatchMode):
@@ -135,8 +150,57 @@ class StaticTest(unittest.TestCase):
         assert found == losses_of(eager)
         torch.testing.assert_close(found, losses_of(make(p=0.2)), rtol=0, atol=1e-5)
         report = static.static_modules.report
-        assert "blocks.0.dropout" in report.reasons and "blocks.0" not in report.modules, report
-        assert "blocks.0.up" in report.modules, report
+        assert "blocks.0.dropout" in report.reasons and {"blocks.0", "blocks.1"} <= set(report.modules), report
+        static.eval(), eager.eval()
+        assert static(torch.arange(24).view(4, 6)).item() == eager(torch.arange(24).view(4, 6)).item()
+
+    @ranks(4)
+    def test_the_bias_of_a_row_parallel_layer_is_added_once():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for sequence in (True, False):
+            plan = plan_of(sequence).default(Replicate())
+            model = make(bias=True)
+            for block in model.blocks:
+                nn.init.normal_(block.down.bias)
+            eager = parallelize(copy.deepcopy(model), plan, mesh)
+            static = parallelize(copy.deepcopy(model), plan, mesh, mode="static")
+            found = losses_of(static, accumulate=2)
+            assert found == losses_of(eager, accumulate=2), sequence
+            torch.testing.assert_close(found, losses_of(model, accumulate=2), rtol=0, atol=1e-5)
+            assert {"blocks.0", "blocks.1"} <= set(static.static_modules.report.modules), static.static_modules.report
+
+    @ranks(2)
+    def test_tied_and_frozen_parameters():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = Plan().shard(r"layers\.\d+\.<out>", Replicate(), "tp", grad=Replicate()).shard("<in>", Replicate(), "tp")
+        plan.default(Replicate())
+        torch.manual_seed(0)
+        model = Pair(tied=True)
+        eager = parallelize(copy.deepcopy(model), plan, mesh)
+        static = parallelize(model, plan, mesh, mode="static")
+        x = torch.randn(3, 8)
+        for frozen in (False, True, False):
+            for each in (eager, static):
+                each.scale.requires_grad_(not frozen)
+                each.zero_grad()
+                each(x).backward()
+            assert static.static_modules.report.modules == ("",)
+            assert (static.scale.grad is None) == frozen
+            for (name, one), other in zip(eager.named_parameters(), static.parameters(), strict=True):
+                assert (one.grad is None) == (other.grad is None), name
+                assert one.grad is None or torch.equal(one.grad.to_local(), other.grad.to_local()), name
+
+    @ranks(2)
+    def test_a_shape_that_a_boundary_inside_would_cut_unevenly_is_an_error():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = Plan().shard("<in>", Replicate(), "tp").shard(r"layers\.0\.<out>", Shard(0), "tp")
+        plan.shard(r"layers\.1\.<out>", Replicate(), "tp").default(Replicate())
+        model = parallelize(Pair(tied=False), plan, mesh, mode="static")
+        model(torch.randn(4, 8)).backward()
+        assert model.static_modules.report.modules == ("",), model.static_modules.report
+        told = error_of(model, torch.randn(3, 8))
+        assert "a boundary cuts a tensor of shape (3, 8) as (Shard(dim=0),) over (2,) ranks" in told, told
+        model(torch.randn(2, 8)).backward()
 
     @ranks(2)
     def test_a_module_with_other_bits_on_one_rank_is_eager_on_all():
@@ -264,11 +328,11 @@ eager: blocks.0.dropout: the gradient of a tensor under S(0)R is S(0)S(0): add a
         self.assertExpectedInline(
             self.report(plan_of(), p=0.1),
             """\
-static: embedding, head, blocks.0.norm, blocks.0.up, blocks.0.down, blocks.1.norm, blocks.1.up, blocks.1.down
-eager: (root): aten.nll_loss_forward.default redistributes P(sum)R->RR: add a rule that does it at a module's
-  boundary
+static: embedding, head, blocks.0, blocks.1
 eager: blocks.0.dropout: aten.bernoulli_.float draws random numbers: those of one device need its placements
-eager: blocks.1.dropout: aten.bernoulli_.float draws random numbers: those of one device need its placements""",
+eager: blocks.1.dropout: aten.bernoulli_.float draws random numbers: those of one device need its placements
+eager: (root): aten.nll_loss_forward.default redistributes P(sum)R->RR: add a rule that does it at a module's
+  boundary""",
         )
 
     def test_a_shape_of_global_sizes(self):

@@ -243,8 +243,10 @@ class RedistributeTest(expecttest.TestCase):
             (Partial(), RaggedShard((0,), (3, 1, 2, 2)), True),
         ):
             local = values / 4 if isinstance(source, Partial) else distribute_tensor(values, mesh, [source]).to_local()
-            pending = redistribute_local(local, mesh, (8, 4), (source,), (target,))
-            assert pending.in_flight == in_flight, (source, target)
+            at_once = redistribute_local(local, mesh, (8, 4), (source,), (target,))
+            pending = redistribute_local(local, mesh, (8, 4), (source,), (target,), is_async=True)
+            assert (pending.in_flight, at_once.in_flight) == (in_flight, False), (source, target)
+            assert torch.equal(pending.wait(), at_once.wait()), (source, target)
             result = DTensor.from_local(pending.wait(), mesh, [target], shape=(8, 4), stride=(4, 1))
             assert torch.equal(result.full_tensor(), values), (source, target, rank)
 

@@ -93,7 +93,7 @@ class _OutputHook:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         for key, change in self.changes:
-            output = replaced(output, key, change)
+            output = change(output) if isinstance(output, torch.Tensor) else replaced(output, key, change)
         return output
 
 
@@ -207,8 +207,9 @@ class Redistribution:
         self.observe: Optional[Callable[[Placed, Placed, DTensor], None]] = None
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.static is not None and not isinstance(tensor, DTensor):
-            return self.static(tensor)
+        static = self.static
+        if static is not None and not isinstance(tensor, DTensor):
+            return static(tensor)
         boundary, source = self.boundary, as_dtensor(tensor, self._mesh, self.boundary.src)
         given = source.placements
         if boundary.src is not None and any(told not in (None, own) for told, own in zip(boundary.src, given)):

@@ -5,23 +5,49 @@ It must not know units: fully_shard reduces the gradients of its parameters.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._register._torch import backward_id
 from torch_ragged.spmd._move import make_dtensor
+from torch_ragged.tensor._api import row_major_spec
 from torch_ragged.tensor._redistribute import mesh_group
 
-__all__ = ["PendingGradients"]
+__all__ = ["Leaf", "PendingGradients"]
 
 _BUCKET = 64 * 2**20
 """Bytes of one all-reduce, at most: larger ones are no faster, and need as much memory again."""
+
+
+@dataclass
+class Leaf:
+    """A leaf of autograd on the local memory of a parameter, for static modules: autograd accumulates there, without DTensor.
+
+    Attributes:
+        local: the leaf.
+        spec: of its gradient, a DTensor's.
+        pending: what :func:`_pending` says of this gradient.
+    """
+
+    param: torch.nn.Parameter
+    local: torch.Tensor
+    spec: Any
+    pending: tuple[int, ...] | None
+
+
+_Arrived = tuple[torch.nn.Parameter, torch.Tensor, Any, Optional[tuple[int, ...]]]
+"""A gradient of one backward: the parameter, the local tensor, its spec, and what :func:`_pending` says."""
 
 
 class PendingGradients:
@@ -29,7 +55,8 @@ class PendingGradients:
 
     A gradient may be pending a sum over several mesh dimensions, as that of a norm's weight is over data-parallel and
     sequence-parallel ranks. Gradients that are pending over the same dimensions are added in one buffer: one all-reduce over
-    all these dimensions per 64 MB. Others are redistributed one by one.
+    all these dimensions per 64 MB. Others are redistributed one by one. ``.grad`` of earlier backwards is reduced already:
+    the gradients of a further one are reduced by themselves, and then added to it.
 
     Args:
         params: each parameter with the placements of its gradient.
@@ -38,67 +65,95 @@ class PendingGradients:
     def __init__(self, params: Iterable[tuple[torch.nn.Parameter, tuple[Placement, ...]]], mesh: DeviceMesh) -> None:
         self._wanted = dict(params)
         self._mesh = mesh
-        self._leaves: dict[torch.nn.Parameter, tuple[torch.Tensor, tuple[Placement, ...]]] = {}
         self._task = -1
-        self._ready: dict[torch.nn.Parameter, None] = {}  # In the order of backward, which is equal on all ranks.
-        for param in self._wanted:
+        # In the order of backward, which is equal on all ranks.
+        self._ready: dict[torch.nn.Parameter, None] = {}
+        self._leaves: list[Sequence[Leaf]] = []
+        self._diverted: dict[torch.nn.Parameter, DTensor] = {}
+        self._nodes = [get_gradient_edge(param).node for param in self._wanted]  # They keep their hooks alive.
+        for param, node in zip(self._wanted, self._nodes):
+            node.register_prehook(functools.partial(self._divert, param))
             param.register_post_accumulate_grad_hook(self._note)
 
-    def leaf_of(self, param: torch.nn.Parameter, placements: tuple[Placement, ...]) -> torch.Tensor | None:
-        """A leaf of autograd on the local memory of ``param``, for static modules; None if a unit reduces the gradient.
-
-        Autograd accumulates into the leaf, without DTensor. When backward ends, its gradient, which has ``placements``, is
-        added to that of ``param``.
-        """
+    def leaf_of(self, param: torch.nn.Parameter, placements: tuple[Placement, ...]) -> Leaf | None:
+        """A leaf of ``param`` whose gradient has ``placements``; None if a unit reduces the gradient."""
         if param not in self._wanted:
             return None
         local = param._local_tensor.detach().requires_grad_()  # type: ignore[attr-defined]
-        local.register_post_accumulate_grad_hook(lambda _: self._note(param))
-        self._leaves[param] = local, placements
-        return local
+        spec = row_major_spec(self._mesh, placements, param.shape, param.dtype)
+        return Leaf(param, local, spec, _pending(placements, self._wanted[param]))
 
-    def _note(self, param: torch.Tensor) -> None:
+    def collect(self, leaves: Sequence[Leaf]) -> None:
+        """When this backward has ended, add the gradients of ``leaves`` to those of their parameters."""
+        self._begin()
+        if not any(leaves is each for each in self._leaves):
+            self._leaves.append(leaves)
+
+    def _divert(self, param: torch.nn.Parameter, gradients: tuple[Any, ...]) -> tuple[torch.Tensor] | None:
+        """Before autograd adds to ``.grad``: a sum of a reduced and a pending gradient would be reduced at once, by itself.
+
+        Autograd gets minus zeros, which change no bit of ``.grad``. So it is as before if this backward fails.
+        """
+        earlier, gradient = param.grad, gradients[0]
+        if not isinstance(earlier, DTensor) or not isinstance(gradient, DTensor) or torch.is_grad_enabled():
+            return None
+        if earlier.placements == gradient.placements or not earlier.dtype.is_floating_point:
+            return None
+        self._begin()
+        self._diverted[param] = gradient
+        local = earlier._local_tensor
+        zeros = local.new_full((), -0.0).expand(local.shape)
+        return (DTensor(zeros, earlier._spec, requires_grad=False),)  # type: ignore[call-arg]
+
+    def _begin(self) -> None:
         task = backward_id()
         if task != self._task:  # Once per backward, also after one that raised before its end.
             self._task = task
+            for each in (self._ready, self._diverted, self._leaves):
+                each.clear()
             Variable._execution_engine.queue_callback(self._reduce)  # type: ignore[attr-defined]
-        self._ready[param] = None  # type: ignore[index]
+
+    def _note(self, param: Any) -> None:
+        self._begin()
+        self._ready[param] = None
 
     def _reduce(self) -> None:
-        params, self._ready = list(self._ready), {}
-        for param, grad in self._reduced([(param, param.grad) for param in params]):
-            param.grad = grad
-        new = []
-        for param in params:
-            leaf, placements = self._leaves.get(param, (None, ()))
-            if leaf is not None and leaf.grad is not None:
-                new.append((param, make_dtensor(leaf.grad, self._mesh, placements, param.shape)))
-                leaf.grad = None
-        for param, grad in self._reduced(new):
-            param.grad = grad if param.grad is None else param.grad + grad
-
-    def _reduced(
-        self, grads: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]
-    ) -> list[tuple[torch.nn.Parameter, DTensor]]:
-        """The gradients with the placements that the plan says."""
-        results: dict[torch.nn.Parameter, DTensor] = {}
-        buckets: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[torch.nn.Parameter, DTensor]]] = {}
-        for param, grad in grads:
-            if not isinstance(grad, DTensor):
-                continue
-            pending = _pending(grad.placements, self._wanted[param])
-            if pending is None:
-                results[param] = grad.redistribute(placements=self._wanted[param])
-            elif pending:
-                buckets.setdefault((pending, grad.dtype), []).append((param, grad))
+        ready, self._ready = self._ready, {}
+        diverted, self._diverted = self._diverted, {}
+        leaves, self._leaves = self._leaves, []
+        arrived: list[_Arrived] = []
+        for param in ready:
+            grad: Any = diverted.get(param, param.grad)
+            if isinstance(grad, DTensor):
+                if param not in diverted:
+                    param.grad = None
+                arrived.append((param, grad._local_tensor, grad._spec, _pending(grad.placements, self._wanted[param])))
+        for each in itertools.chain(*leaves):
+            if each.local.grad is not None:
+                arrived.append((each.param, each.local.grad, each.spec, each.pending))
+                each.local.grad = None
+        for param, grad in self._reduced(arrived):
+            if param.grad is None:
+                param.grad = grad
             else:
-                results[param] = grad
-        for (dims, _), pairs in buckets.items():
-            for bucket in _split(pairs):
-                locals_ = self._all_reduced(dims, [grad._local_tensor for _, grad in bucket])
-                for (param, grad), local in zip(bucket, locals_):
-                    results[param] = make_dtensor(local, self._mesh, self._wanted[param], grad.shape)
-        return list(results.items())
+                param.grad += grad
+
+    def _reduced(self, arrived: Sequence[_Arrived]) -> list[tuple[torch.nn.Parameter, DTensor]]:
+        """The gradients with the placements that the plan says."""
+        results: list[tuple[torch.nn.Parameter, DTensor]] = []
+        buckets: dict[tuple[tuple[int, ...], torch.dtype], list[_Arrived]] = {}
+        for each in arrived:
+            param, local, spec, pending = each
+            if pending:
+                buckets.setdefault((pending, local.dtype), []).append(each)
+                continue
+            grad: Any = DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[call-arg]
+            results.append((param, grad if pending == () else grad.redistribute(placements=self._wanted[param])))
+        for (dims, _), alike in buckets.items():
+            for bucket in _split(alike):
+                for (param, _, spec, _), local in zip(bucket, self._all_reduced(dims, [local for _, local, _, _ in bucket])):
+                    results.append((param, make_dtensor(local, self._mesh, self._wanted[param], spec.shape)))
+        return results
 
     def _all_reduced(self, dims: tuple[int, ...], locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         flat = torch.cat([local.reshape(-1) for local in locals_]) if len(locals_) > 1 else locals_[0].reshape(-1)
@@ -118,15 +173,15 @@ def _pending(given: Sequence[Placement], wanted: Sequence[Placement]) -> tuple[i
     return tuple(dims)
 
 
-def _split(pairs: Sequence[tuple[torch.nn.Parameter, DTensor]]) -> list[list[tuple[torch.nn.Parameter, DTensor]]]:
+def _split(arrived: Sequence[_Arrived]) -> list[list[_Arrived]]:
     """Runs of gradients of at most ``_BUCKET`` bytes."""
-    buckets: list[list[tuple[torch.nn.Parameter, DTensor]]] = [[]]
+    buckets: list[list[_Arrived]] = [[]]
     size = 0
-    for pair in pairs:
-        nbytes = pair[1]._local_tensor.nbytes
+    for each in arrived:
+        nbytes = each[1].nbytes
         if buckets[-1] and size + nbytes > _BUCKET:
             buckets.append([])
             size = 0
-        buckets[-1].append(pair)
+        buckets[-1].append(each)
         size += nbytes
     return buckets

@@ -5,7 +5,8 @@ It must not decide anything: placements come from the plan, or from what arrived
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged.tensor._api import row_major_spec
-from torch_ragged.tensor._redistribute import CARRIED, REDUCTIONS, plan, redistribute_local, run_steps
+from torch_ragged.tensor._redistribute import CARRIED, REDUCTIONS, AllReduce, plan, redistribute_local, run_steps
 from torch_ragged.tensor._route import Step
 from torch_ragged.tensor.placement_types import whole_shape
 
-__all__ = ["Move", "Placed", "can_move", "clean", "make_dtensor", "move_dtensor"]
+__all__ = ["Move", "Placed", "can_move", "clean", "differentiable_once", "is_even", "make_dtensor", "move_dtensor"]
 
+_FLOATS = {dtype for dtype in CARRIED if dtype.is_floating_point}
 Placed = tuple[Placement, ...]
 """A placement per mesh dimension."""
 
@@ -35,13 +37,17 @@ class Move:
         self.mesh, self.src, self.dst, self.grad_src, self.grad_dst = mesh, src, dst, grad_src, grad_dst
         self._sizes = tuple(mesh.shape)
         self._plans: dict[Any, Sequence[Step]] = {}
-        self._moves = src != dst or grad_src != grad_dst
+        self.is_needed = src != dst or grad_src != grad_dst
+        self._reductions = _only_reduction(mesh, src, dst), _only_reduction(mesh, grad_src, grad_dst)
 
     def __call__(self, local: torch.Tensor) -> torch.Tensor:
-        return _MoveLocal.apply(local, self) if self._moves else local
+        return _MoveLocal.apply(local, self) if self.is_needed else local
 
     def run(self, local: torch.Tensor, *, is_gradient: bool) -> torch.Tensor:
         """Move a local tensor whose shards are even, or its gradient. The collectives of ``redistribute_local``."""
+        reduce = self._reductions[is_gradient]
+        if reduce is not None and local.dtype in _FLOATS:
+            return reduce(local)
         src, dst = (self.grad_src, self.grad_dst) if is_gradient else (self.src, self.dst)
         if src == dst:
             return local
@@ -49,10 +55,27 @@ class Move:
         steps = self._plans.get(key)
         if steps is None:  # Once per shape: hashing placements takes longer than a small collective.
             shape = whole_shape(local.shape, src, self._sizes)
+            if not is_even(shape, dst, self._sizes):  # On all ranks, before they communicate.
+                raise RuntimeError(
+                    f"in a static module, a boundary cuts a tensor of shape {tuple(shape)} as {dst} over {self._sizes} ranks. "
+                    "Its shards would be uneven, which eager mode takes and local tensors cannot tell: pad the input, or call "
+                    "parallelize with mode='eager'"
+                )
             if local.dtype in CARRIED:
                 self._plans[key] = plan(shape, self._sizes, src, dst, tuple(self.mesh.get_coordinate() or ()))
             return redistribute_local(local, self.mesh, shape, src, dst).wait()
         return run_steps(steps, local, self.mesh).wait()
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's ``once_differentiable``, at no cost if gradients have no graph."""
+    with_error = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def choose(ctx: Any, *gradients: Any) -> Any:
+        return (with_error if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return choose
 
 
 class _MoveLocal(torch.autograd.Function):
@@ -63,14 +86,37 @@ class _MoveLocal(torch.autograd.Function):
         return local.view_as(local) if moved is local else moved
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         return ctx.move.run(gradient, is_gradient=True), None
+
+
+def _only_reduction(mesh: DeviceMesh, src: Placed, dst: Placed) -> AllReduce | None:
+    """What carries out a move from ``src`` to ``dst`` that is one all-reduce."""
+    changes = [(dim, given, wanted) for dim, (given, wanted) in enumerate(zip(src, dst)) if given != wanted]
+    if len(changes) != 1:
+        return None
+    dim, given, wanted = changes[0]
+    if type(given) is not Partial or given.reduce_op not in REDUCTIONS or not isinstance(wanted, Replicate):
+        return None
+    return AllReduce(given.reduce_op, mesh, dim)
 
 
 def can_move(placements: Sequence[Placement]) -> bool:
     """Whether the package's own redistribution knows these placements: torch's partial norms and masks it does not."""
     return all(not isinstance(p, Partial) or (type(p) is Partial and p.reduce_op in REDUCTIONS) for p in placements)
+
+
+def is_even(shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> bool:
+    """Whether all ranks have equally much of a tensor of ``shape``."""
+    sizes = list(shape)
+    for placement, ranks in zip(placements, mesh_shape):
+        if placement.is_shard():
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            if sizes[dim] % ranks:
+                return False
+            sizes[dim] //= ranks
+    return True
 
 
 def clean(placements: Sequence[Placement]) -> Placed:

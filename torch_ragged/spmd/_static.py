@@ -5,6 +5,7 @@ It must not change a result: a module becomes static only if, on the inputs of a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import re
@@ -15,7 +16,6 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils import _pytree as pytree
@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_ragged._register._torch import backward_id, current_autograd_node, next_sequence_number
 from torch_ragged.random._tape import read_state, write_state
 from torch_ragged.spmd._boundary import Redistribution
-from torch_ragged.spmd._gradients import PendingGradients
-from torch_ragged.spmd._move import Move, Placed, can_move, clean, make_dtensor
+from torch_ragged.spmd._gradients import Leaf, PendingGradients
+from torch_ragged.spmd._move import Move, Placed, can_move, clean, differentiable_once, is_even, make_dtensor
 from torch_ragged.spmd._resolved import Resolved
 from torch_ragged.tensor.placement_types import has_ragged, whole_shape
 
@@ -50,6 +50,7 @@ class StaticReport:
         return "\n".join([*lines, *(f"eager: {name or '(root)'}: {reason}" for name, reason in self.reasons.items())])
 
 
+_UNEVEN = "is cut unevenly: local sizes do not tell the global ones"
 _Bits = dict[Any, bytes]
 """Digests of the local tensors of one module: ("out", index), ("grad out", index), ("grad in", index), ("param", name)."""
 
@@ -154,7 +155,7 @@ class StaticModules:
         restore()
         for param in self._model.parameters():
             param.grad = grads.get(param)
-        self.report = StaticReport(tuple(chosen), {**watch.reasons, **self._reasons})
+        self.report = StaticReport(tuple(chosen), {**self._of_all_ranks(watch.draws), **watch.reasons, **self._reasons})
 
     def _of_all_ranks(self, reasons: dict[str, str]) -> dict[str, str]:
         """What any rank says of modules, in the same order on all ranks."""
@@ -232,6 +233,12 @@ class _Watch(DebugMode):
         self.reasons: dict[str, str] = {}
         self._spans: dict[str, tuple[int, int]] = {}
         self.moves: dict[Redistribution, list[Any]] = {each: [] for each in redistributions}
+        self.draws: dict[str, str] = {}
+        """Modules that draw random numbers, with the op."""
+        self.pending: dict[Any, Placed] = {}
+        """Replicated parameters that an op took as pending a sum, such as the bias of a row-parallel layer."""
+        self._args: Any = ()
+        self._is_local = False
         self._names = names
         self._stack: list[str] = []
         self.handles: list[Any] = []
@@ -239,10 +246,36 @@ class _Watch(DebugMode):
 
     def allows(self, name: str, module: nn.Module) -> bool:
         """Whether nothing in the module, and in all of its submodules, forbids that it is static."""
-        inside = [each for each in self.seen if each == name or not name or each.startswith(f"{name}.")]
+        inside = {each for each in self.seen if each == name or not name or each.startswith(f"{name}.")}
         seen = self.seen.get(name)
+        if name in self.draws:
+            self.forbid(name, self.draws[name])
         if seen is None or any(each in self.reasons for each in inside) or not any(seen.inputs):
             return False
+        islands = self.islands(name)
+        for each in inside & set(self.draws):
+            if each not in islands:
+                self.forbid(each, self.draws[each])
+                return False
+        if not all(self._has_known_gradients(each) for each in (name, *islands)):
+            return False
+        uneven = next((key for key, param in module.named_parameters() if not _is_even(param)), None)
+        if uneven is not None:
+            self.forbid(name, f"{uneven} {_UNEVEN}")
+        return uneven is None and any(isinstance(param, DTensor) for param in module.parameters())
+
+    def islands(self, name: str) -> list[str]:
+        """The modules inside of ``name`` that draw random numbers and do nothing else, such as dropout."""
+        modules = {known: module for module, known in self._names.items()}
+        return [
+            each
+            for each in self.draws
+            if each != name and (not name or each.startswith(f"{name}.")) and not list(_of(modules[each]))
+        ]
+
+    def _has_known_gradients(self, name: str) -> bool:
+        """Whether local tensors can flow into the module and out of it."""
+        seen = self.seen[name]
         pairs = [(p, seen.input_grads.get(i)) for i, p in enumerate(seen.inputs)]
         pairs += [(p, seen.output_grads.get(i)) for i, p in enumerate(seen.outputs)]
         for placements, grads in pairs:
@@ -254,10 +287,7 @@ class _Watch(DebugMode):
                     name, f"the gradient of a tensor under {''.join(map(str, placements))} is {told}: add a rule with grad="
                 )
                 return False
-        uneven = next((key for key, param in module.named_parameters() if not _is_even(param)), None)
-        if uneven is not None:
-            self.forbid(name, f"{uneven} is cut unevenly: local sizes do not tell the global ones")
-        return uneven is None and any(isinstance(param, DTensor) for param in module.parameters())
+        return True
 
     def _module_of_backward(self) -> Optional[str]:
         """The innermost module whose forward made the node of autograd that runs now: nodes are numbered as they are made."""
@@ -283,6 +313,8 @@ class _Watch(DebugMode):
         self._spans[name] = (next_sequence_number(), 0)
         if seen.calls > 1:
             self.forbid(name, "it runs more than once in a forward")
+        if not all(map(_is_even, leaves)):
+            self.forbid(name, f"its input {_UNEVEN}")
         seen.inputs = self._record(leaves, seen.input_grads, seen.bits, "grad in")
         seen.bits.update({("in", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
         for inner, param in module.named_parameters():
@@ -297,7 +329,7 @@ class _Watch(DebugMode):
         seen, leaves = self.seen[name], pytree.tree_leaves(output)
         seen.outputs = self._record(leaves, seen.output_grads, seen.bits, "grad out")
         if not all(map(_is_even, leaves)):
-            self.forbid(name, "its output is cut unevenly: local sizes do not tell the global ones")
+            self.forbid(name, f"its output {_UNEVEN}")
         seen.bits.update({("out", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
 
     def _record(self, leaves: list[Any], grads: dict[int, Placed], bits: _Bits, kind: str) -> list[Optional[Placed]]:
@@ -319,6 +351,8 @@ class _Watch(DebugMode):
         def note(given: Placed, wanted: Placed, result: DTensor) -> None:
             record: list[Any] = [given, wanted, wanted]
             self.moves[change].append(record)
+            if not _is_even(result):
+                self.forbid(change.boundary.module, f"a tensor at its boundary {_UNEVEN}")
             if result.requires_grad:
                 result.register_hook(lambda grad: record.__setitem__(2, grad.placements))
 
@@ -331,17 +365,45 @@ class _Watch(DebugMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._stack and torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
-            self.forbid(self._stack[-1], f"{func} draws random numbers: those of one device need its placements")
-        self._op = func
+            self.draws.setdefault(self._stack[-1], f"{func} draws random numbers: those of one device need its placements")
+        if any(isinstance(arg, DTensor) for arg in args):  # Not what DTensor runs to find shapes.
+            self._op, self._args = func, args
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def record_redistribute_calls(self, arg: Any, src_placement: Any, dst_placement: Any, *rest: Any, **options: Any) -> Any:
+        if self._is_local:  # Told again, by what carries it out.
+            return contextlib.nullcontext()
+        param = self._args[arg] if isinstance(arg, int) and arg < len(self._args) else None
+        if self._stack and isinstance(param, nn.Parameter) and _becomes_pending(src_placement, dst_placement):
+            self.pending[param] = tuple(dst_placement.placements)
+            return self._local()
         told = "->".join("".join(map(str, getattr(each, "placements", each))) for each in (src_placement, dst_placement))
         if self._stack:
             self.forbid(self._stack[-1], f"{self._op} redistributes {told}: add a rule that does it at a module's boundary")
         elif (name := self._module_of_backward()) is not None:
             self.forbid(name, f"in backward, {self._op} redistributes {told}: add a rule with grad= or grad_dst=")
         return super().record_redistribute_calls(arg, src_placement, dst_placement, *rest, **options)
+
+    @contextlib.contextmanager
+    def _local(self) -> Iterator[None]:
+        self._is_local = True
+        try:
+            yield
+        finally:
+            self._is_local = False
+
+
+def _of(module: nn.Module) -> Iterator[Any]:
+    """What a module has: submodules, parameters, buffers."""
+    yield from module.children()
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _becomes_pending(src: Any, dst: Any) -> bool:
+    """Whether a whole tensor becomes one that is pending a sum, without communication."""
+    pairs = [(a, b) for a, b in zip(src.placements, dst.placements) if a != b]
+    return all(a.is_replicate() and type(b) is Partial and b.reduce_op == "sum" for a, b in pairs)
 
 
 def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -379,7 +441,7 @@ class _Recording:
 def _bits(value: Any) -> bytes:
     local = value._local_tensor if isinstance(value, DTensor) else value
     with _disable_current_modes():
-        return hashlib.sha256(local.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
+        return hashlib.sha256(local.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).digest()
 
 
 # -- static modules --------------------------------------------------------------------------------------------------------
@@ -396,10 +458,11 @@ class _Region:
         self.bits: _Bits = {}
         self._checks = True
         self._gradient_hooks: list[Any] = []
-        self._seen, self._mesh, self._sizes = seen, mesh, tuple(mesh.shape)
+        self._seen, self.mesh, self.sizes = seen, mesh, tuple(mesh.shape)
         self._gradients = gradients
+        self.leaves: list[Leaf] = []
         self._params = [
-            _LocalParam(owner, key, name, seen.param_grads.get(name), gradients)
+            _LocalParam(vars(owner), owner._parameters, key, name, seen.param_grads.get(name), _shares(param, watch.pending))
             for prefix, owner in module.named_modules()
             for key, param in owner._parameters.items()
             for name in (f"{prefix}.{key}" if prefix else key,)
@@ -421,6 +484,11 @@ class _Region:
             module.register_forward_pre_hook(self._enter, with_kwargs=True),
             module.register_forward_hook(self._leave, prepend=True, always_call=True),
         ]
+        names = {name: each for each, name in watch._names.items()}
+        for name in watch.islands(watch._names[module]):
+            island = _Island(self, watch.seen[name])
+            self._handles.append(names[name].register_forward_pre_hook(island.enter, with_kwargs=True))
+            self._handles.append(names[name].register_forward_hook(island.leave, prepend=True))
 
     def finish(self, *, keep: bool) -> None:
         """End the warm-up. The module stays static, or becomes eager again."""
@@ -448,9 +516,12 @@ class _Region:
                 self._check(leaf, "grad in", index)
                 leaves[index] = _ToLocal.apply(leaf, grads)
         for each in self._params:
-            local = each.enter()
-            if self._checks and local is not None:
+            param: Any = each.registered[each.key]
+            is_known = param is each.of and param._local_tensor.data_ptr() == each.address
+            local = each.local if is_known and param.requires_grad == each.requires_grad else self._local_of(each, param)
+            if local is not None:
                 self._check(local, "param", each.name)
+                each.attributes[each.key] = _ToPending.apply(local, each.shares) if each.shares else local
         for owner, key in self._buffers:
             buffer = owner._buffers[key]
             if isinstance(buffer, DTensor):
@@ -462,7 +533,7 @@ class _Region:
         if not self.is_inside:
             return None
         for each in self._params:
-            each.leave()
+            each.attributes.pop(each.key, None)
         for owner, key in self._buffers:
             owner.__dict__.pop(key, None)
         if output is None:  # It raised.
@@ -475,8 +546,32 @@ class _Region:
             if placements is not None and isinstance(leaf, torch.Tensor):
                 grads = self._seen.output_grads.get(index, clean(placements))
                 self._check(leaf, "grad out", index)
-                leaves[index] = _FromLocal.apply(leaf, self._mesh, placements, grads, self._sizes)
+                leaves[index] = _FromLocal.apply(leaf, self, placements, grads)
         return pytree.tree_unflatten(leaves, tree)
+
+    def _local_of(self, each: _LocalParam, param: Any) -> Optional[torch.Tensor]:
+        """What a parameter's attribute is while the module runs; kept until the parameter or its memory is another one."""
+        if not isinstance(param, DTensor):
+            return None
+        grads = each.grads or param.placements
+        address = param._local_tensor.data_ptr()
+        tied = next((o for o in self._params if o is not each and o.of is param and o.address == address), None)
+        if tied is not None:
+            each.local, each.leaf = tied.local, tied.leaf
+        elif param.requires_grad:
+            each.leaf = self._gradients.leaf_of(param, grads)  # type: ignore[arg-type]
+            if each.leaf is None:  # A unit's: gathered anew for each forward, and its gradient is the unit's.
+                return _ToLocal.apply(param, grads)
+            each.local = each.leaf.local
+        else:
+            each.local, each.leaf = param._local_tensor, None
+        each.of, each.address, each.requires_grad = param, address, param.requires_grad
+        self.leaves = list({id(other.leaf): other.leaf for other in self._params if other.leaf is not None}.values())
+        return each.local
+
+    def collect(self) -> None:
+        """Backward passes the outputs: when it ends, the leaves have gradients."""
+        self._gradients.collect(self.leaves)
 
     def _check(self, local: torch.Tensor, kind: str, key: Any) -> None:
         """In the warm-up: note the bits of a gradient."""
@@ -484,49 +579,63 @@ class _Region:
             self._gradient_hooks.append(local.register_hook(lambda grad: self.bits.__setitem__((kind, key), _bits(grad))))
 
 
+class _Island:
+    """A module inside of a static one that draws random numbers: DTensors tell it which of one device's numbers are its own."""
+
+    def __init__(self, region: _Region, seen: _Seen) -> None:
+        self._region, self._seen = region, seen
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._region.is_inside:
+            return None
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        for index, placements in enumerate(self._seen.inputs):
+            if placements is not None:
+                grads = self._seen.input_grads.get(index, clean(placements))
+                leaves[index] = _FromLocal.apply(leaves[index], self._region, placements, grads)
+        return pytree.tree_unflatten(leaves, tree)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self._region.is_inside:
+            return None
+        leaves, tree = pytree.tree_flatten(output)
+        for index, placements in enumerate(self._seen.outputs):
+            if placements is not None:
+                leaves[index] = _ToLocal.apply(leaves[index], self._seen.output_grads.get(index, clean(placements)))
+        return pytree.tree_unflatten(leaves, tree)
+
+
+@dataclass
 class _LocalParam:
     """A parameter of a static module. While the module runs, its attribute is a local tensor on the same memory.
 
     The attribute of the instance hides the registered parameter, which optimizers and ``state_dict`` see as before.
+
+    Attributes:
+        attributes, registered: those of the module that has the parameter.
+        grads: the placements of its gradient; None: its own.
+        shares: what :func:`_shares` says.
+        of, address, requires_grad: the parameter and its memory, for which ``local`` and ``leaf`` were made.
     """
 
-    def __init__(self, owner: nn.Module, key: str, name: str, grads: Optional[Placed], gradients: PendingGradients) -> None:
-        self.name = name
-        self._attributes, self._key, self._registered = vars(owner), key, owner._parameters
-        self._grads, self._gradients = grads, gradients
-        self._of: Any = None
-        self._leaf: Optional[torch.Tensor] = None
-
-    def enter(self) -> Optional[torch.Tensor]:
-        param: Any = self._registered[self._key]
-        if not isinstance(param, DTensor):
-            return None
-        local = self._leaf
-        if param is not self._of or local is None or local.data_ptr() != param._local_tensor.data_ptr():
-            grads = self._grads or param.placements
-            local = self._gradients.leaf_of(param, grads) if param.requires_grad else param._local_tensor  # type: ignore[arg-type]
-            self._of, self._leaf = (param, local) if local is not None else (None, None)
-            if local is None:  # A unit's: gathered anew for each forward, and its gradient is the unit's.
-                local = _ToLocal.apply(param, grads)
-        self._attributes[self._key] = local
-        return local
-
-    def leave(self) -> None:
-        self._attributes.pop(self._key, None)
+    attributes: dict[str, Any]
+    registered: dict[str, Any]
+    key: str
+    name: str
+    grads: Optional[Placed]
+    shares: tuple[int, ...] = ()
+    of: Any = None
+    address: int = 0
+    requires_grad: bool = False
+    local: Optional[torch.Tensor] = None
+    leaf: Optional[Leaf] = None
 
 
 def _is_even(value: Any) -> bool:
     """Whether all ranks have equally much of a tensor, so that the global shape follows from the local one."""
     if not isinstance(value, DTensor) or has_ragged(value.placements):  # A unit's: it takes even shards only.
         return True
-    sizes = list(value.shape)
-    for placement, ranks in zip(value.placements, tuple(value.device_mesh.shape)):
-        if placement.is_shard():
-            dim: int = placement.dim  # type: ignore[attr-defined]
-            if sizes[dim] % ranks:
-                return False
-            sizes[dim] //= ranks
-    return True
+    return is_even(value.shape, value.placements, tuple(value.device_mesh.shape))
 
 
 def _goes_with(placement: Any, grad: Any) -> bool:
@@ -540,6 +649,30 @@ def _spoken(told: Sequence[Any], default: Placed) -> Placed:
     return tuple([new or old for new, old in zip(told, clean(default))])
 
 
+def _shares(param: Any, pending: dict[Any, Placed]) -> tuple[int, ...]:
+    """The sizes of the mesh dimensions over which ops take a replicated parameter as pending a sum."""
+    wanted = pending.get(param)
+    if wanted is None:
+        return ()
+    sizes = tuple(param.device_mesh.shape)
+    return tuple([size for size, old, new in zip(sizes, param.placements, wanted) if old != new])
+
+
+class _ToPending(torch.autograd.Function):
+    """A replicated local tensor as one that is pending a sum, as DTensor does it. Its gradient is that of the whole."""
+
+    @staticmethod
+    def forward(ctx, local, shares):  # type: ignore[no-untyped-def]
+        for size in shares:
+            local = local / size
+        return local
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient, None
+
+
 class _ToLocal(torch.autograd.Function):
     """A DTensor's local tensor, whose gradient has known placements."""
 
@@ -550,23 +683,24 @@ class _ToLocal(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         return make_dtensor(gradient.contiguous(), ctx.spec.mesh, ctx.grads, ctx.spec.shape), None
 
 
 class _FromLocal(torch.autograd.Function):
-    """A DTensor on a local tensor with even shards. Its gradient is brought to the placements of the warm-up."""
+    """A DTensor on an output of a region. Its gradient is brought to the placements of the warm-up."""
 
     @staticmethod
-    def forward(ctx, local, mesh, placements, grads, sizes):  # type: ignore[no-untyped-def]
-        ctx.grads = grads
+    def forward(ctx, local, region, placements, grads):  # type: ignore[no-untyped-def]
+        ctx.region, ctx.grads = region, grads
         local = local.contiguous()
-        return make_dtensor(local, mesh, placements, whole_shape(local.shape, placements, sizes))
+        return make_dtensor(local, region.mesh, placements, whole_shape(local.shape, placements, region.sizes))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        ctx.region.collect()
         if gradient.placements != ctx.grads:
             gradient = gradient.redistribute(placements=ctx.grads)
-        return gradient._local_tensor, None, None, None, None
+        return gradient._local_tensor, None, None, None

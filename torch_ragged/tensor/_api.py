@@ -141,8 +141,9 @@ class RaggedExtension(PlacementExtension):
             for dim, (placement, wanted) in enumerate(zip(old, new)):
                 if _is_unusual_partial(placement) and placement != wanted:
                     local, old = _reduced(local, mesh, dim, placement), (*old[:dim], Replicate(), *old[dim + 1 :])
-            pending = redistribute_local(local, mesh, shape, old, new)
-            return async_local(pending) if async_op and pending.in_flight and not _are_we_tracing() else pending.wait()
+            is_async = async_op and not _are_we_tracing()
+            pending = redistribute_local(local, mesh, shape, old, new, is_async)
+            return async_local(pending) if is_async and pending.in_flight else pending.wait()
 
     def to_local_gradient(
         self, spec: DTensorSpec, placements: Optional[Sequence[Placement]], gradient: torch.Tensor

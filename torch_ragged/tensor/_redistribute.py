@@ -17,8 +17,9 @@ equal ownership                     none: the local tensor is aliased
 ==================================  ===============================================================================
 
 A cut is any of Shard, _StridedShard, RaggedShard, StridedRaggedShard. If a cut on one mesh dimension is nested in the cut that
-a pending reduction on another mesh dimension would make, the reduction is an all-reduce. Collectives are operators of
-``torch.ops._c10d_functional``, so that torch.compile traces them and CommDebugMode counts them.
+a pending reduction on another mesh dimension would make, the reduction is an all-reduce. If torch.compile traces or a mode
+such as CommDebugMode watches, collectives are operators of ``torch.ops._c10d_functional``; otherwise the process group is
+called itself, which takes a tenth of their host time.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from torch_ragged._ranks.groups import can_order_groups, group_of
 from torch_ragged.tensor._ownership import Whole, owned
@@ -44,6 +45,7 @@ from torch_ragged.tensor._route import Exchange, Fill, Gather, Move, Part, Reduc
 from torch_ragged.tensor.placement_types import cuts_of, has_ragged
 
 __all__ = [
+    "AllReduce",
     "CARRIED",
     "REDUCTIONS",
     "Pending",
@@ -132,7 +134,7 @@ class Pending:
 
     def wait(self) -> torch.Tensor:
         """Wait for the data if it is in flight, and return the local tensor."""
-        data = _c10d().wait_tensor(self.data) if self.in_flight else self.data
+        data = _FUNCTIONAL.wait(self.data) if self.in_flight else self.data
         return (data if self.unpack is None else self.unpack(data)).view(self.local_shape)
 
 
@@ -142,12 +144,15 @@ def redistribute_local(
     shape: Sequence[int],
     source: tuple[Placement, ...],
     target: tuple[Placement, ...],
+    is_async: bool = False,
 ) -> Pending:
     """Move ``local`` from ``source`` to ``target`` placements, by the collectives of the table above.
 
     Args:
         local: the local tensor under ``source``; 1-D if ``source`` contains a ragged placement.
         shape: the global shape.
+
+        is_async: whether the caller may wait later. If not, the last collective too is waited for.
 
     Returns:
         the local tensor under ``target``, perhaps still in flight. It aliases ``local`` if every rank keeps its elements.
@@ -157,7 +162,7 @@ def redistribute_local(
             without that order, or of a dtype that no backend adds.
     """
     if local.dtype not in CARRIED:
-        return _redistribute_as_carried(local, mesh, shape, source, target)
+        return _redistribute_as_carried(local, mesh, shape, source, target, is_async)
     pairs = [p for p, q in (*zip(source, target), *zip(target, source)) if p != q and isinstance(p, Partial)]
     if any(p.reduce_op == "avg" for p in pairs) and not (local.is_floating_point() or local.is_complex()):
         raise ValueError(
@@ -165,16 +170,35 @@ def redistribute_local(
         )
     warn_of_order(mesh, source)
     warn_of_order(mesh, target)
-    return run_steps(plan(tuple(shape), tuple(mesh.shape), source, target, _coordinate(mesh)), local, mesh)
+    return run_steps(plan(tuple(shape), tuple(mesh.shape), source, target, _coordinate(mesh)), local, mesh, is_async)
 
 
-def run_steps(steps: Sequence[Step], local: torch.Tensor, mesh: DeviceMesh) -> Pending:
+def run_steps(steps: Sequence[Step], local: torch.Tensor, mesh: DeviceMesh, is_async: bool = False) -> Pending:
     """Carry out the steps of :func:`plan` on a local tensor of a dtype in ``CARRIED``."""
     result = Pending(local, tuple(local.shape))
+    comm = _FUNCTIONAL if is_async or _is_watched(local) else _DIRECT
     for step in steps:
         flat = result.wait().contiguous().view(-1)
-        result = _RUN[type(step)](step, flat, mesh)
+        result = _RUN[type(step)](step, flat, mesh, comm)
     return result
+
+
+class AllReduce:
+    """The step from Partial to Replicate on one mesh dimension, for local tensors of any shape: it needs no plan."""
+
+    def __init__(self, operation: str, mesh: DeviceMesh, mesh_dim: int) -> None:
+        self._operation, self._mesh, self._mesh_dim = operation, mesh, mesh_dim
+        self._group, self._options = mesh_group(mesh, (mesh_dim,)), dist.AllreduceOptions()
+        self._options.reduceOp = _OPERATIONS["sum" if operation == "avg" else operation]
+
+    def __call__(self, local: torch.Tensor) -> torch.Tensor:
+        if _is_watched(local):
+            kernel = "sum" if self._operation == "avg" else self._operation
+            reduced = _FUNCTIONAL.wait(_FUNCTIONAL.all_reduce(local.contiguous(), kernel, self._group))
+        else:
+            reduced = local.clone(memory_format=torch.contiguous_format)
+            self._group.allreduce([reduced], self._options).wait()
+        return reduced / self._mesh.size(self._mesh_dim) if self._operation == "avg" else reduced
 
 
 def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -187,6 +211,7 @@ def _redistribute_as_carried(
     shape: Sequence[int],
     source: tuple[Placement, ...],
     target: tuple[Placement, ...],
+    is_async: bool,
 ) -> Pending:
     """The same for dtypes that backends do not know: as pairs of reals, or bytes, in a last dimension that is never cut."""
     operations = {p.reduce_op for p, q in (*zip(source, target), *zip(target, source)) if p != q and isinstance(p, Partial)}
@@ -197,7 +222,7 @@ def _redistribute_as_carried(
     local = local.resolve_conj().resolve_neg()
     parts = torch.view_as_real(local) if operations else local.contiguous().unsqueeze(-1).view(torch.uint8)
     width, dtype = parts.shape[-1], local.dtype
-    pending = redistribute_local(parts, mesh, (*shape, width), source, target)  # Steps read it as flat memory.
+    pending = redistribute_local(parts, mesh, (*shape, width), source, target, is_async)  # Steps read it as flat memory.
     numel = math.prod(pending.local_shape) // width
     local_shape = (numel,) if has_ragged(target) else pending.local_shape[:-1]
 
@@ -225,7 +250,7 @@ def broadcast_local(
     return result.view(mine.local_shape)
 
 
-def _run_move(step: Move, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
+def _run_move(step: Move, flat: torch.Tensor, mesh: DeviceMesh, comm: _Functional) -> Pending:
     if step.stays:
         return Pending(flat, step.local_shape)
     packed = _pack(flat, step.sends)
@@ -235,34 +260,34 @@ def _run_move(step: Move, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
     return Pending(packed if unpack is None else unpack(packed), step.local_shape)
 
 
-def _run_exchange(step: Exchange, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
+def _run_exchange(step: Exchange, flat: torch.Tensor, mesh: DeviceMesh, comm: _Functional) -> Pending:
     packed = _pack(flat, step.sends)
-    received = all_to_all(packed, step.receive_splits, step.send_splits, mesh_group(mesh, step.mesh_dims))
-    return Pending(received, step.local_shape, _unpacking(step.receives, step.local_shape), in_flight=True)
+    received = comm.all_to_all(packed, step.receive_splits, step.send_splits, mesh_group(mesh, step.mesh_dims))
+    return Pending(received, step.local_shape, _unpacking(step.receives, step.local_shape), comm.in_flight)
 
 
-def _run_gather(step: Gather, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
+def _run_gather(step: Gather, flat: torch.Tensor, mesh: DeviceMesh, comm: _Functional) -> Pending:
     group, rank = mesh_group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
     splits, size, flat = tuple(step.splits), len(step.splits), _pack(flat, step.sends)
     unpack = _unpacking(step.receives, step.local_shape)
     if len(set(splits)) == 1:
-        received = _c10d().all_gather_into_tensor(flat, size, group.group_name)
+        received = comm.all_gather(flat, size, group)
     elif max(splits) * size <= _MAX_BUFFER_RATIO * sum(splits):
-        received = all_to_all(flat.expand(size, -1).contiguous().view(-1), splits, (splits[rank],) * size, group)
+        received = comm.all_to_all(flat.expand(size, -1).contiguous().view(-1), splits, (splits[rank],) * size, group)
     else:
         pieces = [
-            _c10d().broadcast(flat if owner == rank else flat.new_empty(split), owner, group.group_name)
+            comm.broadcast(flat if owner == rank else flat.new_empty(split), owner, group)
             for owner, split in enumerate(splits)
             if split
         ]
         if len(pieces) > 1:
-            gathered = torch.cat([_c10d().wait_tensor(piece) for piece in pieces])
+            gathered = torch.cat([comm.wait(piece) for piece in pieces])
             return Pending(gathered, step.local_shape, unpack)
         received = pieces[0]
-    return Pending(received, step.local_shape, unpack, in_flight=True)
+    return Pending(received, step.local_shape, unpack, comm.in_flight)
 
 
-def _run_reduce(step: Reduce, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
+def _run_reduce(step: Reduce, flat: torch.Tensor, mesh: DeviceMesh, comm: _Functional) -> Pending:
     """Reduce onto owners. If owners are uneven, sums add in rank order; if they are even, the backend chooses the order."""
     group, rank = mesh_group(mesh, (step.mesh_dim,)), _coordinate(mesh)[step.mesh_dim]
     size, splits = mesh.size(step.mesh_dim), None if step.splits is None else tuple(step.splits)
@@ -280,26 +305,32 @@ def _run_reduce(step: Reduce, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
         return Pending(data, step.local_shape, unpack if combine or average or unpack_parts else None, in_flight)
 
     if splits is None:
-        return pending(_c10d().all_reduce(flat, kernel, group.group_name), True)
+        return pending(comm.all_reduce(flat, kernel, group), comm.in_flight)
     packed, own = _pack(flat, step.sends), splits[rank]
     if len(set(splits)) == 1:
-        return pending(_c10d().reduce_scatter_tensor(packed, kernel, size, group.group_name), True)
+        return pending(comm.reduce_scatter(packed, kernel, size, group), comm.in_flight)
     owners = [owner for owner, split in enumerate(splits) if split]
     rounds = -(-max(splits) * size // (_MAX_BUFFER_RATIO * sum(splits)))
     if rounds == 1:
-        received = all_to_all(packed, (own,) * size, splits, group)
-        return pending(received, True, lambda data: _reduce_rows(data.view(size, own), kernel))
+        received = comm.all_to_all(packed, (own,) * size, splits, group)
+        return pending(received, comm.in_flight, lambda data: _reduce_rows(data.view(size, own), kernel))
     if len(owners) <= rounds:
         pieces = packed.split(splits)
         _groups[group.group_name] = group
         reduce = _reduce if type(flat) is torch.Tensor else torch.ops.ragged_shard.reduce
         reduced = [reduce(pieces[owner], kernel, owner, group.group_name) for owner in owners]
         return pending(reduced[owners.index(rank)] if own else flat.new_empty(0), False)
-    return pending(_reduce_in_rounds(packed, splits, rank, kernel, group, rounds), False)
+    return pending(_reduce_in_rounds(packed, splits, rank, kernel, group, rounds, comm), False)
 
 
 def _reduce_in_rounds(
-    packed: torch.Tensor, splits: tuple[int, ...], rank: int, kernel: str, group: dist.ProcessGroup, rounds: int
+    packed: torch.Tensor,
+    splits: tuple[int, ...],
+    rank: int,
+    kernel: str,
+    group: dist.ProcessGroup,
+    rounds: int,
+    comm: _Functional,
 ) -> torch.Tensor:
     """Reduce one slice of every owner's interval per round: otherwise the largest owner needs a full-length row per rank.
 
@@ -310,7 +341,7 @@ def _reduce_in_rounds(
         ranges = [(split * turn // rounds, split * (turn + 1) // rounds) for split in splits]
         slices = torch.cat([piece[start:stop] for piece, (start, stop) in zip(pieces, ranges)])
         sends = tuple(stop - start for start, stop in ranges)
-        received = _c10d().wait_tensor(all_to_all(slices, (sends[rank],) * size, sends, group))
+        received = comm.wait(comm.all_to_all(slices, (sends[rank],) * size, sends, group))
         reduced.append(_reduce_rows(received.view(size, sends[rank]), kernel))
     return torch.cat(reduced)
 
@@ -321,7 +352,7 @@ def _reduce_rows(rows: torch.Tensor, operation: str) -> torch.Tensor:
     return functools.reduce(combine, rows.unbind(0))
 
 
-def _run_fill(step: Fill, flat: torch.Tensor, mesh: DeviceMesh) -> Pending:
+def _run_fill(step: Fill, flat: torch.Tensor, mesh: DeviceMesh, comm: _Functional) -> Pending:
     size, rank = mesh.size(step.mesh_dim), _coordinate(mesh)[step.mesh_dim]
     identity = _fill_value(flat.dtype, step.operation)
     if step.was_whole:
@@ -342,7 +373,7 @@ def _fill_value(dtype: torch.dtype, operation: str) -> float | int | bool:
     return {"max": torch.iinfo(dtype).min, "min": torch.iinfo(dtype).max}.get(operation, 0)
 
 
-_RUN: dict[type, Callable[[Any, torch.Tensor, DeviceMesh], Pending]] = {
+_RUN: dict[type, Callable[[Any, torch.Tensor, DeviceMesh, _Functional], Pending]] = {
     Move: _run_move,
     Exchange: _run_exchange,
     Gather: _run_gather,
@@ -400,14 +431,94 @@ def copy_into(result: torch.Tensor, packed: torch.Tensor, parts: Sequence[Part])
 # --- collectives ---------------------------------------------------------------------------------------------------
 
 
-def _c10d():  # type: ignore[no-untyped-def]
-    return torch.ops._c10d_functional
+class _Functional:
+    """torch's functional collectives: torch.compile traces them, and modes see them. Their results must be waited for."""
+
+    in_flight = True
+
+    @staticmethod
+    def all_reduce(flat: torch.Tensor, operation: str, group: dist.ProcessGroup) -> torch.Tensor:
+        return torch.ops._c10d_functional.all_reduce(flat, operation, group.group_name)
+
+    @staticmethod
+    def reduce_scatter(flat: torch.Tensor, operation: str, size: int, group: dist.ProcessGroup) -> torch.Tensor:
+        return torch.ops._c10d_functional.reduce_scatter_tensor(flat, operation, size, group.group_name)
+
+    @staticmethod
+    def all_gather(flat: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
+        return torch.ops._c10d_functional.all_gather_into_tensor(flat, size, group.group_name)
+
+    @staticmethod
+    def all_to_all(
+        packed: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        return torch.ops._c10d_functional.all_to_all_single(packed, list(receive_splits), list(send_splits), group.group_name)
+
+    @staticmethod
+    def broadcast(flat: torch.Tensor, root: int, group: dist.ProcessGroup) -> torch.Tensor:
+        return torch.ops._c10d_functional.broadcast(flat, root, group.group_name)
+
+    @staticmethod
+    def wait(data: torch.Tensor) -> torch.Tensor:
+        return torch.ops._c10d_functional.wait_tensor(data)
 
 
-def all_to_all(
-    packed: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    return _c10d().all_to_all_single(packed, list(receive_splits), list(send_splits), group.group_name)
+class _Direct(_Functional):
+    """The same by calls of the process group, which are waited for at once: on a GPU, by the current stream.
+
+    ``dist.all_reduce`` and the like are not used: within a coalescing context they would only be noted.
+    """
+
+    in_flight = False
+
+    @staticmethod
+    def all_reduce(flat: torch.Tensor, operation: str, group: dist.ProcessGroup) -> torch.Tensor:
+        options, result = dist.AllreduceOptions(), flat.clone()
+        options.reduceOp = _OPERATIONS[operation]
+        group.allreduce([result], options).wait()
+        return result
+
+    @staticmethod
+    def reduce_scatter(flat: torch.Tensor, operation: str, size: int, group: dist.ProcessGroup) -> torch.Tensor:
+        options, result = dist.ReduceScatterOptions(), flat.new_empty(flat.numel() // size)
+        options.reduceOp = _OPERATIONS[operation]
+        group._reduce_scatter_base(result, flat, options).wait()
+        return result
+
+    @staticmethod
+    def all_gather(flat: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
+        result = flat.new_empty(flat.numel() * size)
+        group._allgather_base(result, flat).wait()
+        return result
+
+    @staticmethod
+    def all_to_all(
+        packed: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        result = packed.new_empty(sum(receive_splits))
+        group.alltoall_base(result, packed, list(receive_splits), list(send_splits)).wait()
+        return result
+
+    @staticmethod
+    def broadcast(flat: torch.Tensor, root: int, group: dist.ProcessGroup) -> torch.Tensor:
+        options, result = dist.BroadcastOptions(), flat.clone()
+        options.rootRank = root
+        group.broadcast([result], options).wait()
+        return result
+
+    @staticmethod
+    def wait(data: torch.Tensor) -> torch.Tensor:
+        return data
+
+
+_FUNCTIONAL, _DIRECT = _Functional(), _Direct()
+_OPERATIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+all_to_all = _FUNCTIONAL.all_to_all
+
+
+def _is_watched(tensor: torch.Tensor) -> bool:
+    """Whether a trace or a mode must see the collectives."""
+    return type(tensor) is not torch.Tensor or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
 
 
 def _reduce(tensor: torch.Tensor, operation: str, root: int, group_name: str) -> torch.Tensor:
