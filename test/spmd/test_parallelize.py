@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
+from torch_ragged.granularity import rows
 from torch_ragged.spmd import INIT, RUN, Plan, deferred_init, parallelize
 
 
@@ -118,7 +119,8 @@ class TrainingTest(unittest.TestCase):
     def test_units_on_top_of_tensor_parallelism_equal_one_process():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         for sequence in (False, True):
-            model = parallelize(deferred(), tensor_parallel(Plan(), sequence).unit(BLOCK, "dp"), mesh)
+            options = {"orig_param_policy": lambda name, param: rows(2)} if sequence else {}
+            model = parallelize(deferred(), tensor_parallel(Plan(), sequence).unit(BLOCK, "dp", **options), mesh)
             assert not model.blocks[0].up.weight.placements[0].is_replicate()
             check_training(model, make(), accumulate=2)
 

@@ -1,6 +1,7 @@
 """Plan, the value: rules check themselves; plans add, move, compare, print, pickle and survive JSON."""
 
 import copy
+import functools
 import inspect
 import json
 import pickle
@@ -268,8 +269,18 @@ class JsonTest(TestCase):
         self.assertExpectedInline(
             wrapped(error_of(units_of({"shard_placement_fn": len}).to_json)),
             """\
-TypeError: plan.unit("a", "dp", shard_placement_fn=<built-in function len>): JSON cannot hold <built-in
-    | function len>: use a value of numbers, strings, dtypes, granularities or policies""",
+TypeError: plan.unit("a", "dp", shard_placement_fn=len): JSON cannot hold <built-in function len>: use a value
+    | of numbers, strings, dtypes, granularities or policies""",
+        )
+
+    def test_functions_have_a_text_without_an_address_which_ranks_compare(self):
+        plan = units_of({"orig_param_policy": units_of}, {"shard_placement_fn": functools.partial(units_of, {})})
+        self.assertExpectedInline(
+            repr(plan),
+            """\
+plan = Plan()
+plan.unit("a", "dp", orig_param_policy=units_of)
+plan.unit("a", "dp", shard_placement_fn=partial)""",
         )
 
     def test_text_that_is_no_plan_is_refused(self):

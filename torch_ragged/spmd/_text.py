@@ -81,7 +81,9 @@ def quoted(name: str) -> str:
 
 
 def value_text(value: Any) -> str:
-    """The value of an option of a unit, as a user writes it."""
+    """The value of an option of a unit, as a user writes it. It is the same on all ranks: the ``repr`` of a function is not."""
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
     return value.text if isinstance(value, Granularity) else repr(value)
 
 
