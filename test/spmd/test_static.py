@@ -268,6 +268,31 @@ class StaticTest(unittest.TestCase):
         assert "mode must be 'eager' or 'static', got 'fast'" in error_of(parallelize, make(), plan, mesh, mode="fast")
 
 
+class Logits(nn.Module):
+    """The loss is computed outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class OutputTest(unittest.TestCase):
+    def static(self, model, prefix=""):
+        enter_fake_group(self, 2)
+        plan = Plan().shard(rf"{prefix}up\.(weight|bias)", Shard(0), "tp").shard(rf"{prefix}down\.weight", Shard(1), "tp")
+        plan.shard(rf"{prefix}<in>", Replicate(), "tp", grad=Replicate()).shard(rf"{prefix}down.<out>", Replicate(), "tp")
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = parallelize(model, plan.default(Replicate()), mesh, mode="static")
+        model(torch.randn(2, 6, 8))
+        return model.static_modules.report
+
+    def test_a_model_that_returns_logits_is_static(self):
+        self.assertEqual(self.static(Logits()).modules, ("",))
+
+
 class HardCoded(Block):
     """Knows the global number of features."""
 
