@@ -1,6 +1,7 @@
 """Static modules: the bits of eager mode without DTensor inside, and a report that says what keeps a module eager."""
 
 import copy
+import dataclasses
 import textwrap
 import unittest
 from unittest import mock
@@ -279,6 +280,27 @@ class Logits(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+@dataclasses.dataclass
+class Record:
+    hidden: torch.Tensor
+
+
+class Inner(Logits):
+    def forward(self, x):
+        return Record(super().forward(x))
+
+
+class Records(nn.Module):
+    """Modules that pass their tensors in a dataclass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = Inner(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return Record(self.last(self.inner(x).hidden))
+
+
 class OutputTest(unittest.TestCase):
     def static(self, model, prefix=""):
         enter_fake_group(self, 2)
@@ -291,6 +313,12 @@ class OutputTest(unittest.TestCase):
 
     def test_a_model_that_returns_logits_is_static(self):
         self.assertEqual(self.static(Logits()).modules, ("",))
+
+    def test_modules_that_return_dataclasses_are_eager_and_those_in_them_are_static(self):
+        report = self.static(Records(), r"inner\.")
+        self.assertEqual(report.modules, ("inner.up", "inner.down", "last"))
+        self.assertIn("a Record enters or leaves it", report.reasons["inner"])
+        self.assertIn("a Record enters or leaves it", report.reasons[""])
 
 
 class HardCoded(Block):

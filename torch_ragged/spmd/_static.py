@@ -6,6 +6,7 @@ It must not change a result: a module becomes static only if, on the inputs of a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import re
@@ -171,7 +172,7 @@ class StaticModules:
     def _step(self, args: Any, kwargs: dict[str, Any]) -> bool:
         """One forward and backward; whether there was a tensor to begin backward at."""
         output = self._model(*args, **kwargs)
-        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        leaves = [leaf for leaf in _leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if leaves:
             leaves[0].sum().backward()
         return bool(leaves)
@@ -308,6 +309,7 @@ class _Watch(DebugMode):
             return
         leaves = pytree.tree_leaves((args, kwargs))
         self._stack.append(name)
+        self._forbid_dataclasses(name, leaves)
         seen = self.seen.setdefault(name, _Seen())
         seen.calls += 1
         self._spans[name] = (next_sequence_number(), 0)
@@ -327,10 +329,18 @@ class _Watch(DebugMode):
             return
         self._spans[name] = (self._spans[name][0], next_sequence_number())
         seen, leaves = self.seen[name], pytree.tree_leaves(output)
+        self._forbid_dataclasses(name, leaves)
         seen.outputs = self._record(leaves, seen.output_grads, seen.bits, "grad out")
         if not all(map(_is_even, leaves)):
             self.forbid(name, f"its output {_UNEVEN}")
         seen.bits.update({("out", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
+
+    def _forbid_dataclasses(self, name: str, leaves: list[Any]) -> None:
+        """pytree takes a dataclass for a leaf, so a static module would not see the tensors in it."""
+        for leaf in filter(_is_dataclass, leaves):
+            if any(isinstance(each, torch.Tensor) for each in _leaves(leaf)):
+                kind = type(leaf).__name__
+                self.forbid(name, f"a {kind} enters or leaves it: static modules see tensors in tuples, lists and dicts only")
 
     def _record(self, leaves: list[Any], grads: dict[int, Placed], bits: _Bits, kind: str) -> list[Optional[Placed]]:
         for index, leaf in enumerate(leaves):
@@ -436,6 +446,19 @@ class _Recording:
             handle.remove()
         for change in self._watch.moves:
             change.observe = None
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _leaves(value: Any) -> list[Any]:
+    """The leaves of a value, also those in dataclasses."""
+    found: list[Any] = []
+    for leaf in pytree.tree_leaves(value):
+        inner = [getattr(leaf, each.name, None) for each in dataclasses.fields(leaf)] if _is_dataclass(leaf) else None
+        found += [leaf] if inner is None else _leaves(inner)
+    return found
 
 
 def _bits(value: Any) -> bytes:
