@@ -293,6 +293,23 @@ class BoundaryTest(unittest.TestCase):
         torch.testing.assert_close(output.full_tensor(), single(x[[0, 2]]))
 
     @ranks(2)
+    def test_a_gradient_may_stay_pending_and_a_whole_one_stays_whole():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        torch.manual_seed(0)
+        single, x = nn.Linear(4, 6), torch.randn(2, 4)
+        single(x).square().sum().backward()
+        for shard_input in (True, False):
+            plan = Plan().shard("weight", Replicate(), "dp", grad=Partial()).annotate("bias.grad", Partial(), "dp")
+            plan = plan.default(Replicate()).shard("<in>", Shard(0) if shard_input else Replicate(), "dp")
+            model = parallelize(copy.deepcopy(single), plan, mesh)
+            model.zero_grad()
+            model(x).square().sum().backward()
+            for name, param in single.named_parameters():
+                grad = model.get_parameter(name).grad
+                assert grad.placements == ((Partial(),) if shard_input else (Replicate(),)), (name, grad.placements)
+                torch.testing.assert_close(grad.full_tensor(), param.grad)
+
+    @ranks(2)
     def test_second_derivatives_go_through_boundaries():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         torch.manual_seed(0)

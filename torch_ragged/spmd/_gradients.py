@@ -37,17 +37,18 @@ class Leaf:
     Attributes:
         local: the leaf.
         spec: of its gradient, a DTensor's.
-        pending: what :func:`_pending` says of this gradient.
+        goal, pending: what :func:`_goal` and :func:`_pending` say of this gradient.
     """
 
     param: torch.nn.Parameter
     local: torch.Tensor
     spec: Any
+    goal: tuple[Placement, ...]
     pending: tuple[int, ...] | None
 
 
-_Arrived = tuple[torch.nn.Parameter, torch.Tensor, Any, Optional[tuple[int, ...]]]
-"""A gradient of one backward: the parameter, the local tensor, its spec, and what :func:`_pending` says."""
+_Arrived = tuple[torch.nn.Parameter, torch.Tensor, Any, tuple[Placement, ...], Optional[tuple[int, ...]]]
+"""A gradient of one backward: the parameter, the local tensor, its spec, and what :func:`_goal` and :func:`_pending` say."""
 
 
 class PendingGradients:
@@ -81,7 +82,8 @@ class PendingGradients:
             return None
         local = param._local_tensor.detach().requires_grad_()  # type: ignore[attr-defined]
         spec = row_major_spec(self._mesh, placements, param.shape, param.dtype)
-        return Leaf(param, local, spec, _pending(placements, self._wanted[param]))
+        goal = _goal(placements, self._wanted[param])
+        return Leaf(param, local, spec, goal, _pending(placements, goal))
 
     def collect(self, leaves: Sequence[Leaf]) -> None:
         """When this backward has ended, add the gradients of ``leaves`` to those of their parameters."""
@@ -127,10 +129,11 @@ class PendingGradients:
             if isinstance(grad, DTensor):
                 if param not in diverted:
                     param.grad = None
-                arrived.append((param, grad._local_tensor, grad._spec, _pending(grad.placements, self._wanted[param])))
+                goal = _goal(grad.placements, self._wanted[param])
+                arrived.append((param, grad._local_tensor, grad._spec, goal, _pending(grad.placements, goal)))
         for each in itertools.chain(*leaves):
             if each.local.grad is not None:
-                arrived.append((each.param, each.local.grad, each.spec, each.pending))
+                arrived.append((each.param, each.local.grad, each.spec, each.goal, each.pending))
                 each.local.grad = None
         for param, grad in self._reduced(arrived):
             if param.grad is None:
@@ -143,22 +146,28 @@ class PendingGradients:
         results: list[tuple[torch.nn.Parameter, DTensor]] = []
         buckets: dict[tuple[tuple[int, ...], torch.dtype], list[_Arrived]] = {}
         for each in arrived:
-            param, local, spec, pending = each
+            param, local, spec, goal, pending = each
             if pending:
                 buckets.setdefault((pending, local.dtype), []).append(each)
                 continue
             grad: Any = DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[call-arg]
-            results.append((param, grad if pending == () else grad.redistribute(placements=self._wanted[param])))
+            results.append((param, grad if pending == () else grad.redistribute(placements=goal)))
         for (dims, _), alike in buckets.items():
             for bucket in _split(alike):
-                for (param, _, spec, _), local in zip(bucket, self._all_reduced(dims, [local for _, local, _, _ in bucket])):
-                    results.append((param, make_dtensor(local, self._mesh, self._wanted[param], spec.shape)))
+                reduced = self._all_reduced(dims, [each[1] for each in bucket])
+                for (param, _, spec, goal, _), local in zip(bucket, reduced):
+                    results.append((param, make_dtensor(local, self._mesh, goal, spec.shape)))
         return results
 
     def _all_reduced(self, dims: tuple[int, ...], locals_: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         flat = torch.cat([local.reshape(-1) for local in locals_]) if len(locals_) > 1 else locals_[0].reshape(-1)
         dist.all_reduce(flat, group=mesh_group(self._mesh, dims))
         return [part.view(local.shape) for part, local in zip(flat.split([local.numel() for local in locals_]), locals_)]
+
+
+def _goal(given: Sequence[Placement], wanted: Sequence[Placement]) -> tuple[Placement, ...]:
+    """A gradient may stay pending. One that is whole or cut is not made pending: torch refuses it, and nobody gains."""
+    return tuple([old if isinstance(new, Partial) else new for old, new in zip(given, wanted)])
 
 
 def _pending(given: Sequence[Placement], wanted: Sequence[Placement]) -> tuple[int, ...] | None:
