@@ -212,6 +212,23 @@ class SilentUsesTest(unittest.TestCase):
         )
 
     @ranks(2)
+    def test_an_optimizer_of_unsharded_parameters_is_refused():
+        """After a forward without backward, the root's own parameters are unsharded: a step would be overwritten."""
+        model, data = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+        fully_shard(model[0])
+        fully_shard(model)
+        model(data)
+        optimizer = AdamW(model.parameters())
+        model(data).sum().backward()
+        told = error_of(optimizer.step)
+        assert "AdamW has unsharded parameters: 1.weight, 1.bias. It was made of model.parameters() between" in told, told
+        model.reshard()
+        optimizer, before = AdamW(model.parameters()), [param.full_tensor() for param in model.parameters()]
+        model(data).sum().backward()
+        optimizer.step()
+        assert not any(torch.equal(old, new.full_tensor()) for old, new in zip(before, model.parameters(), strict=True))
+
+    @ranks(2)
     def test_an_optimizer_of_a_state_dicts_values_is_named():
         model = sharded(blocks())
         backward(model)

@@ -1,4 +1,4 @@
-"""Warnings of parameters that a step would not train, or would train differently on each rank, where FSDP2 is silent.
+"""Warnings and errors of parameters that a step would not train, or would train differently on each rank. FSDP2 is silent.
 
 Nothing here changes a module, a parameter or an optimizer, or communicates. It looks at the first forward of a root, at the
 first steps of an optimizer, and when a root's state dict is made.
@@ -94,6 +94,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if count == groups and not looks:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    _refuse_unsharded(optimizer, params)
     texts = []
     if names := _names((_owners[param][0](), _owners[param][1]) for param in params if param in _owners):
         texts.append(
@@ -114,6 +115,17 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _seen[optimizer] = groups, 0 if texts else (looks if count == groups else _LOOKS) - 1
     for text in texts:
         warnings.warn(f"{type(optimizer).__name__} {text}", stacklevel=3)
+
+
+def _refuse_unsharded(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
+    """An error, since such a step is always lost: the next all-gather overwrites what it writes."""
+    unsharded = {id(param.unsharded): param.registered_names[0] for group in all_groups for param in group.params}
+    if names := _names(unsharded[id(param)] for param in params if id(param) in unsharded):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has unsharded parameters: {_listed(names)}. It was made of model.parameters() between "
+            "a forward and its backward, or after a forward without one, when a module was not resharded. The next all-gather "
+            "would overwrite what a step writes to them: make the optimizer before the first forward, or after model.reshard()"
+        )
 
 
 def _of_detached(params: Sequence[torch.Tensor]) -> list[str]:
