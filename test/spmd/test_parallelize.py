@@ -436,6 +436,19 @@ class CallTest(unittest.TestCase):
         assert "embedding.weight is a DTensor already" in error_of(parallelize, model, good, mesh)
 
     @ranks(2)
+    def test_a_unit_that_fully_shard_refuses_leaves_the_model_as_it_was():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        for make_model in (make, deferred):
+            model = make_model()
+            before, kinds = dict(model.named_parameters()), [type(module) for module in model.modules()]
+            wrong = Plan().unit(r"blocks\.0", "dp").unit(r"blocks\.1", "dp", reshard_after_forward=3).shard("<in:ids>", Shard(0), "dp")
+            assert "reshard_after_forward" in error_of(parallelize, model, wrong, mesh)
+            assert [type(module) for module in model.modules()] == kinds
+            assert all(before[name] is param for name, param in model.named_parameters())
+            assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+            check_training(parallelize(model, Plan().unit(BLOCK, "dp").shard("<in:ids>", Shard(0), "dp"), mesh), make())
+
+    @ranks(2)
     def test_a_backward_that_raised_does_not_keep_the_next_ones_from_being_reduced():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         plan = Plan().default(Replicate()).shard("<in:ids>", Shard(0), "dp")

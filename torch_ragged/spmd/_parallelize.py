@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +94,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
 
     Raises:
         PlanError: the plan does not fit the model or the mesh. Every rank raises, before anything is changed; the text lists
-            all that is wrong.
+            all that is wrong. If ``fully_shard`` refuses a unit, its error is raised, and the model is as before.
         ValueError: ``mode`` is another word; a parameter is a DTensor already; ranks call it with different plans, models or
             modes; or ``model`` is parallelized already.
 
@@ -110,8 +111,26 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
             raise ValueError(f"parallelize: {placed} is a DTensor already: give a model whose parameters are plain tensors")
         resolved = resolve(plan, model, mesh)
         claim += [f"mode {mode}, promote {promote}", str(resolved)]
+    before = [(module, type(module), _copied(vars(module))) for module in model.modules()]
+    try:
+        _carry_out(model, resolved, mesh, mode)
+    except BaseException:  # A unit's options that fully_shard refuses, on all ranks.
+        for module, kind, attributes in before:
+            module.__class__ = kind
+            vars(module).clear()
+            vars(module).update(attributes)
+        raise
     single_device()
     compute_as_one_device(promote)
+    return model
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Attributes of a module, with copies of its dicts of parameters, submodules, hooks and the like."""
+    return {name: copy.copy(value) if isinstance(value, (dict, set)) else value for name, value in attributes.items()}
+
+
+def _carry_out(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, mode: str) -> None:
     deferred = is_deferred(model)
     _distribute(model, resolved, mesh)
     changes = add_boundaries(model, resolved.boundaries, mesh)
@@ -126,7 +145,6 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
     model.plan_ir = resolved  # type: ignore[assignment]
     if mode == "static":
         model.static_modules = StaticModules(model, mesh, resolved, changes, pending)  # type: ignore[assignment]
-    return model
 
 
 def _distribute(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
