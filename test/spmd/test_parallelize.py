@@ -441,7 +441,12 @@ class CallTest(unittest.TestCase):
         for make_model in (make, deferred):
             model = make_model()
             before, kinds = dict(model.named_parameters()), [type(module) for module in model.modules()]
-            wrong = Plan().unit(r"blocks\.0", "dp").unit(r"blocks\.1", "dp", reshard_after_forward=3).shard("<in:ids>", Shard(0), "dp")
+            wrong = (
+                Plan()
+                .unit(r"blocks\.0", "dp")
+                .unit(r"blocks\.1", "dp", reshard_after_forward=3)
+                .shard("<in:ids>", Shard(0), "dp")
+            )
             assert "reshard_after_forward" in error_of(parallelize, model, wrong, mesh)
             assert [type(module) for module in model.modules()] == kinds
             assert all(before[name] is param for name, param in model.named_parameters())

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch_ragged.tensor._ops import decomposition_of, is_random, returns_alias
 from torch_ragged.tensor._owned_boxes import owned_boxes
 from torch_ragged.tensor._placement_extension import extension_of
+from torch_ragged.tensor._redistribute import redistribute_local
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
 __all__ = ["all_ops", "needs_whole_tensors", "on_whole_tensors", "plain_handlers"]
@@ -169,7 +170,7 @@ def _grouped_mm(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
         return _by_torch(op, args, kwargs) if found is NotImplemented else found
     mesh, of_weight = a.device_mesh, b.ndim == 2
     placed = [_grouped_placements(*pair, of_weight, a.numel() > b.numel()) for pair in zip(a.placements, b.placements)]
-    a, b = (each.redistribute(placements=[p[i] for p in placed]) for i, each in enumerate((a, b)))
+    a, b = (_placed(each, tuple([p[i] for p in placed])) for i, each in enumerate((a, b)))
     ends = ends.full_tensor() if isinstance(ends, DTensor) else ends
     rows = a.ndim - 1 if of_weight else 0
     if any(placement.is_shard(rows) for placement in a.placements):
@@ -180,6 +181,16 @@ def _grouped_mm(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
     shape = (len(ends), a.shape[0], b.shape[1]) if of_weight else (a.shape[0], b.shape[2])
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [p[2] for p in placed], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _placed(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """``tensor`` under ``placements``, below autograd: within a backward, DTensor's method needs an op that torch 2.11 lacks."""
+    if placements == tensor.placements:
+        return tensor
+    shape, mesh = tensor.shape, tensor.device_mesh
+    local = redistribute_local(tensor._local_tensor, mesh, shape, tensor.placements, placements).wait()
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _aligned(local: torch.Tensor) -> torch.Tensor:
