@@ -184,7 +184,7 @@ def _grouped_mm(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _placed(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    """``tensor`` under ``placements``, below autograd: within a backward, DTensor's method needs an op that torch 2.11 lacks."""
+    """``tensor`` under ``placements``, below autograd: in a backward, DTensor.s method needs an op that torch 2.11 lacks."""
     if placements == tensor.placements:
         return tensor
     shape, mesh = tensor.shape, tensor.device_mesh
