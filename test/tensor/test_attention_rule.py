@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 from common import fake_group, ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import torch_ragged  # noqa: F401  (It registers the rule.)
+from torch_ragged._register._spmd import compute_as_one_device, compute_as_torch
+from torch_ragged.tensor._plain_ops import plain_handlers
 
 
 def queries_keys_values(batch):
@@ -35,6 +37,46 @@ class AttentionRuleTest(unittest.TestCase):
             *[distribute_tensor(each, mesh, [Shard(1)]) for each in tensors], enable_gqa=True
         )
         torch.testing.assert_close(found.full_tensor(), F.scaled_dot_product_attention(*tensors, enable_gqa=True))
+
+    @ranks(4)
+    def test_queries_that_are_cut_along_the_sequence_equal_one_process():
+        """Context parallelism, beside tensor parallelism of the heads; uneven rows, fewer heads of keys, any mask."""
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        compute_as_one_device(True)
+        torch.manual_seed(0)
+        for rows, columns in ((8, 8), (7, 7), (1, 5)):
+            for options in ({"is_causal": True}, {}, {"attn_mask": torch.randn(rows, columns)}):
+                whole = [torch.randn(2, heads, size, 8) for heads, size in ((4, rows), (2, columns), (2, columns))]
+                single = [each.clone().requires_grad_() for each in whole]
+                expected = F.scaled_dot_product_attention(*single, enable_gqa=True, **options)
+                weight = torch.randn(expected.shape)
+                (expected * weight).sum().backward()
+                for placements in ((Shard(2), Shard(1)), (Shard(2), Shard(2)), (Shard(0), Shard(2))):
+                    given = [distribute_tensor(each, mesh, placements).requires_grad_() for each in whole]
+                    placed = dict(options)
+                    if "attn_mask" in options:
+                        placed["attn_mask"] = distribute_tensor(options["attn_mask"], mesh, [Replicate(), Replicate()])
+                    found = F.scaled_dot_product_attention(*given, enable_gqa=True, **placed)
+                    told = (rows, options.keys(), placements)
+                    assert "is_causal" not in options or rows == 1 or found.placements == placements, (told, found.placements)
+                    torch.testing.assert_close(found.full_tensor(), expected, msg=lambda text, told=told: f"{told}: {text}")
+                    (found * distribute_tensor(weight, mesh, found.placements)).sum().backward()
+                    for one, other in zip(given, single, strict=True):
+                        torch.testing.assert_close(
+                            one.grad.full_tensor(), other.grad, msg=lambda text, told=told: f"{told}: {text}"
+                        )
+
+    def test_kernels_of_gpus_get_whole_sequences(self):
+        """torch's rule would let each rank attend to its own part of the keys."""
+        with fake_group(2):
+            mesh = init_device_mesh("cpu", (2,))
+            local = torch.empty(2, 4, 4, 8, device="meta")
+            given = [DTensor.from_local(local, mesh, [Shard(2)], run_check=False) for _ in range(3)]
+            op = torch.ops.aten._scaled_dot_product_flash_attention.default
+            compute_as_one_device(True)
+            self.addCleanup(compute_as_torch)
+            found = plain_handlers()[op](op, (*given, 0.0, True), {})[0]
+        self.assertEqual((found.placements, found.to_local().shape), ((Replicate(),), (2, 4, 8, 8)))
 
 
 if __name__ == "__main__":

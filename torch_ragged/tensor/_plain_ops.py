@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,14 @@ _LOSSES = """
 """.split()
 # The number of rows of the result depends on values, which no rank knows alone.
 _OF_VALUES = "nonzero masked_select _unique2 unique_consecutive unique_dim bincount".split()
+_CPU_ATTENTION = """
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
+""".split()
+_GPU_ATTENTION = """
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
+    _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
+""".split()
 
 
 def plain_handlers() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
@@ -45,6 +54,8 @@ def plain_handlers() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
         _aten.sort.default: _sort,
         _aten.sort.stable: _sort,
         _aten._grouped_mm.default: _grouped_mm,
+        **{getattr(_aten, name).default: _attention_by_rows for name in _CPU_ATTENTION},
+        **{getattr(_aten, name).default: _attention_of_whole_sequences for name in _GPU_ATTENTION},
     }
 
 
@@ -153,6 +164,66 @@ def on_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
 
 def _replaced(arguments: Any, locals_: dict[int, torch.Tensor]) -> Any:
     return pytree.tree_map(lambda leaf: locals_[id(leaf)] if isinstance(leaf, DTensor) else leaf, arguments)
+
+
+# -- attention over sequences that are cut ---------------------------------------------------------------------------------
+
+
+def _attention_by_rows(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Context parallelism: a rank computes its rows of the queries, with all keys and values.
+
+    A causal mask is one for the rows of this rank: the kernel itself would count them from 0. A mask is cut as the queries
+    are: DTensor redistributes no tensor that is passed by keyword.
+    """
+    is_backward = len(args) > 5  # Its first argument is the gradient of the output.
+    query, key = args[is_backward : is_backward + 2]
+    if not isinstance(query, DTensor) or not isinstance(key, DTensor):
+        return _by_torch(op, args, kwargs)
+    cut = [dim for dim, placement in enumerate(query.placements) if placement == Shard(2)]
+    if query.shape[2] < math.prod([query.device_mesh.size(dim) for dim in cut]):  # The rule does not cut these.
+        return _attention_of_whole_sequences(op, args, kwargs)
+    arguments = list(args)
+    for index, tensor in enumerate(args):
+        if isinstance(tensor, DTensor) and cut:
+            wanted = list(tensor.placements)
+            for dim in cut:
+                wanted[dim] = Replicate() if index - is_backward in (1, 2) else Shard(2)
+            arguments[index] = _placed(tensor, tuple(wanted))
+    causal = 7 if is_backward else 4
+    if cut and len(args) > causal and args[causal]:
+        arguments[causal] = False
+        kwargs = {**kwargs, "attn_mask": _causal_mask(query, key.shape[2], cut)}
+    elif isinstance(mask := kwargs.get("attn_mask"), DTensor):
+        kwargs = {**kwargs, "attn_mask": _placed(mask, tuple([_of_mask(each, mask.shape) for each in query.placements]))}
+    return _by_torch(op, tuple(arguments), kwargs)
+
+
+def _of_mask(placement: Placement, shape: torch.Size) -> Placement:
+    """The placement of a mask, whose dimensions may be 1 or be missing, for that of the queries."""
+    dim = placement.dim - 4 + len(shape) if isinstance(placement, Shard) else -1
+    return Shard(dim) if dim >= 0 and shape[dim] > 1 else Replicate()
+
+
+def _causal_mask(query: DTensor, columns: int, cut: Sequence[int]) -> DTensor:
+    box = next(iter(owned_boxes(query)), None)
+    first, rows = (0, 0) if box is None else (box.offsets[2], box.sizes[2])
+    local = query._local_tensor.new_full((rows, columns), -math.inf).triu_(1 + first)
+    placements = [Shard(0) if dim in cut else Replicate() for dim in range(len(query.placements))]
+    shape = torch.Size((query.shape[2], columns))
+    return DTensor.from_local(local, query.device_mesh, placements, run_check=False, shape=shape, stride=(columns, 1))
+
+
+def _attention_of_whole_sequences(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch's rule of the kernels of GPUs takes sequences that are cut, for its ``context_parallel``: each rank would attend to
+    its own part of the keys.
+    """
+
+    def whole(tensor: Any) -> Any:
+        if not isinstance(tensor, DTensor) or not any(placement.is_shard(2) for placement in tensor.placements):
+            return tensor
+        return _placed(tensor, tuple([Replicate() if each.is_shard(2) else each for each in tensor.placements]))
+
+    return _by_torch(op, tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()})
 
 
 # -- grouped_mm ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import math
 from typing import Optional
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torch.distributed.tensor.placement_types import Placement
@@ -21,11 +21,15 @@ _OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (2, 3),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (3, 6),
 }
-"""The number of outputs, and of inputs without the mask: all have batches as dimension 0 and heads as dimension 1."""
+"""The number of outputs, and of inputs without the mask: all have batches, heads and rows as dimensions 0, 1 and 2."""
 
 
 def register_cpu_attention() -> None:
-    """Give DTensor the rule of ``scaled_dot_product_attention`` on CPU: batch and heads may be sharded, nothing else."""
+    """Give DTensor the rule of ``scaled_dot_product_attention`` on CPU.
+
+    Batch and heads may be sharded. Queries may be sharded along the sequence (context parallelism) if keys and values are
+    whole, and if the mask is a tensor: ``is_causal`` counts rows from the first one of a rank.
+    """
     propagator = DTensor._op_dispatcher.sharding_propagator
     known = [table for name, table in vars(propagator).items() if name.endswith("strategy_funcs")]
     for op, counts in _OPS.items():
@@ -37,16 +41,24 @@ def _strategy(outputs: int, inputs: int, schema: OpSchema) -> OpStrategy:
     specs = [a.strategies[0].output_spec for a in schema.args_schema if isinstance(a, OpStrategy)]
     query, key = [spec for spec in specs if len(spec.shape) == 4][inputs // 6 : inputs // 6 + 2]  # Backward: after a gradient.
     mask = schema.kwargs_schema.get("attn_mask")
-    mask_shape = None if mask is None else mask.strategies[0].output_spec.shape
-    mesh = schema.get_mesh_from_args()
-    choices: list[list[Optional[Placement]]] = []
-    for placement in (Replicate(), Shard(0), Shard(1)):
-        choice: list[Optional[Placement]] = [placement] * (outputs + inputs)
-        if mask_shape is not None:
-            is_cut = isinstance(placement, Shard) and len(mask_shape) == 4 and mask_shape[placement.dim] > 1
-            choice.append(placement if is_cut else Replicate())
-        choices.append(choice)
+    mask_spec = None if mask is None else mask.strategies[0].output_spec
+    mesh, rows, whole = schema.get_mesh_from_args(), Shard(2), Replicate()
+    is_causal = bool(schema.args_schema[inputs + 1]) if len(schema.args_schema) > inputs + 1 else False
+    by_rows: list[Optional[Placement]] = (
+        [rows, rows, rows, whole, whole]
+        if outputs == 2  # Backward: keys and values get a part of their gradient from each rank.
+        else [rows, Partial(), Partial(), rows, rows, whole, whole, rows, rows]
+    )
+    choices: list[list[Optional[Placement]]] = [] if is_causal else [by_rows]
+    choices += [[placement] * (outputs + inputs) for placement in (whole, Shard(0), Shard(1))]
+    if mask_spec is not None:
+        for choice in choices:
+            placement = choice[0]
+            dim = placement.dim - 4 + mask_spec.ndim if isinstance(placement, Shard) else -1
+            choice.append(Shard(dim) if dim >= 0 and mask_spec.shape[dim] > 1 else whole)
     found = expand_to_full_mesh_op_strategy(mesh, schema, choices, input_index=outputs)
+    if mask_spec is not None:  # DTensor redistributes no tensor that is passed by keyword.
+        found.strategies = [each for each in found.strategies if each.input_specs[-1].placements == mask_spec.placements]  # type: ignore[index]
     if key.shape[1] != query.shape[1]:  # If heads are cut unevenly, ranks would hold queries of other heads than keys.
         heads = math.gcd(query.shape[1], key.shape[1])
         found.strategies = [each for each in found.strategies if heads % _ranks_of_heads(each) == 0]
