@@ -30,13 +30,25 @@ class MLP(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
 
 
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.value = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.key = nn.Linear(8, 4, bias=False)  # The gradient of its bias would be 0.
+
+    def forward(self, x):
+        heads = [layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value)]
+        y = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        return x + y.transpose(1, 2).flatten(-2)
+
+
 class Net(nn.Module):
     """Two blocks between a tied embedding."""
 
-    def __init__(self):
+    def __init__(self, block=MLP):
         super().__init__()
         self.embedding = nn.Embedding(24, 8)
-        self.blocks = nn.ModuleList(MLP() for _ in range(2))
+        self.blocks = nn.ModuleList(block() for _ in range(2))
         self.head = nn.Linear(8, 24, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("scale", torch.tensor(0.5))
@@ -154,6 +166,18 @@ class TrainingTest(unittest.TestCase):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         narrow = parallelize(make(), tensor_parallel_bf16(policy), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
         assert abs(train(narrow)[0][-1] - train(make())[0][-1]) < 0.05
+
+    @ranks(4)
+    def test_context_parallel_training_equals_one_process():
+        """The sequence is cut everywhere; keys and values are all-gathered at the boundary, once per layer."""
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        plan = Plan().shard("<in:ids>", Shard(0), "dp").shard("<in:ids>", Shard(1), "cp")
+        plan.shard("<in:labels>", Shard(0), "dp").shard("<in:labels>", Shard(1), "cp")
+        plan.shard(rf"{BLOCK}\.(key|value).<out>", Replicate(), "cp")
+        torch.manual_seed(0)
+        for each in (plan.default(Replicate()), plan.unit(BLOCK, ("dp", "cp"))):
+            model = Net(Attention)
+            check_training(parallelize(copy.deepcopy(model), each, mesh), model)
 
     @ranks(4)
     def test_gradients_over_several_mesh_dimensions_take_one_all_reduce():

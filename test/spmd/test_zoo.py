@@ -33,6 +33,13 @@ class TrainingTest(unittest.TestCase):
 
     @pytest.mark.slow
     @ranks(4)
+    def test_llama_with_context_parallelism_trains_as_on_one_device():
+        for unit in (True, False):
+            assert_trains_as_one_device("llama", zoo.llama(tp=None, cp="tp", unit=unit), attention_dropout=0.0)
+        assert_trains_as_one_device("llama", zoo.llama(dp=None, cp="dp"))  # With dropout in attention.
+
+    @pytest.mark.slow
+    @ranks(4)
     def test_a_tied_qwen3_trains_as_on_one_device():
         assert_trains_as_one_device("qwen3", zoo.qwen3())
 

@@ -18,7 +18,14 @@ __all__ = ["deepseek_v3", "dit", "flux2", "gpt_oss", "llama", "mixtral", "qwen3"
 _LAYER = r"model\.layers\.\d+"
 
 
-def llama(*, dp: Optional[str] = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
+def llama(
+    *,
+    dp: Optional[str] = "dp",
+    tp: Optional[str] = "tp",
+    sequence_parallel: bool = False,
+    unit: bool = True,
+    cp: Optional[str] = None,
+) -> Plan:
     r"""A plan for ``LlamaForCausalLM``, and for models with the same names: Mistral, Qwen2, Olmo.
 
     Heads, hidden features of the feed-forward part and the vocabulary are cut over ``tp``; each layer is a unit over ``dp``::
@@ -36,7 +43,7 @@ def llama(*, dp: Optional[str] = "dp", tp: Optional[str] = "tp", sequence_parall
         plan.shard(rf"{layer}\.mlp\.down_proj\.weight", Shard(1), "tp")
         plan.unit(layer, "dp")
 
-    All functions of the zoo take these arguments:
+    All functions of the zoo take these arguments, but for ``cp``, which those of dense language models take:
 
     Args:
         dp: the mesh dimension that cuts the batch and the units. None leaves its rules out.
@@ -45,13 +52,19 @@ def llama(*, dp: Optional[str] = "dp", tp: Optional[str] = "tp", sequence_parall
         sequence_parallel: whether ``tp`` cuts the sequence between attention and feed-forward parts: norms, dropout and
             residuals are not computed twice, and their activations take less memory.
         unit: whether layers are units. If not, parameters are replicated over ``dp``.
+        cp: the mesh dimension that cuts the sequence everywhere (context parallelism): a rank computes attention of its rows,
+            with keys and values of all, which are all-gathered. Units are over ``dp`` and ``cp``.
 
     Source: "Megatron-LM" for the cuts; "Reducing Activation Recomputation" for the sequence.
     """
     plan = _decoder(sequence_parallel)
     plan.shard(rf"{_LAYER}\.mlp\.(gate|up)_proj\.weight", Shard(0), "tp")
     plan.shard(rf"{_LAYER}\.mlp\.down_proj\.weight", Shard(1), "tp")
-    return _on(plan, dp, tp, _LAYER if unit else None)
+    if cp is not None:
+        plan.shard("<in:input_ids>", Shard(1), "cp")
+        plan.shard("<in:labels>", Shard(1), "cp")
+        plan.shard(rf"{_LAYER}\.self_attn\.(k|v)_proj\.<out>", Replicate(), "cp")
+    return _on(plan, dp, tp, _LAYER if unit else None, cp)
 
 
 def qwen3(**options: Any) -> Plan:
@@ -312,15 +325,16 @@ def _decoder(sequence_parallel: bool, projections: str = "q|k|v") -> Plan:
     return plan
 
 
-def _on(plan: Plan, dp: Optional[str], tp: Optional[str], unit: Optional[str]) -> Plan:
+def _on(plan: Plan, dp: Optional[str], tp: Optional[str], unit: Optional[str], cp: Optional[str] = None) -> Plan:
     """``plan`` with the user's names of the mesh dimensions. Rules of one that is None are left out.
 
     Without units, each parameter needs a rule: the default is replicated.
     """
+    names = {"dp": dp, "tp": tp, "cp": cp}
     rules = []
     for rule in plan.rules:
-        dim = dp if rule.dims == ("dp",) else tp  # type: ignore[attr-defined]
+        dim = names[rule.dims[0]]  # type: ignore[attr-defined]
         if dim is not None:
             rules.append(dataclasses.replace(rule, dims=(dim,)))  # type: ignore[call-arg]
-    plan = Plan(rules)
-    return plan.default(Replicate()) if unit is None or dp is None else plan.unit(unit, dp)
+    plan, data = Plan(rules), tuple(dim for dim in (dp, cp) if dim is not None)
+    return plan.default(Replicate()) if unit is None or not data else plan.unit(unit, data)
