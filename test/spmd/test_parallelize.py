@@ -136,6 +136,14 @@ class TrainingTest(unittest.TestCase):
             assert not model.blocks[0].up.weight.placements[0].is_replicate()
             check_training(model, make(), accumulate=2)
 
+    @ranks(2)
+    def test_parameters_that_units_leave_out_are_materialized_too():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        plan = Plan().unit(r"blocks\.0", "dp").shard("embedding.weight", Shard(0), "dp").shard("<in:ids>", Shard(0), "dp")
+        model = parallelize(deferred(), plan.shard("<in:labels>", Shard(0), "dp"), mesh)
+        assert model.plan_ir.tensors[0].unit is None
+        check_training(model, make())
+
     @ranks(4)
     def test_a_batch_that_is_not_sharded_counts_once_in_units():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -52,7 +52,8 @@ def note_replaced(params: Iterable[FoundParam]) -> None:
 def note_ignored(params: Iterable[torch.Tensor]) -> None:
     """The user wants these parameters to stay as they are."""
     for param in params:
-        _ignored[param] = None
+        if not isinstance(param, DTensor):  # No warning asks for them, and torch cannot convert one that has a weak reference.
+            _ignored[param] = None
 
 
 def note_root(roots: Sequence[nn.Module]) -> None:
