@@ -114,7 +114,31 @@ def symmetric():
             yield f"symmetric {tuple(configuration)} {unit}", compiled(kernels.product_kernel, every, constants, **options)
 
 
-CASES = (casts, float8, adam8bit, symmetric)
+def philox():
+    from triton import language as tl
+
+    from torch_ragged._kernels import _triton_philox as kernels
+
+    kernel, out = kernels.draw_kernel, {4: ("*fp32", "*bf16", "*fp16"), 2: ("*fp64",)}
+    annotated = {param.name: param.annotation_type for param in kernel.params if param.annotation_type}
+    kinds = [(kind, lanes, dtype) for kind in ("uniform", "normal", "bernoulli") for lanes in (4, 2) for dtype in out[lanes]]
+    kinds += [
+        ("integers", 4, "*i8"),
+        ("integers", 4, "*bf16"),
+        ("integers", 2, "*i64"),
+        ("integers", 2, "*i32"),
+        ("bernoulli", 4, "*u8"),
+    ]
+    for kind, lanes, dtype in kinds:
+        for dims, vector, index in ((1, 0, tl.int32), (4, 8, tl.int64)):
+            constants = {"dims": dims, "index": index, "kind": kind, "lanes": lanes, "vector": vector, "is_bool": False}
+            constants["block"] = kernels._BLOCK
+            options = {"num_warps": kernels._WARPS, "enable_reflect_ftz": False, "alignment": 0}
+            types = {**annotated, "out_ptr": dtype}
+            yield f"philox {kind} {lanes} {dtype} {dims}", compiled(kernel, types, constants, **options)
+
+
+CASES = (casts, float8, adam8bit, symmetric, philox)
 
 
 def main(names):

@@ -57,7 +57,8 @@ def test_kernels_compile_for_hopper():
         is_aligned = not name.endswith("False") or name.startswith("casts")
         if is_aligned:
             assert each.get("stack", 0) == 0, (name, each)
-        if is_aligned:  # A program takes as many elements as 16 bytes of its widest tensor have: of bfloat16 beside float32, 8.
+        if is_aligned and not name.startswith("philox"):
+            # A program takes as many elements as 16 bytes of its widest tensor have: of bfloat16 beside float32, 8.
             store = "st.global.v2.b32" if "bf16 fp32" in name else "st.global.v4.b32"
             assert {"ld.global.v4.b32", store} <= set(each["access"]), (name, each)
         if name.startswith("symmetric"):

@@ -12,9 +12,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.profiler import ProfilerActivity, profile
 
 from torch_ragged import RaggedShard
-from torch_ragged.tensor import _draw
-from torch_ragged.tensor._draw import Sampler, draw_owned
+from torch_ragged._kernels import philox
+from torch_ragged.tensor import _counter, _draw
+from torch_ragged.tensor._draw import draw_owned
 from torch_ragged.tensor._ownership import owned, row_major
+from torch_ragged.tensor._sampler import Sampler
 from torch_ragged.tensor.placement_types import cuts_of
 
 aten = torch.ops.aten
@@ -63,7 +65,7 @@ class DrawTest(unittest.TestCase):
                 continue
             after = generator.get_state()
             mesh_shape, placements = random_layout(rng, shape)
-            sampler = Sampler(op, lambda chunk, op=op, g=generator: op(chunk, *OPS[op], generator=g), dtype, generator)
+            sampler = Sampler(op, OPS[op], dtype, generator)
             for coordinate in itertools.product(*map(range, mesh_shape)):
                 held = owned(shape, mesh_shape, cuts_of(placements), coordinate)
                 boxes = [box for box in held.boxes if box.numel]
@@ -89,12 +91,12 @@ class DrawTest(unittest.TestCase):
         """As MKL draws on processors of Intel: here an op whose halves do not give the numbers of the whole."""
         shape, generator = (4000,), torch.Generator()
 
-        def fill(chunk):
+        def fill(chunk, generator=generator):
             seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
             chunk.uniform_(generator=torch.Generator().manual_seed(seed))
 
         fill(whole := torch.empty(shape))
-        sampler = Sampler(aten.exponential_.default, fill, torch.float32, generator)
+        sampler = Sampler(fill, (), torch.float32, generator)
         for is_serial in (False, True):
             generator.manual_seed(0)
             fill(whole)
@@ -106,36 +108,53 @@ class DrawTest(unittest.TestCase):
             is_equal = torch.equal(local, whole[2000:3000]) and torch.equal(generator.get_state(), after)
             self.assertEqual(is_equal, not is_serial, "the trial decides it, and without it numbers are wrong")
 
-    def test_a_counter_moves_over_chunks_that_this_rank_does_not_hold(self):
-        """The rule of torch's CUDA kernels, on a grid of at most 6 threads: turns, lanes of 4 per thread, a counter."""
+    def test_a_counter_moves_over_turns_that_this_rank_does_not_hold(self):
+        """The rule of torch's CUDA kernels, on a grid of at most 6 threads: turns, lanes of 4 per thread, a counter; and draws
+        that 32 bits cannot address, which torch cuts into halves."""
         grid = Grid(threads=6, lanes=4)
         rng = random.Random(1)
-        for numel in (1, 23, 24, 25, 48, 60, 72, 100, 241):
+        for numel, limit in itertools.product((1, 23, 24, 25, 48, 60, 72, 100, 241), (2**31, 8 * 70)):
             shape = (numel,)
             grid.offset = 40
             whole = torch.empty(numel, dtype=torch.int64)
-            grid.fill(whole)
+            halves = [numel] if numel * 8 <= limit else [numel // 2, numel - numel // 2]
+            while max(halves) * 8 > limit:
+                halves = [half for part in halves for half in (part // 2, part - part // 2)]
+            grid.offset += 4 * -(-numel // 24) if len(halves) > 1 else 0
+            for part in whole.split(halves):
+                grid.fill(part)
             after = grid.offset
-            sampler = Sampler(aten.uniform_.default, grid.fill, torch.int64)
+            sampler = Sampler(grid.fill, (), torch.int64, grid)
             bounds = [0, *sorted(rng.randint(0, numel) for _ in range(3)), numel]
             placement = RaggedShard((0,), tuple(b - a for a, b in itertools.pairwise(bounds)))
             for rank in range(4):
                 held = owned(shape, (4,), cuts_of((placement,)), (rank,))
                 local = torch.empty(held.local_shape, dtype=torch.int64)
                 grid.offset, grid.calls = 40, 0
-                with patch.object(_draw, "_is_serial", lambda *_: False), patch.object(_draw, "_counter_of", grid.counter):
+                turns = patch.object(_draw, "way_of", lambda *_: _counter.Turns(24, 4))
+                with turns, patch.object(philox, "_MOST_BYTES", limit):
                     draw_owned(sampler, shape, (1,), [box for box in held.boxes if box.numel], local)
                 self.assertTrue(torch.equal(local, whole[bounds[rank] : bounds[rank + 1]]), (numel, rank))
                 self.assertEqual(grid.offset, after)
-                turns = {element // 24 for element in range(bounds[rank], bounds[rank + 1])} if numel > 24 else {0}
-                self.assertEqual(grid.calls, len(turns), "only what this rank holds is drawn")
+                if len(halves) == 1:
+                    turns = {element // 24 for element in range(bounds[rank], bounds[rank + 1])}
+                    self.assertEqual(grid.calls, len(turns), "only what this rank holds is drawn")
+
+    def test_turns_are_found_by_a_trial(self):
+        """Of 4 or 2 elements per thread; a turn of complex numbers moves the counter twice; None for any other rule."""
+        device = torch.device("cpu")
+        for lanes, step, found in ((4, 4, 4), (2, 4, 2), (4, 8, 4), (3, 4, None)):
+            grid = Grid(threads=6, lanes=lanes, step=step)
+            with patch.object(philox, "grid_of", lambda _: philox.Grid(6)):
+                turns = _counter._try_turns(Sampler(grid.fill, (), torch.int64, grid), device)
+            self.assertEqual(turns, None if found is None else _counter.Turns(6 * found, step))
 
     def test_it_holds_a_chunk_beside_the_local_tensor(self):
         """At most 1 MiB, also for an expert weight of GPT-OSS-120B's shape, of which this rank holds a 64th."""
         shape = (128, 2880, 64)
         held = owned(shape, (64,), cuts_of((Shard(0),)), (3,))
         local = torch.empty(held.local_shape, dtype=torch.bfloat16)
-        sampler = Sampler(aten.normal_.default, torch.Tensor.normal_, torch.bfloat16)
+        sampler = Sampler(aten.normal_.default, (), torch.bfloat16)
         draw_owned(sampler, (16,), (1,), (), local)  # What is kept for ever is made now.
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
             draw_owned(sampler, shape, row_major(shape), held.boxes, local)
@@ -146,22 +165,24 @@ class DrawTest(unittest.TestCase):
 class Grid:
     """Draws as a CUDA kernel: element ``i`` is lane ``i // threads % lanes`` of thread ``i % threads``, in turn ``i // turn``.
 
-    A number depends on the counter, the thread and the lane. A smaller tensor has a smaller grid.
+    A number depends on the counter, the thread and the lane. A smaller tensor has a smaller grid. It is the generator, too.
     """
 
-    def __init__(self, threads, lanes):
-        self.threads, self.lanes, self.offset, self.calls = threads, lanes, 0, 0
+    def __init__(self, threads, lanes, step=4):
+        self.threads, self.lanes, self.step, self.offset, self.calls = threads, lanes, step, 0, 0
 
-    def fill(self, tensor):
+    def fill(self, tensor, generator=None):
+        if not len(tensor):
+            return
         threads = min(self.threads, -(-len(tensor) // self.lanes))
         turn = threads * self.lanes
         for i in range(len(tensor)):
-            tensor[i] = (self.offset + 4 * (i // turn)) * 10_000 + i % threads * 100 + i // threads % self.lanes
-        self.offset += 4 * -(-len(tensor) // turn)
+            tensor[i] = (self.offset + self.step * (i // turn)) * 10_000 + i % threads * 100 + i // threads % self.lanes
+        self.offset += self.step * -(-len(tensor) // turn)
         self.calls += 1
 
-    def counter(self, *_):
-        return _draw._Counter(self, self.threads * self.lanes)
+    def manual_seed(self, seed):
+        self.offset = 0
 
     def get_offset(self):
         return self.offset

@@ -17,7 +17,6 @@ IN_TORCH = {
     "torch_ragged.tensor": "torch.distributed.tensor._ragged",
     "torch_ragged._ranks.groups": "torch.distributed._named_groups",
     "torch_ragged._register._torch": "torch.distributed.tensor._ragged._torch",
-    "torch_ragged._kernels": "torch.distributed.fsdp._ragged._kernels",
     "torch_ragged.fsdp": "torch.distributed.fsdp._ragged",
     "torch_ragged": "torch.distributed.tensor._ragged",
 }

@@ -18,8 +18,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torch_ragged.random._tape import START, Entry, Part, Point, Tape, is_random, read_state, write_state
-from torch_ragged.tensor._draw import Sampler, draw_owned, views_of
+from torch_ragged.tensor._draw import draw_owned
 from torch_ragged.tensor._ownership import Box, row_major
+from torch_ragged.tensor._sampler import Sampler, views_of
 
 __all__ = ["Target", "final_state", "replay", "values_of", "whole_box"]
 
@@ -358,13 +359,7 @@ class _Run:
                 found = self.box_of(draw.part)
                 assert found is not None
                 shape, stride, boxes = found[1], self.bases[draw.part.storage].stride, tuple(_within(boxes, *found))
-        sampler = Sampler(
-            draw.op,
-            lambda chunk, *beside: draw.op(chunk, *draw.args, *beside, generator=generator),
-            draw.part.dtype,
-            generator,
-        )
-        draw_owned(sampler, shape, stride, boxes, local, values)
+        draw_owned(Sampler(draw.op, draw.args, draw.part.dtype, generator), shape, stride, boxes, local, values)
 
     def _views_in(self, part: Part, layout: Layout) -> Iterator[torch.Tensor]:
         """What this rank holds of a box of a tensor, as views of its memory."""

@@ -1,13 +1,13 @@
 """Random ops on ragged DTensors: the result equals that of a single device, under any placements.
 
-Each rank goes through the draw of the whole global tensor in chunks and keeps the elements that it owns (:mod:`_draw`). Values
-therefore depend only on the generator's state, not on world size, mesh, units or placement. Afterwards, the generator has the
-state that a single device would have, and replicas are equal. The rules communicate only to redistribute arguments.
+On a CPU, each rank goes through the draw of the whole global tensor in chunks and keeps the elements that it owns
+(:mod:`_draw`). On a GPU, it computes these elements only (:mod:`_counter`). Values therefore depend only on the generator's
+state, not on world size, mesh, units or placement. Afterwards, the generator has the state that a single device would have, and
+replicas are equal. The rules communicate only to redistribute arguments.
 
-On CPU, the cost is the time to draw the global tensor, and a chunk of at most 256 KiB. A GPU draws the chunks that have
-elements of the rank. For ops that read values (``bernoulli`` of probabilities, ``native_dropout``) it draws the whole tensor,
-as other accelerators do for all: one temporary tensor of the global size and dtype, and one for the values.
-``torch.distributed.tensor.rand`` and ``randn`` draw in the same way.
+On CPU, the cost is the time to draw the global tensor, and a chunk of at most 256 KiB. For ``bernoulli`` of probabilities a GPU
+draws the whole tensor, as other accelerators do for all ops: one temporary tensor of the global size and dtype, and one for
+the values. ``torch.distributed.tensor.rand`` and ``randn`` draw in the same way.
 
 Ranks must start from equal states: call ``torch.manual_seed(0)``, for example, on every rank. If seeds differ, ranks keep
 shards of different tensors, and replicas differ. On CPU nothing checks this, as for any DTensor, unless
@@ -35,11 +35,13 @@ from torch.distributed.tensor import _random as dtensor_random
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torch_ragged._ranks.groups import device_of_messages
-from torch_ragged.tensor._draw import Sampler, draw_owned
+from torch_ragged.tensor._counter import draw_kept
+from torch_ragged.tensor._draw import draw_owned
 from torch_ragged.tensor._ops._pointwise_ops import pointwise_rule
 from torch_ragged.tensor._ops._rows import has_ragged_rows
 from torch_ragged.tensor._ops._rules import NoLocalWay, OpCall, Sharding, Spec, decomposition, rule, tensor_leaves
 from torch_ragged.tensor._ownership import owned, row_major
+from torch_ragged.tensor._sampler import Sampler
 from torch_ragged.tensor.placement_types import cuts_of, has_own_rules
 
 __all__ = [
@@ -174,7 +176,7 @@ def draw(
     result, sample, rest = filled
     values = [value for position, value in enumerate(rest, 1) if position in cut]
     fixed = [] if values else rest  # No sampler has both.
-    sampler = Sampler(sample, lambda chunk, *found: sample(chunk, *fixed, *found, **kwargs), result.dtype, generator)
+    sampler = Sampler(sample, tuple(fixed), result.dtype, generator)
     draw_owned(sampler, holding.shape, stride, holding.boxes, result, values)
     return result
 
@@ -182,12 +184,16 @@ def draw(
 def _dropout(
     op: torch._ops.OpOverload, holding: Holding, stride: Sequence[int], local: torch.Tensor, p: float, train: bool | None
 ) -> Any:
-    """``native_dropout``: on CPU a mask, then two products. Accelerators draw in an order of their own."""
-    if train is False or not math.prod(holding.shape) or local.is_meta:
+    """``native_dropout``: a mask, then two products, rounded as one device rounds them."""
+    is_random = train is not False and (local.device.type == "cpu" or p != 1)
+    if not is_random or not math.prod(holding.shape) or local.is_meta:
         return op(local, p, train)
-    if local.device.type != "cpu":
-        return tuple(map(holding.keep, op(holding.spread(local), p, train)))
     mask = torch.empty_like(local, dtype=torch.bool)
+    if local.device.type != "cpu":
+        factor = draw_kept(p, local.dtype, holding.shape, stride, holding.boxes, mask)
+        if factor is None:
+            return tuple(map(holding.keep, op(holding.spread(local), p, train)))
+        return local.mul(mask).mul_(factor), mask
     draw(_aten.bernoulli_.float, holding, stride, (mask, 1.0 - p), {}, set())
     scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
     return local.mul(mask.to(local.dtype).mul_(scale)), mask

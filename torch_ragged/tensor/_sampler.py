@@ -1,0 +1,100 @@
+"""What a draw is, and which of its elements a rank keeps. Integers and views only: it draws nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Optional
+
+import torch
+
+from torch_ragged.tensor._ownership import Box, boxes_of_interval, row_major
+
+__all__ = ["Chunk", "Move", "Sampler", "chunks_of", "views_of"]
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A way to fill tensors with random numbers.
+
+    Attributes:
+        op: the in-place op that draws.
+        args: its arguments behind the tensor.
+        dtype: the dtype of the elements.
+        generator: None is the default generator of the device.
+    """
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    dtype: torch.dtype
+    generator: Optional[torch.Generator] = None
+
+    def fill(self, chunk: torch.Tensor, *values: torch.Tensor) -> None:
+        """Run the op on a chunk. Each of ``values`` has the chunk's shape, such as probabilities."""
+        self.op(chunk, *self.args, *values, generator=self.generator)
+
+
+def views_of(local: torch.Tensor, boxes: Iterable[Box]) -> list[torch.Tensor]:
+    """Each box of a local tensor, with the dimensions of the global tensor."""
+    if local.is_contiguous():
+        offset = local.storage_offset()
+        return [local.as_strided(box.sizes, box.local_strides, offset + box.local_offset) for box in boxes]
+    strides, views = row_major(local.shape), []
+    for box in boxes:
+        starts = [box.local_offset // step % size for step, size in zip(strides, local.shape)]
+        views.append(local[tuple(slice(start, start + size) for start, size in zip(starts, box.sizes))])
+    return views
+
+
+# --- which elements of a chunk go where --------------------------------------------------------------------------------
+
+Move = tuple[int, tuple[slice, ...], tuple[int, ...], tuple[int, ...], int]
+"""The number of a box, a part of it, and where this part lies in the chunk: sizes, strides, offset. Dimensions are in the
+order of memory."""
+Chunk = tuple[int, int, tuple[Move, ...]]
+"""Start, stop and moves of a chunk."""
+
+
+def chunks_of(
+    shape: Sequence[int], order: list[int], boxes: Sequence[Box], start: int, stop: int, length: int, least: int = 0
+) -> Iterable[Chunk]:
+    """The chunks of the elements from ``start`` to ``stop`` of a draw, of ``length`` elements; the last has at least ``least``.
+
+    Short plans are kept: a dropout comes back in every step.
+
+    Args:
+        order: the dimensions in the order of memory.
+        boxes: what this rank keeps.
+    """
+    owned = tuple((box.offsets, box.sizes) for box in boxes)
+    arguments = tuple(shape), tuple(order), owned, start, stop, length, least
+    return _kept_plan(*arguments) if stop - start <= 16 * length and len(boxes) <= 64 else _chunks(*arguments)
+
+
+@lru_cache(maxsize=512)
+def _kept_plan(*arguments: Any) -> tuple[Chunk, ...]:
+    return tuple(_chunks(*arguments))
+
+
+def _chunks(
+    shape: tuple[int, ...], order: tuple[int, ...], boxes: tuple[Any, ...], start: int, stop: int, length: int, least: int
+) -> Iterator[Chunk]:
+    shape = tuple(shape[dim] for dim in order)
+    owned = [([offsets[dim] for dim in order], [sizes[dim] for dim in order]) for offsets, sizes in boxes]
+    while start < stop:
+        end = stop if stop - start <= length or stop - start < length + least else start + length
+        yield start, end, tuple(_moves(shape, owned, start, end))
+        start = end
+
+
+def _moves(shape: Sequence[int], owned: Sequence[tuple[Sequence[int], Sequence[int]]], start: int, stop: int) -> Iterator[Move]:
+    strides = row_major(shape)
+    for offsets, sizes in boxes_of_interval(shape, start, stop):
+        for number, (low, extent) in enumerate(owned):
+            first = [max(a, b) for a, b in zip(offsets, low)]
+            last = [min(a + m, b + n) for a, m, b, n in zip(offsets, sizes, low, extent)]
+            if all(a < b for a, b in zip(first, last)):
+                selection = tuple(slice(a - b, c - b) for a, b, c in zip(first, low, last))
+                offset = sum(a * step for a, step in zip(first, strides)) - start
+                yield number, selection, tuple(b - a for a, b in zip(first, last)), strides, offset
