@@ -1,5 +1,6 @@
 """InterleavedShard: content, views, split and cat, matrix products, composition with FSDP, checkpoints, random numbers."""
 
+import itertools
 import random
 import tempfile
 import textwrap
@@ -207,6 +208,31 @@ class ProgramTest(unittest.TestCase):
         permuted = tensor.permute(1, 0, 2)
         assert permuted.placements == (InterleavedShard(0, 1),)
         assert torch.equal(permuted.reshape(12, 120).full_tensor(), whole.permute(1, 0, 2).reshape(12, 120))
+
+    @ranks(4)
+    def test_a_fused_layer_takes_rows_and_positions_that_other_mesh_dimensions_cut():
+        x, weight, bias = torch.randn(4, 8, 6), torch.randn(16, 6), torch.randn(16)
+        single = [each.clone().requires_grad_() for each in (x, weight, bias)]
+        expected = F.linear(*single)
+        expected.square().sum().backward()
+        whole, cuts = [Replicate()], (Replicate(), Shard(0), Shard(1))
+        for sizes, repeat in (((2, 2), 1), ((2, 2, 1), 2)):
+            mesh = init_device_mesh("cpu", sizes)
+            for cut in itertools.product(cuts, repeat=repeat):
+                fused = [*whole * repeat, InterleavedShard(0, (2, 1, 1))]
+                ours = [
+                    distribute_tensor(x, mesh, [*cut, *whole]),
+                    *(distribute_tensor(p, mesh, fused) for p in (weight, bias)),
+                ]
+                for each in ours:
+                    each.requires_grad_(repeat == 1)  # On three mesh dimensions, torch takes minutes to plan the gradients.
+                result = F.linear(*ours)
+                assert result.placements == (*cut, InterleavedShard(2, (2, 1, 1))), result.placements
+                torch.testing.assert_close(result.full_tensor(), expected)
+                if repeat == 1:
+                    result.square().sum().backward()
+                    for one, other in zip(ours, single):
+                        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
 
     @ranks(2)
     def test_redistribution_knows_equal_ownership():

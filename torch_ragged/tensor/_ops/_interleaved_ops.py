@@ -256,20 +256,27 @@ def _reshaped(call: OpCall, spec: Spec, shape: Sequence[int]) -> Sharding:
         shift = len(shape) - len(spec.shape)
         if any(_cuts(p, d) and shape[d + shift] != spec.shape[d] for p in spec.placements for d in range(len(spec.shape))):
             raise NoLocalWay("expansion of a dimension that is cut")
-        placements = [_moved(p, p.dim + shift) if p.is_shard() else p for p in spec.placements]  # type: ignore[attr-defined]
+        placements = [_moved(p, p.dim + shift) if _is_cut(p) else p for p in spec.placements]  # type: ignore[attr-defined]
         make: Callable[..., Any] = torch.Tensor.expand
+        sizes = _local_sizes(placements, shape, spec)
     else:
-        placements = [_follow(p, spec.shape, shape, ranks) for p, ranks in zip(spec.placements, tuple(spec.mesh.shape))]
+        left = list(spec.shape)  # Sizes on a rank, after the mesh dimensions so far: each one cuts what those before it leave.
+        for placement, ranks in zip(spec.placements, tuple(spec.mesh.shape)):
+            placements.append(_follow(placement, left, sizes, ranks))
+            if _is_cut(placement):
+                left[placement.dim] //= ranks  # type: ignore[attr-defined]
+                sizes[placements[-1].dim] //= ranks
         make = torch.Tensor.view
-    before = [p.dim for p in spec.placements if p.is_shard()]  # type: ignore[attr-defined]
-    dims = [p.dim for p in placements if p.is_shard()]  # type: ignore[attr-defined]
-    if len({*dims}) < len(dims) or (len({*before}) < len(before) and tuple(shape) != tuple(spec.shape)):
-        raise NoLocalWay(f"a view as {tuple(shape)} would put the cuts of two mesh dimensions into one dimension")
-    for placement, ranks in zip(placements, tuple(spec.mesh.shape)):
-        if placement.is_shard():
-            if sizes[placement.dim] % ranks:  # type: ignore[attr-defined]
-                raise NoLocalWay(f"{placement} does not cut {tuple(shape)} evenly")
-            sizes[placement.dim] //= ranks  # type: ignore[attr-defined]
+        # Beside another cut of its dimension, a shard that became segments is torch's strided one.
+        dims = [p.dim for p in placements if _is_cut(p)]  # type: ignore[attr-defined]
+        for i, (old, new) in enumerate(zip(spec.placements, placements)):
+            if isinstance(new, InterleavedShard) and not isinstance(old, InterleavedShard) and dims.count(new.dim) > 1:
+                placements[i] = _StridedShard(new.dim, split_factor=len(new.ratios))
+    for each in (spec.placements, placements):
+        dims = [p.dim for p in each if _is_cut(p)]  # type: ignore[attr-defined]
+        is_same = each is spec.placements and tuple(shape) == tuple(spec.shape)
+        if any(dims.count(p.dim) > 1 for p in each if isinstance(p, InterleavedShard)) and not is_same:
+            raise NoLocalWay(f"a view as {tuple(shape)} would put the cuts of two mesh dimensions into one dimension")
 
     def run(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return make(local, sizes)
@@ -277,7 +284,28 @@ def _reshaped(call: OpCall, spec: Spec, shape: Sequence[int]) -> Sharding:
     return Sharding([(spec.placements, None)], tuple(placements), run)
 
 
+def _is_cut(placement: Placement) -> bool:
+    return isinstance(placement, _StridedShard) or placement.is_shard()
+
+
+def _local_sizes(placements: Sequence[Placement], shape: Sequence[int], spec: Spec) -> list[int]:
+    """The sizes on each rank.
+
+    Raises:
+        NoLocalWay: they differ.
+    """
+    sizes = list(shape)
+    for placement, ranks in zip(placements, tuple(spec.mesh.shape)):
+        if _is_cut(placement):
+            if sizes[placement.dim] % ranks:  # type: ignore[attr-defined]
+                raise NoLocalWay(f"{placement} does not cut {tuple(shape)} evenly")
+            sizes[placement.dim] //= ranks  # type: ignore[attr-defined]
+    return sizes
+
+
 def _moved(placement: Any, dim: int) -> Placement:
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
     return placement.move_to(dim) if isinstance(placement, InterleavedShard) else Shard(dim)
 
 
@@ -289,11 +317,12 @@ def _follow(placement: Any, before: Sequence[int], after: Sequence[int], ranks: 
     Raises:
         NoLocalWay: no dimension of the new shape has these segments.
     """
-    if not placement.is_shard():
+    if not _is_cut(placement):
         return placement
-    if isinstance(placement, _StridedShard):
-        raise NoLocalWay("a strided shard beside an interleaved one")
+    is_strided = isinstance(placement, _StridedShard)
     ratios: _Segments = placement.ratios if isinstance(placement, InterleavedShard) else (1,)
+    if is_strided:  # Equal segments.
+        ratios = (1,) * int(placement.split_factor)
     outer, size = math.prod(before[: placement.dim]), before[placement.dim]
     numel = math.prod(before)
     if not numel or outer * len(ratios) > _MOST_OF_A_VIEW * max(math.prod(after[:-1]), 1):
@@ -306,9 +335,9 @@ def _follow(placement: Any, before: Sequence[int], after: Sequence[int], ranks: 
         found = _segments_of(pattern, outer, math.prod(after[:dim]), math.prod(after[dim + 1 :]))
         if found is None or after[dim] == 1 or len(found) > _MOST_OF_A_VIEW or any(segment % ranks for segment in found):
             continue
-        if len(found) == 1 and isinstance(placement, Shard):
+        if len(found) == 1 and not isinstance(placement, InterleavedShard):
             return Shard(dim)
-        return InterleavedShard(dim, found)
+        return _StridedShard(dim, split_factor=len(found)) if is_strided else InterleavedShard(dim, found)
     raise NoLocalWay(f"a view as {tuple(after)} would cut across the segments of {placement}")
 
 
