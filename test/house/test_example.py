@@ -35,6 +35,7 @@ def run_example(ranks, *arguments, file="train_moe.py"):
 
 
 class ExampleTest(unittest.TestCase):
+    @pytest.mark.slow
     def test_resume_on_other_ranks_continues_the_curve(self):
         with tempfile.TemporaryDirectory() as folder:
             out, data = Path(folder), Path(folder) / "data"

@@ -525,6 +525,7 @@ class TransferPlanTest(unittest.TestCase):
             for pipe in pipes.values():
                 pipe.send("end")
 
+    @pytest.mark.slow
     def test_the_page_of_the_documentation_runs(self):
         (picture,) = run_page("moving_weights.md")
         page = (pathlib.Path(__file__).parents[2] / "docs/moving_weights.md").read_text()
