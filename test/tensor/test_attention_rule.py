@@ -1,16 +1,19 @@
 """The sharding of CPU attention with fewer heads of keys than of queries: heads are cut where both counts divide."""
 
+import itertools
 import unittest
 
 import torch
 import torch.nn.functional as F
 from common import fake_group, ranks
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import torch_ragged  # noqa: F401  (It registers the rule.)
 from torch_ragged._register._spmd import compute_as_one_device, compute_as_torch
+from torch_ragged.spmd import Plan, parallelize
 from torch_ragged.tensor._plain_ops import plain_handlers
 
 
@@ -77,6 +80,28 @@ class AttentionRuleTest(unittest.TestCase):
             self.addCleanup(compute_as_torch)
             found = plain_handlers()[op](op, (*given, 0.0, True), {})[0]
         self.assertEqual((found.placements, found.to_local().shape), ((Replicate(),), (2, 4, 8, 8)))
+
+    @ranks(4)
+    def test_after_parallelize_positions_may_be_cut_and_the_mask_follows_the_rows():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize(nn.Linear(1, 1), Plan().default(Replicate()), mesh)  # It switches this on.
+        torch.manual_seed(0)
+        x, mask = torch.randn(2, 6, 16, dtype=torch.float64), torch.rand(2, 1, 6, 6).bernoulli().bool() | torch.eye(6).bool()
+
+        def attention(x, mask):
+            q = x.unflatten(-1, (4, 4)).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=mask).transpose(1, 2).contiguous().view(x.shape)
+
+        for cuts in itertools.product((Replicate(), Shard(0), Shard(1), Shard(2)), repeat=2):
+            for given in (None, mask, distribute_tensor(mask, mesh, [Replicate(), Shard(0)])):
+                single, ours = x.clone().requires_grad_(), distribute_tensor(x, mesh, cuts).requires_grad_()
+                expected = attention(single, mask if given is not None else None)
+                for _ in range(2):  # What the dispatcher keeps of the first call does not change the second.
+                    found = attention(ours, given)
+                torch.testing.assert_close(found.full_tensor(), expected)
+                found.square().sum().backward()
+                expected.square().sum().backward()
+                torch.testing.assert_close(ours.grad.full_tensor(), single.grad)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,8 @@ class _AllOps:
 
     def propagate(self, torchs: Callable[..., Any], op: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
         """The sharding of an op by ``torchs`` function; or the op's results, if that has none."""
+        if op is _aten.cat.default and (tensors := _without_empty(args[0])) is not None:
+            return op(tensors, *args[1:], **kwargs)
         try:
             sharding = torchs(op, args, kwargs, op_info, try_cache)
         except Exception as error:
@@ -129,6 +131,13 @@ def needs_whole_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], shardi
     if needs and not is_pending:
         _log(op)
     return needs and not is_pending
+
+
+def _without_empty(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """What ``cat`` joins: it skips a 1-D tensor without elements among others. A cache of keys begins with one, which no
+    dimension of the others can cut. None: there is none."""
+    rest = [tensor for tensor in tensors if tensor.ndim != 1 or tensor.shape[0]]
+    return rest if len(rest) < len(tensors) and rest and rest[0].ndim > 1 else None
 
 
 @functools.cache
@@ -173,7 +182,8 @@ def _attention_by_rows(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
     """Context parallelism: a rank computes its rows of the queries, with all keys and values.
 
     A causal mask is one for the rows of this rank: the kernel itself would count them from 0. A mask is cut as the queries
-    are: DTensor redistributes no tensor that is passed by keyword.
+    are: DTensor redistributes no tensor that is passed by keyword. What the rule redistributes is done here, because DTensor
+    would give the result the strides of queries before it.
     """
     is_backward = len(args) > 5  # Its first argument is the gradient of the output.
     query, key = args[is_backward : is_backward + 2]
@@ -193,15 +203,30 @@ def _attention_by_rows(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
     if cut and len(args) > causal and args[causal]:
         arguments[causal] = False
         kwargs = {**kwargs, "attn_mask": _causal_mask(query, key.shape[2], cut)}
-    elif isinstance(mask := kwargs.get("attn_mask"), DTensor):
-        kwargs = {**kwargs, "attn_mask": _placed(mask, tuple([_of_mask(each, mask.shape) for each in query.placements]))}
+    else:
+        kwargs = _with_mask_of(query, kwargs)
+    sharding = _sharding_of(op, tuple(arguments), kwargs).output_sharding
+    assert sharding is not None
+    if sharding.needs_redistribute:
+        for index, (tensor, spec) in enumerate(zip(arguments, sharding.redistribute_schema.args_schema)):  # type: ignore[union-attr]
+            if isinstance(tensor, DTensor):
+                arguments[index] = _placed(tensor, spec.placements)  # type: ignore[union-attr]
+        kwargs = _with_mask_of(arguments[is_backward], kwargs)
     return _by_torch(op, tuple(arguments), kwargs)
 
 
-def _of_mask(placement: Placement, shape: torch.Size) -> Placement:
-    """The placement of a mask, whose dimensions may be 1 or be missing, for that of the queries."""
-    dim = placement.dim - 4 + len(shape) if isinstance(placement, Shard) else -1
-    return Shard(dim) if dim >= 0 and shape[dim] > 1 else Replicate()
+def _with_mask_of(query: DTensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords with the mask cut as the queries are. Its dimensions may be 1 or be missing."""
+    mask = kwargs.get("attn_mask")
+    if mask is None:
+        return kwargs
+    if not isinstance(mask, DTensor):
+        mask = DTensor.from_local(mask, query.device_mesh, [Replicate()] * len(query.placements), run_check=False)
+    wanted: list[Placement] = []
+    for placement in query.placements:
+        dim = placement.dim - 4 + mask.ndim if isinstance(placement, Shard) and placement.dim < 3 else -1
+        wanted.append(Shard(dim) if dim >= 0 and mask.shape[dim] > 1 else Replicate())
+    return {**kwargs, "attn_mask": _placed(mask, tuple(wanted))}
 
 
 def _causal_mask(query: DTensor, columns: int, cut: Sequence[int]) -> DTensor:
@@ -316,11 +341,16 @@ def _of_extension(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     return NotImplemented
 
 
+def _sharding_of(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the dispatcher knows of a call, after torch's rule was asked."""
+    op_info = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs)
+    DTensor._op_dispatcher.sharding_propagator.propagate(op_info)
+    return op_info
+
+
 def _by_torch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The op by torch's own rule, without its handler."""
-    dispatcher = DTensor._op_dispatcher
-    op_info = dispatcher.unwrap_to_op_info(op, args, kwargs)
-    dispatcher.sharding_propagator.propagate(op_info)
+    dispatcher, op_info = DTensor._op_dispatcher, _sharding_of(op, args, kwargs)
     sharding = op_info.output_sharding
     assert sharding is not None
     local = dispatcher._dispatch_get_local_results_slow_path(op, args, op_info)

@@ -57,8 +57,9 @@ def _strategy(outputs: int, inputs: int, schema: OpSchema) -> OpStrategy:
             dim = placement.dim - 4 + mask_spec.ndim if isinstance(placement, Shard) else -1
             choice.append(Shard(dim) if dim >= 0 and mask_spec.shape[dim] > 1 else whole)
     found = expand_to_full_mesh_op_strategy(mesh, schema, choices, input_index=outputs)
-    if mask_spec is not None:  # DTensor redistributes no tensor that is passed by keyword.
-        found.strategies = [each for each in found.strategies if each.input_specs[-1].placements == mask_spec.placements]  # type: ignore[index]
+    if mask_spec is not None:  # DTensor redistributes no tensor that is passed by keyword; under a plan, its handler does.
+        fitting = [each for each in found.strategies if each.input_specs[-1].placements == mask_spec.placements]  # type: ignore[index]
+        found.strategies = fitting or found.strategies
     if key.shape[1] != query.shape[1]:  # If heads are cut unevenly, ranks would hold queries of other heads than keys.
         heads = math.gcd(query.shape[1], key.shape[1])
         found.strategies = [each for each in found.strategies if heads % _ranks_of_heads(each) == 0]
