@@ -1,4 +1,4 @@
-"""Ranks for tests: a pool of processes that stays up between tests, with a fresh gloo group for each call."""
+"""Ranks for tests: a pool of processes that stays up between tests, with a fresh group for each call (see ``tested_device``)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tested_device import init_ranks
 from torch.distributed.tensor import debug
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -49,7 +50,7 @@ def _worker(rank: int, pipe: Connection) -> None:
         function, arguments, size, store = task
         try:
             client = dist.TCPStore("127.0.0.1", store, is_master=False, timeout=_TIMEOUT)
-            dist.init_process_group("gloo", store=client, rank=rank, world_size=size, timeout=_TIMEOUT)
+            init_ranks(client, rank, size, _TIMEOUT)
             del client
             dist.barrier()  # Or a function without a collective ends while another rank is still connecting.
             torch.manual_seed(0)
@@ -165,7 +166,7 @@ def _mortal(
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=seconds)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    init_ranks(store, rank, size, limit)
     torch.manual_seed(0)
     try:
         answer = (True, function(*arguments))

@@ -1,0 +1,83 @@
+/* What the stand-ins share: streams and their operations, device memory, and where a call comes from.
+ *
+ * libcudart.so.13 has the streams and the memory. libnccl.so.2 and the operators of torch launch work on these streams.
+ */
+#ifndef REHEARSAL_DEVICE_H
+#define REHEARSAL_DEVICE_H
+
+#include <cuda_runtime_api.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What an operation's function returns. */
+enum {
+    REHEARSAL_DONE = 0,
+    REHEARSAL_BLOCKED = 1, /* Another rank is not there yet: call again. */
+    REHEARSAL_FAILED = 2   /* It has called rehearsal_fail(). */
+};
+
+/* Memory that an operation reads or writes. */
+typedef struct {
+    const void *at;
+    size_t nbytes;
+    int is_write;
+} rehearsal_access;
+
+typedef int (*rehearsal_run)(void *argument);
+typedef void (*rehearsal_drop)(void *argument);
+
+/* Put an operation behind the work that the stream holds now. ``run`` is called when the stream reaches it; ``drop`` when the
+ * operation is complete. ``waits_for_peers``: ``run`` may return REHEARSAL_BLOCKED. Returns the operation's number in the stream. */
+uint64_t rehearsal_launch(cudaStream_t stream, const char *name, rehearsal_run run, rehearsal_drop drop, void *argument,
+                          const rehearsal_access *accesses, size_t count, int waits_for_peers);
+
+/* The stream itself, for a handle that may be the default stream of the current device. */
+cudaStream_t rehearsal_stream(cudaStream_t handle);
+
+/* Run the stream's operations up to ``number``, and what they wait for. */
+cudaError_t rehearsal_run_until(cudaStream_t stream, uint64_t number);
+
+/* All later calls that wait fail, and give this text as the error's. */
+void rehearsal_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* The file descriptor of this process's device memory, and the offset of an address in it; -1 if it is not device memory, or if
+ * the allocation ends before ``nbytes``. */
+int rehearsal_memory_file(void);
+int64_t rehearsal_offset(const void *at, size_t nbytes);
+
+/* The device memory of another process, or NULL. */
+char *rehearsal_peer_memory(int process, int file);
+
+/* An operation of this process that another rank waits for. A library that talks to other ranks sets ``find``: it fills in the
+ * stream and the operation's number, and returns 0 if there is none. */
+typedef int (*rehearsal_demand)(cudaStream_t *stream, uint64_t *number);
+void rehearsal_on_demand(rehearsal_demand find);
+
+/* Where the program is: a text that lives as long as the process. ``set`` gives the function that finds it. */
+typedef const char *(*rehearsal_site)(void);
+void rehearsal_set_site(rehearsal_site find);
+const char *rehearsal_where(void);
+
+/* Counts since the last reset, in the order of rehearsal_counter_names. */
+enum {
+    REHEARSAL_LAUNCHES,
+    REHEARSAL_COPIES,
+    REHEARSAL_RECORDS,
+    REHEARSAL_WAITS,
+    REHEARSAL_SYNCHRONIZATIONS,
+    REHEARSAL_MALLOCS,
+    REHEARSAL_FREES,
+    REHEARSAL_COLLECTIVES,
+    REHEARSAL_COUNTERS
+};
+void rehearsal_count(int counter);
+void rehearsal_counts(uint64_t *counts, int reset);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,53 @@
+"""Gives torch's operators on "cuda" tensors the kernels of the CPU, when torch is imported in a rehearsal.
+
+It does not replace what launches nothing: allocation, views, copies by memcpy, streams and events stay torch's own.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+BUILD = Path(__file__).parent / "build"
+
+KEPT = frozenset(
+    "empty.memory_format empty_strided resize_ set_ set_.source_Tensor set_.source_Storage_storage_offset "
+    "set_.source_Storage is_set_to is_pinned _pin_memory record_stream _local_scalar_dense _copy_from "
+    "_copy_from_and_resize _efficientzerotensor _has_same_storage_numel copy_ _fused_sdp_choice resize_as_ "
+    "_record_function_enter _storage_size".split()
+)
+"""Operators whose CUDA kernels launch nothing, or that have a kernel of their own in operators.cpp."""
+
+
+def is_view(schema: torch._C.FunctionSchema) -> bool:
+    """Whether an output shares the memory of an input that the operator does not write."""
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+
+
+def replaced() -> list[str]:
+    """The operators of ATen that get the kernel of the CPU, of those with a kernel for CUDA."""
+    names = []
+    for full in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
+        namespace, _, name = full.partition("::")
+        operator, _, overload = name.partition(".")
+        if namespace != "aten" or name in KEPT or "nested" in name or "sparse" in name:
+            continue
+        schema = torch._C._get_schema(full.partition(".")[0], overload)
+        if not is_view(schema) and torch._C._dispatch_has_computed_kernel_for_dispatch_key(full, "CPU"):
+            names.append(name)
+    return names
+
+
+def install() -> None:
+    """Replace the kernels. Called once per process, after torch is imported."""
+    if str(BUILD / "libcudart") not in os.environ.get("LD_PRELOAD", ""):
+        return
+    torch.ops.load_library(BUILD / "operators.so")
+    torch.ops.rehearsal.install(replaced())
+    # The libraries behind these do not run here: torch then uses operators that the CPU has too.
+    torch.backends.cudnn.enabled = False
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
