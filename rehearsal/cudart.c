@@ -199,6 +199,10 @@ cudaError_t cudaFree(void *at)
     rehearsal_count(REHEARSAL_FREES);
     cudaError_t error = run_all(); /* cudaFree waits for the device. */
     check_host_waits(NULL, NULL);
+    size_t nbytes;
+    void *base = allocation_base(at, &nbytes);
+    if (base)
+        check_forget(base, nbytes);
     if (error == cudaSuccess)
         error = device_free(at);
     unlock();

@@ -62,6 +62,11 @@ typedef const char *(*rehearsal_site)(void);
 void rehearsal_set_site(rehearsal_site find);
 const char *rehearsal_where(void);
 
+/* What torch's caching allocator does with device memory, for the sanitizer's reports; and the number of its reports. */
+void rehearsal_note_allocation(void *at, size_t nbytes, const char *site);
+void rehearsal_note_free(void *at, const char *site);
+uint64_t rehearsal_reports(void);
+
 /* Counts since the last reset, in the order of rehearsal_counter_names. */
 enum {
     REHEARSAL_LAUNCHES,

@@ -59,6 +59,8 @@ cudaError_t run_until(cudaStream_t stream, uint64_t number);
 cudaError_t run_all(void);
 bool poll_until(cudaStream_t stream, uint64_t number, unsigned *queries);
 const char *failure(void);
+void fail_locked(const char *text);
+cudaStream_t all_streams(void);
 
 /* memory.c */
 cudaError_t device_malloc(void **at, size_t nbytes, int device);
@@ -76,7 +78,7 @@ void check_launch(cudaStream_t stream, const operation *launched, const rehearsa
 void check_record(cudaStream_t stream, marker *moment);
 void check_wait(cudaStream_t stream, const marker *moment);
 void check_host_waits(cudaStream_t stream, const marker *moment);
-void check_host_access(const char *name, const char *site, const void *at, size_t nbytes, int is_write);
+void check_forget(void *at, size_t nbytes);
 void check_free_clock(struct clock *clock);
 
 extern __thread int current_device;

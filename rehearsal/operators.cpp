@@ -15,6 +15,7 @@
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/native/Resize.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/Exceptions.h>
@@ -449,6 +450,17 @@ at::Tensor& copy_(c10::DispatchKeySet keys, at::Tensor& self, const at::Tensor& 
   return self;
 }
 
+// The allocator's lock is held: no lock that another thread holds while it allocates may be taken here, as Python's.
+void note_allocation(const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
+  using Entry = c10::cuda::CUDACachingAllocator::TraceEntry;
+  auto* at = reinterpret_cast<void*>(entry.addr_); // NOLINT
+  const char* site = PyGILState_Check() ? find_site() : "(a thread without Python)";
+  if (entry.action_ == Entry::ALLOC)
+    rehearsal_note_allocation(at, entry.size_, site);
+  else if (entry.action_ == Entry::FREE_REQUESTED)
+    rehearsal_note_free(at, site);
+}
+
 std::vector<std::unique_ptr<torch::Library>> libraries;
 
 // That kernels are overridden is what this file is for.
@@ -460,6 +472,9 @@ int64_t install(c10::List<std::string> names) {
   Silent silent;
   c10::WarningUtils::WarningHandlerGuard guard(&silent);
   rehearsal_set_site(find_site);
+  const char* check = std::getenv("REHEARSAL_CHECK");
+  if (check != nullptr && std::string(check) != "off")
+    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(note_allocation);
   libraries.push_back(std::make_unique<torch::Library>(
       torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__));
   torch::Library& library = *libraries.back();
@@ -487,6 +502,7 @@ TORCH_LIBRARY(rehearsal, m) {
   m.def("install(str[] names) -> int", install);
   m.def("synchronous_calls() -> Dict(str, int)", synchronous_calls);
   m.def("counts(bool reset) -> int[]", counts);
+  m.def("reports() -> int", [] { return static_cast<int64_t>(rehearsal_reports()); });
 }
 
 } // namespace

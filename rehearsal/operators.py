@@ -40,12 +40,37 @@ def replaced() -> list[str]:
     return names
 
 
+def rms_norm_backward(
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    shape: list[int],
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    output_mask: list[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The backward of a fused RMSNorm, which the CPU does not have: several operators instead of one kernel."""
+    wide = grad.to(rstd.dtype)
+    normalized = input.to(rstd.dtype) * rstd
+    scaled = wide if weight is None else wide * weight
+    dims = list(range(input.dim() - len(shape), input.dim()))
+    grad_input = rstd * (scaled - normalized * (scaled * normalized).mean(dims, keepdim=True))
+    grad_weight = (wide * normalized).sum(list(range(dims[0]))) if output_mask[1] and weight is not None else None
+    return (
+        grad_input.to(input.dtype) if output_mask[0] else None,
+        None if grad_weight is None or weight is None else grad_weight.to(weight.dtype),
+    )
+
+
+_library = torch.library.Library("aten", "IMPL")
+
+
 def install() -> None:
     """Replace the kernels. Called once per process, after torch is imported."""
     if str(BUILD / "libcudart") not in os.environ.get("LD_PRELOAD", ""):
         return
     torch.ops.load_library(BUILD / "operators.so")
     torch.ops.rehearsal.install(replaced())
+    _library.impl("_fused_rms_norm_backward", rms_norm_backward, "CUDA")
     # The libraries behind these do not run here: torch then uses operators that the CPU has too.
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_flash_sdp(False)

@@ -31,7 +31,7 @@ static char failure_text[8192];
 static rehearsal_demand find_demand;
 static rehearsal_site find_site;
 static uint64_t counters[REHEARSAL_COUNTERS];
-static volatile uint64_t calls; /* The helper sees by it whether the host is idle. */
+static volatile uint64_t calls; /* Of threads that launch: the helper sees by it whether the host is idle. */
 static __thread bool has_launched, is_executing;
 __thread int current_device;
 
@@ -52,7 +52,7 @@ __attribute__((constructor)) static void configure(void)
 void lock(void)
 {
     pthread_mutex_lock(&mutex);
-    calls++;
+    calls += has_launched;
 }
 
 void unlock(void) { pthread_mutex_unlock(&mutex); }
@@ -90,13 +90,20 @@ void rehearsal_fail(const char *format, ...)
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
     pthread_mutex_lock(&mutex);
+    fail_locked(text);
+    pthread_mutex_unlock(&mutex);
+}
+
+void fail_locked(const char *text)
+{
     if (!failure_text[0]) {
-        memcpy(failure_text, text, sizeof text);
+        snprintf(failure_text, sizeof failure_text, "%s", text);
         fprintf(stderr, "rehearsed: %s\n", text);
     }
     pthread_cond_broadcast(&changed);
-    pthread_mutex_unlock(&mutex);
 }
+
+cudaStream_t all_streams(void) { return streams; }
 
 const char *failure(void) { return failure_text[0] ? failure_text : NULL; }
 
@@ -295,20 +302,24 @@ cudaError_t rehearsal_run_until(cudaStream_t stream, uint64_t number)
     return result;
 }
 
-/* The helper: another rank may wait for a collective of this one while this one's host waits elsewhere, in a store or in gloo. */
+/* The helper. Another rank may wait for a collective of this one while this one's host waits elsewhere, in a store or in gloo. And
+ * nothing is late for ever: a watchdog would end the process. */
 static void *help(void *unused)
 {
     uint64_t seen = 0;
-    for (;;) {
+    for (unsigned idle = 0;;) {
         usleep(20000);
         pthread_mutex_lock(&mutex);
-        if (calls == seen && !is_running && !failure())
+        idle = calls == seen && !is_running && !failure() ? idle + 1 : 0;
+        if (idle)
             for (int i = 0; i < 64 && (order == EARLY ? run_early() : run_demanded()) == REHEARSAL_DONE; i++)
                 ;
+        if (idle >= 500)
+            run_early();
         seen = calls;
         pthread_mutex_unlock(&mutex);
     }
-    return NULL;
+    return unused;
 }
 
 void rehearsal_on_demand(rehearsal_demand find)

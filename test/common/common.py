@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tested_device import init_ranks
+from tested_device import init_ranks, on_cpu
 from torch.distributed.tensor import debug
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -54,7 +54,7 @@ def _worker(rank: int, pipe: Connection) -> None:
             del client
             dist.barrier()  # Or a function without a collective ends while another rank is still connecting.
             torch.manual_seed(0)
-            answer = (True, function(*arguments))
+            answer = (True, on_cpu(function(*arguments)))
         except BaseException:  # Any error: the test waits for this rank's answer.
             answer = (False, f"rank {rank} of {size}:\n{traceback.format_exc()}")
         finally:
@@ -169,7 +169,7 @@ def _mortal(
     init_ranks(store, rank, size, limit)
     torch.manual_seed(0)
     try:
-        answer = (True, function(*arguments))
+        answer = (True, on_cpu(function(*arguments)))
     except BaseException:
         answer = (False, traceback.format_exc())
     pipe.send(answer)

@@ -27,6 +27,15 @@ def init_ranks(store: dist.Store, rank: int, size: int, timeout: datetime.timede
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
+def on_cpu(value: Any) -> Any:
+    """What a rank returns, with its tensors on the CPU: a tensor on a device cannot leave its process."""
+    if isinstance(value, torch.Tensor):
+        return value if DEVICE == "cpu" else value.cpu()
+    if type(value) in (list, tuple):
+        return type(value)(map(on_cpu, value))
+    return {key: on_cpu(each) for key, each in value.items()} if type(value) is dict else value
+
+
 def _use_device(rank: int) -> None:
     torch.get_device_module(DEVICE).set_device(rank)
     torch.set_default_device(torch.device(DEVICE, rank))
