@@ -14,13 +14,13 @@ from rehearsal.build import BUILD, HERE
 LIBRARIES = ("libcudart.so.13", "libcuda.so.1", "libnccl.so.2")
 
 
-def environment(order: str = "late", seed: int = 0, check: bool = False, devices: int = 8) -> dict[str, str]:
+def environment(order: str = "late", seed: int = 0, check: str = "off", devices: int = 8) -> dict[str, str]:
     """The variables of a rehearsal.
 
     Args:
         order: when pending work of streams runs: ``"late"``, ``"early"`` or ``"random"``.
         seed: of the random order.
-        check: report accesses of memory that no event orders.
+        check: what the sanitizer does with accesses that no event orders: ``"off"``, ``"report"`` or ``"fail"``.
         devices: the number of GPUs that the process sees.
     """
     missing = [name for name in LIBRARIES if not (BUILD / name).exists()]
@@ -32,7 +32,7 @@ def environment(order: str = "late", seed: int = 0, check: bool = False, devices
         "PYTHONPATH": os.pathsep.join(path),
         "REHEARSAL_ORDER": order,
         "REHEARSAL_SEED": str(seed),
-        "REHEARSAL_CHECK": str(int(check)),
+        "REHEARSAL_CHECK": check,
         "REHEARSAL_DEVICES": str(devices),
         "TORCH_RAGGED_TEST_DEVICE": "cuda",
         "TORCH_RAGGED_KERNELS": "torch",  # Triton's kernels need the GPU itself.
@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rehearsal", description=__doc__)
     parser.add_argument("--order", choices=("late", "early", "random"), default="late")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--check", action="store_true", help="report accesses of memory that no event orders")
+    parser.add_argument("--check", choices=("off", "report", "fail"), default="off", help="accesses that no event orders")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="after --")
     arguments = parser.parse_args()

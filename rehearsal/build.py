@@ -50,8 +50,12 @@ def main() -> None:
         + ["-o", str(BUILD / "operators.so"), str(HERE / "operators.cpp"), f"-L{torch / 'lib'}"]
         + [*(f"-l{name}" for name in linked), runtime],
     ]
+    newest = max(path.stat().st_mtime for path in HERE.glob("*.h"))
     for command in commands:
-        subprocess.run(command, check=True)
+        target = Path(command[command.index("-o") + 1])
+        sources_of = [Path(each) for each in command if each.endswith((".c", ".cpp"))]
+        if not target.exists() or target.stat().st_mtime < max([newest, *(each.stat().st_mtime for each in sources_of)]):
+            subprocess.run(command, check=True)
     # torch imports what the installed packages name as its backends. The folder is on the path in a rehearsal only.
     package = BUILD / "rehearsal.egg-info"
     package.mkdir(exist_ok=True)

@@ -451,6 +451,7 @@ cudaError_t cudaStreamQuery(cudaStream_t handle)
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned flags)
 {
     lock();
+    rehearsal_count(REHEARSAL_WAITS);
     if (event->marker)
         wait_marker(stream_of(handle), event->marker);
     unlock();
@@ -537,6 +538,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle)
     lock();
     drop_marker(event->marker);
     event->marker = NULL; /* What runs in record() must not see the old one. */
+    rehearsal_count(REHEARSAL_RECORDS);
     event->marker = record(stream_of(handle));
     event->queries = 0;
     unlock();

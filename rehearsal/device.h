@@ -41,6 +41,11 @@ cudaStream_t rehearsal_stream(cudaStream_t handle);
 /* Run the stream's operations up to ``number``, and what they wait for. */
 cudaError_t rehearsal_run_until(cudaStream_t stream, uint64_t number);
 
+/* A moment of a stream, which another stream waits for: events that no counter counts. */
+void *rehearsal_mark(cudaStream_t stream);
+void rehearsal_order_behind(cudaStream_t stream, void *mark);
+void rehearsal_drop_mark(void *mark);
+
 /* All later calls that wait fail, and give this text as the error's. */
 void rehearsal_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 

@@ -77,6 +77,8 @@ struct ncclComm {
     uint64_t sent[MAX_RANKS], received[MAX_RANKS]; /* Messages that this rank has issued. */
     cudaStream_t stream_of[RING];                  /* Of collectives that this rank has issued; with their numbers there. */
     uint64_t number_of[RING];
+    cudaStream_t last_stream;                      /* Of its last operation. */
+    void *last_mark;                               /* After it. */
     struct exchange *exchanges; /* Grouped sends and receives that have not run. */
     _Atomic bool is_aborted;
     double scalars[64]; /* Of ncclRedOpCreatePreMulSum. */
@@ -648,6 +650,21 @@ static ncclResult_t check(ncclComm_t comm, enum kind kind, const void *at, size_
     return ncclSuccess;
 }
 
+/* An operation on another stream than the last one waits for that: so does NCCL (comm->lastStream in its ncclLaunchPrepare). */
+static void begin_launch(ncclComm_t comm, cudaStream_t stream)
+{
+    if (comm->last_mark && comm->last_stream != stream)
+        rehearsal_order_behind(stream, comm->last_mark);
+}
+
+static void end_launch(ncclComm_t comm, cudaStream_t stream)
+{
+    if (comm->last_mark)
+        rehearsal_drop_mark(comm->last_mark);
+    comm->last_mark = rehearsal_mark(stream);
+    comm->last_stream = stream;
+}
+
 static ncclResult_t issue(enum kind kind, const void *input, size_t inputs, void *output, size_t outputs, size_t count,
                           ncclDataType_t dtype, int op, int root, ncclComm_t comm, cudaStream_t stream)
 {
@@ -677,8 +694,10 @@ static ncclResult_t issue(enum kind kind, const void *input, size_t inputs, void
     rehearsal_access accesses[2] = {{input, inputs * size_of(dtype), 0}, {output, outputs * size_of(dtype), 1}};
     comm->stream_of[number % RING] = stream = rehearsal_stream(stream);
     comm->number_of[number % RING] = UINT64_MAX; /* Until it is known; find_demanded() runs in between only in other threads. */
+    begin_launch(comm, stream);
     comm->number_of[number % RING] =
         rehearsal_launch(stream, kind_names[kind], run_collective, drop_collective, it, accesses, 2, 1);
+    end_launch(comm, stream);
     return ncclSuccess;
 }
 
@@ -782,6 +801,9 @@ ncclResult_t ncclGroupEnd(void)
         it->next = it->comm->exchanges, it->comm->exchanges = it;
         pthread_mutex_unlock(&mutex);
         uint64_t *number = &it->number;
+        ncclComm_t comm = it->comm;
+        cudaStream_t stream = it->stream;
+        begin_launch(comm, stream);
         uint64_t found = rehearsal_launch(it->stream, "ncclSend/ncclRecv", run_exchange, drop_exchange, it, accesses, count, 1);
         pthread_mutex_lock(&mutex);
         for (exchange *each = it->comm->exchanges; each; each = each->next)
@@ -789,6 +811,7 @@ ncclResult_t ncclGroupEnd(void)
                 each->number = found;
         pthread_mutex_unlock(&mutex);
         free(accesses);
+        end_launch(comm, stream);
     }
     return ncclSuccess;
 }

@@ -257,6 +257,24 @@ uint64_t next_seed(const std::optional<at::Generator>& given, c10::DeviceIndex d
 
 const std::set<std::string> random_without_generator = {"aten::native_dropout", "aten::_fused_dropout"};
 
+// The allocator's lock is held: no lock that another thread holds while it allocates may be taken here, as Python's.
+void note_allocation(const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
+  using Entry = c10::cuda::CUDACachingAllocator::TraceEntry;
+  auto* at = reinterpret_cast<void*>(entry.addr_); // NOLINT
+  const char* site = PyGILState_Check() ? find_site() : "(a thread without Python)";
+  if (entry.action_ == Entry::ALLOC)
+    rehearsal_note_allocation(at, entry.size_, site);
+  else if (entry.action_ == Entry::FREE_REQUESTED)
+    rehearsal_note_free(at, site);
+}
+
+// When there is an allocator: at the first operation.
+void follow_allocator() {
+  const char* check = std::getenv("REHEARSAL_CHECK");
+  if (check != nullptr && std::string(check) != "off")
+    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(note_allocation);
+}
+
 // --- the kernel of all operators --------------------------------------------------------------------------------------------
 
 std::mutex notes_mutex;
@@ -289,6 +307,8 @@ void run_on_stream(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* st
   if (device.has_value() && device->has_index())
     guard.set_index(device->index());
   c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  static std::once_flag once;
+  std::call_once(once, follow_allocator);
   device = c10::Device(at::kCUDA, stream.device_index());
 
   // What the operation will see. Generators are drawn from now: the order of calls decides, not that of streams.
@@ -450,17 +470,6 @@ at::Tensor& copy_(c10::DispatchKeySet keys, at::Tensor& self, const at::Tensor& 
   return self;
 }
 
-// The allocator's lock is held: no lock that another thread holds while it allocates may be taken here, as Python's.
-void note_allocation(const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
-  using Entry = c10::cuda::CUDACachingAllocator::TraceEntry;
-  auto* at = reinterpret_cast<void*>(entry.addr_); // NOLINT
-  const char* site = PyGILState_Check() ? find_site() : "(a thread without Python)";
-  if (entry.action_ == Entry::ALLOC)
-    rehearsal_note_allocation(at, entry.size_, site);
-  else if (entry.action_ == Entry::FREE_REQUESTED)
-    rehearsal_note_free(at, site);
-}
-
 std::vector<std::unique_ptr<torch::Library>> libraries;
 
 // That kernels are overridden is what this file is for.
@@ -472,9 +481,6 @@ int64_t install(c10::List<std::string> names) {
   Silent silent;
   c10::WarningUtils::WarningHandlerGuard guard(&silent);
   rehearsal_set_site(find_site);
-  const char* check = std::getenv("REHEARSAL_CHECK");
-  if (check != nullptr && std::string(check) != "off")
-    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(note_allocation);
   libraries.push_back(std::make_unique<torch::Library>(
       torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__));
   torch::Library& library = *libraries.back();

@@ -33,6 +33,7 @@ static rehearsal_site find_site;
 static uint64_t counters[REHEARSAL_COUNTERS];
 static volatile uint64_t calls; /* Of threads that launch: the helper sees by it whether the host is idle. */
 static __thread bool has_launched, is_executing;
+static volatile int launching_thread; /* The last one. */
 __thread int current_device;
 
 #define DEVICES 64
@@ -302,6 +303,21 @@ cudaError_t rehearsal_run_until(cudaStream_t stream, uint64_t number)
     return result;
 }
 
+/* Whether the thread that launched last sleeps: it waits for something else than the device. A thread that only has no processor does
+ * not sleep, so a loaded machine does not change the order. */
+static bool host_sleeps(void)
+{
+    char path[64], text[512], *state;
+    snprintf(path, sizeof path, "/proc/self/task/%d/stat", launching_thread);
+    FILE *file = fopen(path, "r");
+    size_t length = file ? fread(text, 1, sizeof text - 1, file) : 0;
+    if (file)
+        fclose(file);
+    text[length] = '\0';
+    state = strrchr(text, ')');
+    return !state || state[2] == 'S'; /* A thread that has ended launches no more. */
+}
+
 /* The helper. Another rank may wait for a collective of this one while this one's host waits elsewhere, in a store or in gloo. And
  * nothing is late for ever: a watchdog would end the process. */
 static void *help(void *unused)
@@ -310,8 +326,8 @@ static void *help(void *unused)
     for (unsigned idle = 0;;) {
         usleep(20000);
         pthread_mutex_lock(&mutex);
-        idle = calls == seen && !is_running && !failure() ? idle + 1 : 0;
-        if (idle)
+        idle = calls == seen && !is_running && !failure() && host_sleeps() ? idle + 1 : 0;
+        if (idle >= 2)
             for (int i = 0; i < 64 && (order == EARLY ? run_early() : run_demanded()) == REHEARSAL_DONE; i++)
                 ;
         if (idle >= 500)
@@ -339,6 +355,8 @@ void rehearsal_on_demand(rehearsal_demand find)
 
 uint64_t enqueue(cudaStream_t stream, operation *new_operation)
 {
+    if (!has_launched || launching_thread != gettid())
+        launching_thread = gettid();
     has_launched = true;
     new_operation->number = ++stream->issued;
     if (stream->tail)
@@ -381,7 +399,6 @@ marker *record(cudaStream_t stream)
     moment->stream = stream, moment->number = stream->issued + 1;
     reached->name = "event", reached->reaches = moment;
     check_record(stream, moment);
-    rehearsal_count(REHEARSAL_RECORDS);
     enqueue(stream, reached);
     return moment;
 }
@@ -389,11 +406,32 @@ marker *record(cudaStream_t stream)
 void wait_marker(cudaStream_t stream, marker *moment)
 {
     check_wait(stream, moment);
-    rehearsal_count(REHEARSAL_WAITS);
     if (moment->is_done)
         return;
     operation *waiting = calloc(1, sizeof *waiting);
     moment->references++;
     waiting->name = "wait", waiting->waits_for = moment;
     enqueue(stream, waiting);
+}
+
+void *rehearsal_mark(cudaStream_t stream)
+{
+    lock();
+    marker *moment = record(stream_of(stream));
+    unlock();
+    return moment;
+}
+
+void rehearsal_order_behind(cudaStream_t stream, void *mark)
+{
+    lock();
+    wait_marker(stream_of(stream), mark);
+    unlock();
+}
+
+void rehearsal_drop_mark(void *mark)
+{
+    lock();
+    drop_marker(mark);
+    unlock();
 }
