@@ -10,12 +10,14 @@ DOCS_READY = $(VENV)/.torch_ragged-docs
 OUT ?= out
 VENVS ?= $(OUT)/venvs
 CLIENTS ?= $(OUT)/clients/venvs
+REHEARSAL ?= $(OUT)/rehearsal
+REHEARSED = test/fsdp/test_fsdp.py test/fsdp/test_fsdp_placements.py test/fsdp/test_fsdp_knobs.py
 PROGRAMS = pipelining accelerate transformers peft lightning trl torchao
 TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 
 MUTANTS = $(if $(ALL),--all,--sample $(or $(SAMPLE),15) --seed $(or $(SEED),0))
 
-.PHONY: demo docs errors test test-all test-gpu fuzz mutants patches upstream matrix clients lint clean
+.PHONY: demo docs errors test test-all test-gpu fuzz mutants patches upstream matrix clients rehearsal rehearse lint clean
 demo: $(DEMO_READY)
 	rm -rf $(OUT)/checkpoint
 	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
@@ -80,6 +82,23 @@ $(CLIENTS)/%/.ready:
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install -r $<
 	$(@D)/bin/python -m pip install -e ".[test]"
+	touch $@
+
+# Torch's CUDA build on stand-ins for the CUDA runtime, NCCL and kernels: no GPU is needed (rehearsal/README.md). The first time,
+# it installs 5 GB. REHEARSAL=path has the environment.
+rehearsal: $(REHEARSAL)/.ready
+	$(REHEARSAL)/bin/python rehearsal/build.py
+
+# The tests of the simulator, and the package's tests on "cuda" tensors and NCCL. ORDER=late, early or random, SEED=0, and
+# CHECK=off, report or fail for accesses of memory that no event orders.
+rehearse: rehearsal
+	$(REHEARSAL)/bin/python -m pytest -q test/rehearsal
+	OMP_NUM_THREADS=1 $(REHEARSAL)/bin/python -m rehearsal --order $(or $(ORDER),late) --seed $(or $(SEED),0) \
+		--check $(or $(CHECK),off) -- python -m pytest -q -m "not slow" $(or $(TESTS),$(REHEARSED))
+
+$(REHEARSAL)/.ready:
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install torch==2.11.0 "nvidia-cuda-crt==13.0.*" numpy pytest hypothesis expecttest
 	touch $@
 
 lint: $(READY)

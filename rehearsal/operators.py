@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ KEPT = frozenset(
     "empty.memory_format empty_strided resize_ set_ set_.source_Tensor set_.source_Storage_storage_offset "
     "set_.source_Storage is_set_to is_pinned _pin_memory record_stream _local_scalar_dense _copy_from "
     "_copy_from_and_resize _efficientzerotensor _has_same_storage_numel copy_ _fused_sdp_choice resize_as_ "
-    "_record_function_enter _storage_size".split()
+    "_record_function_enter _storage_size native_layer_norm_backward".split()
 )
 """Operators whose CUDA kernels launch nothing, or that have a kernel of their own in operators.cpp."""
 
@@ -40,25 +41,37 @@ def replaced() -> list[str]:
     return names
 
 
-def rms_norm_backward(
+def norm_backward(
     grad: torch.Tensor,
     input: torch.Tensor,
     shape: list[int],
+    mean: torch.Tensor | None,
     rstd: torch.Tensor,
     weight: torch.Tensor | None,
-    output_mask: list[bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The backward of a fused RMSNorm, which the CPU does not have: several operators instead of one kernel."""
-    wide = grad.to(rstd.dtype)
-    normalized = input.to(rstd.dtype) * rstd
+    mask: list[bool],
+) -> list[torch.Tensor | None]:
+    """The gradients of the input, the weight and the bias of a LayerNorm, or of an RMSNorm if there is no mean."""
+    wide, dims = grad.to(rstd.dtype), list(range(input.dim() - len(shape), input.dim()))
+    normalized = (input.to(rstd.dtype) if mean is None else input.to(rstd.dtype) - mean) * rstd
     scaled = wide if weight is None else wide * weight
-    dims = list(range(input.dim() - len(shape), input.dim()))
-    grad_input = rstd * (scaled - normalized * (scaled * normalized).mean(dims, keepdim=True))
-    grad_weight = (wide * normalized).sum(list(range(dims[0]))) if output_mask[1] and weight is not None else None
-    return (
-        grad_input.to(input.dtype) if output_mask[0] else None,
-        None if grad_weight is None or weight is None else grad_weight.to(weight.dtype),
-    )
+    inner = scaled - normalized * (scaled * normalized).mean(dims, keepdim=True)
+    if mean is not None:
+        inner = inner - scaled.mean(dims, keepdim=True)
+    outer = list(range(dims[0]))
+    sums = [wide * normalized if mask[1] else None, wide if mask[-1] and mean is not None else None]
+    dtype = input.dtype if weight is None else weight.dtype
+    of_parameters = [None if each is None else (each.sum(outer) if outer else each).to(dtype) for each in sums]
+    return [(rstd * inner).to(input.dtype) if mask[0] else None, *of_parameters]
+
+
+def rms_norm_backward(grad: Any, input: Any, shape: Any, rstd: Any, weight: Any, mask: Any) -> Any:
+    """The CPU has no fused kernel of it."""
+    return tuple(norm_backward(grad, input, shape, None, rstd, weight, mask)[:2])
+
+
+def layer_norm_backward(grad: Any, input: Any, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any) -> Any:
+    """The CPU's kernel does not take statistics that are wider than the input, as those of CUDA's forward are."""
+    return tuple(norm_backward(grad, input, shape, mean, rstd, weight, mask))
 
 
 _library = torch.library.Library("aten", "IMPL")
@@ -71,6 +84,7 @@ def install() -> None:
     torch.ops.load_library(BUILD / "operators.so")
     torch.ops.rehearsal.install(replaced())
     _library.impl("_fused_rms_norm_backward", rms_norm_backward, "CUDA")
+    _library.impl("native_layer_norm_backward", layer_norm_backward, "CUDA")
     # The libraries behind these do not run here: torch then uses operators that the CPU has too.
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_flash_sdp(False)

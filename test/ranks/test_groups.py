@@ -2,6 +2,7 @@
 
 import datetime
 import unittest
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from torch_ragged import transfer
-from torch_ragged._ranks.groups import group_of
+from torch_ragged._ranks.groups import group_of, is_nccl
 from torch_ragged._register._torch import process_groups
 from torch_ragged.fsdp import NeighbourCopies, fully_shard, reshard_to
+from torch_ragged.fsdp.comm._collectives import Reduction, division_of
 
 _CPU = torch.device("cpu")
 
@@ -56,7 +58,27 @@ def wait_for_copies_of_a_rank_that_makes_none():
     return error_of(update) if dist.get_rank() == 0 else ""
 
 
+class BackendPerDevice:
+    """A process group of ``init_process_group()``: gloo for tensors on the CPU, NCCL for those on a GPU."""
+
+    def size(self) -> int:
+        return 4
+
+    def _get_backend(self, device: torch.device) -> mock.Mock:
+        backend = mock.Mock()
+        backend.name.return_value = {"cpu": "gloo", "cuda": "nccl"}[device.type]
+        return backend
+
+
 class GroupsTest(unittest.TestCase):
+    def test_nccl_divides_also_in_a_group_that_has_gloo_beside_it(self):
+        group, gpu, cpu = BackendPerDevice(), torch.device("cuda"), torch.device("cpu")
+        self.assertEqual((is_nccl(group, gpu), is_nccl(group, cpu)), (True, False))
+        output = mock.Mock(device=gpu, dtype=torch.float32)
+        self.assertEqual(division_of(group, output, Reduction()), (dist.ReduceOp.AVG, 1, 1))
+        self.assertEqual(division_of(group, output, Reduction(sum_only=True)), (dist.ReduceOp.SUM, 1, 4))
+        self.assertEqual(division_of(group, torch.zeros(1), Reduction()), (dist.ReduceOp.SUM, 1, 4))
+
     @ranks(4)
     def test_groups_of_fsdp_have_the_timeout_of_the_mesh():
         ranks, rank = [0, 1, 2, 3], dist.get_rank()

@@ -23,6 +23,7 @@ __all__ = [
     "group_name",
     "group_of",
     "is_gloo",
+    "is_nccl",
     "timeout_of",
 ]
 
@@ -39,7 +40,8 @@ _UNUSED_TAG = 1 << 20
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 _is_gloo: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
-"""Asked several times per collective, and slow to find out."""
+_is_nccl: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+"""Both are asked several times per collective, and slow to find out."""
 
 
 def group_of(ranks: Sequence[int], purpose: str = "", parent: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
@@ -86,6 +88,20 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     if found is None:
         gloo = getattr(dist, "ProcessGroupGloo", None)  # Builds of torch without gloo do not have this name.
         found = _is_gloo[group] = gloo is not None and isinstance(backend_of(group, device), gloo)
+    return found
+
+
+def is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether NCCL carries the collectives of ``group`` for tensors on ``device``.
+
+    The name of the group's backend does not tell: a group of ``init_process_group()`` has gloo for the CPU beside it.
+    """
+    if device.type == "cpu":
+        return False
+    found = _is_nccl.get(group)
+    if found is None:
+        name = getattr(backend_of(group, device), "name", None)
+        found = _is_nccl[group] = callable(name) and name() == dist.Backend.NCCL
     return found
 
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from torch_ragged._ranks.agreement import agreement
+from torch_ragged._ranks.groups import is_nccl
 from torch_ragged._register._torch import register_composable
 from torch_ragged.fsdp.comm._choice import Traffic, check_name, choose
 from torch_ragged.fsdp.core._fsdp_api import checks_bools
@@ -433,7 +434,7 @@ class FSDPModule(TorchFSDPModule):
             raise ValueError(f"set_symm_mem_for_comm supports NCCL only, got {backend!r}")
         for group in self._ragged_groups(recurse=False):
             shards = group.dp.shard_group
-            if shards is not None and dist.get_backend(shards) != dist.Backend.NCCL:
+            if shards is not None and not is_nccl(shards, device_of(group.dp.mesh)):
                 raise RuntimeError(f"set_symm_mem_for_comm needs NCCL, the mesh's backend is {dist.get_backend(shards)}")
         self._set_memory_pool(True, is_symmetric=True)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torch_ragged._ranks.agreement import problems_of_ranks
+from torch_ragged._ranks.groups import is_nccl
 from torch_ragged.fsdp.comm._capabilities import problems_of
 from torch_ragged.fsdp.comm._collectives import Collectives, ProcessGroupCollectives
 from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives
@@ -88,10 +89,9 @@ def choose(name: str, group: dist.ProcessGroup, traffic: Traffic) -> Implementat
     device, is_first = traffic.device, group.rank() == 0
     wanted = _AUTO.get(device.type, "nccl") if name == "auto" else name
     if wanted == "nccl":
-        backend = dist.get_backend(group)
-        if name == "nccl" and backend != dist.Backend.NCCL and is_first:
+        if name == "nccl" and not is_nccl(group, device) and is_first:
             text = "set_collectives('nccl'): process group %s has the backend %s, whose collectives are used"
-            _logger.warning(text, group.group_name, backend)
+            _logger.warning(text, group.group_name, dist.get_backend(group))
         return Implementation("nccl", _process_groups)
     # Making an implementation is collective. All ranks make it or none does: the name was agreed on, and problems are equal on
     # all ranks.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged._ranks.agreement import agree
-from torch_ragged._ranks.groups import backend_of, group_of, is_gloo
+from torch_ragged._ranks.groups import backend_of, group_of, is_gloo, is_nccl
 from torch_ragged._ranks.peers import Issued, issued_on, peers_named
 from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp.comm import _gloo
@@ -151,7 +151,7 @@ class ProcessGroupCollectives:
         if group is None or (group.size() == 1 and custom is None):
             torch.div(buffer, reduction.divisor or 1, out=output)
             return done
-        how = division_of(group, output.dtype, reduction)
+        how = division_of(group, output, reduction)
         if how.before > 1:
             buffer.div_(how.before)  # On the current stream: the collective is issued behind it.
         if custom is None and self._over_gloo[group, buffer.device.type]:
@@ -191,7 +191,7 @@ class ProcessGroupCollectives:
         reduction = Reduction(None if reduction.divisor is None else 1.0, reduction.sum_only)
         if self._replicas.size() == 1:
             return done
-        how = division_of(self._replicas, tensor.dtype, reduction)
+        how = division_of(self._replicas, tensor, reduction)
         if how.before > 1:
             tensor.div_(how.before)
         work = self._issue(dist.all_reduce, None, tensor, op=how.op, group=self._replicas)
@@ -232,11 +232,11 @@ class Division(NamedTuple):
     after: float
 
 
-def division_of(group: dist.ProcessGroup, dtype: torch.dtype, reduction: Reduction) -> Division:
-    """How ``group`` divides in a reduction whose output has ``dtype``. Equal on all ranks: backend, dtypes and settings are."""
+def division_of(group: dist.ProcessGroup, output: torch.Tensor, reduction: Reduction) -> Division:
+    """How ``group`` divides in a reduction to ``output``. Equal on all ranks: backend, dtypes and settings are."""
     size = group.size()
     divisor = size if reduction.divisor is None else reduction.divisor
-    averages = dist.get_backend(group) == dist.Backend.NCCL and not reduction.sum_only
+    averages, dtype = is_nccl(group, output.device) and not reduction.sum_only, output.dtype
     # NCCL's AVG divides inside the collective, which saves a kernel over the output.
     if averages and divisor == size and dtype != torch.float16 and size > 1:
         return Division(dist.ReduceOp.AVG, 1, 1)

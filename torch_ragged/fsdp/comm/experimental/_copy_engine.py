@@ -69,7 +69,7 @@ class CopyEngineCollectives:
         if self._process_groups.custom_reduce_scatter is not None:
             return self._process_groups.reduce_scatter(output, buffer, reduction)
         # Over NCCL, it might choose AVG, which the sum below does not implement.
-        how = division_of(self._group, output.dtype, dataclasses.replace(reduction, sum_only=True))
+        how = division_of(self._group, output, dataclasses.replace(reduction, sum_only=True))
         if how.before > 1:
             buffer.div_(how.before)
         return self._sum(as_real(output), as_real(buffer), how.after)

@@ -83,7 +83,7 @@ class MulticastCollectives:
         if handle is None or self._process_groups.custom_reduce_scatter is not None:
             return self._process_groups.reduce_scatter(output, buffer, reduction)
         # The switch computes sums only.
-        how = division_of(self._group, output.dtype, dataclasses.replace(reduction, sum_only=True))
+        how = division_of(self._group, output, dataclasses.replace(reduction, sum_only=True))
         if how.before > 1:
             buffer.div_(how.before)
         return self._load_sum(handle, output, how.after)

@@ -1,0 +1,143 @@
+"""Removes each wait of the package, one by one, and checks that the simulator finds it: by wrong numbers, or by the sanitizer.
+
+Run by the Python of ``make rehearsal``: ``python -m rehearsal.faults``. FSDP2's code is the control: no numbers that depend on the
+order, and no reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from rehearsal.__main__ import environment
+from rehearsal.build import HERE
+
+PROGRAM = HERE / "fault_program.py"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One statement of the package, and what stands there instead.
+
+    Attributes:
+        file: under ``torch_ragged``.
+        before: text that is in the file ``number`` times at least.
+        number: which one is replaced, from 0.
+    """
+
+    file: str
+    before: str
+    after: str
+    number: int = 0
+
+
+FAULTS = (
+    Fault("fsdp/core/_fsdp_param_group.py", "                work.wait()\n                made =", "                made ="),
+    Fault("fsdp/core/_fsdp_param_group.py", "        self.reduction.wait()\n\n    def _make_room", "        pass\n\n    def _make_room"),
+    Fault("fsdp/core/_grad_reduction.py", "            work.wait()\n        except", "            pass\n        except"),
+    Fault("fsdp/core/_grad_reduction.py", "        work.wait()\n        self._add_reduced", "        self._add_reduced"),
+    Fault("fsdp/core/_root.py", "                event.wait()", "                pass"),
+    Fault("fsdp/core/_root.py", "named.all_reduce_max(flags).wait()", "named.all_reduce_max(flags)"),
+    Fault("fsdp/comm/_collectives.py", "        self._work.wait()\n        self._output.div_", "        self._output.div_"),
+    Fault("fsdp/comm/_collectives.py", "            self.work.wait()", "            pass"),
+    Fault("transfer/_background.py", ".wait_stream(self._stream)", ""),
+    Fault("transfer/_background.py", "        stream.wait_stream(torch.accelerator.current_stream(device))\n", ""),
+)
+"""The waits that order streams, of code that the program runs. Not among them: those of gloo and of the host, and those of symmetric
+memory (``comm/experimental``), which has no stand-in."""
+
+
+def run(flavour: str, package: Path | None = None, order: str = "late", seed: int = 0) -> list[dict[str, tuple[str, bool, int]]]:
+    """By rank, by variant of the program: the digest of its numbers, whether they are finite, and the sanitizer's reports.
+
+    A rank that fails has no variants.
+    """
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {**os.environ, **environment(order, seed, "report"), "WORLD_SIZE": "2", "STORE": str(store.port)}
+    if package is not None:
+        variables["PYTHONPATH"] = os.pathsep.join([str(package), variables["PYTHONPATH"]])
+    variables["OMP_NUM_THREADS"] = "1"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), flavour],
+            env={**variables, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    found = []
+    for process in processes:
+        try:
+            out, error = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, error = process.communicate()
+        results = {}
+        for part in filter(None, out.partition("RESULT ")[2].strip().split("; ")):
+            name, _, rest = part.partition("=")
+            digest, is_finite, reports = rest.split(",")
+            results[name] = (digest, is_finite == "True", int(reports))
+        if not results or any(reports for _, _, reports in results.values()):
+            print(error[-3000:], file=sys.stderr)
+        found.append(results)
+    return found
+
+
+def mutated(fault: Fault, folder: Path) -> None:
+    """A copy of the package with the fault, in ``folder``."""
+    shutil.copytree(HERE.parent / "torch_ragged", folder / "torch_ragged", ignore=shutil.ignore_patterns("__pycache__"))
+    path = folder / "torch_ragged" / fault.file
+    parts = path.read_text().split(fault.before)
+    if len(parts) < fault.number + 2:
+        raise SystemExit(f"{fault.file} has no {fault.before!r}: name the statement anew in faults.py")
+    head, tail = fault.before.join(parts[: fault.number + 1]), fault.before.join(parts[fault.number + 1 :])
+    path.write_text(head + fault.after + tail)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m rehearsal.faults", description=__doc__)
+    parser.add_argument("--least", type=float, default=0.95, help="the share of faults that must be found")
+    parser.add_argument("--only", type=int, help="the number of one fault")
+    arguments = parser.parse_args()
+    clean = True
+    expected: dict[str, list[dict[str, tuple[str, bool, int]]]] = {}
+    for flavour in ("ours", "fsdp2"):
+        expected[flavour] = run(flavour)
+        others = [run(flavour, order=order, seed=3) for order in ("early", "random")]
+        is_clean = bool(expected[flavour][0]) and all(other == expected[flavour] for other in others)
+        is_clean = is_clean and not any(reports for rank in expected[flavour] for _, _, reports in rank.values())
+        print(f"rehearsed: {flavour} without faults: {'equal in all orders, no reports' if is_clean else 'NOT CLEAN'}", flush=True)
+        if not is_clean:
+            print([expected[flavour], *others])
+        clean = clean and is_clean
+    found = 0
+    chosen = FAULTS if arguments.only is None else FAULTS[arguments.only : arguments.only + 1]
+    for number, fault in enumerate(chosen):
+        with tempfile.TemporaryDirectory() as folder:
+            mutated(fault, Path(folder))
+            ranks = run("ours", Path(folder))
+        fails = sum(not rank for rank in ranks)
+        wrong = sorted({name for rank, right in zip(ranks, expected["ours"]) for name in rank if rank[name][0] != right[name][0]})
+        reports = sum(result[2] for rank in ranks for result in rank.values())
+        found += bool(fails or wrong or reports)
+        print(
+            f"rehearsed: fault {number} in {fault.file}: {'found' if fails or wrong or reports else 'NOT FOUND'} "
+            f"({fails} ranks fail, {reports} reports, wrong numbers: {', '.join(wrong) or 'none'})",
+            flush=True,
+        )
+    print(f"rehearsed: {found} of {len(chosen)} faults found")
+    raise SystemExit(0 if clean and found >= arguments.least * len(chosen) else 1)
+
+
+if __name__ == "__main__":
+    main()
