@@ -45,9 +45,8 @@ def train(name: str, wrap: Callable[[nn.Module], None], steps: int = 2, optimize
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 optimizer.step()
+                optimizer.zero_grad(set_to_none=False)  # The gradients stay, and no stream has to wait for their end.
             model.set_post_optim_event(side.record_event())
-            # The gradients are freed on the current stream.
-            torch.cuda.current_stream().wait_stream(side) if step else optimizer.zero_grad(set_to_none=False)
         else:
             optimizer.step()
             optimizer.zero_grad()

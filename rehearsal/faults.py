@@ -1,7 +1,7 @@
 """Removes each wait of the package, one by one, and checks that the simulator finds it: by wrong numbers, or by the sanitizer.
 
-Run by the Python of ``make rehearsal``: ``python -m rehearsal.faults``. FSDP2's code is the control: no numbers that depend on the
-order, and no reports.
+Run by the Python of ``make rehearsal``: ``python -m rehearsal.faults``. FSDP2's code is the control: its numbers do not depend on
+the order, and it has no reports.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ class Fault:
 
 FAULTS = (
     Fault("fsdp/core/_fsdp_param_group.py", "                work.wait()\n                made =", "                made ="),
-    Fault("fsdp/core/_fsdp_param_group.py", "        self.reduction.wait()\n\n    def _make_room", "        pass\n\n    def _make_room"),
+    Fault(
+        "fsdp/core/_fsdp_param_group.py",
+        "        self.reduction.wait()\n\n    def _make_room",
+        "        pass\n\n    def _make_room",
+    ),
     Fault("fsdp/core/_grad_reduction.py", "            work.wait()\n        except", "            pass\n        except"),
     Fault("fsdp/core/_grad_reduction.py", "        work.wait()\n        self._add_reduced", "        self._add_reduced"),
     Fault("fsdp/core/_root.py", "                event.wait()", "                pass"),
@@ -49,15 +53,15 @@ FAULTS = (
     Fault("transfer/_background.py", ".wait_stream(self._stream)", ""),
     Fault("transfer/_background.py", "        stream.wait_stream(torch.accelerator.current_stream(device))\n", ""),
 )
-"""The waits that order streams, of code that the program runs. Not among them: those of gloo and of the host, and those of symmetric
-memory (``comm/experimental``), which has no stand-in."""
+"""The waits that order streams, of code that the program runs. Not among them: those of gloo and of the host, and those of
+symmetric memory (``comm/experimental``), which has no stand-in."""
+
+Results = list[dict[str, tuple[str, bool, int]]]
+"""By rank, by variant of the program: the digest of its numbers, whether they are finite, and the sanitizer's reports."""
 
 
-def run(flavour: str, package: Path | None = None, order: str = "late", seed: int = 0) -> list[dict[str, tuple[str, bool, int]]]:
-    """By rank, by variant of the program: the digest of its numbers, whether they are finite, and the sanitizer's reports.
-
-    A rank that fails has no variants.
-    """
+def run(flavour: str, package: Path | None = None, order: str = "late", seed: int = 0) -> Results:
+    """What the ranks of the program found. A rank that fails has no variants."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -110,13 +114,15 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="the number of one fault")
     arguments = parser.parse_args()
     clean = True
-    expected: dict[str, list[dict[str, tuple[str, bool, int]]]] = {}
+    expected: dict[str, Results] = {}
     for flavour in ("ours", "fsdp2"):
         expected[flavour] = run(flavour)
         others = [run(flavour, order=order, seed=3) for order in ("early", "random")]
         is_clean = bool(expected[flavour][0]) and all(other == expected[flavour] for other in others)
         is_clean = is_clean and not any(reports for rank in expected[flavour] for _, _, reports in rank.values())
-        print(f"rehearsed: {flavour} without faults: {'equal in all orders, no reports' if is_clean else 'NOT CLEAN'}", flush=True)
+        print(
+            f"rehearsed: {flavour} without faults: {'equal in all orders, no reports' if is_clean else 'NOT CLEAN'}", flush=True
+        )
         if not is_clean:
             print([expected[flavour], *others])
         clean = clean and is_clean
@@ -127,7 +133,8 @@ def main() -> None:
             mutated(fault, Path(folder))
             ranks = run("ours", Path(folder))
         fails = sum(not rank for rank in ranks)
-        wrong = sorted({name for rank, right in zip(ranks, expected["ours"]) for name in rank if rank[name][0] != right[name][0]})
+        pairs = list(zip(ranks, expected["ours"], strict=True))
+        wrong = sorted({name for rank, right in pairs for name in rank if rank[name][0] != right[name][0]})
         reports = sum(result[2] for rank in ranks for result in rank.values())
         found += bool(fails or wrong or reports)
         print(

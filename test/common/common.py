@@ -1,4 +1,4 @@
-"""Ranks for tests: a pool of processes that stays up between tests, with a fresh group for each call (see ``tested_device``)."""
+"""Ranks for tests: a pool of processes that stays up between tests, with a fresh group for each call (``tested_device``)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The device that tests use: the CPU over gloo, or what TORCH_RAGGED_TEST_DEVICE says (``cuda``, over NCCL).
 
-Tests are written for the CPU. On another device, the ranks' meshes of CPU devices are made of that device instead, and tensors that
-name no device are made there. A tensor that says ``device="cpu"`` stays on the CPU.
+Tests are written for the CPU. On another device, the ranks' meshes of CPU devices are made of that device instead, and tensors
+that name no device are made there. A tensor that says ``device="cpu"`` stays on the CPU.
 """
 
 from __future__ import annotations

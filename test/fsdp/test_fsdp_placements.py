@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from common import error_of, ranks, run_ranks
 from fsdp_blocks import assert_same_gradients, assert_same_training, batch, build
 from fsdp_collectives import counted_calls
+from tested_device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -410,6 +411,7 @@ class PlacementsTest(unittest.TestCase):
         step(ours)
         assert not any(group.encoding.buffer.is_allocated for group in groups_of(ours))
 
+    @unittest.skipUnless(DEVICE == "cpu", "gloo is the backend of the CPU")
     def test_memory_that_gloo_does_not_have_is_refused(self):
         words = ("supports NCCL only, got 'UCC'", "needs NCCL, the mesh's backend is gloo", "when a custom collective is set")
         for errors in run_ranks(2, memory_errors):

@@ -10,7 +10,6 @@ import sys
 import torch
 import torch.distributed as dist
 
-
 kept: list[torch.Tensor] = []
 
 
@@ -61,7 +60,7 @@ def events() -> object:
 
 
 def allocator() -> object:
-    """Torch's caching allocator reuses a block of the same stream at once, and one that a stream was recorded on when it is done."""
+    """Torch's caching allocator reuses a block of the same stream at once, and one that another stream uses when it is done."""
     first = torch.empty(1 << 20, device="cuda")
     address = first.data_ptr()
     del first
