@@ -1,6 +1,6 @@
-"""Removes each wait of the package, one by one, and checks that the simulator finds it: by wrong numbers, or by the sanitizer.
+"""Removes waits of the package, one by one, and checks that the simulator finds each: by wrong numbers, or by the sanitizer.
 
-Run by the Python of ``make rehearsal``: ``python -m rehearsal.faults``. FSDP2's code is the control: its numbers do not depend on
+Run by the Python of ``make rehearsal``: ``python -m rehearsal.faults``. FSDP2 is the control: its numbers do not depend on
 the order, and it has no reports.
 """
 

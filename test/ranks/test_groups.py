@@ -1,8 +1,8 @@
 """Process groups that the package makes: they wait for other ranks as long as the groups that they were made from."""
 
 import datetime
+import types
 import unittest
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -64,17 +64,15 @@ class BackendPerDevice:
     def size(self) -> int:
         return 4
 
-    def _get_backend(self, device: torch.device) -> mock.Mock:
-        backend = mock.Mock()
-        backend.name.return_value = {"cpu": "gloo", "cuda": "nccl"}[device.type]
-        return backend
+    def _get_backend(self, device: torch.device) -> types.SimpleNamespace:
+        return types.SimpleNamespace(name=lambda: {"cpu": "gloo", "cuda": "nccl"}[device.type])
 
 
 class GroupsTest(unittest.TestCase):
     def test_nccl_divides_also_in_a_group_that_has_gloo_beside_it(self):
         group, gpu, cpu = BackendPerDevice(), torch.device("cuda"), torch.device("cpu")
         self.assertEqual((is_nccl(group, gpu), is_nccl(group, cpu)), (True, False))
-        output = mock.Mock(device=gpu, dtype=torch.float32)
+        output = types.SimpleNamespace(device=gpu, dtype=torch.float32)
         self.assertEqual(division_of(group, output, Reduction()), (dist.ReduceOp.AVG, 1, 1))
         self.assertEqual(division_of(group, output, Reduction(sum_only=True)), (dist.ReduceOp.SUM, 1, 4))
         self.assertEqual(division_of(group, torch.zeros(1), Reduction()), (dist.ReduceOp.SUM, 1, 4))

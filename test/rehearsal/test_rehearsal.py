@@ -1,4 +1,4 @@
-"""The simulator of rehearsal/: streams, the allocator, NCCL and the sanitizer. It needs ``make rehearsal`` and torch for CUDA."""
+"""The simulator of rehearsal/: streams, the allocator, NCCL, the sanitizer. It needs ``make rehearsal`` and torch for CUDA."""
 
 from __future__ import annotations
 
