@@ -55,6 +55,20 @@ def train(name: str, wrap: Callable[[nn.Module], None], steps: int = 2, optimize
     return [*losses, *[parameter.to_local().detach() for parameter in model.parameters()]]
 
 
+def finalized_later(wrap: Callable[[nn.Module], None]) -> list[torch.Tensor]:
+    """The next backward writes gradients while the reductions of the last one are in flight."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(4)]).cuda()
+    wrap(model)
+    model.set_manual_backward_finalization(True)
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(RANK)).cuda()
+    for _ in range(2):
+        model(x).pow(2).mean().backward()
+    model.finalize_backward()
+    torch.cuda.synchronize()
+    return [parameter.grad.to_local() for parameter in model.parameters() if parameter.grad is not None]
+
+
 def variants(flavour: str) -> dict[str, Callable[[], list[torch.Tensor]]]:
     line, grid = init_device_mesh("cuda", (SIZE,)), init_device_mesh("cuda", (SIZE, 1), mesh_dim_names=("replicate", "shard"))
     if flavour == "fsdp2":
@@ -81,6 +95,7 @@ def variants(flavour: str) -> dict[str, Callable[[], list[torch.Tensor]]]:
         "optimizer stream": lambda: train("optimizer stream", wrapped(line), 3, optimizer_stream=True),
     }
     if flavour == "ours":
+        found["finalized later"] = lambda: finalized_later(wrapped(line))
         found["redistribute"] = lambda: redistribute(line)
         found["transfer"] = lambda: move(line)
     return found

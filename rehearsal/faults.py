@@ -60,8 +60,8 @@ Results = list[dict[str, tuple[str, bool, int]]]
 """By rank, by variant of the program: the digest of its numbers, whether they are finite, and the sanitizer's reports."""
 
 
-def run(flavour: str, package: Path | None = None, order: str = "late", seed: int = 0) -> Results:
-    """What the ranks of the program found. A rank that fails has no variants."""
+def run(flavour: str, package: Path | None = None, order: str = "late", seed: int = 0, *variants: str) -> Results:
+    """What the ranks of the program found, of all variants or of some. A rank that fails has none."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -71,7 +71,7 @@ def run(flavour: str, package: Path | None = None, order: str = "late", seed: in
     variables["OMP_NUM_THREADS"] = "1"
     processes = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), flavour],
+            [sys.executable, str(PROGRAM), flavour, *variants],
             env={**variables, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
