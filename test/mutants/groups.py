@@ -28,7 +28,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "planner": (
         ["torch_ragged/fsdp/layout/*.py"],
-        ["test_planner.py::PlannerTest", "test_plan_pictures.py::AdviceTest"],
+        ["test_planner.py::PlannerTest", "test_segments.py", "test_plan_pictures.py::AdviceTest"],
     ),
     "redistribute": (
         ["torch_ragged/tensor/_redistribute.py"],

@@ -94,7 +94,7 @@ def spec(shape, block=1, name="t"):
 class Fused:
     """A fused (4, 6, 2) tensor in blocks of 8 elements, counted anew every ``period`` elements."""
 
-    name, shape, dims, block, numel = "w", (4, 6, 2), (0, 1), 8, 48
+    name, shape, dims, block, numel, segments = "w", (4, 6, 2), (0, 1), 8, 48, ()
 
     def __init__(self, period):
         self.period = period
@@ -454,6 +454,22 @@ class CommandLineTest(Folder):
         self.assertEqual(status, 0)
         self.assertIn("999999999999 |", out)
 
+    def test_segments_of_fused_weights_have_granularities_of_their_own(self):
+        path, model = self.folder / "plan.json", f"{__name__}:TinyMoE"
+        options = ["--apply", "all", "--granularity", "rows:2", "--segments", r"0\.attention\.weight=3,5:tensor", "--ranks", 3]
+        status, out, error = run(model, *options, "--json", path)
+        self.assertEqual((status, error), (0, ""))
+        self.assertIn("; rows(2) on all matrices, else elements(); segments of 1 fused weight\n", out)
+        (size,) = json.loads(path.read_text())["sizes"]
+        self.assertEqual([group["names"] for group in size["groups"]], [["decoder.layers.0"], ["decoder.layers.1"], ["rest"]])
+        _, out, _ = run(model, *options, "--explain", "decoder.layers.0")
+        (attention,) = [line for line in out.splitlines() if " attention.weight " in line]
+        self.assertEqual(attention.split()[2:6], ["(8,", "8)", "16,", "40"])  # Blocks of 2 and of 5 rows.
+        # Without a granularity, segments have that of the parameter: here, none.
+        experts = ["--segments", r"0\.attention\.weight=3,5", "--ranks", 3, "--explain", "decoder.layers.0"]
+        _, out, _ = run(model, *experts)
+        self.assertRegex(out, r" attention.weight +\(8, 8\) +1 ")
+
     def test_explain_draws_a_group(self):
         svg = self.folder / "block.svg"
         arguments = [f"{__name__}:TinyMoE", "--granularity", "rows:4", "--ranks", 3, "--explain", "decoder.layers.1"]
@@ -563,6 +579,25 @@ class BadInputTest(Folder):
             (["--granularity", "rows:0"], "rows() takes positive integers, got 0"),
             (["--granularity", "blocks:4x0"], "blocks() takes positive integers, got 0"),
             (["--experts", "("], "--experts '(' is not a regular expression: missing ), unterminated subpattern at position 0"),
+            (["--segments", "mlp"], "--segments 'mlp': expected REGEX=SIZE,SIZE,... or REGEX=SIZE:GRANULARITY,..."),
+            (["--segments", "mlp=4,x"], "--segments 'mlp=4,x': expected an integer of at least 1, got 'x'"),
+            (
+                ["--segments", "mlp=4,4:rows"],
+                "--segments 'mlp=4,4:rows': granularity 'rows': expected elements, rows:N, rows:N/WITHIN, blocks:HxW or tensor",
+            ),
+            (["--segments", "(=4"], "--segments '(=4': missing ), unterminated subpattern at position 0"),
+            (["--segments", "nothing=4"], "--segments 'nothing=4': gpt-oss-120b has no parameter whose name matches 'nothing'"),
+            (
+                ["--segments", r"0\.attn\.qkv\.weight=4096,512"],
+                r"--segments '0\\.attn\\.qkv\\.weight=4096,512': block.0.attn.qkv.weight: the sizes of segments((4096, 512), "
+                "elements()) add up to 4608, the shape is (5120, 2880): give sizes that add up to its dimension 0, or another "
+                "granularity for this parameter",
+            ),
+            (
+                ["--segments", "qkv.weight=4096,1024", "--segments", "block.1.attn.qkv.weight=5120"],
+                "--segments 'block.1.attn.qkv.weight=5120': block.1.attn.qkv.weight matches twice: give each parameter its "
+                "segments once",
+            ),
             (["--nonsense"], "unrecognized arguments: --nonsense"),
         ):
             self.assertEqual(self.error(gpt, *arguments), message)

@@ -37,7 +37,7 @@ from torch_ragged.fsdp.layout._planner import plan_layout
 from torch_ragged.fsdp.tools._memory_report import MemoryReport, MemoryRow, memory_report
 from torch_ragged.fsdp.tools._monitor import Monitor, monitor
 from torch_ragged.fsdp.tools._timeline import Timeline, TimelineSpan
-from torch_ragged.granularity import Granularity, OrigParamPolicy, blocks, elements, rows, tensor
+from torch_ragged.granularity import Granularity, OrigParamPolicy, Segments, blocks, elements, rows, segments, tensor
 
 __all__ = [
     "BufferPlacements",
@@ -60,6 +60,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Monitor",
     "OrigParamPolicy",
+    "Segments",
     "TensorSpec",
     "Timeline",
     "TimelineSpan",
@@ -74,5 +75,6 @@ __all__ = [
     "NeighbourCopies",
     "reshard_to",
     "rows",
+    "segments",
     "tensor",
 ]

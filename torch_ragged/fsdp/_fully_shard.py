@@ -417,9 +417,8 @@ def _claim(plans: Sequence[GroupPlan], names: Sequence[str], *options: Any) -> l
     # First what users write, in the order of the modules. The first line that differs is in the error.
     lines = [f"{len(names)} parameters{f', {names[0]} to {names[-1]}' if names else ''}", f"options {options}"]
     for param, spec in map(pairs.__getitem__, names):
-        value, period = param.value, f", counted anew every {spec.period}" if spec.period else ""
-        frozen = "" if value.requires_grad else ", frozen"
-        blocks = f", in blocks of {spec.block} elements{period}" if spec.block > 1 else ""
+        value, frozen = param.value, "" if param.value.requires_grad else ", frozen"
+        blocks = f", {spec.text}" if spec.text else ""
         lines.append(f"{param.fqn} of {value.dtype} and shape {param.distribution.text}{frozen}{blocks}")
     for plan in plans:
         layout, mesh = plan.layout, plan.dp.mesh

@@ -12,12 +12,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Optional
 
 import torch
 
 from torch_ragged._command_line import command_name, ends_quietly
-from torch_ragged.fsdp import Granularity, blocks, elements, rows, tensor
+from torch_ragged.fsdp import Granularity, blocks, elements, rows, segments, tensor
 from torch_ragged.fsdp.layout._advice import advise
 from torch_ragged.offline._drawing import draw_svg, draw_text
 from torch_ragged.offline._memory import Precision
@@ -47,6 +47,9 @@ _FORMS: dict[str, Callable[..., Granularity]] = {
     r"rows:(\d+)/(\d+)": lambda n, within: rows(int(n), within=int(within)),
     r"blocks:(\d+)x(\d+)": lambda h, w: blocks(int(h), int(w)),
 }
+_FORMS_TEXT = "elements, rows:N, rows:N/WITHIN, blocks:HxW or tensor"
+Fused = dict[str, list[tuple[int, Optional[Granularity]]]]
+"""By parameter: the size and the granularity of each segment; None for that of the parameter."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,15 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     try:
         options = parser.parse_args(argv)
-        granularity, precision, model = _check(options)
+        granularity, fused, precision, model = _check(options)
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     every_matrix = options.apply == "all"
-    planner = ModelPlanner(model, granularity_policy(granularity, every_matrix), precision.alignment)
+    planner = ModelPlanner(model, granularity_policy(granularity, every_matrix, fused), precision.alignment)
     plans = tuple(planner.plan(ranks) for ranks in options.ranks)
     where = "all matrices" if every_matrix else "expert matrices"
     words = granularity.text if granularity.kind == "elements" else f"{granularity.text} on {where}, else elements()"
+    words += f"; segments of {len(fused):,} fused weight{'s' * (len(fused) > 1)}" if fused else ""
     report = Report(model, words, precision, options.replicas, options.limit / 100, plans)
     if options.explain:
         print(_explain(plans[0], options.explain, report, options.svg))
@@ -111,6 +115,15 @@ def _parser() -> argparse.ArgumentParser:
         help="blocks that are never cut: elements (default), rows:N, rows:N/WITHIN, blocks:HxW or tensor",
     )
     add(
+        "--segments",
+        metavar="REGEX=SIZE,...",
+        action="append",
+        default=[],
+        help="parameters whose names match are fused weights with segments of these sizes along dimension 0; each is cut by "
+        "itself. SIZE:GRANULARITY gives a segment its own granularity: 'qkv=4096:tensor,1024:rows:64,1024:rows:64'. May be "
+        "given several times",
+    )
+    add(
         "--apply",
         choices=("experts", "all"),
         help="matrices that have this granularity (default: experts, or all if the model has no experts)",
@@ -140,13 +153,13 @@ def _parser() -> argparse.ArgumentParser:
 # --- checks, before any work ---------------------------------------------------------------------------------------
 
 
-def _check(options: argparse.Namespace) -> tuple[Granularity, Precision, Model]:
+def _check(options: argparse.Namespace) -> tuple[Granularity, Fused, Precision, Model]:
     """Check the options together, load the model, and fill in defaults.
 
     Raises:
         ValueError: an option is wrong, or does not go with another one.
     """
-    granularity = _granularity(options.granularity)
+    granularity = _granularity("--granularity", options.granularity)
     precision = Precision(options.param_dtype, options.reduce_dtype, options.optimizer_dtype, options.states)
     if options.svg and not options.explain:
         raise ValueError("--svg needs --explain GROUP: it draws the same buffer")
@@ -166,15 +179,44 @@ def _check(options: argparse.Namespace) -> tuple[Granularity, Precision, Model]:
     if options.explain and options.explain not in model.groups:
         close = difflib.get_close_matches(options.explain, model.groups, 3, 0.5) or [*model.groups][:3]
         raise ValueError(f"{model.name} has no group {options.explain!r}; close names: {', '.join(close)}")
-    return granularity, precision, model
+    return granularity, _fused(options.segments, model), precision, model
 
 
-def _granularity(text: str) -> Granularity:
+def _fused(texts: Sequence[str], model: Model) -> Fused:
+    """The segments of each parameter that an option ``--segments`` names."""
+    found: Fused = {}
+    parameters = [one for group in model.groups.values() for one in group]
+    for text in texts:
+        regex, equals, sizes = text.rpartition("=")
+        if not equals:
+            raise ValueError(f"--segments {text!r}: expected REGEX=SIZE,SIZE,... or REGEX=SIZE:GRANULARITY,...")
+        try:
+            pattern, parts = re.compile(regex), [_segment(part) for part in sizes.split(",")]
+            named = [one for one in parameters if pattern.search(one.name)]
+            for one in named:
+                segments([size for size, _ in parts], elements()).check(one.name, one.shape)
+        except (re.error, argparse.ArgumentTypeError, ValueError) as error:
+            raise ValueError(f"--segments {text!r}: {error}") from None
+        if not named:
+            raise ValueError(f"--segments {text!r}: {model.name} has no parameter whose name matches {regex!r}")
+        for one in named:
+            if one.name in found:
+                raise ValueError(f"--segments {text!r}: {one.name} matches twice: give each parameter its segments once")
+            found[one.name] = parts
+    return found
+
+
+def _segment(text: str) -> tuple[int, Optional[Granularity]]:
+    size, colon, own = text.partition(":")
+    return _positive(size), _granularity("granularity", own) if colon else None
+
+
+def _granularity(option: str, text: str) -> Granularity:
     for form, make in _FORMS.items():
         match = re.fullmatch(form, text)
         if match:
             return make(*match.groups())
-    raise ValueError(f"--granularity {text!r}: expected elements, rows:N, rows:N/WITHIN, blocks:HxW or tensor")
+    raise ValueError(f"{option} {text!r}: expected {_FORMS_TEXT}")
 
 
 def _sizes(text: str) -> list[int]:

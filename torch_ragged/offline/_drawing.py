@@ -186,7 +186,10 @@ def _shape(kind: _Kind) -> str:
 
 
 def _block(kind: _Kind) -> str:
-    return "" if kind.symbol == _OTHERS else f"{kind.members[0].block:,}"
+    if kind.symbol == _OTHERS:
+        return ""
+    first = kind.members[0]
+    return ", ".join(f"{part.block:,}" for part in first.segments or (first,))
 
 
 # --- SVG -----------------------------------------------------------------------------------------------------------

@@ -5,10 +5,11 @@ Nothing here depends on dtypes: all sizes are in elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Optional
 
-from torch_ragged.fsdp import BufferLayout, Granularity, TensorSpec, elements, plan_layout
+from torch_ragged.fsdp import BufferLayout, Granularity, TensorSpec, elements, plan_layout, segments
 from torch_ragged.offline._models import Model
 from torch_ragged.offline._peers import RowBuffer, fsdp2_shard
 from torch_ragged.offline._shapes import Parameter
@@ -18,12 +19,23 @@ __all__ = ["GroupKind", "ModelPlan", "ModelPlanner", "Policy", "Sharding", "gran
 Policy = Callable[[Parameter], Granularity]
 
 
-def granularity_policy(granularity: Granularity, every_matrix: bool) -> Policy:
+def granularity_policy(
+    granularity: Granularity, every_matrix: bool, fused: Mapping[str, Sequence[tuple[int, Optional[Granularity]]]] | None = None
+) -> Policy:
     """A policy that gives ``granularity`` to expert matrices, and ``elements()`` to all other parameters.
 
-    If ``every_matrix`` is True, all parameters of two or more dimensions get ``granularity``.
+    If ``every_matrix`` is True, all parameters of two or more dimensions get ``granularity``. Parameters that ``fused`` names
+    are fused weights: it has the size and the granularity of each of their segments, or None for that of the parameter.
     """
-    return lambda one: granularity if one.expert or (every_matrix and len(one.shape) >= 2) else elements()
+
+    def policy(one: Parameter) -> Granularity:
+        whole = granularity if one.expert or (every_matrix and len(one.shape) >= 2) else elements()
+        parts = (fused or {}).get(one.name)
+        if parts is None:
+            return whole
+        return segments([size for size, _ in parts], [own or whole for _, own in parts])
+
+    return policy
 
 
 def tensor_specs(group: str, parameters: Sequence[Parameter], policy: Policy) -> tuple[TensorSpec, ...]:
@@ -146,7 +158,7 @@ def _group_kinds(model: Model, policy: Policy) -> tuple[GroupKind, ...]:
     kinds: dict[object, tuple[list[str], tuple[TensorSpec, ...]]] = {}
     for group, parameters in model.groups.items():
         specs = tensor_specs(group, parameters, policy)
-        cuts = tuple((spec.shape, spec.dims, spec.block, spec.period) for spec in specs)
+        cuts = tuple((spec.shape, spec.dims, spec.block, spec.period, spec.segments) for spec in specs)
         names, _ = kinds.setdefault(cuts, ([], specs))
         names.append(group)
     return tuple(GroupKind(tuple(names), specs) for names, specs in kinds.values())

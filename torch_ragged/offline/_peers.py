@@ -110,6 +110,10 @@ def _slice_numel(tensor: TensorSpec) -> int:
 
 def _unit(tensor: TensorSpec) -> int:
     block, period = max(1, min(tensor.block, tensor.numel)), tensor.period
+    if tensor.segments:  # The multiples of all blocks, if segments start at them.
+        block = math.lcm(*[block for _, _, block in tensor.runs])
+        block = tensor.numel if any(start % block for start, _, block in tensor.runs) else block
+        period = 0
     if period % block:  # Blocks are counted anew in each period and do not fill it: only cuts between periods cut no block.
         block = period
     return math.lcm(max(1, _slice_numel(tensor)), block)

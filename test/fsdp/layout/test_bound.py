@@ -3,6 +3,7 @@
 import itertools
 import unittest
 from collections import Counter
+from itertools import starmap
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,9 +22,14 @@ def spec(numel, block, period=0):
 
 @st.composite
 def groups(draw):
-    """Tensors of up to three kinds, with the number of each: many equal tensors, as experts are."""
+    """Tensors of up to three kinds, with the number of each: many equal tensors, as experts are. Some have segments."""
     found = []
     for _ in range(draw(st.integers(1, 3))):
+        if draw(st.integers(0, 2)) == 2:
+            parts = draw(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=2, max_size=3))
+            one = TensorSpec.fused("t", (sum(size for size, _ in parts),), [*starmap(spec, parts)])
+            found.append((one, draw(st.integers(1, 8))))
+            continue
         block, period = draw(st.integers(1, 10)), draw(st.sampled_from((0, 0, 0, 2, 3, 5, 6)))
         step = period or draw(st.sampled_from((1, block)))  # Half of the tensors have whole blocks only.
         found.append((spec(step * draw(st.integers(1, max(1, 40 // step))), block, period), draw(st.integers(1, 8))))
@@ -37,9 +43,14 @@ def kinds_of(group):
 def smallest_start(one, shard):
     """By offset in a shard: the smallest start from there at which no block is cut; None if there is none."""
 
+    legal, first = set(), 0
+    for part in one.segments or (one,):
+        period = part.period or part.numel
+        legal |= {first + cut for cut in range(part.numel) if cut % period % part.block == 0}
+        first += part.numel
+
     def cuts_a_block(start):
-        cuts = range(shard - start, one.numel, shard)
-        return any((cut % one.period if one.period else cut) % one.block for cut in cuts)
+        return any(cut not in legal for cut in range(shard - start, one.numel, shard))
 
     good = [start for start in range(shard) if not cuts_a_block(start)]
     return [next((start for start in good if start >= offset), shard + good[0] if good else None) for offset in range(shard)]

@@ -172,7 +172,8 @@ def _cut_of(
     granularity = policy(fqn, param) if policy else None
     if granularity is not None and not isinstance(granularity, Granularity):
         raise TypeError(
-            f"orig_param_policy({fqn!r}) returned {granularity!r}; expected elements(), rows(n), blocks(h, w), tensor() or None"
+            f"orig_param_policy({fqn!r}) returned {granularity!r}; expected elements(), rows(n), blocks(h, w), tensor(), "
+            "segments(...) or None"
         )
     placement: Any = fn(param) if fn else None
     if hasattr(placement, "mesh_info"):  # torch's ShardPlacementResult, whose module is private
@@ -182,7 +183,7 @@ def _cut_of(
     if not isinstance(placement, (Shard, Granularity)):
         raise ValueError(
             f"Invalid shard_placement_fn result: {placement} for {fqn}; expected Shard(d), elements(), rows(n), blocks(h, w), "
-            "tensor() or None"
+            "tensor(), segments(...) or None"
         )
     if granularity is not None:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from torch_ragged.fsdp.core._fsdp_api import InvalidArgument
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._spmd_types import AnnotatedParam, is_annotated
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
-from torch_ragged.granularity import Granularity
+from torch_ragged.granularity import Granularity, Segments, elements
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
@@ -134,15 +135,35 @@ class Distribution:
     # -- for the planner -------------------------------------------------------------------------------------------
 
     def tensor_spec(self, granularity: Granularity) -> TensorSpec:
-        """The planner's input. If the model cuts a later dimension than the first, shards must be whole slices, too."""
-        spec = granularity.tensor_spec(self.fqn, self.local_shape)
+        """The planner's input. If the model cuts a later dimension than the first, shards must be whole slices, too.
+
+        Raises:
+            ValueError: ``granularity`` has segments that are not those of the parameter, or that the model cuts together.
+        """
         cut = min((dim for dim in self._cuts() if dim > 0), default=None)
-        if cut is None or not spec.numel:
-            return spec
-        unit = math.prod(self.local_shape[cut:])
-        block = min(math.lcm(spec.block, unit), spec.period if spec.period % unit == 0 and spec.period else spec.numel)
-        period = spec.period if spec.period % unit == 0 else 0
-        return TensorSpec(self.fqn, self.local_shape, spec.dims[:cut], block, period)
+        if isinstance(granularity, Segments):
+            granularity = self._local_segments(granularity, cut)
+        spec = granularity.tensor_spec(self.fqn, self.local_shape)
+        return spec if cut is None else spec.whole_slices(cut)
+
+    def _local_segments(self, granularity: Segments, cut: int | None) -> Granularity:
+        """The granularity of this rank's piece, of which each segment is a part of the parameter's."""
+        dim, sizes = granularity.check(self.fqn, self.shape), granularity.sizes
+        if cut is not None and cut <= dim:
+            return elements()  # Shards are whole slices, and each slice has all segments.
+        for index, placement in enumerate(self._model_placements if self.is_dtensor else ()):
+            ranks = self._model_mesh.size(index)
+            if not placement.is_shard(dim) or ranks == 1:
+                continue
+            pieces = placement.segments(sum(sizes)) if isinstance(placement, InterleavedShard) else (sum(sizes),)
+            if not {*itertools.accumulate(sizes)} <= {*itertools.accumulate(pieces)}:
+                raise InvalidArgument(
+                    f"{self.fqn} has {granularity.text}, but the model cuts segments together, by {placement!r} over {ranks} "
+                    f"ranks: distribute it by InterleavedShard({dim}, {granularity.sizes}), or give a granularity without "
+                    "segments"
+                )
+            sizes = tuple(size // ranks for size in sizes)
+        return granularity.with_sizes(sizes)
 
     def rows_spec(self) -> TensorSpec:
         """The planner's description of a parameter that is cut by ``Shard(shard_dim)``."""

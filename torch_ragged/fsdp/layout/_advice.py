@@ -51,7 +51,7 @@ def advise(layouts: Mapping[str, BufferLayout], limit: float = PADDING_LIMIT) ->
     """
     kinds: dict[object, list[str]] = {}
     for name, layout in layouts.items():
-        cut = tuple((tensor.shape, tensor.dims, tensor.block, tensor.period) for tensor in layout.tensors)
+        cut = tuple((one.shape, one.dims, one.block, one.period, one.segments) for one in layout.tensors)
         kinds.setdefault((cut, layout.ranks, layout.alignment), []).append(name)
     groups = [(names, layouts[names[0]]) for names in kinds.values()]
     texts = []
@@ -164,13 +164,17 @@ def _padding(groups: Sequence[Sequence[TensorSpec]], layout: BufferLayout) -> fl
 
 
 def _rows(tensor: TensorSpec) -> int:
-    """The rows of a block; 0 if the tensor may be cut anywhere. An element of a 1-D tensor counts as a row."""
+    """The rows of the largest block; 0 if the tensor may be cut anywhere. An element of a 1-D tensor counts as a row."""
     row = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     return tensor.block // row if tensor.block > 1 and row else 0
 
 
 def _recut(tensor: TensorSpec, rows: int) -> TensorSpec:
+    """The tensor with blocks of ``rows``; of single elements for 0. Of segments, those with the most rows per block change."""
     ndim = len(tensor.shape)
+    if tensor.segments:
+        parts = [_recut(part, rows) if _rows(part) == _rows(tensor) else part for part in tensor.segments]
+        return TensorSpec.fused(tensor.name, tensor.shape, parts, tensor.dtype)
     if not rows:
         return replace(tensor, block=1, dims=tuple(range(ndim)))
     row, dims = (tensor.shape[-1], tuple(range(ndim - 1))) if ndim > 1 else (1, tuple(range(ndim)))
@@ -178,6 +182,8 @@ def _recut(tensor: TensorSpec, rows: int) -> TensorSpec:
 
 
 def _cut(tensor: TensorSpec) -> str:
+    if tensor.segments:
+        return f"segments ({', '.join(map(_cut, tensor.segments))})"
     if tensor.block == 1:
         return "cuts anywhere"
     if not tensor.dims:

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from torch_ragged.fsdp.layout._buffer_layout import TensorSpec
 from torch_ragged.fsdp.layout._packing import Kind
@@ -69,7 +69,7 @@ def lower_bound(kinds: Sequence[Kind], ranks: int, alignment: int) -> Bound:
 
 
 def _divisors(kinds: Sequence[Kind]) -> list[int]:
-    blocks = sorted({math.gcd(kind.block, kind.unit) for kind in kinds if kind.numel % kind.block == 0 and kind.block > 1})
+    blocks = sorted({kind.grain for kind in kinds if kind.runs or (kind.numel % kind.block == 0 and kind.block > 1)})
     common = {math.gcd(a, b) for a, b in itertools.combinations(blocks[-8:], 2)}
     return sorted({*blocks, *common} - {1}, reverse=True)
 
@@ -84,7 +84,7 @@ def _of_divisor(counts: Mapping[Kind, int], ranks: int, divisor: int, bound: Bou
     whole = total = touched = 0
     for kind, count in counts.items():
         total += kind.numel * count
-        if kind.numel % divisor == kind.block % divisor == kind.unit % divisor == 0:
+        if kind.numel % divisor == kind.grain % divisor == 0:
             whole += kind.numel * count
         elif kind.numel:
             touched += (2 + (kind.numel - 2) // bound.shard) * count
@@ -107,20 +107,20 @@ def _of_single_cuts(counts: Mapping[Kind, int], ranks: int, alignment: int, boun
     the shortest tensor has at least ``rest``. Then n such tensors take n + 1 shards, where ``n = full // rest``;
     docs/planner.md has the proof. Shards that are inside a longer tensor have no parts.
     """
-    cut = {kind: count for kind, count in counts.items() if kind.numel > bound.shard and bound.shard % _unit(kind)}
+    cut = {kind: count for kind, count in counts.items() if kind.numel > bound.shard and bound.shard % kind.grain}
     if not cut:
         return bound
     longest = max(kind.numel for kind in cut)
     inside = sum(max(0, (kind.numel + 1) // longest - 1) * count for kind, count in counts.items())
     best, end, number, divisor = bound, longest, 0, 0
-    for kind in sorted(cut, key=lambda kind: (-kind.numel, -_unit(kind))):
+    for kind in sorted(cut, key=lambda kind: (-kind.numel, -kind.grain)):
         number += cut[kind]
-        divisor = math.gcd(divisor, _unit(kind), kind.numel)
+        divisor = math.gcd(divisor, kind.grain, kind.numel)
         full = bound.shard // divisor * divisor
         rest = kind.numel - full
         n = full // rest
         # If the shard is a multiple of its blocks, the tensor can contain a whole shard: this proof ends there.
-        end = min(end, _round_up(bound.shard + 1, math.lcm(alignment, _unit(kind))))
+        end = min(end, _round_up(bound.shard + 1, math.lcm(alignment, kind.grain)))
         if number * (n + 1) > (ranks - inside) * n:
             larger = _round_up(-(-(n + 1) * kind.numel // (n + 2)), divisor)  # From this size on, n is larger.
             what = f"{number:,} tensor{'s' * (number > 1)} of at least {kind.numel:,} elements"
@@ -130,22 +130,33 @@ def _of_single_cuts(counts: Mapping[Kind, int], ranks: int, alignment: int, boun
 
 
 def _of_whole_shards(kinds: Sequence[Kind], alignment: int, bound: Bound) -> Bound:
-    """Raise ``bound`` until, for every tensor of more than two shards, the shard is a multiple of the tensor's blocks."""
+    """Raise ``bound`` until the shard is a multiple of the blocks of all tensors, and segments, of more than two shards."""
+    first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
+    parts = {part: index for kind, index in first.items() for part in _parts(kind)}
     while True:
-        inside = {kind: index for index, kind in reversed(list(enumerate(kinds))) if kind.numel > 2 * bound.shard}
-        units = {kind: _unit(kind) for kind in inside}
-        shard = _round_up(bound.shard, math.lcm(alignment, *units.values()))
+        inside = [part for part in parts if part.numel > 2 * bound.shard]
+        shard = _round_up(bound.shard, math.lcm(alignment, *[part.unit for part in inside]))
         if shard == bound.shard:
             return bound
-        kind = max((kind for kind in inside if bound.shard % units[kind]), key=lambda kind: (units[kind], kind.numel))
-        why = f"its {kind.numel:,} elements contain a whole shard, which must be a multiple of {units[kind]:,}"
-        smallest = min(kind.numel for kind in inside)  # If a shard is half of this tensor, the tensor need not contain one.
-        bound = Bound(min(shard, _round_up(-(-smallest // 2), alignment)), why, inside[kind])
+        part = max((part for part in inside if bound.shard % part.unit), key=lambda part: (part.unit, part.numel))
+        what = f"its {part.numel:,} elements contain" if part.is_whole else f"a segment of {part.numel:,} elements contains"
+        why = f"{what} a whole shard, which must be a multiple of {part.unit:,}"
+        smallest = min(part.numel for part in inside)  # If a shard is half of this part, the part need not contain one.
+        bound = Bound(min(shard, _round_up(-(-smallest // 2), alignment)), why, parts[part])
 
 
-def _unit(kind: Kind) -> int:
-    """If a tensor contains a whole shard, the shard size is a multiple of it."""
-    return math.gcd(kind.block, kind.unit)
+class _Part(NamedTuple):
+    """A tensor, or a segment of one. If it contains a whole shard, the shard size is a multiple of ``unit``."""
+
+    numel: int
+    unit: int
+    kind: Kind
+    is_whole: bool
+
+
+def _parts(kind: Kind) -> list[_Part]:
+    segments = [_Part(stop - start, block, kind, False) for start, stop, block in kind.runs]
+    return [_Part(kind.numel, kind.grain, kind, True), *segments]
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -70,6 +70,8 @@ class BufferLayout:
 
     def _check_cuts(self, offset: int, tensor: TensorSpec) -> None:
         """Raise if a shard boundary is inside a block of ``tensor``."""
+        if tensor.segments:
+            return self._check_cuts_of_segments(offset, tensor)
         shard, numel, block, period = self.shard_numel, tensor.numel, tensor.block, tensor.period or tensor.numel
         first = shard - offset % shard
         if first + shard < numel and first % period % block == 0:
@@ -82,6 +84,18 @@ class BufferLayout:
                     f"shard boundary {(offset + cut) // shard} cuts {tensor.name} at element {cut}, inside a block of {block} "
                     f"elements{anew}"
                 )
+
+    def _check_cuts_of_segments(self, offset: int, tensor: TensorSpec) -> None:
+        shard = self.shard_numel
+        for start, stop, block in tensor.runs:
+            # The first boundary in this run. If shards have whole blocks, all other boundaries in it are like the first.
+            first = start + (-(offset + start)) % shard
+            for cut in range(first, min(stop, first + shard + 1), shard):
+                if (cut - start) % block:
+                    raise ValueError(
+                        f"shard boundary {(offset + cut) // shard} cuts {tensor.name} at element {cut}, inside a block of "
+                        f"{block} elements (blocks are counted from element {start} to {stop} there)"
+                    )
 
     @functools.cached_property  # Asked of each buffer, as ``gaps`` is.
     def numel(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch_ragged.fsdp.layout._packing import Kind, advance
+from torch_ragged.fsdp.layout._packing import Kind, advance, may_span
 
 __all__ = ["interleaved_order"]
 
@@ -35,7 +35,7 @@ def interleaved_order(kinds: Sequence[Kind], ranks: int, shard: int) -> list[int
     if len(classes) > _MAX_CLASSES:
         return None
     members = list(classes.values())
-    spans = [shard % kind.unit == 0 for kind in kinds]
+    spans = [may_span(kind, shard) for kind in kinds]
     slack = ranks * shard - sum(kind.numel for kind in kinds)
     states: list[_State] = [((0,) * len(members), 0, 0, None)]
     for count in range(1, len(kinds) + 1):

@@ -5,13 +5,17 @@ Nothing here chooses the order or the shard size.
 
 from __future__ import annotations
 
+import itertools
+import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from torch_ragged.fsdp.layout._buffer_layout import TensorSpec
+from torch_ragged.granularity import Run
 
-__all__ = ["Kind", "advance", "fits", "place"]
+__all__ = ["Kind", "advance", "fits", "last_cut", "may_span", "place"]
 
 
 class Kind(NamedTuple):
@@ -19,33 +23,53 @@ class Kind(NamedTuple):
 
     Attributes:
         numel: the number of elements.
-        block: the tensor is cut at multiples of ``block`` only.
+        block: the tensor is cut at multiples of ``block`` only. If it has segments, the elements of their largest block.
         period: blocks are counted anew every ``period`` elements.
         unit: if the shard size is a multiple of ``unit``, the tensor can contain whole shards.
+        grain: all cuts are at multiples of ``grain``. So are the sizes of all shards that the tensor contains.
+        runs: where a tensor with segments is cut; empty for other tensors.
     """
 
     numel: int
     block: int
     period: int
     unit: int
+    grain: int
+    runs: tuple[Run, ...] = ()
 
     @staticmethod
     def of(tensor: TensorSpec) -> Kind:
-        return _kind(tensor.numel, tensor.block, tensor.period)
+        return _fused(tensor.runs, tensor.period) if tensor.segments else _kind(tensor.numel, tensor.block, tensor.period)
 
 
 @lru_cache(maxsize=65536)
 def _kind(numel: int, block: int, period: int) -> Kind:
     period = min(period or numel, numel)
     block = min(block, period) or 1
-    return Kind(numel, block, period or 1, block if period == numel or period % block == 0 else period)
+    unit = block if period == numel or period % block == 0 else period
+    return Kind(numel, block, period or 1, unit, math.gcd(block, unit))
+
+
+@lru_cache(maxsize=65536)
+def _fused(runs: tuple[Run, ...], period: int) -> Kind:
+    numel = runs[-1][1]
+    if len({(stop - start, block) for start, stop, block in runs}) == 1:
+        period = runs[0][1]
+    grain = math.gcd(*[start for start, _, _ in runs], *[block for start, stop, block in runs if stop - start > block])
+    # If shards are whole periods, all boundaries are like the first one. So they are if shards have whole blocks of all sizes,
+    # and one boundary can be between blocks in every run. (Chinese remainder theorem: if it can be in every two of them.)
+    unit, step = period or numel, math.lcm(*[block for _, _, block in runs])
+    pairs = itertools.combinations({(start % block, block) for start, _, block in runs}, 2)
+    if step < unit and all((first - second) % math.gcd(one, other) == 0 for (first, one), (second, other) in pairs):
+        unit = step
+    return Kind(numel, max(block for _, _, block in runs), period or numel, unit, grain, runs)
 
 
 def place(kinds: Sequence[Kind], ranks: int, shard: int) -> list[int] | None:
     """The smallest offsets of tensors in this order, in ``ranks`` shards of ``shard`` elements; None if they do not fit."""
     offsets, offset = [], 0
     for kind in kinds:
-        end = advance(offset, kind, 1, shard, shard % kind.unit == 0)
+        end = advance(offset, kind, 1, shard, may_span(kind, shard))
         if end is None or end > ranks * shard:
             return None
         offsets.append(end - kind.numel)
@@ -53,7 +77,7 @@ def place(kinds: Sequence[Kind], ranks: int, shard: int) -> list[int] | None:
     return offsets
 
 
-def advance(offset: int, kind: Kind, count: int, shard: int, may_span: bool) -> int | None:
+def advance(offset: int, kind: Kind, count: int, shard: int, spans: bool) -> int | None:
     """The offset after ``count`` tensors of ``kind``, each laid out at the smallest possible offset, from ``offset`` on.
 
     All tensors that fit in the rest of a shard take one step together. A tensor across a boundary takes one step.
@@ -63,13 +87,13 @@ def advance(offset: int, kind: Kind, count: int, shard: int, may_span: bool) -> 
         kind: the kind of the tensors.
         count: the number of tensors.
         shard: the shard size.
-        may_span: whether a tensor may contain whole shards.
+        spans: whether a tensor may contain whole shards.
 
     Returns:
         None if a tensor fits at no offset. This is certain if it fits neither in the shard of ``offset`` nor from the start of
         the next shard, because all other shards are like the next one.
     """
-    numel, block, period = kind.numel, kind.block, kind.period
+    numel, block, period, runs = kind.numel, kind.block, kind.period, kind.runs
     while count:
         room = shard - offset % shard
         inside = min(room // numel, count) if numel else count
@@ -77,17 +101,53 @@ def advance(offset: int, kind: Kind, count: int, shard: int, may_span: bool) -> 
             offset += inside * numel
             count -= inside
             continue
-        gap = room % period % block  # After this gap, the shard boundary is between two blocks.
-        if gap >= room or not (may_span or numel <= room - gap + shard):
+        # After this gap, the shard boundary is between two blocks.
+        gap = room - last_cut(kind, room, shard, spans) if runs else room % period % block
+        if gap >= room or not (spans or numel <= room - gap + shard):
             offset += room
             if numel <= shard:
                 continue
-            gap = shard % period % block
-            if gap >= shard or not (may_span or numel <= 2 * shard - gap):
+            gap = shard - last_cut(kind, shard, shard, spans) if runs else shard % period % block
+            if gap >= shard or not (spans or numel <= 2 * shard - gap):
                 return None
         offset += gap + numel
         count -= 1
     return offset
+
+
+def may_span(kind: Kind, shard: int) -> bool:
+    """Whether a tensor of ``kind`` may contain shards of this size. For one with segments, :func:`last_cut` finds out."""
+    return bool(kind.runs) or shard % kind.unit == 0
+
+
+def last_cut(kind: Kind, room: int, shard: int, spans: bool) -> int:
+    """Where the first shard boundary can be in a tensor with segments: the last cut up to ``room``; 0 if there is none.
+
+    If ``spans``, the boundaries after the first one are between blocks, too.
+    """
+    if not spans:
+        start, _, block = _run_at(kind.runs, room)
+        return room - (room - start) % block
+    while room > 0 and (back := _back(kind, room, shard)):
+        room -= back
+    return max(room, 0)
+
+
+def _back(kind: Kind, cut: int, shard: int) -> int:
+    """0 if boundaries at ``cut`` and every ``shard`` elements after it cut no block; or a step back: smaller ones cut one."""
+    while cut < kind.numel:
+        start, stop, block = _run_at(kind.runs, cut)
+        if past := (cut - start) % block:
+            return past
+        others = (stop - cut - 1) // shard  # More boundaries in this run.
+        if others and shard % block:
+            return cut - start + 1  # One of them cuts a block, until this one is in an earlier run.
+        cut += (others + 1) * shard
+    return 0
+
+
+def _run_at(runs: Sequence[Run], cut: int) -> Run:
+    return runs[bisect_left(runs, (cut + 1,)) - 1]
 
 
 def fits(runs: Sequence[tuple[Kind, int]], ranks: int, shard: int, spans: Mapping[Kind, bool]) -> bool:

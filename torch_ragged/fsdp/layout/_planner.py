@@ -21,13 +21,14 @@ from typing import NamedTuple
 from torch_ragged.fsdp.layout._bound import Bound, lower_bound
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._interleave import interleaved_order
-from torch_ragged.fsdp.layout._packing import Kind, fits, place
+from torch_ragged.fsdp.layout._packing import Kind, fits, last_cut, may_span, place
 
 __all__ = ["plan_layout", "smallest_shard"]
 
 _MAX_SUBSET_BLOCKS = 5  # For more blocks, the search tries prefixes of the ascending blocks instead of all subsets.
 _MAX_PERMUTED, _MAX_PERMUTATIONS = 64, 720  # Up to so many tensors with up to so many distinct orders, all orders are tried.
 _MAX_MIXED = 6  # The number of shard sizes for which the planner looks for interleaved orders.
+_MAX_UNEVEN = 32  # The number of shard sizes for which the planner looks whether a tensor with segments can contain shards.
 _CLOSE = 1e-4  # If the shard size is within this fraction of the bound, the planner does not look for interleaved orders.
 
 
@@ -188,7 +189,28 @@ def smallest_shard(kinds: Sequence[Kind], ranks: int, alignment: int, bound: int
             best = found * step
         if best == bound:
             break
+    fused = frozenset(kind for kind, _ in runs if kind.runs)
+    for shard in _uneven_shards(fused, alignment, bound) if fused else ():
+        if best is not None and shard >= best:
+            break
+        if fits(runs, ranks, shard, {kind: may_span(kind, shard) for kind, _ in runs}):
+            best = shard
+            break
     return None if best == below else best
+
+
+@lru_cache(maxsize=4096)
+def _uneven_shards(fused: frozenset[Kind], alignment: int, bound: int) -> list[int]:
+    """The shard sizes, from ``bound`` on, at which one of the ``fused`` tensors can contain a whole shard; the first ones.
+
+    The boundaries of the shard may be in different segments, so its size need not be a multiple of their blocks.
+    """
+    found: set[int] = set()
+    for kind in fused:
+        step = math.lcm(alignment, kind.grain)
+        sizes = range(-(-bound // step) * step, kind.numel, step)[:_MAX_UNEVEN]
+        found.update(size for size in sizes if last_cut(kind, min(size, kind.numel - size - 1), size, True))
+    return sorted(found)
 
 
 def _steps(kinds: Iterable[Kind], alignment: int, bound: int) -> list[int]:

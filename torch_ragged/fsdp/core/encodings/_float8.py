@@ -74,6 +74,8 @@ def keeps_tiles(spec: TensorSpec, height: int) -> bool:
         return False
     rows, columns = spec.shape[-2:]
     matrix, band, period = rows * columns, height * columns, spec.period or spec.numel
+    if spec.segments:
+        return all(cut % matrix % band == 0 for start, stop, block in spec.runs for cut in range(start, stop, block))
     if period == matrix:
         return spec.block % band == 0 or spec.block >= matrix
 
