@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
-from torch_ragged.granularity import rows
+from torch_ragged.fsdp import buffer_layouts, rows
 from torch_ragged.spmd import INIT, RUN, Plan, deferred_init, parallelize
 
 
@@ -419,6 +419,44 @@ class BoundaryTest(unittest.TestCase):
         model = parallelize(copy.deepcopy(single), plan, mesh)
         x = torch.randn(3, 8)
         torch.testing.assert_close(model(x).full_tensor(), single(x))
+
+    @ranks(4)
+    def test_a_unit_keeps_the_blocks_of_each_segment_by_itself():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+        class Fused(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.qkv, self.experts = nn.Linear(8, 20), nn.Parameter(torch.randn(2, 10, 8))
+                self.columns = nn.Parameter(torch.randn(12, 6))
+
+            def forward(self, x):
+                q, k, v = self.qkv(x).split([12, 4, 4], -1)
+                gate, up = (x @ self.experts[0].T + x @ self.experts[1].T).split([6, 4], -1)
+                return (q.tanh() * (k * v).sum(-1, keepdim=True)) @ self.columns + gate * up.sum(-1, keepdim=True)
+
+        segments = Plan().segments("qkv.weight", (12, 4, 4), 0).segments("qkv.bias", (12, 4, 4), 0)
+        segments.segments("experts", (6, 4), 1).segments("columns", (4, 2), 1)
+        base = segments + Plan().unit("", "dp", granularity=rows(3)).shard("<in:x>", Shard(0), "dp")
+        # Rows of qkv, over two ranks of tensor parallelism or in whole: blocks are counted anew in q, k and v.
+        runs = {True: ((0, 64, 24), (64, 80, 16)), False: ((0, 128, 24), (128, 160, 24))}
+        for cut, expected in runs.items():
+            torch.manual_seed(0)
+            single = Fused()
+            plan = base + Plan().shard(r"qkv\.\w+", Shard(0), "tp") if cut else base
+            model = parallelize(copy.deepcopy(single), plan, mesh)
+            (layout,) = buffer_layouts(model).values()
+            specs = {spec.name: spec for spec in layout.tensors}
+            assert specs["qkv.weight"].runs == expected, specs["qkv.weight"].runs
+            assert specs["experts"].runs == ((0, 80, 24), (80, 160, 24)), specs["experts"].runs
+            assert specs["columns"].block == 18 and not specs["columns"].segments  # Each row has both segments.
+            x = torch.randn(4, 8)
+            for net in (single, model):
+                loss = net(x).pow(2).mean()
+                loss.backward()
+            torch.testing.assert_close(loss.full_tensor(), single(x).pow(2).mean())
+            for name, param in single.named_parameters():
+                torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad, msg=name)
 
 
 def check_saved(folder):

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import RaggedShard, StridedRaggedShard
 from torch_ragged.fsdp import HIERARCHICAL, ZERO2, ZERO3, Float8Policy, fully_shard
-from torch_ragged.granularity import blocks, elements, rows, tensor
+from torch_ragged.granularity import blocks, elements, rows, segments, tensor
 from torch_ragged.spmd import INIT, RUN, Phase, Plan
 from torch_ragged.spmd._paths import under
 from torch_ragged.spmd._plan import _UNIT_OPTIONS, FACTORY_FUNCTIONS, ShardRule
@@ -259,6 +259,8 @@ class JsonTest(TestCase):
             {"offload_policy": CPUOffloadPolicy(pin_memory=False), "placements": ZERO2, "optional": True},
             {"placements": ZERO3, "reshard_after_forward": 2},
             *({"granularity": each} for each in (elements(), rows(3), rows(3, within=0), blocks(2, 4), tensor())),
+            {"granularity": segments((4, 2), rows(3))},
+            {"granularity": segments((4, 2), [tensor(), rows(3, within=0)], dim=-2)},
         )
         plan.unit("a", ("replicas", "dp"), placements=HIERARCHICAL)
         again = Plan.from_json(plan.to_json())
@@ -360,7 +362,7 @@ ValueError: rule 0 of the JSON (shard) is wrong: shard: dims must be the name of
     | of names, got (['tp'],)
 ValueError: rule 0 of the JSON (unit) is wrong: options must be an object, got []
 ValueError: rule 0 of the JSON (unit) is wrong: cannot read 'rows(0)': rows() takes positive integers, got 0.
-    | Write a call of elements, rows, blocks, tensor with literals
+    | Write a call of elements, rows, blocks, tensor, segments with literals
 ValueError: rule 0 of the JSON (unit) is wrong: {'Policy': {}} is no option of a unit in JSON: write a number,
     | a string, true, false, null, or an object with one key of tuple, dtype, placement, granularity,
     | MixedPrecisionPolicy, Float8Policy, OffloadPolicy, CPUOffloadPolicy, BufferPlacements

@@ -21,7 +21,7 @@ from torch_ragged import InterleavedShard, RaggedShard
 from torch_ragged.granularity import rows
 from torch_ragged.spmd import INIT, RUN, Plan, PlanError
 from torch_ragged.spmd._resolve import resolve
-from torch_ragged.spmd._resolved import Boundary, FactoryRecord, MeshShape, Segments, UnitRecord
+from torch_ragged.spmd._resolved import Boundary, FactoryRecord, MeshShape, SegmentSizes, UnitRecord
 
 MESH = MeshShape(("dp", "tp"), (2, 4))
 LAYER = r"layers\.\d+"
@@ -201,7 +201,7 @@ class TensorsTest(unittest.TestCase):
     def test_segments_are_of_one_dimension(self):
         plan = Plan().segments("qkv.weight", (8, 4, 4), -2).shard("qkv.weight", Shard(0), "tp").default(R)
         qkv = tensors_of(resolve(plan, Mixture(), MESH))["qkv.weight"]
-        self.assertEqual((qkv.segments, qkv.run, qkv.rules), (Segments(0, (8, 4, 4)), (R, Shard(0)), (0, 1)))
+        self.assertEqual((qkv.segments, qkv.run, qkv.rules), (SegmentSizes(0, (8, 4, 4)), (R, Shard(0)), (0, 1)))
         self.assertIsNone(tensors_of(resolve(plan, Mixture(), MESH))["experts"].segments)
 
     def test_uneven_shards_are_legal_outside_of_units(self):

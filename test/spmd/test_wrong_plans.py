@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import RaggedShard
-from torch_ragged.granularity import rows
+from torch_ragged.granularity import rows, segments
 from torch_ragged.spmd import INIT, RUN, Plan, PlanError
 from torch_ragged.spmd._resolve import resolve
 from torch_ragged.spmd._resolved import MeshShape
@@ -520,6 +520,17 @@ class UnitsTest(TestCase):
             """\
   plan.unit(r"layers\\.\\d+", "tp", reshard_after_forward=3)
     keeps parts on 3 ranks after forward, which must divide the 4 ranks of the unit of "layers.0", "layers.1\"""",
+        )
+
+    def test_52_a_granularity_with_the_segments_of_another_tensor(self):
+        plan = Plan().unit("", "dp", granularity=segments((8, 8), rows(2)))
+        self.assertExpectedInline(
+            text_of(plan, Mixture),
+            """\
+  plan.unit("", "dp", granularity=segments((8, 8), rows(2)))
+    give granularity=segments((8, 8), rows(2)), which are not the segments of experts, scale,
+    | blocks.0.0.weight and 3 more. Name fused weights with plan.segments(), and give the unit the granularity
+    | of a segment""",
         )
 
 

@@ -15,6 +15,7 @@ from torch_ragged._ranks.agreement import agreement
 from torch_ragged._ranks.groups import device_of_messages
 from torch_ragged._register._spmd import compute_as_one_device
 from torch_ragged.fsdp import fully_shard
+from torch_ragged.granularity import Granularity
 from torch_ragged.random import materialize, single_device
 from torch_ragged.random._deferred import is_deferred
 from torch_ragged.spmd._boundary import add_boundaries
@@ -137,7 +138,7 @@ def _carry_out(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, mode: str
     add_factories(model, resolved.factories, mesh)
     others = [record for record in resolved.tensors if record.is_parameter and record.unit is None]
     for unit in resolved.units:
-        _shard_unit(model, unit, mesh, {model.get_parameter(record.name) for record in others})
+        _shard_unit(model, unit, resolved, mesh, {model.get_parameter(record.name) for record in others})
     if deferred:
         materialize(model)
     gradients = [(model.get_parameter(record.name), _gradient_placements(record)) for record in others]
@@ -184,12 +185,17 @@ def _gradient_placements(record: TensorRecord) -> tuple[Placement, ...]:
     return tuple([wanted or placement for wanted, placement in zip(record.grad or (None,) * len(own), own)])
 
 
-def _shard_unit(model: nn.Module, unit: UnitRecord, mesh: DeviceMesh, others: set[nn.Parameter]) -> None:
+def _shard_unit(model: nn.Module, unit: UnitRecord, resolved: Resolved, mesh: DeviceMesh, others: set[nn.Parameter]) -> None:
     """One call of fully_shard, which does not take ``others``: the parameters that are in no unit."""
     module, options = model.get_submodule(unit.module), dict(unit.options)
-    granularity = options.pop("granularity", None)
+    granularity: Granularity | None = options.pop("granularity", None)
     if granularity is not None:
-        options["orig_param_policy"] = lambda name, param: granularity
+        fused = {
+            id(model.get_parameter(record.name)): record.segments.granularity(granularity, len(record.shape))
+            for record in resolved.tensors
+            if record.is_parameter and record.segments is not None
+        }
+        options["orig_param_policy"] = lambda name, param: fused.get(id(param), granularity)
     ignored = {param for param in module.parameters() if param in others}
     dims = UnitDims(unit.shard, unit.replicate)
     fully_shard(module, mesh=mesh, dp_mesh_dims=dims, ignored_params=ignored, **options)

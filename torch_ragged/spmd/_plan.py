@@ -442,6 +442,7 @@ class Plan:
 
             plan.segments("attention.qkv.weight", (4096, 1024, 1024), dim=0)
             plan.shard("attention.qkv.weight", Shard(0), "tp")
+            plan.unit("attention", "dp", granularity=rows(128))       # blocks are counted anew in q, k and v
 
         Args:
             path: parameters and buffers.
@@ -467,7 +468,8 @@ class Plan:
             dims: the mesh dimension of the shards; or two, of replicas and shards (HSDP).
             options: the options of ``fully_shard`` (``reshard_after_forward``, ``mp_policy``, ``offload_policy``,
                 ``placements``, ``optional``, ``orig_param_policy``, ``shard_placement_fn``), and ``granularity``, which is one
-                ``orig_param_policy`` for all parameters. JSON cannot hold functions.
+                ``orig_param_policy`` for all parameters; of a tensor with :meth:`segments`, each segment has it by itself. JSON
+                cannot hold functions.
 
         Raises:
             TypeError: an option is unknown or has another type.

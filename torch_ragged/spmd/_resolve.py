@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from torch_ragged.granularity import Segments
 from torch_ragged.spmd._paths import Key, activation_path, grad_path, matches
 from torch_ragged.spmd._plan import (
     INIT,
@@ -38,7 +39,7 @@ from torch_ragged.spmd._resolved import (
     FactoryRecord,
     MeshShape,
     Resolved,
-    Segments,
+    SegmentSizes,
     Spoken,
     TensorRecord,
     UnitRecord,
@@ -108,7 +109,7 @@ class _Tensor:
     names: list[str]
     is_parameter: bool
     shape: tuple[int, ...]
-    segments: Optional[Segments] = None
+    segments: Optional[SegmentSizes] = None
     rules: set[int] = field(default_factory=set)
     is_sound: bool = True  # Its placements have a meaning: other checks may use them.
     init: tuple[Placement, ...] = ()
@@ -391,7 +392,7 @@ def _set_segments(index: int, rule: SegmentsRule, rules: Sequence[Rule], tensor:
         text = f"cuts dimension {rule.dim} of tensors with {ndim} dimensions: "
         problems.add((index,), text, tensor.name, ". Cut another dimension, or match fewer tensors")
         return
-    segments = Segments(rule.dim % ndim, rule.sizes)
+    segments = SegmentSizes(rule.dim % ndim, rule.sizes)
     size = tensor.shape[segments.dim]
     if sum(rule.sizes) != size:
         text = f"has sizes that add up to {sum(rule.sizes)}, and dimension {segments.dim} has {size} elements in "
@@ -663,6 +664,13 @@ def _check_in_unit(
         fsdp_placement(tensor.shape, tensor.run, mesh.sizes, ranks=ranks)
     except ValueError as error:
         problems.add(involved, "put ", tensor.name, f" into a unit: {error}")
+    granularity = dict(unit.options).get("granularity")
+    if isinstance(granularity, Segments):
+        try:
+            granularity.check(tensor.name, tensor.shape)
+        except ValueError:
+            end = ". Name fused weights with plan.segments(), and give the unit the granularity of a segment"
+            problems.add(unit.rules, f"give granularity={granularity.text}, which are not the segments of ", tensor.name, end)
 
 
 # -- activations and factories -------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from torch_ragged.granularity import Granularity, Segments, segments
 from torch_ragged.spmd._paths import Key
 from torch_ragged.spmd._text import value_text
 
@@ -21,7 +22,7 @@ __all__ = [
     "FactoryRecord",
     "MeshShape",
     "Resolved",
-    "Segments",
+    "SegmentSizes",
     "TensorRecord",
     "UnitRecord",
     "activation_text",
@@ -73,11 +74,18 @@ class MeshShape:
 
 
 @dataclass(frozen=True)
-class Segments:
+class SegmentSizes:
     """The matrices of a fused tensor: their sizes along dimension ``dim``."""
 
     dim: int
     sizes: tuple[int, ...]
+
+    def granularity(self, each: Granularity, ndim: int) -> Granularity:
+        """The granularity in a unit of a tensor of ``ndim`` dimensions: ``each``, in each segment by itself."""
+        rows_have_all = 0 < self.dim == ndim - 1
+        if rows_have_all or isinstance(each, Segments) or each.kind == "elements":
+            return each
+        return segments(self.sizes, each, self.dim)
 
     def __str__(self) -> str:
         return f"{'+'.join(map(str, self.sizes))} along {self.dim}"
@@ -107,7 +115,7 @@ class TensorRecord:
     init: tuple[Placement, ...]
     run: tuple[Placement, ...]
     grad: Optional[Spoken]
-    segments: Optional[Segments]
+    segments: Optional[SegmentSizes]
     unit: Optional[str]
     rules: tuple[int, ...]
 

@@ -42,7 +42,7 @@ def _named(*makers: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
 
 
 PLACEMENTS = _named(Shard, Replicate, Partial, _StridedShard, InterleavedShard, RaggedShard, StridedRaggedShard)
-_GRANULARITIES = _named(granularity.elements, granularity.rows, granularity.blocks, granularity.tensor)
+_GRANULARITIES = _named(granularity.elements, granularity.rows, granularity.blocks, granularity.tensor, granularity.segments)
 _MOST_RANKS = 10**7  # In text, so that a short one cannot fill the memory.
 _POLICIES = _named(MixedPrecisionPolicy, Float8Policy, OffloadPolicy, CPUOffloadPolicy, BufferPlacements)
 
@@ -155,6 +155,8 @@ def _read_call(text: str, makers: Mapping[str, Callable[..., Any]]) -> Any:
             if count > _MOST_RANKS:
                 raise ValueError(f"{count} ranks are more than {_MOST_RANKS}")
             return tuple(values) * count
+        if isinstance(node, ast.List):
+            return [read(element) for element in node.elts]
         try:
             return ast.literal_eval(node)
         except ValueError:  # Its text has an address of memory.
