@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import textwrap
 import unittest
+from types import SimpleNamespace
 from unittest import mock
 
 import expecttest
@@ -261,12 +262,36 @@ class StaticTest(unittest.TestCase):
             assert "a rule" in static.static_modules.report.reasons["blocks.0.dropout"]
 
     @ranks(2)
+    def test_plain_inputs_that_broadcast_otherwise_and_caches_make_a_call_eager():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        single, x = make(block=Scaled).blocks[0], torch.randn(2, 6, 8)
+        plan = Plan().shard("<in:x>", Shard(0), "dp").shard("<out>", Shard(0), "dp", grad=Shard(0)).default(Replicate())
+        model, cache = parallelize(make(block=Scaled).blocks[0], plan, mesh, mode="static"), SimpleNamespace(kept=None)
+        for factor in (torch.rand(1, 1, 8), torch.rand(2, 1, 8), torch.rand(1, 1, 8)):  # A rank has one row of two.
+            torch.testing.assert_close(model(x, factor).full_tensor(), single(x, factor))
+        assert model.static_modules.report.modules == ("",)
+        inside = Inside(model)
+        with inside, torch.no_grad():
+            model(x, factor)
+            assert inside.found == []
+            model(x, factor, cache)
+        assert inside.found and isinstance(cache.kept, DTensor)
+
+    @ranks(2)
     def test_ranks_that_ask_for_other_modes_raise():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         mode = "static" if mesh.get_local_rank() else "eager"
         plan = Plan().default(Replicate())
         assert "parallelize was called differently" in error_of(parallelize, make(), plan, mesh, mode=mode)
         assert "mode must be 'eager' or 'static', got 'fast'" in error_of(parallelize, make(), plan, mesh, mode="fast")
+
+
+class Scaled(Block):
+    def forward(self, x, factor, cache=None):
+        x = super().forward(x) * factor
+        if cache is not None:
+            cache.kept = x
+        return x
 
 
 class Logits(nn.Module):

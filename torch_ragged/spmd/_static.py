@@ -60,10 +60,11 @@ _Bits = dict[Any, bytes]
 class _Seen:
     """What the warm-up saw of one module: the placements of its tensors, in the order of pytree leaves, and what forbids it.
 
-    A tensor that is no DTensor has None. Gradients are known after backward.
+    A tensor that is no DTensor has None; ``plain`` says which of its dimensions are 1. Gradients are known after backward.
     """
 
     inputs: list[Optional[Placed]] = field(default_factory=list)
+    plain: list[Any] = field(default_factory=list)
     outputs: list[Optional[Placed]] = field(default_factory=list)
     input_grads: dict[int, Placed] = field(default_factory=dict)
     output_grads: dict[int, Placed] = field(default_factory=dict)
@@ -318,6 +319,7 @@ class _Watch(DebugMode):
         if not all(map(_is_even, leaves)):
             self.forbid(name, f"its input {_UNEVEN}")
         seen.inputs = self._record(leaves, seen.input_grads, seen.bits, "grad in")
+        seen.plain = _plain(leaves)
         seen.bits.update({("in", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)})
         for inner, param in module.named_parameters():
             if isinstance(param, DTensor) and param.requires_grad:
@@ -473,7 +475,8 @@ def _bits(value: Any) -> bytes:
 class _Region:
     """One static module: at its entry, DTensors become local tensors; at its exit, local tensors become DTensors.
 
-    If it is called with other placements than in the warm-up, or with uneven shards, that call runs in eager mode.
+    If it is called with other placements than in the warm-up, with uneven shards, or without gradients and with an object that
+    may keep tensors, that call runs in eager mode.
     """
 
     def __init__(self, module: nn.Module, seen: _Seen, watch: _Watch, mesh: DeviceMesh, gradients: PendingGradients) -> None:
@@ -529,7 +532,11 @@ class _Region:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         if [leaf.placements if isinstance(leaf, DTensor) else None for leaf in leaves] != self._seen.inputs:
             return None
-        if not all(map(_is_even, leaves)):
+        # A plain tensor is whole: with the rows of the whole batch, it would not fit the local ones.
+        if _plain(leaves) != self._seen.plain or not all(map(_is_even, leaves)):
+            return None
+        # A cache of keys lives for several calls, of which some may run in eager mode: it must not get local tensors.
+        if not torch.is_grad_enabled() and any(map(_holds_state, leaves)):
             return None
         if self._checks and backward_id() < 0:  # Not where activation checkpointing runs it again.
             self.bits = {("in", i): _bits(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
@@ -659,6 +666,19 @@ def _is_even(value: Any) -> bool:
     if not isinstance(value, DTensor) or has_ragged(value.placements):  # A unit's: it takes even shards only.
         return True
     return is_even(value.shape, value.placements, tuple(value.device_mesh.shape))
+
+
+def _plain(leaves: Sequence[Any]) -> list[Optional[tuple[bool, ...]]]:
+    """Of each plain tensor, which dimensions are 1, so that they broadcast; None for anything else."""
+    return [
+        tuple([size == 1 for size in leaf.shape]) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) else None
+        for leaf in leaves
+    ]
+
+
+def _holds_state(value: Any) -> bool:
+    """Whether a value is an object with attributes, such as a cache of keys."""
+    return hasattr(value, "__dict__") and not isinstance(value, torch.Tensor) and not callable(value)
 
 
 def _goes_with(placement: Any, grad: Any) -> bool:
