@@ -80,6 +80,43 @@ class TrainingTest(unittest.TestCase):
         assert_trains_as_one_device("flux2", zoo.flux2())
 
 
+def check_static(name, *expected, **options):
+    """Trains with static modules, among them ``expected``."""
+    model = assert_trains_as_one_device(name, getattr(zoo, name)(**options), mode="static")
+    report = model.static_modules.report
+    assert set(expected) <= set(report.modules), report
+
+
+@pytest.mark.slow
+class StaticTrainingTest(unittest.TestCase):
+    """Losses and gradients of static modules are those of one device. Dropout keeps modules around it eager."""
+
+    @ranks(4)
+    def test_llama():
+        check_static("llama", "model.norm")
+        check_static("llama", "model.norm", sequence_parallel=True)
+
+    @ranks(4)
+    def test_mixtral():
+        check_static("mixtral", "model.norm")
+        check_static("mixtral", "model.norm", sequence_parallel=True)
+
+    @ranks(4)
+    def test_dit():
+        check_static("dit", "norm")
+        check_static("dit", "norm", sequence_parallel=True)
+
+    @ranks(4)
+    def test_t5():
+        check_static("t5", "lm_head")
+        check_static("t5", "lm_head", sequence_parallel=True)
+
+    @ranks(4)
+    def test_vit():
+        check_static("vit", "norm")
+        check_static("vit", "norm", sequence_parallel=True)
+
+
 @pytest.mark.slow
 class LongTrainingTest(unittest.TestCase):
     @ranks(4)

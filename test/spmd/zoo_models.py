@@ -142,11 +142,15 @@ def batch_of(name, rows=4):
     return {"input_ids": ids, "labels": ids}
 
 
-def assert_trains_as_one_device(name, plan, mesh=(2, 2), steps=3, **changes):
-    """Train a model under ``plan`` and on one device. Initial values are equal to the bit; losses and gradients are close."""
+def assert_trains_as_one_device(name, plan, mesh=(2, 2), steps=3, mode="eager", **changes):
+    """Train a model under ``plan`` and on one device. Initial values are equal to the bit; losses and gradients are close.
+
+    Returns:
+        the model.
+    """
     dims = init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    model = parallelize(deferred_init(functools.partial(build, name, **changes)), plan, dims)
+    model = parallelize(deferred_init(functools.partial(build, name, **changes)), plan, dims, mode=mode)
     torch.manual_seed(0)
     single = build(name, **changes)
     for key, value in single.named_parameters():
@@ -159,6 +163,7 @@ def assert_trains_as_one_device(name, plan, mesh=(2, 2), steps=3, **changes):
         for key, grad in single_grads.items():
             error, scale = (grads[key] - grad).abs().max().item(), grad.abs().max().item()
             assert error <= 1e-5 * scale + 1e-8, f"step {step}: the gradient of {key} differs by {error}, of {scale}"
+    return model
 
 
 def _train(model, name, steps, rows):
