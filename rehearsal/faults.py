@@ -111,13 +111,13 @@ def mutated(fault: Fault, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rehearsal.faults", description=__doc__)
     parser.add_argument("--least", type=float, default=0.95, help="the share of faults that must be found")
-    parser.add_argument("--only", type=int, help="the number of one fault")
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of faults; without the control")
     arguments = parser.parse_args()
     clean = True
     expected: dict[str, Results] = {}
-    for flavour in ("ours", "fsdp2"):
+    for flavour in ("ours",) if arguments.only else ("ours", "fsdp2"):
         expected[flavour] = run(flavour)
-        others = [run(flavour, order=order, seed=3) for order in ("early", "random")]
+        others = [run(flavour, order=order, seed=3) for order in ("early", "random") if not arguments.only]
         is_clean = bool(expected[flavour][0]) and all(other == expected[flavour] for other in others)
         is_clean = is_clean and not any(reports for rank in expected[flavour] for _, _, reports in rank.values())
         print(
@@ -127,8 +127,9 @@ def main() -> None:
             print([expected[flavour], *others])
         clean = clean and is_clean
     found = 0
-    chosen = FAULTS if arguments.only is None else FAULTS[arguments.only : arguments.only + 1]
-    for number, fault in enumerate(chosen):
+    chosen = arguments.only or range(len(FAULTS))
+    for number in chosen:
+        fault = FAULTS[number]
         with tempfile.TemporaryDirectory() as folder:
             mutated(fault, Path(folder))
             ranks = run("ours", Path(folder))
