@@ -76,11 +76,14 @@ def variants(flavour: str) -> dict[str, Callable[[], list[torch.Tensor]]]:
     else:
         from torch_ragged.fsdp import fully_shard
 
-    def wrapped(mesh: DeviceMesh, **options: Any) -> Callable[[nn.Module], None]:
+    def wrapped(mesh: DeviceMesh, divisor: float | None = None, **options: Any) -> Callable[[nn.Module], None]:
         def wrap(model: nn.Module) -> None:
             for block in model.children():
                 fully_shard(block, mesh=mesh, **options)
             fully_shard(model, mesh=mesh, **options)
+            if divisor is not None:
+                for module in (model, *model.children()):
+                    module.set_gradient_divide_factor(divisor)
 
         return wrap
 
@@ -90,6 +93,7 @@ def variants(flavour: str) -> dict[str, Callable[[], list[torch.Tensor]]]:
         "float32": lambda: train("float32", wrapped(line)),
         "mixed": lambda: train("mixed", wrapped(line, mp_policy=half)),
         "float16": lambda: train("float16", wrapped(line, mp_policy=scaled)),
+        "divided": lambda: train("divided", wrapped(line, 3.0)),
         "replicas": lambda: train("replicas", wrapped(grid)),
         "kept": lambda: train("kept", wrapped(line, reshard_after_forward=False)),
         "optimizer stream": lambda: train("optimizer stream", wrapped(line), 3, optimizer_stream=True),
