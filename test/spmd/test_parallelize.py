@@ -302,6 +302,15 @@ class BoundaryTest(unittest.TestCase):
         assert "dict has no 'kee', which a plan names: it has ['key', 'other']" in error, error
 
     @ranks(2)
+    def test_negative_dimensions_count_from_the_end_of_each_tensor():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
+        model = parallelize(nn.Sequential(nn.Identity()), Plan().shard("0.<out>", Shard(-1), "tp"), mesh)
+        for each in (x, x[0], x[0, 0]):
+            found = model(each)
+            assert found.placements == (Shard(each.ndim - 1),) and torch.equal(found.full_tensor(), each)
+
+    @ranks(2)
     def test_redistributions_of_gradients_and_annotations():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         torch.manual_seed(0)

@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged.spmd._move import Move, Placed, clean, move_dtensor
@@ -203,6 +203,7 @@ class Redistribution:
 
     def __init__(self, boundary: Boundary, mesh: DeviceMesh) -> None:
         self.boundary, self._mesh = boundary, mesh
+        self._counts_back = _counted(boundary, 1) != boundary
         self.static: Optional[Move] = None
         self.observe: Optional[Callable[[Placed, Placed, DTensor], None]] = None
 
@@ -210,7 +211,10 @@ class Redistribution:
         static = self.static
         if static is not None and not isinstance(tensor, DTensor):
             return static(tensor)
-        boundary, source = self.boundary, as_dtensor(tensor, self._mesh, self.boundary.src)
+        boundary = self.boundary
+        if self._counts_back:
+            boundary = _counted(boundary, tensor.ndim)
+        source = as_dtensor(tensor, self._mesh, boundary.src)
         given = source.placements
         if boundary.src is not None and any(told not in (None, own) for told, own in zip(boundary.src, given)):
             raise ValueError(
@@ -224,6 +228,16 @@ class Redistribution:
         if self.observe is not None:
             self.observe(given, wanted, result)
         return result
+
+
+def _counted(boundary: Boundary, ndim: int) -> Boundary:
+    """``boundary`` with the dimensions of a tensor that has ``ndim``: a negative one counts from its end."""
+
+    def counted(spoken: Optional[Spoken]) -> Any:
+        return spoken and tuple([Shard(p.dim + ndim) if type(p) is Shard and p.dim < 0 else p for p in spoken])
+
+    names = ("placements", "src", "grad_src", "grad_dst")
+    return dataclasses.replace(boundary, **{name: counted(getattr(boundary, name)) for name in names})
 
 
 def _filled(spoken: Spoken, default: Sequence[Placement]) -> Placed:
