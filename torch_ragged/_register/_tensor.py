@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch._C._dynamo import eval_frame
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import _api as dtensor_api
 from torch.distributed.tensor import _dispatch as dtensor_dispatch
 from torch.distributed.tensor import _random as dtensor_random
@@ -120,7 +120,7 @@ def _install_factories() -> None:
 
 @hook(
     "_api._ToTorchTensor.backward",
-    "the global stride of a gradient does not follow from its local tensor",
+    "the global stride of a gradient does not follow from its local tensor; a gradient may be a DTensor",
     PROTOCOL,
     lambda: has(dtensor_api._ToTorchTensor.backward, "ctx", "grad_output"),
 )
@@ -130,6 +130,8 @@ def _install_to_local_backward() -> None:
     def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
         spec, wanted = ctx.dtensor_spec, ctx.grad_placements
         extension = extension_of(spec.placements) or extension_of(wanted or ())
+        if isinstance(grad_output, DTensor) and all(isinstance(each, Replicate) for each in spec.placements):
+            return grad_output, None  # The local tensor is the whole one, and DTensors that it met have promoted it.
         if grad_output is None or extension is None:
             return original(ctx, grad_output)
         return extension.to_local_gradient(spec, wanted, grad_output), None
