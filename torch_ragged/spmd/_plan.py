@@ -31,6 +31,7 @@ from torch_ragged.spmd._text import (
     value_text,
     write_value,
 )
+from torch_ragged.spmd._torchtitan import layers_of, layouts_of
 from torch_ragged.spmd._transformers import batch_of, shards_of, units_of
 
 __all__ = [
@@ -570,6 +571,63 @@ class Plan:
         for path, reshards in units_of(model):
             plan.unit(path, fsdp, reshard_after_forward=reshards)
         return plan
+
+    @classmethod
+    def from_torchtitan(
+        cls,
+        model: nn.Module,
+        *,
+        dp: Optional[str] = "dp",
+        cp: Optional[str] = None,
+        tp: Optional[str] = "tp",
+        unit: bool = True,
+    ) -> Plan:
+        """The plan that a model of torchtitan carries, in the ``ShardingConfig`` of its modules::
+
+            set_llama3_sharding_config(config, enable_sp=True)
+            model = deferred_init(config.build)
+            plan = Plan.from_torchtitan(model, dp="dp", tp="tp")
+            print(plan)                                                   # as you would write it
+            model = parallelize(model, plan, mesh)                        # instead of model.parallelize(parallel_dims)
+
+        What the fields become:
+
+        - ``state_shardings``: a rule of the parameter or buffer. ``spmd.S(dim)`` is ``Shard(dim)``, and so is ``spmd.V`` with
+          the axis in ``partition_spec``. Where it is ``spmd.R`` or ``spmd.I``, no rule is needed.
+        - ``in_dst_shardings``, or ``in_src_shardings`` of an argument that has no other one: a rule of ``<in:name>``. As the
+          script passes whole tensors, it takes the rank's part of the batch, too. Arguments that ``forward`` does not take are
+          left out, as in torchtitan.
+        - ``out_dst_shardings``: a rule of ``<out>``, unless it equals ``out_src_shardings``.
+        - ``out_src_shardings``: nothing. DTensor knows what comes out, sums (``spmd.P``) included.
+        - ``local_map``: nothing, but for its inputs. It lets torchtitan run ``forward`` on local tensors. Here DTensors go
+          through: attention of heads that ``tp`` cuts, and of rows that ``cp`` cuts with all keys, is computed on each rank's
+          part by a rule of this package, which finds the gradients' placements, too. The weight of an embedding with
+          ``local_map`` stays whole on these axes, under all its names if it is tied: its ``forward`` takes local rows, and
+          only torchtitan tells it which ones they are. The units cut it over ``dp`` and ``cp``.
+
+        Args:
+            model: a model that torchtitan's config built, with or without values. It is not changed, and torchtitan is not
+                imported.
+            dp, cp, tp: the mesh dimension of each axis of the configs. None leaves the axis out.
+            unit: whether the elements of ``model.layers`` are units, over ``dp`` and ``cp``. If not, or if both are None,
+                parameters that no rule names are replicated.
+
+        Raises:
+            ValueError: no module has a config, or one has no meaning for DTensors: a parameter without a layout, an axis such
+                as ``ep`` that cuts, ``spmd.V`` without ``partition_spec``, ``spmd.P`` that something else should become,
+                ``local_map`` around a kernel without a rule (``FlexAttention``, ``VarlenAttention``), or around weights that
+                are cut (experts). All are listed, with module and field.
+
+        Source: torchtitan 0.3.0, ``protocols/sharding.py`` and ``protocols/module.py``.
+        """
+        plan = cls()
+        for path, (placements, dims) in layouts_of(model, {"dp": dp, "cp": cp, "tp": tp}):
+            plan.shard(path, placements, dims)
+        data = tuple(dim for dim in (dp, cp) if dim is not None)
+        layers = layers_of(model) if unit and data else []
+        for path in layers:
+            plan.unit(path, data)
+        return plan if layers else plan.default(Replicate())
 
     def __add__(self, other: Plan) -> Plan:
         return Plan([*self._rules, *other._rules]) if isinstance(other, Plan) else NotImplemented
