@@ -31,13 +31,21 @@ def microseconds(function: Callable[[], Any], calls: int = 1) -> float:
     return (time.thread_time_ns() - start) / calls / 1e3
 
 
-def interleaved(functions: dict[str, Callable[[], Any]], rounds: int, target: float = 2000.0) -> dict[str, list[float]]:
+def interleaved(
+    functions: dict[str, Callable[[], Any]],
+    rounds: int,
+    target: float = 2000.0,
+    prepare: Callable[[str], Any] = lambda name: None,
+) -> dict[str, list[float]]:
     """Microseconds per call of each function, in rounds that time all of them, each round in another order.
 
-    A timing is as many calls as take about ``target`` microseconds.
+    A timing is as many calls as take about ``target`` microseconds. ``prepare(name)`` is called before it, and is not timed.
     """
     names = list(functions)
-    warm = [microseconds(functions[name], 5) for name in (*names, *names)]
+    warm = []
+    for name in (*names, *names):
+        prepare(name)
+        warm.append(microseconds(functions[name], 5))
     calls = max(1, round(target / max(warm[len(names) :])))
     times: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
@@ -46,6 +54,7 @@ def interleaved(functions: dict[str, Callable[[], Any]], rounds: int, target: fl
         for turn in range(rounds):
             for index in range(len(names)):
                 name = names[(turn + index) % len(names)]
+                prepare(name)
                 times[name].append(microseconds(functions[name], calls))
     finally:
         gc.enable()

@@ -1,4 +1,4 @@
-"""One counter of memory and of collectives for any FSDP: it looks at what the code does, not at whose it is.
+"""Counters of memory and of collectives for any FSDP or plan: they look at what the code does, not at whose it is.
 
 Memory: a storage counts from the first operation that returns a tensor on it until it is freed or resized to nothing, in
 the order of the host. That is what a caching allocator sees, which reuses a block as soon as the host has let it go.
@@ -17,12 +17,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from torch_ragged.fsdp.comm import _collectives
 
-__all__ = ["CollectiveLog", "MemoryTracker"]
+__all__ = ["CollectiveLog", "IssuedCollectives", "MemoryTracker"]
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -156,3 +157,50 @@ class CollectiveLog:
                         stack.enter_context(mock.patch.object(module, name, scatter))
             stack.enter_context(mock.patch.object(dist, "all_reduce", self._counting("all_reduce")))
             yield self
+
+
+class IssuedCollectives(TorchDispatchMode):
+    """Counts the collectives of the code in its ``with`` block, however it issues them; they run as before.
+
+    Attributes:
+        order: (kind, bytes of the larger buffer) of each.
+    """
+
+    KINDS = {
+        "allgather": "all-gather",
+        "reducescatter": "reduce-scatter",
+        "allreduce": "all-reduce",
+        "alltoall": "all-to-all",
+        "sharddimalltoall": "all-to-all",
+        "broadcast": "broadcast",
+    }
+    """By the beginning of an operator's name, without underscores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[tuple[str, int]] = []
+
+    @property
+    def calls(self) -> Counter[str]:
+        """The number of collectives of each kind."""
+        return Counter(kind for kind, _ in self.order)
+
+    @property
+    def nbytes(self) -> Counter[str]:
+        """The bytes of the larger buffers, by kind."""
+        total: Counter[str] = Counter()
+        for kind, nbytes in self.order:
+            total[kind] += nbytes
+        return total
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # DTensor's turn: it issues collectives of local tensors.
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
+            name = func._overloadpacket.__name__.replace("_", "")
+            kind = next((kind for start, kind in self.KINDS.items() if name.startswith(start)), None)
+            if kind is not None:
+                tensors = [leaf for leaf in tree_iter((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+                self.order.append((kind, max(tensor.nbytes for tensor in tensors)))
+        return result

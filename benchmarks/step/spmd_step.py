@@ -110,9 +110,9 @@ def by_hand(model: Model, ranks: int) -> Model:
         block.__class__ = ByHand
         for name, layer in block.named_children():
             if name in ("q", "k", "v", "gate", "up"):
-                layer.weight = nn.Parameter(layer.weight.detach().chunk(ranks)[0].clone())
+                layer.weight = nn.Parameter(layer.weight.detach().chunk(ranks)[dist.get_rank()].clone())
             elif name in ("o", "down"):
-                layer.weight = nn.Parameter(layer.weight.detach().chunk(ranks, 1)[0].clone())
+                layer.weight = nn.Parameter(layer.weight.detach().chunk(ranks, 1)[dist.get_rank()].clone())
     return model
 
 
