@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.spmd import Plan, parallelize
-from torch_ragged.spmd._static import StaticModules
+from torch_ragged.spmd._static import StaticModules, _Watch
 
 BLOCK = r"blocks\.\d+"
 
@@ -260,6 +260,21 @@ class StaticTest(unittest.TestCase):
             assert losses_of(static) == losses_of(eager)
             assert "blocks.0" not in static.static_modules.report.modules
             assert "a rule" in static.static_modules.report.reasons["blocks.0.dropout"]
+
+    @ranks(2)
+    def test_a_step_that_cannot_be_watched_leaves_the_model_eager_and_its_gradients():
+        mesh, ids = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), torch.arange(24).view(4, 6)
+        model = parallelize(make(), plan_of().default(Replicate()), mesh, mode="static")
+        eager = parallelize(make(), plan_of().default(Replicate()), mesh)
+        for each in (model, eager):
+            each.head.weight.grad = torch.ones_like(each.head.weight)
+        with mock.patch.object(_Watch, "record_redistribute_calls", side_effect=ValueError("no name")):
+            loss = model(ids)
+        assert model.static_modules.report.modules == () and "raises ValueError: no name" in str(model.static_modules.report)
+        assert loss.item() == eager(ids).item()
+        loss.backward()
+        eager(ids).backward()
+        assert torch.equal(model.head.weight.grad.full_tensor(), eager.head.weight.grad.full_tensor())
 
     @ranks(2)
     def test_plain_inputs_that_broadcast_otherwise_and_caches_make_a_call_eager():

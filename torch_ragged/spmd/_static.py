@@ -128,10 +128,19 @@ class StaticModules:
 
         watch = _Watch(self._names, self._redistributions)
         restore()
-        with watch.recording():
-            has_gradients = self._step(args, kwargs)
+        try:
+            with watch.recording():
+                has_gradients = self._step(args, kwargs)
+        except (
+            Exception
+        ) as error:  # If it is the model's, the call itself raises it. torch cannot name all placements it watches.
+            reason = f"watching it raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            self.report = StaticReport((), {"": reason})
+            has_gradients = False
         if not has_gradients:
             restore()
+            for param in self._model.parameters():
+                param.grad = grads.get(param)
             return
         self._reasons = {**self._of_all_ranks(watch.reasons), **self._reasons}
         watch.reasons = dict(self._reasons)
