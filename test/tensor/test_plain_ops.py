@@ -143,6 +143,42 @@ def expected_grouped_mm(a, b, ends):
     return torch.cat([a[start:end] @ b[expert] for expert, (start, end) in enumerate(zip(starts, ends.tolist()))])
 
 
+class ConvolutionTest(unittest.TestCase):
+    @ranks(4)
+    def test_images_under_many_placements():
+        torch.manual_seed(0)
+        images, kernel, bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((3, 4, 6), (8, 4, 3), (8,)))
+        mesh, up = mesh_of(2, 2), torch.randn(4, 2, 2, 2, dtype=torch.float64)
+        functions = {
+            "conv1d": (F.conv1d, (images, kernel, bias), {"padding": 1}),
+            "conv_transpose2d": (F.conv_transpose2d, (images.unsqueeze(-1), up), {"stride": 2}),
+        }
+        with as_one_device():
+            for function, values, options in functions.values():
+                for cuts in ((R, R), (Shard(0), Shard(0)), (Shard(0), Shard(1)), (Shard(2), R), (Shard(1), Shard(2))):
+                    single = [each.clone().requires_grad_() for each in values]
+                    ours = [distribute_tensor(each, mesh, cuts if not i else [R, Shard(0)]) for i, each in enumerate(values)]
+                    results = []
+                    for inputs in (single, ours):
+                        results.append(function(*[each.requires_grad_() for each in inputs], **options))
+                        results[-1].square().sum().backward()
+                    torch.testing.assert_close(results[1].full_tensor(), results[0])
+                    assert results[1].placements == tuple(cut if cut == Shard(0) else R for cut in cuts)
+                    for mine, other in zip(ours, single):
+                        torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
+
+    @ranks(4)
+    def test_rows_that_two_mesh_dimensions_cut_communicate_nothing():
+        mesh = mesh_of(2, 2)
+        images, kernel = torch.randn(4, 3, 5), torch.randn(2, 3, 3)
+        with as_one_device(), CommDebugMode() as comms:
+            ours = distribute_tensor(images, mesh, [Shard(0)] * 2).requires_grad_()
+            weight = distribute_tensor(kernel, mesh, [R] * 2).requires_grad_()
+            before = comms.get_total_counts()
+            F.conv1d(ours, weight).sum().backward()
+        assert comms.get_total_counts() == before and weight.grad.placements == (Partial(), Partial())
+
+
 class GroupedMmTest(unittest.TestCase):
     @ranks(4)
     def test_rows_and_experts_under_all_placements():

@@ -54,6 +54,8 @@ def plain_handlers() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
         _aten.sort.default: _sort,
         _aten.sort.stable: _sort,
         _aten._grouped_mm.default: _grouped_mm,
+        _aten.convolution.default: _convolution,
+        _aten.convolution_backward.default: _convolution_backward,
         **{getattr(_aten, name).default: _attention_by_rows for name in _CPU_ATTENTION},
         **{getattr(_aten, name).default: _attention_of_whole_sequences for name in _GPU_ATTENTION},
     }
@@ -249,6 +251,57 @@ def _attention_of_whole_sequences(op: torch._ops.OpOverload, args: tuple[Any, ..
         return _placed(tensor, tuple([Replicate() if each.is_shard(2) else each for each in tensor.placements]))
 
     return _by_torch(op, tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()})
+
+
+# -- convolution ---------------------------------------------------------------------------------------------------------
+
+
+def _convolution(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows may be cut, over several mesh dimensions too, which torch refuses. All else is made whole.
+
+    torch lets ranks exchange the edges of images that are cut, if kernels and sizes fit; that takes 2-D images.
+    """
+    if (found := _of_extension(op, args, kwargs)) is not NotImplemented:
+        return found
+    images, *others = (*args, *kwargs.values())
+    mesh, rows = _rows_of(images, others)
+    locals_ = [_local_under(each, mesh, rows if index == 0 else None) for index, each in enumerate((images, *others))]
+    return _with_rows(op(*locals_), mesh, rows, images.shape[0])
+
+
+def _convolution_backward(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if (found := _of_extension(op, args, kwargs)) is not NotImplemented:
+        return found
+    gradient, images, *others = (*args, *kwargs.values())
+    mesh, rows = _rows_of(images, (gradient, *others))
+    locals_ = [_local_under(each, mesh, rows if index < 2 else None) for index, each in enumerate((gradient, images, *others))]
+    of_images, *of_params = op(*locals_)
+    pending = [Partial() if placement.is_shard() else Replicate() for placement in rows]
+    results = [None if each is None else DTensor.from_local(each, mesh, pending, run_check=False) for each in of_params]
+    return (None if of_images is None else _with_rows(of_images, mesh, rows, images.shape[0]), *results)
+
+
+def _rows_of(images: torch.Tensor, others: Sequence[Any]) -> tuple[Any, list[Placement]]:
+    """The mesh, and placements of images under which only rows are cut."""
+    if isinstance(images, DTensor):
+        return images.device_mesh, [p if p == Shard(0) else Replicate() for p in images.placements]
+    mesh = next(each.device_mesh for each in others if isinstance(each, DTensor))
+    return mesh, [Replicate()] * mesh.ndim
+
+
+def _local_under(value: Any, mesh: Any, placements: Sequence[Placement] | None) -> Any:
+    """The local tensor of an argument under ``placements``; None is replicated, which a plain tensor is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not isinstance(value, DTensor):
+        value = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return _placed(value, tuple(placements or [Replicate()] * mesh.ndim))._local_tensor
+
+
+def _with_rows(local: torch.Tensor, mesh: Any, placements: Sequence[Placement], rows: int) -> DTensor:
+    shape = (rows, *local.shape[1:])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local.contiguous(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 # -- grouped_mm ----------------------------------------------------------------------------------------------------------
