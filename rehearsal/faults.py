@@ -124,9 +124,9 @@ def main() -> None:
         others = [run(flavour, order=order, seed=3) for order in ("early", "random") if not arguments.only]
         is_clean = bool(expected[flavour][0]) and all(other == expected[flavour] for other in others)
         is_clean = is_clean and not any(reports for rank in expected[flavour] for _, _, reports in rank.values())
-        print(
-            f"rehearsed: {flavour} without faults: {'equal in all orders, no reports' if is_clean else 'NOT CLEAN'}", flush=True
-        )
+        orders = "late" if arguments.only else "late, early and random"
+        verdict = f"equal numbers ({orders}), no reports" if is_clean else "NOT CLEAN"
+        print(f"rehearsed: {flavour} without faults: {verdict}", flush=True)
         if not is_clean:
             print([expected[flavour], *others])
         clean = clean and is_clean
