@@ -230,7 +230,7 @@ ValueError: the sharding configs of Model cannot be read:
             wrapped(error_of(Plan.from_torchtitan, nn.Linear(2, 2))),
             """\
 ValueError: no module of Linear has a _sharding_config: before torchtitan builds the model, call
-    | config..update_from_config(config=...), or what that calls, such as set_llama3_sharding_config(config,
+    | config.update_from_config(config=...), or a part of it, such as set_llama3_sharding_config(config,
     | enable_sp=True)""",
         )
 

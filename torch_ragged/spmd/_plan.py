@@ -585,7 +585,7 @@ class Plan:
         """The plan that a model of torchtitan carries, in the ``ShardingConfig`` of its modules::
 
             set_llama3_sharding_config(config, enable_sp=True)
-            model = deferred_init(config.build)
+            model = deferred_init(build)                                  # config.build(), and init_states() of the model
             plan = Plan.from_torchtitan(model, dp="dp", tp="tp")
             print(plan)                                                   # as you would write it
             model = parallelize(model, plan, mesh)                        # instead of model.parallelize(parallel_dims)
@@ -600,10 +600,10 @@ class Plan:
         - ``out_dst_shardings``: a rule of ``<out>``, unless it equals ``out_src_shardings``.
         - ``out_src_shardings``: nothing. DTensor knows what comes out, sums (``spmd.P``) included.
         - ``local_map``: nothing, but for its inputs. It lets torchtitan run ``forward`` on local tensors. Here DTensors go
-          through: attention of heads that ``tp`` cuts, and of rows that ``cp`` cuts with all keys, is computed on each rank's
-          part by a rule of this package, which finds the gradients' placements, too. The weight of an embedding with
-          ``local_map`` stays whole on these axes, under all its names if it is tied: its ``forward`` takes local rows, and
-          only torchtitan tells it which ones they are. The units cut it over ``dp`` and ``cp``.
+          through, and their rules find all placements. Attention of heads that ``tp`` cuts, and of rows that ``cp`` cuts with
+          all keys, is computed on each rank's part by the kernel on CPU; those of GPUs gather what ``cp`` cuts. The weight of
+          an embedding with ``local_map`` stays whole on these axes, under all its names if it is tied: its ``forward`` takes
+          local rows, and only torchtitan tells it which ones they are. The units cut it over ``dp`` and ``cp``.
 
         Args:
             model: a model that torchtitan's config built, with or without values. It is not changed, and torchtitan is not

@@ -38,10 +38,6 @@ _Said = tuple[tuple[Placement, ...], tuple[str, ...]]
 """Placements and mesh dimensions of a tensor."""
 
 
-class _Problem(Exception):
-    """A layout has no meaning for DTensors. The text says why, and what to do."""
-
-
 def layouts_of(model: nn.Module, dims: Mapping[str, Optional[str]]) -> list[tuple[str, _Said]]:
     """Paths of parameters, buffers and activations, each with its placements and mesh dimensions, as the configs say.
 
@@ -55,8 +51,8 @@ def layouts_of(model: nn.Module, dims: Mapping[str, Optional[str]]) -> list[tupl
     configs = {name: config for name, module in model.named_modules() if (config := _config_of(module)) is not None}
     if not configs:
         raise ValueError(
-            f"no module of {type(model).__name__} has a _sharding_config: before torchtitan builds the model, call config."
-            ".update_from_config(config=...), or what that calls, such as set_llama3_sharding_config(config, enable_sp=True)"
+            f"no module of {type(model).__name__} has a _sharding_config: before torchtitan builds the model, call "
+            "config.update_from_config(config=...), or a part of it, such as set_llama3_sharding_config(config, enable_sp=True)"
         )
     reader = _Reader(model, configs, dims)
     for name in configs:
@@ -198,7 +194,7 @@ class _Reader:
     def _layout(self, name: str, field: str, layout: Any) -> _Layout:
         try:
             return {} if layout is None else _placements_of(layout, self._dims)
-        except _Problem as problem:
+        except ValueError as problem:
             self._add_problem(name, field, str(problem))
             return {}
 
@@ -224,7 +220,7 @@ def _placements_of(layout: Any, dims: Mapping[str, Optional[str]]) -> _Layout:
     """The placements of an ``SpmdLayout`` on the axes that have mesh dimensions, in the order in which they cut.
 
     Raises:
-        _Problem: it says something else than a placement per axis.
+        ValueError: it says something else than a placement per axis.
     """
     types: dict[str, Any] = {_axis(axis): each for axis, each in layout.axis_types.items()}
     spec = [entry if isinstance(entry, tuple) else (entry,) for entry in layout.partition_spec or ()]
@@ -236,7 +232,7 @@ def _placements_of(layout: Any, dims: Mapping[str, Optional[str]]) -> _Layout:
             if dims[axis] is not None:
                 found[axis] = placement
         elif placement != Replicate():
-            raise _Problem(f"the axis {axis} cuts or adds, and a plan is for the axes {', '.join(dims)} only")
+            raise ValueError(f"the axis {axis} cuts or adds, and a plan is for the axes {', '.join(dims)} only")
     in_spec = [axis for axis in dim_of if axis in found]
     in_order = sorted(found, key=list(dims).index)
     if in_spec != sorted(in_spec, key=list(dims).index):
@@ -255,8 +251,8 @@ def _placement_of(axis: str, kind: Any, dim_of: Mapping[str, int]) -> Optional[P
     if name == "P":
         return _PENDING
     if name == "V":
-        raise _Problem(f"spmd.V on {axis} says that ranks differ, not how. Use spmd.S(dim), or name {axis} in partition_spec")
-    raise _Problem(f"{kind!r} on {axis} is none of spmd.R, spmd.I, spmd.V, spmd.P and spmd.S(dim)")
+        raise ValueError(f"spmd.V on {axis} says that ranks differ, not how. Use spmd.S(dim), or name {axis} in partition_spec")
+    raise ValueError(f"{kind!r} on {axis} is none of spmd.R, spmd.I, spmd.V, spmd.P and spmd.S(dim)")
 
 
 def _axis(axis: Any) -> str:
