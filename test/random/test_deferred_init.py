@@ -289,7 +289,7 @@ class DeferredInitTest(unittest.TestCase):
         mesh = init_device_mesh("cpu", (2,))
 
         def function():
-            module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+            module = nn.Sequential(*(nn.Linear(512, 513) for _ in range(4)))  # Of 513 rows, the first rank has one more.
             for layer in module:
                 nn.init.normal_(layer.weight, std=0.02)
             return module

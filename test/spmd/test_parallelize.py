@@ -14,10 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.fsdp import buffer_layouts, rows
 from torch_ragged.spmd import INIT, RUN, Plan, deferred_init, parallelize
+from torch_ragged.spmd._plan import FACTORY_FUNCTIONS
 
 
 class MLP(nn.Module):
@@ -279,6 +281,9 @@ class BoundaryTest(unittest.TestCase):
         model(x, None)
         assert model.seen["b"] is None and torch.equal(model.seen["a"].full_tensor(), x)
         assert "missing 1 required positional argument" in error_of(model)
+        layer = parallelize(nn.Linear(2, 2), Plan().shard("<in>", Shard(0), "tp").default(Replicate()), mesh)
+        for call in (lambda: layer(), lambda: layer(x, x), lambda: layer(x, other=x), lambda: layer(x, input=x)):
+            assert error_of(call).startswith("TypeError: Linear.forward() "), error_of(call)
 
     @ranks(2)
     def test_outputs_in_tensors_lists_dicts_and_dataclasses():
@@ -351,6 +356,25 @@ class BoundaryTest(unittest.TestCase):
                 torch.testing.assert_close(grad.full_tensor(), param.grad)
 
     @ranks(2)
+    def test_an_mlp_whose_weights_are_cut_in_textbook_ways_and_one_whose_weights_are_gathered():
+        mesh, x = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), torch.randn(3, 4, dtype=torch.float64)
+        single = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).double()
+        expected, wanted = single(x), x.clone().requires_grad_()
+        single(wanted).square().sum().backward()
+        textbook = Plan().shard(r"0\.(weight|bias)", Shard(0), "tp").shard(r"2\.weight", Shard(1), "tp")
+        all_rows = Plan().shard(".*", Shard(0), "tp")
+        phases = Plan().shard(".*", Shard(0), "tp", phase=INIT).shard(".*", Replicate(), "tp", phase=RUN)
+        for plan in (textbook.shard(r"2\.bias", Replicate(), "tp"), all_rows, phases):
+            model, given = parallelize(copy.deepcopy(single).requires_grad_(), plan, mesh), x.clone().requires_grad_()
+            model.zero_grad()
+            output = model(given)
+            torch.testing.assert_close(whole(output), expected.detach())
+            output.square().sum().backward()
+            torch.testing.assert_close(whole(given.grad), wanted.grad)
+            for name, param in single.named_parameters():
+                torch.testing.assert_close(whole(model.get_parameter(name).grad), param.grad)
+
+    @ranks(2)
     def test_second_derivatives_go_through_boundaries():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         torch.manual_seed(0)
@@ -376,6 +400,7 @@ class BoundaryTest(unittest.TestCase):
             "full": lambda: torch.full((4, 2), 3.0),
             "arange": lambda: torch.arange(4),
             "linspace": lambda: torch.linspace(0, 1, 4),
+            "logspace": lambda: torch.logspace(0, 1, 4),
             "eye": lambda: torch.eye(4),
             "rand": lambda: torch.rand(4, 2),
             "randn": lambda: torch.randn(4, 2),
@@ -390,15 +415,17 @@ class BoundaryTest(unittest.TestCase):
         class Outer(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.inner = Inner()
+                self.inner, self.replicated = Inner(), Inner()
 
             def forward(self):
-                return self.inner(), torch.zeros(4), {name: maker() for name, maker in makers.items()}
+                return self.inner(), torch.zeros(4), {name: maker() for name, maker in makers.items()}, self.replicated()
 
         plan = Plan().factory("", Shard(0), "tp").factory("inner", Replicate(), "tp", functions=("zeros", "rand"))
+        plan.factory("replicated", Replicate(), "tp")
         model = parallelize(Outer(), plan, mesh)
         torch.manual_seed(5)
-        inner, zeros, outer = model()
+        inner, zeros, outer, replicated = model()
+        assert set(makers) == set(FACTORY_FUNCTIONS)
         torch.manual_seed(5)
         expected = Outer()()
         assert zeros.placements == (Shard(0),) and type(torch.zeros(4)) is torch.Tensor
@@ -407,6 +434,8 @@ class BoundaryTest(unittest.TestCase):
             assert inner[name].placements == ((Replicate(),) if name in ("zeros", "rand") else (Shard(0),)), name
             assert torch.equal(outer[name].full_tensor(), expected[2][name]), name
             assert torch.equal(inner[name].full_tensor(), expected[0][name]), name
+            assert replicated[name].placements == (Replicate(),), name
+            assert torch.equal(replicated[name].full_tensor(), expected[3][name]), name
 
     @ranks(2)
     def test_segments_are_cut_each_by_itself():
@@ -466,6 +495,35 @@ class BoundaryTest(unittest.TestCase):
             torch.testing.assert_close(loss.full_tensor(), single(x).pow(2).mean())
             for name, param in single.named_parameters():
                 torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad, msg=name)
+
+
+class LossTest(unittest.TestCase):
+    @ranks(2)
+    def test_a_cut_vocabulary_and_loss_parallel():
+        mesh, x = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), torch.randn(6, 8, dtype=torch.float64)
+        labels = torch.tensor([1, 2, -100, -100, -100, 5])  # The second rank has fewer that count, if rows are cut.
+        single = nn.Linear(8, 12).double()
+        expected = F.cross_entropy(single(x), labels)
+        expected.backward()
+        vocabulary = Plan().shard("weight|bias", Shard(0), "tp")
+        rows = Plan().default(Replicate()).shard("<in>", Shard(0), "tp")
+        models = [parallelize(copy.deepcopy(single), plan, mesh) for plan in (vocabulary, rows)]
+        with loss_parallel():
+            losses = [F.cross_entropy(models[0](x), labels)]
+            losses[0].backward()
+        for model in models:
+            model.zero_grad()
+            losses.append(F.cross_entropy(model(x), labels))
+            losses[-1].backward()
+            torch.testing.assert_close(model.weight.grad.full_tensor(), single.weight.grad)
+        for loss in losses:
+            torch.testing.assert_close(whole(loss), expected.detach())
+        handlers = DTensor._op_dispatcher._custom_op_handlers
+        before = dict(handlers)
+        with loss_parallel():
+            logits = models[1](x)
+            assert "loss_parallel() " in error_of(F.cross_entropy, logits, labels)  # It is for a vocabulary that is cut.
+        assert handlers == before
 
 
 def check_saved(folder):
