@@ -151,6 +151,28 @@ class DeferredInitTest(unittest.TestCase):
         strides = [(a.stride(), b.stride()) for a, b in zip(want[0].values(), module.state_dict().values())]
         self.assertTrue(all(a == b for a, b in strides), strides)
 
+    def test_a_default_dtype_of_the_construction_holds_in_the_replay(self):
+        class Rotary(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.scale = nn.Parameter(torch.ones(3) / 3)
+                for name, value in (("steps", torch.linspace(-1, 1, 8)), ("inverse", 1 / 7 ** (torch.arange(4) / 4))):
+                    self.register_buffer(name, value, persistent=False)
+                self.noise = nn.Parameter(torch.randn(5))
+
+        for dtype in (torch.float64, torch.bfloat16):  # As a class of transformers is built in a dtype of its config.
+
+            def make(dtype=dtype):
+                before = torch.get_default_dtype()
+                torch.set_default_dtype(dtype)
+                try:
+                    return Rotary()
+                finally:
+                    torch.set_default_dtype(before)
+
+            check_equal(materialize(deferred(make)), on_one_device(make))
+            self.assertEqual(torch.get_default_dtype(), torch.float32)
+
     def test_modules_one_after_another_continue_one_stream(self):
         torch.manual_seed(1)
         first, second = nn.Linear(9, 9), Two()

@@ -157,6 +157,31 @@ class SingleDeviceTest(unittest.TestCase):
             seen = run_ranks(torch.Size(mesh_shape).numel(), check_random_cases, mesh_shape, 20, 7)[0]
             self.assertGreater(seen["cases"], 300)
 
+    @pytest.mark.slow
+    @ranks(4)
+    def test_all_placements_of_shapes_of_two_to_five_dimensions():
+        functions = (
+            lambda x: x.normal_(),
+            torch.rand_like,
+            lambda x: F.dropout(x, 0.4),
+            lambda x: F.dropout(x, 0.4, inplace=True),
+        )
+        with single_device():
+            for sizes in ((4,), (2, 2)):
+                mesh = init_device_mesh("cpu", sizes)
+                for shape in ((4, 6), (3, 4, 2), (2, 3, 4, 2), (2, 1, 4, 3, 2)):
+                    full = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+                    kinds = (Replicate(), Partial(), *map(Shard, range(len(shape))))
+                    for placements in itertools.product(kinds, repeat=len(sizes)):
+                        for number, function in enumerate(functions):
+                            results = []
+                            for x in (full.clone(), distributed(full.clone(), mesh, placements)):
+                                torch.manual_seed(number)
+                                results += [function(x), torch.get_rng_state()]
+                            want, state, got, got_state = results
+                            case = (number, shape, placements)
+                            assert torch.equal(got.full_tensor(), want) and torch.equal(state, got_state), case
+
     @ranks(2)
     def test_it_is_a_context_a_switch_and_a_decorator():
         mesh = init_device_mesh("cpu", (2,))

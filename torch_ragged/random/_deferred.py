@@ -327,7 +327,8 @@ class Recorder(TorchDispatchMode):
         draws = is_random(func) and kwargs.get("generator") is None and device_type != "meta"
         before = self._before_draw(device_type) if draws else None
         args, kwargs = pytree.tree_map(self._recorded, (tuple(args), dict(kwargs)))
-        self.tape.entries.append(Entry(func, args, kwargs, made, written, device_type, before, _user_line()))
+        default = torch.get_default_dtype()
+        self.tape.entries.append(Entry(func, args, kwargs, made, written, device_type, before, _user_line(), default))
         if draws:
             with _disable_current_modes():
                 torch.rand((), device=device_type)  # So that the state tells this point from others, also after manual_seed.

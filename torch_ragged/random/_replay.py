@@ -248,7 +248,12 @@ class _Run:
             return
         if stream is not None:
             self._go_to(entry.device_type, entry.before)  # type: ignore[arg-type]
-        self._run(entry, is_needed, direct)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(entry.default_dtype)
+        try:
+            self._run(entry, is_needed, direct)
+        finally:
+            torch.set_default_dtype(default)
         if stream is not None:
             stream.known[index] = read_state(entry.device_type)
             self.at[entry.device_type] = index

@@ -44,6 +44,7 @@ class Entry:
         device_type: of the tensors.
         before: the point of the device's default generator before the draw; None if the op does not draw from it.
         where: the user's line.
+        default_dtype: that of the construction: it decides what an op without a dtype makes.
     """
 
     op: torch._ops.OpOverload
@@ -54,6 +55,7 @@ class Entry:
     device_type: str
     before: Optional[Point]
     where: str
+    default_dtype: torch.dtype
 
     @property
     def parts(self) -> Iterator[Part]:
