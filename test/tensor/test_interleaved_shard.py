@@ -249,7 +249,7 @@ class ProgramTest(unittest.TestCase):
                 moved = tensor.redistribute(placements=[target])
             assert mode.get_total_counts() == 0 and moved.to_local().data_ptr() == tensor.to_local().data_ptr()
             assert moved.redistribute(placements=[placement]).to_local().data_ptr() == tensor.to_local().data_ptr()
-        for target in (Shard(0), Shard(1), InterleavedShard(0, 2), RaggedShard((0,), (1, 2)), Replicate()):
+        for target in (Shard(0), Shard(1), InterleavedShard(0, 2), RaggedShard((0,), (1, 2)), Replicate(), Partial()):
             moved = ours.redistribute(placements=[target])
             assert torch.equal(moved.full_tensor(), whole)
             assert torch.equal(moved.redistribute(placements=[InterleavedShard(0, 3)]).to_local(), ours.to_local())

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged.tensor._api import row_major_spec
 from torch_ragged.tensor._redistribute import CARRIED, REDUCTIONS, AllReduce, plan, redistribute_local, run_steps
@@ -111,7 +111,7 @@ def is_even(shape: Sequence[int], placements: Sequence[Placement], mesh_shape: S
     """Whether all ranks have equally much of a tensor of ``shape``."""
     sizes = list(shape)
     for placement, ranks in zip(placements, mesh_shape):
-        if placement.is_shard():
+        if placement.is_shard() or isinstance(placement, _StridedShard):  # torch's strided shard says no in some versions.
             dim: int = placement.dim  # type: ignore[attr-defined]
             if sizes[dim] % ranks:
                 return False

@@ -229,7 +229,7 @@ def whole_shape(local: Sequence[int], placements: Sequence[Placement], mesh_shap
     """The global shape of a local tensor of shape ``local`` if all shards are even. No placement is ragged."""
     shape = list(local)
     for placement, ranks in zip(placements, mesh_shape):
-        if placement.is_shard():
+        if placement.is_shard() or isinstance(placement, _StridedShard):  # torch's strided shard says no in some versions.
             shape[placement.dim] *= ranks  # type: ignore[attr-defined]
     return tuple(shape)
 
