@@ -39,7 +39,7 @@ mutants: $(READY)
 	$(BIN)/python test/mutants/run.py $(GROUPS) $(MUTANTS) --out $(OUT)/mutants
 	$(if $(ALL),$(BIN)/python test/mutants/run.py --write --out $(OUT)/mutants)
 
-# Random models and random DTensor programs, thousands of each, against one process: overnight. CASES=10000 and
+# Random models, random DTensor programs, random plans, thousands of each, against one process: overnight. CASES=10000 and
 # SEED=100000 choose others.
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python test/fuzz/run.py --cases $(or $(CASES),10000) --seed $(or $(SEED),100000) --json $(OUT)/fuzz.json

@@ -15,20 +15,32 @@ from typing import Any
 
 import fuzz_dtensor
 import fuzz_fsdp
+import fuzz_plan
+import fuzz_plan_training
+import fuzz_random
 import fuzz_training
 import fuzz_transfer
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug
 
+from torch_ragged._register import _spmd
 from torch_ragged.fsdp.comm._collectives import Reduction
 from torch_ragged.fsdp.core import _fsdp_param_group
 from torch_ragged.fsdp.core._grad_reduction import ReductionSettings
+from torch_ragged.spmd import _resolve
+from torch_ragged.tensor import _random
 from torch_ragged.transfer import _execution
 
 __all__ = ["KINDS", "PLANTS", "describe", "forget_meshes", "run_case", "run_seeds", "size_of"]
 
-KINDS = {"fsdp": fuzz_fsdp, "dtensor": fuzz_dtensor, "transfer": fuzz_transfer}
+KINDS = {
+    "fsdp": fuzz_fsdp,
+    "dtensor": fuzz_dtensor,
+    "transfer": fuzz_transfer,
+    "plan": fuzz_plan,
+    "random": fuzz_random,
+}
 REFUSALS = (
     "needs a slot that another one uses",
     "which keeps parameters gathered",
@@ -36,6 +48,15 @@ REFUSALS = (
     "is cut unevenly by",
     "cannot choose memory or collectives",
     "this version of torch sorts the ranks",
+    # What DTensor cannot do with plain placements: views of uneven shards, of one row per rank, and of a tensor that it has
+    # redistributed in another order of memory; RMSNorm of cut features on CPU; a vocabulary over two mesh dimensions.
+    "Cannot (flatten|shard) unevenly",
+    "Cannot unflatten",
+    "would remove or reshape sharded dimension",
+    "view size is not compatible with input tensor's size and stride",
+    "in-place operations that require placement changes are not supported",
+    "MaskBuffer has been materialized with conflicting data",
+    "is not supported on a DTensor with InterleavedShard placements",
 )
 
 
@@ -57,8 +78,10 @@ def run_case(kind: str, seed: int) -> tuple[str, str]:
             digest, details = fuzz_training.Training(case).run(), ""
         elif kind == "transfer":
             digest, details = fuzz_transfer.run_case(case)
+        elif kind == "plan":
+            digest, details = fuzz_plan_training.run_case(case)
         else:
-            digest, details = fuzz_dtensor.run_program(case)
+            digest, details = (fuzz_random if kind == "random" else fuzz_dtensor).run_program(case)
     except Exception as error:
         text = "".join(traceback.format_exception(error))[-6000:]
         clear = not isinstance(error, AssertionError) and any(re.search(known, str(error)) for known in REFUSALS)
@@ -88,7 +111,9 @@ def forget_meshes() -> None:
     """Drop what has the meshes of a process group that is destroyed."""
     fuzz_training._meshes.clear()
     fuzz_dtensor._meshes.clear()
+    fuzz_random._meshes.clear()
     fuzz_transfer._meshes.clear()
+    fuzz_plan_training._meshes.clear()
     debug._clear_sharding_prop_cache()
 
 
@@ -130,4 +155,32 @@ def _blind() -> tuple[Any, str, Any]:
     return _execution, "checksum", lambda *arguments: torch.zeros(2, dtype=torch.int64)
 
 
-PLANTS = {"divisor": _wrong_divisor, "hang": _endless, "checksum": _blind}
+def _torchs_averages() -> tuple[Any, str, Any]:
+    handlers = _spmd.plain_handlers
+    return _spmd, "plain_handlers", lambda: {op: each for op, each in handlers().items() if "loss" not in str(op)}
+
+
+def _lenient() -> tuple[Any, str, Any]:
+    return _resolve._Problems, "__str__", lambda self: ""
+
+
+def _swapped() -> tuple[Any, str, Any]:
+    """The first two numbers that a rank holds are in each other's place."""
+    right = _random.draw_owned
+
+    def wrong(sampler: Any, shape: Any, stride: Any, boxes: Any, local: torch.Tensor, *values: Any) -> None:
+        right(sampler, shape, stride, boxes, local, *values)
+        if local.numel() > 1 and local.is_contiguous():
+            local.view(-1)[:2] = local.flatten()[:2].flip(0)
+
+    return _random, "draw_owned", wrong
+
+
+PLANTS = {
+    "divisor": _wrong_divisor,
+    "hang": _endless,
+    "checksum": _blind,
+    "average": _torchs_averages,
+    "lenient": _lenient,
+    "draw": _swapped,
+}

@@ -40,6 +40,31 @@ class FuzzTest(unittest.TestCase):
     def test_some_random_transfers_are_right_bit_by_bit(self):
         self.check("transfer", 4, 12)
 
+    @pytest.mark.slow
+    def test_some_random_plans_train_as_in_one_process(self):
+        self.check("plan", 2, 4)
+
+    @pytest.mark.slow
+    def test_averages_of_losses_that_a_plan_takes_by_rank_are_found(self):
+        for answers in run_ranks(2, fuzz_case.run_seeds, "plan", seeds_of("plan", 2, 12), "average"):
+            self.assertEqual(answers[-1][1], "failed")
+
+    @pytest.mark.slow
+    def test_a_wrong_plan_that_is_carried_out_is_found(self):
+        seeds = [seed for seed in seeds_of("plan", 2, 40) if fuzz_case.KINDS["plan"].random_case(seed)["wrong"]]
+        for answers in run_ranks(2, fuzz_case.run_seeds, "plan", seeds[:6], "lenient"):
+            self.assertEqual(answers[-1][1], "failed")
+            self.assertIn("is not refused", answers[-1][2])
+
+    def test_some_random_draws_give_the_numbers_of_one_device(self):
+        self.check("random", 2, 8)
+
+    @pytest.mark.slow
+    def test_two_numbers_in_each_others_place_are_found(self):
+        for answers in run_ranks(2, fuzz_case.run_seeds, "random", seeds_of("random", 2, 8), "draw"):
+            self.assertEqual(answers[-1][1], "failed")
+            self.assertIn("expected", answers[-1][2])
+
     def test_a_wrong_division_of_gradients_is_found(self):
         for answers in run_ranks(2, fuzz_case.run_seeds, "fsdp", seeds_of("fsdp", 2, 4), "divisor"):
             self.assertEqual(answers[-1][1], "failed")
@@ -71,5 +96,5 @@ class FuzzTest(unittest.TestCase):
     def test_fifty_random_cases(self):
         stop_ranks()
         for kind in fuzz_case.KINDS:
-            for size, count in ((1, 5), (2, 10), (4, 10)):
+            for size, count in ((1, 5), (2, 10), (4, 10))[kind == "plan" :]:  # A plan has two ranks at least.
                 self.check(kind, size, count, first=100)
