@@ -177,6 +177,7 @@ class TrainingTest(unittest.TestCase):
         narrow = parallelize(make(), tensor_parallel_bf16(policy), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
         assert abs(train(narrow)[0][-1] - train(make())[0][-1]) < 0.05
 
+    @unittest.skipIf(torch.__version__.startswith("2.11"), "torch 2.11 refuses a linear layer of a sequence that is cut")
     @ranks(4)
     def test_context_parallel_training_equals_one_process():
         """The sequence is cut everywhere; keys and values are all-gathered at the boundary, once per layer."""
