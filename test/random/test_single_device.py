@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.checkpoint import checkpoint
 
-from torch_ragged import RaggedShard
+from torch_ragged import InterleavedShard, RaggedShard
 from torch_ragged.random import single_device
 
 FLOATS, ALL = (torch.float32, torch.float64, torch.bfloat16, torch.float16), None
@@ -140,13 +140,14 @@ INITS = {
     "kaiming_uniform_": lambda t: nn.init.kaiming_uniform_(t, a=5**0.5),
     "kaiming_normal_": lambda t: nn.init.kaiming_normal_(t, mode="fan_out"),
     "orthogonal_": nn.init.orthogonal_,
+    "orthogonal_ of a wide tensor": lambda t: nn.init.orthogonal_(t.t()),
     "constant_": lambda t: nn.init.constant_(t, 3.0),
 }
 
 
 class SingleDeviceTest(unittest.TestCase):
     def test_random_cases_on_meshes_of_one_to_three_dimensions(self):
-        for mesh_shape, rounds in (((3,), 3), ((2, 2), 6)):
+        for mesh_shape, rounds in (((3,), 3), ((2, 1, 2), 2), ((2, 2), 4)):
             seen = run_ranks(torch.Size(mesh_shape).numel(), check_random_cases, mesh_shape, rounds, 1)[0]
             self.assertGreater(min(seen[kind] for kind in ("uneven or empty", "partial", "not contiguous")), 2, seen)
         self.assertGreater(min(seen.values()), 2, seen)
@@ -274,6 +275,17 @@ class SingleDeviceTest(unittest.TestCase):
         # Before 2.15, torch's own way is that of each rank's part: the second one has the third element.
         with single_device():
             assert bool(x.any()) and x.sum().item() == 1
+
+    @ranks(2)
+    def test_rows_of_segments_are_gathered_for_multinomial():
+        mesh = init_device_mesh("cpu", (2,))
+        rows = torch.rand(8, 5, generator=torch.Generator().manual_seed(1))
+        for placement, samples in itertools.product((InterleavedShard(0, 2), RaggedShard((0,), (3, 5))), (1, 2)):
+            with single_device():
+                torch.manual_seed(samples)
+                got = torch.multinomial(distribute_tensor(rows, mesh, [placement]), samples)
+            torch.manual_seed(samples)
+            assert torch.equal(got.full_tensor(), torch.multinomial(rows, samples)), (placement, samples)
 
     @ranks(4)
     def test_partials_of_two_kinds_get_the_numbers_on_every_rank():

@@ -205,6 +205,56 @@ ranks  elements  share  interval  pieces
 2-3           6    75%         -  [0:1, 1:2] [1:2, 0:2] [2:3, 1:2] [3:4, 0:2]""",
         )
 
+    def test_segments_are_cut_each_by_itself(self):
+        fused = visualize_sharding((16, 4), (2,), [InterleavedShard(0, (4, 2, 2))])
+        self.assertExpectedInline(
+            fused,
+            """\
+(16, 4) under IS(0)[2,1,1] on a mesh of (2)
+       0:4
+0:4    0 0 0 0
+       0 0 0 0
+       0 0 0 0
+       0 0 0 0
+4:8    1 1 1 1
+       1 1 1 1
+       1 1 1 1
+       1 1 1 1
+8:10   0 0 0 0
+       0 0 0 0
+10:12  1 1 1 1
+       1 1 1 1
+12:14  0 0 0 0
+       0 0 0 0
+14:16  1 1 1 1
+       1 1 1 1
+
+ranks  elements  share  interval  pieces
+0            32    50%         -  [0:4, 0:4] [8:10, 0:4] [12:14, 0:4]
+1            32    50%         -  [4:8, 0:4] [10:12, 0:4] [14:16, 0:4]""",
+        )
+        over = visualize_sharding((8, 2), (2, 2), [StridedRaggedShard((0,), (1, 3), split_factor=2), InterleavedShard(0, 2)])
+        self.assertExpectedInline(
+            over,
+            """\
+(8, 2) under SRS(0)[1,3]/2, IS(0)[1,1] on a mesh of (2, 2)
+     0:2
+0:1  0 0
+1:2  2 2
+2:3  1 1
+3:4  3 3
+4:6  2 2
+     2 2
+6:8  3 3
+     3 3
+
+ranks  elements  share  interval  pieces
+0             2  12.5%    [0, 2)  [0:1, 0:2]
+1             2  12.5%    [4, 6)  [2:3, 0:2]
+2             6  37.5%         -  [1:2, 0:2] [4:6, 0:2]
+3             6  37.5%         -  [3:4, 0:2] [6:8, 0:2]""",
+        )
+
     def test_three_mesh_dimensions(self):
         placements = [Shard(1), StridedRaggedShard((0,), (2, 0, 1), split_factor=2), Shard(0)]
         self.assertExpectedInline(

@@ -36,7 +36,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 def random_layout(rng, shape):
     """A mesh shape, and placements that cut a tensor of ``shape``."""
-    mesh_shape = tuple(rng.randint(1, 4) for _ in range(rng.randint(1, 2)))
+    mesh_shape = tuple(rng.randint(1, 4) for _ in range(rng.randint(1, 3)))
     if rng.random() < 0.4 and math.prod(shape):
         length = rng.randint(0, len(shape))
         size, ranks = math.prod(shape[:length]), mesh_shape[0]

@@ -30,7 +30,8 @@ class single_device(contextlib.ContextDecorator):
     an import; then DTensor draws as it always does. It holds for all threads of the process. On ragged placements, random ops
     give these numbers whether it is on or not.
 
-    What it covers, with a generator or without, under Replicate, Shard, strided and ragged placements, even or not:
+    What it covers, with a generator or without, under Replicate, Shard, strided, interleaved and ragged placements, even or
+    not:
 
     - ``normal_``, ``uniform_``, ``exponential_``, ``geometric_``, ``cauchy_``, ``log_normal_``, ``random_``, ``bernoulli_``,
       and so all functions of ``nn.init``
@@ -43,8 +44,8 @@ class single_device(contextlib.ContextDecorator):
     keeps its strides, and numbers follow its order in memory, as on one device.
 
     Cost: on CPU, each rank goes through the draw of the whole tensor in chunks of 256 KiB, and keeps its own elements. A GPU
-    draws only the chunks that have elements of the rank, 4 MB of float32 each on an H100; ``native_dropout``, ``bernoulli`` of
-    a tensor, and draws of other accelerators are made whole. Under ``torch.compile``, the graph breaks at a random op.
+    draws only the elements of the rank, by a kernel where its bits equal torch's (docs/random.md lists the ops). Under
+    ``torch.compile``, the graph breaks at a random op.
 
     Args:
         mode: whether to switch on.
