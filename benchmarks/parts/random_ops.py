@@ -60,6 +60,7 @@ OPS: dict[str, tuple[tuple[torch.dtype, ...], Callable[[Any], Any]]] = {
     "trunc_normal_": (FLOATS[:2], lambda x: nn.init.trunc_normal_(x, a=-1, b=1)),
     "orthogonal_": (FLOATS[:2], nn.init.orthogonal_),
 }
+_INITS = ("kaiming_uniform_", "trunc_normal_", "orthogonal_")  # Of parameters, which are never Partial.
 KINDS = ("Replicate", "Partial", "Shard", "strided", "interleaved", "ragged")
 _OWN = KINDS[4:]  # Those that DTensor alone does not have.
 _NDIMS = {"multinomial": (2, 2), "kaiming_uniform_": (2, 5), "orthogonal_": (2, 4)}  # Others: 1 to 5.
@@ -132,6 +133,8 @@ def measure(rank: int, options: Any) -> list[dict[str, Any]]:
     logging.disable(logging.WARNING)  # It advises flattened meshes to redistributions.
     meshes, found = {shape: init_device_mesh("cpu", shape) for shape in MESHES}, []
     for op, kind, shape in itertools.product(OPS, KINDS, MESHES):
+        if kind == "Partial" and op in _INITS:
+            continue
         for full, placements in cases(op, kind, shape, options.cases):
             for is_on in (True, False):
                 if is_on or kind not in _OWN:
@@ -150,6 +153,9 @@ def measure(rank: int, options: Any) -> list[dict[str, Any]]:
                 if of == kind and name in (op, "all"):
                     results[is_on].append(result)
             ours, alone = results[True], results[False]
+            if not ours:
+                row[kind] = "-"
+                continue
             row[kind] = f"{ours.count(EQUAL)}/{len(ours)}" + (f" ({alone.count(EQUAL)})" if alone else "")
             row[kind] += f", {ours.count(WRONG)} wrong" if WRONG in ours else ""
         rows.append(row)

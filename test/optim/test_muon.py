@@ -22,7 +22,7 @@ from torch_ragged.fsdp import fully_shard
 from torch_ragged.offline._models import BUILT_IN
 from torch_ragged.optim import Muon, _gather, matrix_groups
 from torch_ragged.optim._gather import Placed, owners_of
-from torch_ragged.optim._newton_schulz import newton_schulz, newton_schulz_cost
+from torch_ragged.optim._newton_schulz import newton_schulz, newton_schulz_cost, schedule_of
 from torch_ragged.optim._roots import Stack, assign_roots, split_flights
 from torch_ragged.tensor._ownership import Run, Whole
 from torch_ragged.tensor._units import Units
@@ -350,6 +350,98 @@ def test_flights_hold_the_cap_and_share_the_cost():
     assert split_flights([], [], 2) == ()
 
 
+# --- the family -----------------------------------------------------------------------------------------------------
+
+
+def test_polar_express_brings_singular_values_to_one():
+    values = torch.logspace(-3, 0, 2000, dtype=torch.float64)
+    spread = {}
+    for name in ("polar_express", (3.4445, -4.7750, 2.0315)):
+        for steps in (5, 7):
+            x = values
+            for a, b, c in schedule_of(name, steps):
+                x = a * x + b * x**3 + c * x**5
+            spread[name, steps] = (1 - x).abs().max().item()
+    assert spread["polar_express", 5] < 0.16 < 0.5 < spread[(3.4445, -4.7750, 2.0315), 5]
+    assert spread["polar_express", 7] < 1e-5  # Rounding aside, it converges; the other one does not.
+    assert len(schedule_of("polar_express", 12)) == 12 and schedule_of("polar_express", 12)[-1] == (1.875, -1.25, 0.375)
+    matrix = value(0, 0, (64, 48))
+    found = torch.linalg.svdvals(newton_schulz(matrix[None], "polar_express")[0].float())
+    assert 0.84 < found.min() and found.max() < 1.13, found
+
+
+def test_one_triple_per_step_repeats_the_last():
+    matrix, triples = value(0, 0, (1, 8, 6)), [(3.0, -3.0, 1.0), (1.875, -1.25, 0.375)]
+    x = matrix[0].mT.bfloat16() / matrix[0].bfloat16().norm()
+    for a, b, c in (triples[0], triples[1], triples[1]):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    assert torch.equal(newton_schulz(matrix, triples, 3)[0], x.mT)
+
+
+def test_rows_are_normalised_as_in_normuon():
+    """Against the formula in float64; the root's sums are in float32, Newton-Schulz in bfloat16."""
+    shape, beta, lr = (24, 16), 0.8, 0.1
+    param = nn.Parameter(value(0, 0, shape))
+    optimizer = Muon([param], lr=lr, weight_decay=0.0, neuron_beta=beta)
+    expected, momentum, moment = param.detach().double(), torch.zeros(shape), torch.zeros(24, 1).double()
+    for step in range(1, 6):
+        gradient = value(0, step, shape)
+        param.grad = gradient.clone()
+        optimizer.step()
+        momentum = momentum.lerp(gradient, 0.05)
+        update = newton_schulz(gradient.lerp(momentum, 0.95)[None])[0].double()
+        moment = beta * moment + (1 - beta) * update.square().mean(1, keepdim=True)
+        rows = update / moment.sqrt()
+        rows *= update.norm() / rows.norm()
+        expected -= lr * math.sqrt(24 / 16) * rows
+        torch.testing.assert_close(param.detach().double(), expected, atol=2e-3, rtol=0)
+        state = optimizer.state[param]
+        torch.testing.assert_close(state["neuron_second_moment"].double(), moment, rtol=1e-5, atol=0)
+    assert set(state) == {"momentum_buffer", "neuron_second_moment"}
+    spread = [each.norm(dim=1).std() / each.norm(dim=1).mean() for each in (update, rows)]
+    assert spread[1] < spread[0], "rows have more equal norms than without"
+
+
+def test_cautious_decay_is_where_the_update_shrinks_the_weight():
+    plain, cautious = (nn.Parameter(value(0, 0, (12, 8))) for _ in range(2))
+    before = plain.detach().clone()
+    for param, option in ((plain, False), (cautious, True)):
+        param.grad = value(0, 1, (12, 8))
+        Muon([param], lr=0.1, weight_decay=0.5, cautious_weight_decay=option).step()
+    update = (before * (1 - 0.1 * 0.5) - plain.detach()).double()  # lr times the direction, which is subtracted.
+    shrinks = update * before >= 0
+    assert 20 < shrinks.sum() < 76
+    torch.testing.assert_close(cautious.detach()[shrinks], plain.detach()[shrinks], atol=0, rtol=0)
+    torch.testing.assert_close((before - update).float()[~shrinks], cautious.detach()[~shrinks], atol=1e-6, rtol=0)
+
+
+FAMILY = {"neuron_beta": 0.9, "ns_coefficients": "polar_express", "cautious_weight_decay": True}
+
+
+def _check_family(cases, expected, narrow, missing):
+    def make_family(params):
+        return make(params, **FAMILY)
+
+    for kind, mesh_shape in cases:
+        assert_same(train(make_family, kind, mesh_shape, steps=4), expected, f"{kind} {mesh_shape}")
+    kind, mesh_shape = cases[-1]
+    assert_same(train(make_family, kind, mesh_shape, 4, dtype=torch.bfloat16), narrow, "bfloat16")
+    assert_same(train(make_family, kind, mesh_shape, 4, missing=lambda i, step: (i + step) % 3 == 0), missing, "missing")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_family_has_the_same_bits_on_any_number_of_ranks(size):
+    def make_family(params):
+        return make(params, **FAMILY)
+
+    expected = train(make_family, "replicate", None, steps=4)
+    narrow = train(make_family, "replicate", None, 4, dtype=torch.bfloat16)
+    missing = train(make_family, "replicate", None, 4, missing=lambda i, step: (i + step) % 3 == 0)
+    cases = {2: [("shard0", (2,)), ("ragged", (2,))], 4: [("tensor parallel", (2, 2)), ("mixed", (4,)), ("ragged", (2, 2))]}
+    run_ranks(size, _check_family, cases[size], expected, narrow, missing)
+
+
 # --- state and checkpoints ------------------------------------------------------------------------------------------
 
 
@@ -368,10 +460,10 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.inner(hidden)))
 
 
-def _net(mesh_shape):
+def _net(mesh_shape, **options):
     torch.manual_seed(3)
     net = fully_shard(Net(), mesh=init_device_mesh("cpu", mesh_shape))
-    return net, Muon(matrix_groups(net, adamw=[net.head], lr=0.03), lr=0.05, weight_decay=0.01)
+    return net, Muon(matrix_groups(net, adamw=[net.head], lr=0.03), lr=0.05, weight_decay=0.01, **options)
 
 
 def _steps(net, optimizer, first, count):
@@ -381,26 +473,27 @@ def _steps(net, optimizer, first, count):
     return wholes(list(net.parameters()), optimizer)
 
 
-def _save(path, mesh_shape):
-    net, optimizer = _net(mesh_shape)
+def _save(path, mesh_shape, options):
+    net, optimizer = _net(mesh_shape, **options)
     _steps(net, optimizer, 1, 3)
     model, optim = get_state_dict(net, optimizer)
     dcp.save({"model": model, "optim": optim}, checkpoint_id=path)
     return _steps(net, optimizer, 4, 2)
 
 
-def _load(path, mesh_shape):
-    net, optimizer = _net(mesh_shape)
+def _load(path, mesh_shape, options):
+    net, optimizer = _net(mesh_shape, **options)
     model, optim = get_state_dict(net, optimizer)
     dcp.load({"model": model, "optim": optim}, checkpoint_id=path)
     set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=optim)
     return _steps(net, optimizer, 4, 2)
 
 
-def test_checkpoint_goes_on_bitwise_on_other_ranks(tmp_path):
-    expected = run_ranks(4, _save, str(tmp_path), (4,))[0]
-    for mesh_shape in ((2,), (2, 2), (1,)):
-        for result in run_ranks(math.prod(mesh_shape), _load, str(tmp_path), mesh_shape):
+@pytest.mark.parametrize(("options", "meshes"), [({}, ((2,), (2, 2), (1,))), (FAMILY, ((2, 2),))])
+def test_checkpoint_goes_on_bitwise_on_other_ranks(tmp_path, options, meshes):
+    expected = run_ranks(4, _save, str(tmp_path), (4,), options)[0]
+    for mesh_shape in meshes:
+        for result in run_ranks(math.prod(mesh_shape), _load, str(tmp_path), mesh_shape, options):
             assert_same(result, expected, str(mesh_shape))
 
 
@@ -473,9 +566,12 @@ def test_bad_input_is_refused():
         "algorithm": "sgd",
         "betas": (0.9, 1.0),
         "max_root_bytes": 0,
+        "neuron_beta": 1.0,
     }.items():
         message = error_of(Muon, [matrix], **{name: bad})
         assert message.startswith("ValueError") and name in message, message
+    for bad in ("polar", [], [(1.0, 2.0, "x")], [(1.0, 2.0, 3.0), 4.0]):
+        assert "['polar_express']" in error_of(Muon, [matrix], ns_coefficients=bad), bad
     optimizer = Muon([matrix])
     assert "two dimensions" in error_of(optimizer.add_param_group, {"params": [vector]})
     assert len(optimizer.param_groups) == 1

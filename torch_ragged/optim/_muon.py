@@ -11,14 +11,25 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Optional, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from torch_ragged.optim._base import add_scaled, local, scalar
 from torch_ragged.optim._gather import Batch
 from torch_ragged.optim._matrix import MatrixOptimizer
-from torch_ragged.optim._newton_schulz import COEFFICIENTS, EPS, STEPS, newton_schulz, newton_schulz_cost
+from torch_ragged.optim._newton_schulz import (
+    COEFFICIENTS,
+    EPS,
+    STEPS,
+    Coefficients,
+    newton_schulz,
+    newton_schulz_cost,
+    schedule_of,
+)
+from torch_ragged.optim._root_states import RootStateOptimizer
 
 __all__ = ["Muon", "adjusted_lr"]
 
+_NEURON_EPS = 1e-8
 _ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
 _Rate = TypeVar("_Rate", float, torch.Tensor)
 
@@ -42,7 +53,17 @@ def _factors(
     return scalar(1 - rate * weight_decay), scalar(adjusted_lr(rate, adjust_lr_fn, (rows, columns)))
 
 
-class Muon(MatrixOptimizer):
+def _normalized(update: torch.Tensor, moment: torch.Tensor, beta: float) -> torch.Tensor:
+    """NorMuon's step: each row divided by the root of its averaged mean square; the norm of the matrix stays.
+
+    ``update`` must have new, row-major memory.
+    """
+    moment.lerp_(update.square().mean(-1, keepdim=True), 1 - beta)
+    rows = update / (moment.sqrt() + _NEURON_EPS)
+    return rows * (update.norm() / rows.norm().clamp(min=_NEURON_EPS))
+
+
+class Muon(RootStateOptimizer):
     """``torch.optim.Muon`` for parameters under any placements. One rank orthogonalises each matrix, once.
 
     This is Algorithm 2 of the RaggedShard paper. Each rank updates the momentum of its shards. The update of each matrix is
@@ -62,9 +83,18 @@ class Muon(MatrixOptimizer):
     AdamW trains parameter groups with ``algorithm="adamw"``, such as embeddings, heads, norms and biases. Their options are
     ``lr``, ``weight_decay``, ``betas`` and ``adamw_eps``. :func:`matrix_groups` makes such groups.
 
+    Source: K. Jordan, "Muon" (2024); for ``neuron_beta`` Li et al., "NorMuon" (2025); for ``cautious_weight_decay`` Chen et
+    al., "Cautious Weight Decay" (2025).
+
     Args:
-        params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in ``torch.optim.Muon``
-            of torch 2.15. All of them also work on older versions of torch.
+        params, lr, weight_decay, momentum, nesterov, eps, ns_steps, adjust_lr_fn: as in ``torch.optim.Muon`` of torch 2.15.
+            All of them also work on older versions of torch.
+        ns_coefficients: as in ``torch.optim.Muon``; or a sequence of such triples, one per step, of which the last one is
+            repeated; or ``"polar_express"``, whose steps are those that bring all singular values closest to 1.
+        neuron_beta: if it is given, as 0.95, the optimizer is NorMuon: each row of an orthogonalised matrix is divided by the
+            root of an average of its mean squares, of this decay, and the norm of the matrix stays. The averages are at the
+            roots, one float32 number per row. Then a parameter keeps its root.
+        cautious_weight_decay: decay a weight only where its update moves it towards zero, too. Groups of AdamW ignore it.
         foreach: update several tensors per kernel, and run Newton-Schulz on all matrices of one shape together. None means yes.
         algorithm: ``"muon"`` or ``"adamw"``, usually set per group.
         betas, adamw_eps: options of AdamW groups.
@@ -90,7 +120,7 @@ class Muon(MatrixOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        ns_coefficients: Coefficients = COEFFICIENTS,
         eps: float = EPS,
         ns_steps: int = STEPS,
         adjust_lr_fn: Optional[str] = None,
@@ -99,6 +129,8 @@ class Muon(MatrixOptimizer):
         algorithm: str = "muon",
         betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
+        neuron_beta: Optional[float] = None,
+        cautious_weight_decay: bool = False,
         max_root_bytes: Optional[int] = None,
         check_gradients: bool = True,
     ) -> None:
@@ -115,51 +147,79 @@ class Muon(MatrixOptimizer):
             "algorithm": algorithm,
             "betas": betas,
             "adamw_eps": adamw_eps,
+            "neuron_beta": neuron_beta,
+            "cautious_weight_decay": cautious_weight_decay,
         }
         super().__init__(params, defaults, max_root_bytes, check_gradients)
 
     def _kind(self, group: dict[str, Any]) -> Hashable:
-        return tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"], group["foreach"] is not False
+        schedule = schedule_of(group["ns_coefficients"], group["ns_steps"])
+        return schedule, group["eps"], group["foreach"] is not False, group["neuron_beta"]
 
     def _cost(self, rows: int, columns: int, group: dict[str, Any]) -> float:
         return newton_schulz_cost(rows, columns, group["ns_steps"])
+
+    def _assign(self, indices: list[int], present: list[int], entries: list[Any], mesh: DeviceMesh | None) -> None:
+        """Balance the matrices of each step anew, or keep their roots if there are states at the roots."""
+        has_states = any(entries[i][1]["neuron_beta"] is not None for i in indices)
+        (RootStateOptimizer if has_states else MatrixOptimizer)._assign(self, indices, present, entries, mesh)
 
     def _send(self, param: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
         """Update the local momentum. Returns the local part of the matrix to orthogonalise."""
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param)
+        self._place_states(param, group)
         buffer, momentum = local(state["momentum_buffer"]), group["momentum"]
         buffer.lerp_(gradient, 1 - momentum)
         return gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
 
+    def _root_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {} if group["neuron_beta"] is None else {"neuron_second_moment": (*param.shape[:-1], 1)}
+
     def _state_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        if group["algorithm"] != self.algorithm:
-            return super()._state_shapes(param, group)
-        return {"momentum_buffer": tuple(param.shape)}
+        shapes = super()._state_shapes(param, group)
+        return {"momentum_buffer": tuple(param.shape), **shapes} if group["algorithm"] == self.algorithm else shapes
 
     def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
-        """As in the base class: a matrix has its momentum."""
-        return local(param).nbytes if group["algorithm"] == self.algorithm else super().first_state_nbytes(param, group)
+        """As in the base class: a matrix has its momentum and, with ``neuron_beta``, a number per row at its root."""
+        if group["algorithm"] != self.algorithm:
+            return super().first_state_nbytes(param, group)
+        return local(param).nbytes + (self._root_nbytes(param, group) if group["neuron_beta"] is not None else 0)
 
     def _compute(self, batch: Batch, matrices: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
         kind: Any = batch.kind
-        coefficients, steps, eps, batched = kind
-        return newton_schulz(matrices, coefficients, steps, eps, batched)
+        schedule, eps, batched, beta = kind
+        updates = newton_schulz(matrices, schedule, len(schedule), eps, batched)
+        if beta is not None:
+            shapes = {"neuron_second_moment": (batch.shape[0], 1)}
+            for update, spot in zip(updates, batch.spots):  # One by one: sums must not depend on the batch.
+                moment = self._at_root(params[spot.stack], spot, shapes)["neuron_second_moment"]
+                # New row-major memory: the bits of sums depend on strides, which are those of the batch.
+                rows = update.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+                update.copy_(_normalized(rows, moment, beta))
+        return updates
 
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
         shape, mine = param.shape, local(param)
         options = group["lr"], group["lr_dtype"], group["weight_decay"], group["adjust_lr_fn"]
         shrink, rate = _factors(*options, shape[-2], shape[-1])
-        mine.mul_(shrink)
-        add_scaled(mine, update.view(mine.shape), -rate, rounds_product=shape[-2] > shape[-1] > 1)
+        update = update.view(mine.shape)
+        if group["cautious_weight_decay"]:  # Only where the update moves the weight towards zero, too.
+            mine.copy_(torch.where(update * mine >= 0, mine * shrink, mine))
+        else:
+            mine.mul_(shrink)
+        add_scaled(mine, update, -rate, rounds_product=shape[-2] > shape[-1] > 1)
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        name = type(self).__name__
         if not group["momentum"] >= 0.0:
-            raise ValueError(f"Muon momentum must be >= 0, got {group['momentum']!r}")
+            raise ValueError(f"{name} momentum must be >= 0, got {group['momentum']!r}")
         if group["adjust_lr_fn"] not in _ADJUSTMENTS:
-            raise ValueError(f"Muon adjust_lr_fn must be one of {_ADJUSTMENTS}, got {group['adjust_lr_fn']!r}")
+            raise ValueError(f"{name} adjust_lr_fn must be one of {_ADJUSTMENTS}, got {group['adjust_lr_fn']!r}")
         if not isinstance(group["ns_steps"], int) or not 0 <= group["ns_steps"] < 100:
-            raise ValueError(f"Muon ns_steps must be an integer from 0 to 99, got {group['ns_steps']!r}")
-        if len(group["ns_coefficients"]) != 3:
-            raise ValueError(f"Muon ns_coefficients must be three numbers, got {group['ns_coefficients']!r}")
+            raise ValueError(f"{name} ns_steps must be an integer from 0 to 99, got {group['ns_steps']!r}")
+        schedule_of(group["ns_coefficients"], group["ns_steps"])
+        beta = group["neuron_beta"]
+        if beta is not None and not (isinstance(beta, (int, float)) and 0.0 <= beta < 1.0):
+            raise ValueError(f"{name} neuron_beta must be a number in [0, 1), or None, got {beta!r}")

@@ -5,15 +5,53 @@ The result for a matrix must not depend on the other matrices of its batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Union
+
 import torch
 
 from torch_ragged._kernels.symmetric import gram, polynomial
 
-__all__ = ["COEFFICIENTS", "EPS", "STEPS", "newton_schulz", "newton_schulz_cost"]
+__all__ = ["COEFFICIENTS", "EPS", "STEPS", "Coefficients", "newton_schulz", "newton_schulz_cost", "schedule_of"]
+
+Triple = tuple[float, float, float]
+Coefficients = Union[str, Triple, Sequence[Triple]]
+"""One triple for all steps, one per step, or a name."""
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 STEPS = 5
+
+_OPTIMAL = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+_SAFETY = 1.01  # Rounding to bfloat16 may lift a singular value above 1, where the polynomials would let it grow.
+NAMED = {"polar_express": (*((a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _OPTIMAL), (1.875, -1.25, 0.375))}
+"""Named coefficients. Source of polar_express: Amsel, Persson, Musco, Gower, "The Polar Express" (2025), algorithm 1."""
+
+
+def schedule_of(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
+    """The triple (a, b, c) of each step: x becomes ``a x + b x x^T x + c (x x^T)^2 x``. The last one given is repeated.
+
+    Raises:
+        ValueError: ``coefficients`` are neither a triple of numbers, nor some of them, nor a name.
+    """
+    given = NAMED.get(coefficients, ()) if isinstance(coefficients, str) else tuple(coefficients)
+    triples = tuple(tuple(each) if isinstance(each, Sequence) else (each,) for each in given)
+    if triples and all(len(each) == 1 for each in triples):
+        triples = (tuple(each[0] for each in triples),)
+    if not triples or any(len(each) != 3 or not all(isinstance(n, (int, float)) for n in each) for each in triples):
+        raise ValueError(
+            f"ns_coefficients must be three numbers, a sequence of such triples, one per step, or one of {sorted(NAMED)}, got "
+            f"{coefficients!r}"
+        )
+    return (triples + triples[-1:] * steps)[:steps]  # type: ignore[return-value]
 
 
 def newton_schulz_cost(rows: int, columns: int, steps: int = STEPS) -> float:
@@ -24,7 +62,7 @@ def newton_schulz_cost(rows: int, columns: int, steps: int = STEPS) -> float:
 
 def newton_schulz(
     matrices: torch.Tensor,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    coefficients: Coefficients = COEFFICIENTS,
     steps: int = STEPS,
     eps: float = EPS,
     batched: bool = True,
@@ -35,7 +73,8 @@ def newton_schulz(
 
     Args:
         matrices: (B, rows, columns), of any floating dtype; not changed.
-        coefficients, steps, eps: ``ns_coefficients``, ``ns_steps`` and ``eps`` of ``torch.optim.Muon``.
+        coefficients: ``ns_coefficients`` of ``torch.optim.Muon``; also one triple per step, or a name.
+        steps, eps: ``ns_steps`` and ``eps`` of ``torch.optim.Muon``.
         batched: on CUDA, one product for all matrices, and half the work for symmetric products of large matrices
             (:func:`~torch_ragged._kernels.symmetric.gram`). The library may choose another kernel for another number of
             matrices, so bits may differ. If False, and always on CPU, one matrix after the other, with the kernels of
@@ -46,7 +85,6 @@ def newton_schulz(
     """
     if (not batched or matrices.is_cpu) and len(matrices) > 1:
         return torch.cat([newton_schulz(one, coefficients, steps, eps, batched) for one in matrices.split(1)])
-    a, b, c = coefficients
     rows, columns = matrices.shape[-2:]
     x = matrices.to(torch.bfloat16, copy=True)
     if rows > columns:
@@ -55,7 +93,7 @@ def newton_schulz(
         one.div_(one.norm().clamp(min=eps))
     is_single = len(x) == 1
     x, add_product = (x[0], torch.addmm) if is_single else (x, torch.baddbmm)
-    for _ in range(steps):
+    for a, b, c in schedule_of(coefficients, steps):
         x = add_product(x, polynomial(gram(x, batched), b, c, batched), x, beta=a)
     x = x.unsqueeze(0) if is_single else x
     return x.mT if rows > columns else x

@@ -1,25 +1,16 @@
-"""Shampoo on DTensor parameters: the computation at the root of each matrix, and its cost.
-
-All state of a matrix is at its root, so roots must not change between steps.
-"""
+"""Shampoo on DTensor parameters: the computation at the root of each matrix, and its cost. All state is at the roots."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from typing import Any, Optional
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from torch_ragged.optim._aligned import aligned
-from torch_ragged.optim._base import STEP_NBYTES, local, mesh_of, zeros_placed
-from torch_ragged.optim._gather import Batch, Spot, mesh_ranks
-from torch_ragged.optim._matrix import MatrixOptimizer
-from torch_ragged.optim._roots import assign_roots
-from torch_ragged.tensor._redistribute import mesh_group
-from torch_ragged.tensor.placement_types import RaggedShard
+from torch_ragged.optim._base import STEP_NBYTES, local
+from torch_ragged.optim._gather import Batch
+from torch_ragged.optim._root_states import RootStateOptimizer
 
 __all__ = ["Shampoo", "inverse_root"]
 
@@ -43,7 +34,7 @@ def inverse_root(factor: torch.Tensor, order: int, eps: float) -> torch.Tensor:
     return ((vectors * values ** (-1.0 / order)) @ vectors.mT).to(factor.dtype)
 
 
-class Shampoo(MatrixOptimizer):
+class Shampoo(RootStateOptimizer):
     """Shampoo with grafting to Adam. Each matrix is preconditioned on its root.
 
     Per matrix G (m x n): ``L = beta L + (1 - beta) G G^T`` and ``R = beta R + (1 - beta) G^T G``. Their inverse roots are
@@ -104,12 +95,7 @@ class Shampoo(MatrixOptimizer):
             "max_side": max_side,
             "foreach": foreach,
         }
-        self._meshes: dict[DeviceMesh, DeviceMesh] = {}
         super().__init__(params, defaults, max_root_bytes, check_gradients)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._meshes = {}
 
     def _check_group(self, group: dict[str, Any]) -> None:
         if not 0.0 <= group["shampoo_beta"] < 1.0:
@@ -127,28 +113,15 @@ class Shampoo(MatrixOptimizer):
         eigen = sum(25.0 * side**3 for side in sides) / group["interval"]
         return rows * columns * (10.0 + sum(4.0 * side for side in sides)) + eigen
 
-    def _assign(self, indices: list[int], present: list[int], entries: list[Any], mesh: DeviceMesh | None) -> None:
-        """Choose the roots of all parameters at once, and only once, because the state is at the roots."""
-        new = [i for i in indices if entries[i][0] not in self._roots]
-        roots = assign_roots([self._stack(*entries[i]) for i in new], mesh_ranks(mesh)[1])
-        self._roots.update(zip([entries[i][0] for i in new], roots.of))
-
     def _send(self, param: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
         state = self.state[param]
-        shapes = self._state_shapes(param, group)
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
-            state.update({name: self._zeros(param, shape) for name, shape in shapes.items()})
-        for name in shapes:  # A loaded state may come from a run with other roots: redistribute it to the present ones.
-            value, placement = state[name], self._placement(param)
-            if isinstance(value, DTensor) and value.placements != placement:
-                state[name] = value.redistribute(placements=placement)
+        self._place_states(param, group)
         state["step"] += 1
         return gradient
 
-    def _state_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        if group["algorithm"] != self.algorithm:
-            return super()._state_shapes(param, group)
+    def _root_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         *lead, rows, columns = param.shape
         shapes = {"exp_avg": tuple(param.shape), "exp_avg_sq": tuple(param.shape)}
         for name, side in (("left", rows), ("right", columns)):
@@ -156,73 +129,21 @@ class Shampoo(MatrixOptimizer):
                 shapes[name] = shapes[f"{name}_root"] = (*lead, side, side)
         return shapes
 
-    def _placement(self, param: torch.Tensor) -> tuple[RaggedShard, ...]:
-        """The placement of a parameter's states: each rank of the flattened mesh holds the matrices whose root it is."""
-        roots, ranks = self._roots[param], mesh_ranks(mesh_of(param))[1]
-        units = [0] * ranks
-        for root in roots or (0,):
-            units[root] += 1
-        return (RaggedShard((0,) if param.ndim == 3 else (), tuple(units)),)
-
-    def _zeros(self, param: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        mesh = mesh_of(param)
-        if mesh is None:
-            return torch.zeros(shape, dtype=torch.float32, device=param.device)
-        return zeros_placed(shape, torch.float32, self._flat(mesh), self._placement(param))
-
-    def _flat(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The 1-D mesh of all ranks of ``mesh``, in row-major order."""
-        if mesh not in self._meshes:
-            self._meshes[mesh] = (
-                mesh if mesh.ndim == 1 else DeviceMesh.from_group(mesh_group(mesh, tuple(range(mesh.ndim))), mesh.device_type)
-            )
-        return self._meshes[mesh]
-
     def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
-        """As in the base class: the root of a matrix has its averages, factors and roots in float32."""
+        """As in the base class: the root of a matrix has its averages, factors and inverse roots in float32."""
         if group["algorithm"] != self.algorithm:
             return super().first_state_nbytes(param, group)
-        mesh = mesh_of(param)
-        if param not in self._roots:
-            entries = [(each, own) for own in self.param_groups for each in own["params"]]
-            matrices = [i for i, (_, own) in enumerate(entries) if own["algorithm"] == self.algorithm]
-            self._assign([i for i in matrices if mesh_of(entries[i][0]) == mesh], [], entries, mesh)
-        mine = self._roots[param].count(mesh_ranks(mesh)[0])
-        stack = param.shape[0] if param.ndim == 3 else 1
-        return 4 * mine * sum(math.prod(shape) // stack for shape in self._state_shapes(param, group).values()) + STEP_NBYTES
-
-    def empty_state(
-        self, param: DTensor, group: dict[str, Any], name: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> DTensor:
-        """As in the base class. States of matrices are cut evenly: the next step chooses roots, and redistributes them once.
-
-        On a 2-D mesh, the first call makes a process group of all its ranks.
-        """
-        if group["algorithm"] != self.algorithm:
-            return super().empty_state(param, group, name, shape, dtype)
-        if tuple(shape) != self._state_shapes(param, group).get(name):
-            raise ValueError(f"Shampoo has no state {name} of shape {tuple(shape)} for a parameter of {tuple(param.shape)}")
-        return zeros_placed(shape, dtype, self._flat(param.device_mesh), [Shard(0)])
+        return self._root_nbytes(param, group) + STEP_NBYTES
 
     def _compute(self, batch: Batch, matrices: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
         """One matrix after the other: products of a batch may round differently from products of one matrix."""
         groups = {param: group for group in self.param_groups for param in group["params"]}
         for matrix, spot in zip(matrices, batch.spots):
             param = params[spot.stack]
-            state, step = self._at_root(param, spot), int(self.state[param]["step"].item())
-            matrix.copy_(_direction(aligned(matrix), state, groups[param], step))
+            group, step = groups[param], int(self.state[param]["step"].item())
+            state = self._at_root(param, spot, self._root_shapes(param, group))
+            matrix.copy_(_direction(aligned(matrix), state, group, step))
         return matrices
-
-    def _at_root(self, param: torch.Tensor, spot: Spot) -> dict[str, torch.Tensor]:
-        """Views of the states of one matrix. This rank must be its root."""
-        rank = mesh_ranks(mesh_of(param))[0]
-        index = spot.position - self._roots[param].index(rank)
-        states = {}
-        for name, value in self.state[param].items():
-            if name != "step":
-                sizes = value.shape[-2:]
-                states[name] = local(value).view(-1, *sizes)[index]
-        return states
 
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
         lr, mine = group["lr"], local(param)

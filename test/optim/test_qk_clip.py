@@ -1,0 +1,155 @@
+"""QKClip: logits of heads above the threshold come down to it, the others stay; the same bits under any placements."""
+
+import unittest
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import error_of, ranks
+from optim_common import ragged
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from torch_ragged import InterleavedShard, RaggedShard
+from torch_ragged.optim import HeadRows, QKClip, QKLayer, attention_maxima
+
+
+class Attention(nn.Module):
+    """Four query heads, two key heads, with biases."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(12, 16), nn.Linear(12, 8), nn.Linear(12, 8)
+
+    def heads(self, x):
+        return [layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj)]
+
+    def forward(self, x):
+        query, key, value = self.heads(x)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def logits(attention, x):
+    """Of each query head, causal ones only."""
+    query, key, _ = attention.heads(x)
+    full = query @ key.repeat_interleave(2, 1).mT / 2
+    return full.masked_fill(~torch.ones(full.shape[-2:], dtype=torch.bool).tril(), 0)
+
+
+def test_heads_above_the_threshold_come_down_to_it_and_others_keep_their_logits():
+    torch.manual_seed(0)
+    attention, x = Attention().double(), torch.randn(3, 5, 12, dtype=torch.float64)
+    with torch.no_grad():
+        attention.q_proj.weight[4:8] *= 30  # Head 1, which shares a key head with head 0.
+    clip = QKClip([QKLayer.of(attention.q_proj, attention.k_proj, 4, 2)], threshold=5.0)
+    handles = clip.watch([attention])
+    before, values = logits(attention, x), attention.v_proj.weight.clone()
+    out = attention(x)
+    assert torch.equal(out, F.scaled_dot_product_attention(*attention.heads(x), is_causal=True, enable_gqa=True))
+    attention(x / 2)  # The largest of several calls counts.
+    (found,) = clip.step()
+    largest = before.masked_fill(before == 0, -torch.inf).amax((0, 2, 3))
+    torch.testing.assert_close(found.double(), largest, rtol=1e-6, atol=0)
+    scale = torch.where(largest > 5, 5 / largest, 1)
+    assert scale[1] < 0.5 and scale[0] == scale[2] == scale[3] == 1
+    torch.testing.assert_close(logits(attention, x), before * scale[:, None, None], rtol=1e-5, atol=1e-6)
+    assert torch.equal(attention.v_proj.weight, values)
+    attention(x)
+    (found,) = clip.step()
+    assert found.max() <= 5.0 * (1 + 1e-6)
+    for handle in handles:
+        handle.remove()
+    attention(x)
+    assert clip.step()[0].max() == -torch.inf, "nothing was read since the last step"
+
+
+def test_one_key_head_per_query_head_shares_the_factor_evenly():
+    weights = [nn.Linear(3, 8, bias=False) for _ in range(2)]
+    before = [layer.weight.detach().clone() for layer in weights]
+    QKClip([QKLayer.of(*weights, heads=2)], threshold=1.0).step([torch.tensor([4.0, 0.5])])
+    for layer, old in zip(weights, before):
+        torch.testing.assert_close(layer.weight.detach()[:4], old[:4] / 2, rtol=1e-6, atol=0)
+        assert torch.equal(layer.weight.detach()[4:], old[4:])
+
+
+def test_latent_attention_scales_the_rotary_query_alone():
+    """Two heads of 3 rows without and 2 with rotary positions, and 4 of values."""
+    query, key_value = nn.Parameter(torch.ones(10, 5)), nn.Parameter(torch.ones(14, 5))
+    layer = QKLayer.latent(query, key_value, 2, 3, 2, 4)
+    QKClip([layer], threshold=1.0).step([torch.tensor([1.0, 16.0])])
+    assert query[:, 0].tolist() == [1.0] * 5 + [0.25] * 3 + [0.0625] * 2
+    assert key_value[:, 0].tolist() == [1.0] * 7 + [0.25] * 3 + [1.0] * 4
+
+
+def test_maxima_that_are_not_finite_change_nothing():
+    layers = [nn.Linear(3, 4), nn.Linear(3, 4)]
+    before = [layer.weight.detach().clone() for layer in layers]
+    clip = QKClip([QKLayer.of(*layers, heads=4)], threshold=1.0)
+    clip.step([torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0])])
+    assert all(torch.equal(layer.weight, old) for layer, old in zip(layers, before))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_maxima_of_attention_are_those_of_its_logits(dtype):
+    torch.manual_seed(1)
+    query, key = torch.randn(2, 4, 5, 8, dtype=dtype), torch.randn(2, 2, 7, 8, dtype=dtype)
+    full = query.float() @ key.float().repeat_interleave(2, 1).mT * 0.3
+    assert torch.equal(attention_maxima(query, key, scale=0.3), full.amax((0, 2, 3)))
+    mask = torch.rand(2, 1, 5, 7) < 0.5
+    assert torch.equal(attention_maxima(query, key, attn_mask=mask, scale=0.3), full.where(mask, -torch.inf).amax((0, 2, 3)))
+    bias = torch.randn(5, 7)
+    assert torch.equal(attention_maxima(query, key, attn_mask=bias, scale=0.3), (full + bias).amax((0, 2, 3)))
+
+
+def test_wrong_arguments_are_refused():
+    q, k = nn.Linear(3, 8), nn.Linear(3, 4)
+    assert "do not fit into a weight of shape (8, 3)" in error_of(lambda: HeadRows(q.weight, 3))
+    assert "do not fit" in error_of(lambda: HeadRows(q.weight, 2, 5, 4))
+    assert "key heads that divides it" in error_of(lambda: QKLayer.of(q, k, 2, 4))
+    assert "positive threshold" in error_of(lambda: QKClip([], 1.0))
+    clip = QKClip([QKLayer.of(q, k, 4, 2)])
+    assert "expected shapes [(4,)], got [(2,)]" in error_of(lambda: clip.step([torch.ones(2)]))
+    assert "call watch()" in error_of(clip.step)
+    assert "one module per layer" in error_of(lambda: clip.watch([]))
+    clip.watch([attention := Attention()], first_heads=2)
+    assert "computes 4 from head 2 on" in error_of(lambda: attention(torch.randn(1, 3, 12)))
+    attention_maxima(*torch.randn(2, 1, 4, 3, 2))  # No mode is left behind by the error.
+    assert F.scaled_dot_product_attention(*torch.randn(3, 1, 1, 2, 2)).shape == (1, 1, 2, 2)
+
+
+class PlacementTest(unittest.TestCase):
+    @ranks(4)
+    def test_owned_rows_are_scaled_under_any_placements_with_one_collective():
+        mesh = init_device_mesh("cpu", (2, 2))
+        torch.manual_seed(0)
+        fused, bias = torch.randn(24, 10), torch.randn(24)
+        maxima = torch.full((4,), -torch.inf)
+        maxima[mesh.get_rank()] = 3.0 + mesh.get_rank()  # Each rank computes one head.
+
+        def layer(weight, bias):
+            query = [HeadRows(each, 4, 0, 4) for each in (weight, bias)]
+            return QKLayer(tuple(query), tuple(HeadRows(each, 2, 16, 2) for each in (weight, bias)))
+
+        expected = [nn.Parameter(fused.clone()), nn.Parameter(bias.clone())]
+        QKClip([layer(*expected)], threshold=4.5, group=mesh.get_group(0)).step([torch.tensor([3.0, 4.0, 5.0, 6.0])])
+        assert not torch.equal(expected[0], fused)
+        kinds = [
+            [Shard(0), Shard(0)],
+            [Replicate(), Shard(1)],
+            [RaggedShard((0,), (7, 17)), Shard(1)],
+            [Replicate(), ragged(1, (24, 10), 2)],
+            [Replicate(), InterleavedShard(0, (4, 1, 1))],
+        ]
+        for placements in kinds:
+            weight = nn.Parameter(distribute_tensor(fused.clone(), mesh, placements, src_data_rank=None))
+            vector = nn.Parameter(distribute_tensor(bias.clone(), mesh, [Replicate(), Shard(0)], src_data_rank=None))
+            clip = QKClip([layer(weight, vector)], threshold=4.5)
+            with CommDebugMode() as mode:
+                (found,) = clip.step([maxima])
+            assert mode.get_total_counts() == 1 and found.tolist() == [3.0, 4.0, 5.0, 6.0]
+            assert torch.equal(weight.full_tensor(), expected[0]), placements
+            assert torch.equal(vector.full_tensor(), expected[1]), placements
+        partial = DTensor.from_local(fused, mesh, [Replicate(), Partial()], run_check=False)
+        assert "Partial cannot be a parameter" in error_of(lambda: QKClip([layer(partial, bias)]))
