@@ -20,7 +20,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged import InterleavedShard, RaggedShard
-from torch_ragged.fsdp import HIERARCHICAL, ZERO1, ZERO2, ZERO3
+from torch_ragged.fsdp import ZERO1, ZERO2, ZERO3
 from torch_ragged.granularity import elements, rows, tensor
 from torch_ragged.spmd import INIT, RUN, Plan
 
@@ -377,8 +377,8 @@ class _Writer:
             options["orig_param_policy"] = granularity_by_name
         elif kind == "shard_placement_fn" and not self.cut:
             options["shard_placement_fn"] = shard_by_columns
-        if rng.random() < 0.2:
-            options["placements"] = HIERARCHICAL if len(dims) == 2 else rng.choice((ZERO1, ZERO2, ZERO3))
+        if len(dims) == 1 and rng.random() < 0.3:
+            options["placements"] = rng.choice((ZERO1, ZERO2, ZERO3))
         if rng.random() < 0.1:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         if rng.random() < 0.25 and not self.again:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import RaggedShard, StridedRaggedShard
-from torch_ragged.fsdp import HIERARCHICAL, ZERO2, ZERO3, Float8Policy, fully_shard
+from torch_ragged.fsdp import HIERARCHICAL, ZERO1, ZERO2, ZERO3, Float8Policy, fully_shard
 from torch_ragged.granularity import blocks, elements, rows, segments, tensor
 from torch_ragged.spmd import INIT, RUN, Phase, Plan
 from torch_ragged.spmd._paths import under
@@ -150,7 +150,10 @@ class WrongCallsTest(TestCase):
             lambda: plan.unit("a", "dp", granularity=32),
             lambda: plan.unit("a", "dp", granularity=rows(2), orig_param_policy=lambda name, param: rows(2)),
             lambda: plan.unit("a", ("a", "b", "c")),
-            lambda: plan.unit("a", "dp", placements=HIERARCHICAL),
+            lambda: plan.unit("a", ("a", "b"), placements=ZERO2),
+            lambda: plan.unit("a", ("a", "b"), placements=HIERARCHICAL),
+            lambda: plan.unit("a", "dp", placements=ZERO1, mp_policy=Float8Policy(torch.bfloat16)),
+            lambda: plan.unit("a", "dp", mp_policy=MixedPrecisionPolicy(torch.int8)),
             lambda: plan.unit("a.<in>", "dp"),
             lambda: plan.default("R"),
             lambda: Plan([1]),
@@ -200,9 +203,15 @@ TypeError: unit: granularity must be a value of torch_ragged.granularity, such a
 ValueError: unit: granularity and orig_param_policy say the same thing: give one of them
 ValueError: unit: dims ('a', 'b', 'c') are 3 mesh dimensions: give the one of the shards, or those of replicas
     | and shards
-ValueError: unit: BufferPlacements(parameters=(Replicate(), Shard(dim=0)), gradients=(Shard(dim=0),
-    | Shard(dim=0)), optimizer=(Shard(dim=0), Shard(dim=0))) is for 2 mesh dimensions, got dims ('dp',): use
-    | ZERO1, ZERO2 or ZERO3 on one, and HIERARCHICAL on two
+ValueError: unit: BufferPlacements(parameters=(Replicate(),), gradients=(Shard(dim=0),),
+    | optimizer=(Shard(dim=0),)) is for 1 mesh dimensions, got dims ('a', 'b'): use ZERO1, ZERO2 or ZERO3 on
+    | one, and leave placements out on two
+ValueError: unit: placements=HIERARCHICAL needs a mesh of the data-parallel dimensions alone, and parameters
+    | of a plan are DTensors on the whole mesh: leave it out, for HSDP on two mesh dimensions, or use ZERO1,
+    | ZERO2 or ZERO3 on one
+ValueError: unit: a Float8Policy does not support BufferPlacements(parameters=(Replicate(),),
+    | gradients=(Partial(sum),), optimizer=(Shard(dim=0),)), which keeps parameters gathered: use ZERO3
+TypeError: unit: param_dtype of mp_policy must be a floating-point dtype, got torch.int8
 ValueError: unit: "a.<in>" is an activation: name modules, without brackets
 TypeError: default: placement must be of Shard, Replicate, Partial, _StridedShard, InterleavedShard,
     | RaggedShard, StridedRaggedShard, got 'R'
@@ -262,7 +271,7 @@ class JsonTest(TestCase):
             {"granularity": segments((4, 2), rows(3))},
             {"granularity": segments((4, 2), [tensor(), rows(3, within=0)], dim=-2)},
         )
-        plan.unit("a", ("replicas", "dp"), placements=HIERARCHICAL)
+        plan.unit("a", ("replicas", "dp"))
         again = Plan.from_json(plan.to_json())
         self.assertEqual(again, plan)
         self.assertEqual(repr(again), repr(plan))

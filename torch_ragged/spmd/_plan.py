@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Optional, Union
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged.fsdp import BufferPlacements
+from torch_ragged.fsdp import HIERARCHICAL, BufferPlacements, Float8Policy
 from torch_ragged.granularity import Granularity
 from torch_ragged.spmd._paths import activation_path, check_regex, grad_path, under
 from torch_ragged.spmd._text import (
@@ -69,7 +70,7 @@ _UNIT_OPTIONS: dict[str, tuple[Any, str]] = {
     "reshard_after_forward": ((bool, int, type(None)), "a bool, an int or None"),
     "mp_policy": (MixedPrecisionPolicy, "a MixedPrecisionPolicy"),
     "offload_policy": (OffloadPolicy, "an OffloadPolicy"),
-    "placements": (BufferPlacements, "one of ZERO1, ZERO2, ZERO3 and HIERARCHICAL"),
+    "placements": (BufferPlacements, "one of ZERO1, ZERO2 and ZERO3"),
     "optional": (bool, "a bool"),
     "granularity": (Granularity, "a value of torch_ragged.granularity, such as rows(32)"),
     "orig_param_policy": (None, "a function"),
@@ -276,12 +277,23 @@ class UnitRule(Rule):
                 raise TypeError(f"unit: {name} must be {expected}, got {value!r}")
         if "granularity" in options and "orig_param_policy" in options:
             raise ValueError("unit: granularity and orig_param_policy say the same thing: give one of them")
-        placements = options.get("placements")
+        placements, policy = options.get("placements"), options.get("mp_policy")
+        if placements == HIERARCHICAL:
+            raise ValueError(
+                "unit: placements=HIERARCHICAL needs a mesh of the data-parallel dimensions alone, and parameters of a plan are "
+                "DTensors on the whole mesh: leave it out, for HSDP on two mesh dimensions, or use ZERO1, ZERO2 or ZERO3 on one"
+            )
         if placements is not None and len(placements.optimizer) != len(self.dims):
             raise ValueError(
                 f"unit: {placements} is for {len(placements.optimizer)} mesh dimensions, got dims {self.dims}: use ZERO1, "
-                "ZERO2 or ZERO3 on one, and HIERARCHICAL on two"
+                "ZERO2 or ZERO3 on one, and leave placements out on two"
             )
+        if isinstance(policy, Float8Policy) and placements is not None and placements.stay_gathered:
+            raise ValueError(f"unit: a Float8Policy does not support {placements}, which keeps parameters gathered: use ZERO3")
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(policy, name, None)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(f"unit: {name} of mp_policy must be a floating-point dtype, got {dtype!r}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -475,7 +487,8 @@ class Plan:
         Raises:
             TypeError: an option is unknown or has another type.
             ValueError: the path is malformed; ``dims`` are empty, twice the same, more than two, or not as many as
-                ``placements`` need; or ``granularity`` and ``orig_param_policy`` are both given.
+                ``placements`` need; ``placements`` are ``HIERARCHICAL``, which needs another mesh, or keep parameters gathered
+                under a ``Float8Policy``; or ``granularity`` and ``orig_param_policy`` are both given.
         """
         return self._add(UnitRule(path, _names(dims), tuple(sorted(options.items()))))
 
