@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import textwrap
 import unittest
 from types import SimpleNamespace
@@ -159,15 +160,16 @@ class StaticTest(unittest.TestCase):
     @ranks(4)
     def test_the_bias_of_a_row_parallel_layer_is_added_once():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        for sequence in (True, False):
-            plan = plan_of(sequence).default(Replicate())
+        for sequence, unit, is_zero in itertools.product((True, False), repeat=3):
+            plan = plan_of(sequence)
+            plan = plan.unit(BLOCK, "dp") if unit else plan.default(Replicate())
             model = make(bias=True)
-            for block in model.blocks:
-                nn.init.normal_(block.down.bias)
+            for block in model.blocks:  # The warm-up does not see how often a bias of zeros is added.
+                (nn.init.zeros_ if is_zero else nn.init.normal_)(block.down.bias)
             eager = parallelize(copy.deepcopy(model), plan, mesh)
             static = parallelize(copy.deepcopy(model), plan, mesh, mode="static")
             found = losses_of(static, accumulate=2)
-            assert found == losses_of(eager, accumulate=2), sequence
+            assert found == losses_of(eager, accumulate=2), (sequence, unit, is_zero)
             torch.testing.assert_close(found, losses_of(model, accumulate=2), rtol=0, atol=1e-5)
             assert {"blocks.0", "blocks.1"} <= set(static.static_modules.report.modules), static.static_modules.report
 
@@ -238,6 +240,33 @@ class StaticTest(unittest.TestCase):
         torch.set_rng_state(state)
         assert loss.item() == other(ids).item()
         loss.backward()
+
+    @ranks(4)
+    def test_hooks_of_users_on_parameters_are_called_as_in_eager_mode():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+        def run(unit, **options):
+            plan = plan_of().unit(BLOCK, "dp") if unit else plan_of().default(Replicate())
+            model, seen = parallelize(make(), plan, mesh, **options), []
+            norm, up = model.blocks[0].norm.weight, model.blocks[0].up.weight
+            if not unit:  # On a unit's parameters, autograd calls those of the unsharded ones.
+                norm.register_hook(lambda grad: (seen.append(grad.full_tensor()), 2 * grad)[1])
+            up.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.full_tensor()))
+            seen.append(torch.tensor(losses_of(model, batches=(4, 4), accumulate=2)))
+            if options:
+                assert {"blocks.0", "blocks.1"} <= set(model.static_modules.report.modules), model.static_modules.report
+            if not unit and options:
+                loss = model(torch.arange(24).view(4, 6))
+                handle = model.blocks[1].up.weight.register_hook(lambda grad: grad)
+                assert "register hooks on parameters before forward" in error_of(loss.backward)
+                handle.remove()
+            return seen
+
+        for unit in (False, True):
+            static, eager = run(unit, mode="static"), run(unit)
+            assert len(static) == len(eager) == (5 if unit else 9)  # None of the warm-up.
+            for one, other in zip(static, eager):  # Buckets of gradients are in another order, and so are sums over 4 ranks.
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
     @ranks(4)
     def test_checkpointed_units_are_static_too():

@@ -5,9 +5,10 @@ It must not know units: fully_shard reduces the gradients of its parameters.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -24,7 +25,7 @@ from torch_ragged.spmd._move import make_dtensor
 from torch_ragged.tensor._api import row_major_spec
 from torch_ragged.tensor._redistribute import mesh_group
 
-__all__ = ["Leaf", "PendingGradients"]
+__all__ = ["Leaf", "PendingGradients", "has_hooks"]
 
 _BUCKET = 64 * 2**20
 """Bytes of one all-reduce, at most: larger ones are no faster, and need as much memory again."""
@@ -77,8 +78,8 @@ class PendingGradients:
             param.register_post_accumulate_grad_hook(self._note)
 
     def leaf_of(self, param: torch.nn.Parameter, placements: tuple[Placement, ...]) -> Leaf | None:
-        """A leaf of ``param`` whose gradient has ``placements``; None if a unit reduces the gradient."""
-        if param not in self._wanted:
+        """A leaf of ``param`` whose gradient has ``placements``; None if a unit reduces the gradient, or hooks wait for it."""
+        if param not in self._wanted or has_hooks(param):
             return None
         local = param._local_tensor.detach().requires_grad_()  # type: ignore[attr-defined]
         spec = row_major_spec(self._mesh, placements, param.shape, param.dtype)
@@ -86,10 +87,37 @@ class PendingGradients:
         return Leaf(param, local, spec, goal, _pending(placements, goal))
 
     def collect(self, leaves: Sequence[Leaf]) -> None:
-        """When this backward has ended, add the gradients of ``leaves`` to those of their parameters."""
+        """When this backward has ended, add the gradients of ``leaves`` to those of their parameters.
+
+        Raises:
+            RuntimeError: a parameter has got a hook since forward, which would not be called.
+        """
+        for each in leaves:
+            if has_hooks(each.param):
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(each.param.shape)} in a static module got a hook between forward and "
+                    "backward: register hooks on parameters before forward"
+                )
         self._begin()
         if not any(leaves is each for each in self._leaves):
             self._leaves.append(leaves)
+
+    @contextlib.contextmanager
+    def without_hooks(self, params: Iterable[Any]) -> Iterator[None]:
+        """Users' hooks on ``params`` are not called, as of optimizers that step in backward. Those of this object are."""
+        taken = []
+        for param in params:
+            for hooks in filter(None, (param._backward_hooks, param._post_accumulate_grad_hooks)):
+                taken.append((hooks, dict(hooks)))
+                for key, hook in list(hooks.items()):
+                    if getattr(hook, "__self__", None) is not self:
+                        del hooks[key]
+        try:
+            yield
+        finally:
+            for hooks, before in taken:
+                hooks.clear()
+                hooks.update(before)
 
     def _divert(self, param: torch.nn.Parameter, gradients: tuple[Any, ...]) -> tuple[torch.Tensor] | None:
         """Before autograd adds to ``.grad``: a sum of a reduced and a pending gradient would be reduced at once, by itself.
@@ -100,6 +128,8 @@ class PendingGradients:
         if not isinstance(earlier, DTensor) or not isinstance(gradient, DTensor) or torch.is_grad_enabled():
             return None
         if earlier.placements == gradient.placements or not earlier.dtype.is_floating_point:
+            return None
+        if len(param._post_accumulate_grad_hooks) > 1:  # type: ignore[attr-defined]  # Users' hooks see the whole sum.
             return None
         self._begin()
         self._diverted[param] = gradient
@@ -163,6 +193,11 @@ class PendingGradients:
         flat = torch.cat([local.reshape(-1) for local in locals_]) if len(locals_) > 1 else locals_[0].reshape(-1)
         dist.all_reduce(flat, group=mesh_group(self._mesh, dims))
         return [part.view(local.shape) for part, local in zip(flat.split([local.numel() for local in locals_]), locals_)]
+
+
+def has_hooks(param: Any) -> bool:
+    """Whether a parameter of :class:`PendingGradients` has hooks of the user, which autograd calls with its gradient."""
+    return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks) > 1
 
 
 def _goal(given: Sequence[Placement], wanted: Sequence[Placement]) -> tuple[Placement, ...]:

@@ -280,7 +280,7 @@ class UnitRule(Rule):
         placements, policy = options.get("placements"), options.get("mp_policy")
         if placements == HIERARCHICAL:
             raise ValueError(
-                "unit: placements=HIERARCHICAL needs a mesh of the data-parallel dimensions alone, and parameters of a plan are "
+                "unit: placements=HIERARCHICAL needs a mesh of data-parallel dimensions alone, and parameters of a plan are "
                 "DTensors on the whole mesh: leave it out, for HSDP on two mesh dimensions, or use ZERO1, ZERO2 or ZERO3 on one"
             )
         if placements is not None and len(placements.optimizer) != len(self.dims):

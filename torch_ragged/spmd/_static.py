@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_ragged._register._torch import backward_id, current_autograd_node, next_sequence_number
 from torch_ragged.random._tape import read_state, write_state
 from torch_ragged.spmd._boundary import Redistribution
-from torch_ragged.spmd._gradients import Leaf, PendingGradients
+from torch_ragged.spmd._gradients import Leaf, PendingGradients, has_hooks
 from torch_ragged.spmd._move import Move, Placed, can_move, clean, differentiable_once, is_even, make_dtensor
 from torch_ragged.spmd._resolved import Resolved
 from torch_ragged.tensor.placement_types import has_ragged, whole_shape
@@ -108,7 +108,8 @@ class StaticModules:
             return
         self._is_warming = True
         try:
-            self._warm_up(args, kwargs)
+            with self._gradients.without_hooks(model.parameters()):
+                self._warm_up(args, kwargs)
         finally:
             self._is_warming = False
 
@@ -246,8 +247,9 @@ class _Watch(DebugMode):
         self.moves: dict[Redistribution, list[Any]] = {each: [] for each in redistributions}
         self.draws: dict[str, str] = {}
         """Modules that draw random numbers, with the op."""
-        self.pending: dict[Any, Placed] = {}
-        """Replicated parameters that an op took as pending a sum, such as the bias of a row-parallel layer."""
+        self.shares: dict[tuple[nn.Module, str], tuple[int, ...]] = {}
+        """Replicated parameters that an op took as pending a sum, such as the bias of a row-parallel layer: by module and name,
+        as units register another object between uses. The sizes of the mesh dimensions of the sum."""
         self._args: Any = ()
         self._is_local = False
         self._names = names
@@ -396,7 +398,10 @@ class _Watch(DebugMode):
             return contextlib.nullcontext()
         param = self._args[arg] if isinstance(arg, int) and arg < len(self._args) else None
         if self._stack and isinstance(param, nn.Parameter) and _becomes_pending(src_placement, dst_placement):
-            self.pending[param] = tuple(dst_placement.placements)
+            pairs = zip(param.device_mesh.shape, src_placement.placements, dst_placement.placements)  # type: ignore[attr-defined]
+            shares = tuple([size for size, old, new in pairs if old != new])
+            owners = ((module, key) for module in self._names for key, each in module._parameters.items() if each is param)
+            self.shares.update(dict.fromkeys(owners, shares))
             return self._local()
         told = "->".join("".join(map(str, getattr(each, "placements", each))) for each in (src_placement, dst_placement))
         if self._stack:
@@ -497,7 +502,9 @@ class _Region:
         self._gradients = gradients
         self.leaves: list[Leaf] = []
         self._params = [
-            _LocalParam(vars(owner), owner._parameters, key, name, seen.param_grads.get(name), _shares(param, watch.pending))
+            _LocalParam(
+                vars(owner), owner._parameters, key, name, seen.param_grads.get(name), watch.shares.get((owner, key), ())
+            )
             for prefix, owner in module.named_modules()
             for key, param in owner._parameters.items()
             for name in (f"{prefix}.{key}" if prefix else key,)
@@ -557,7 +564,8 @@ class _Region:
         for each in self._params:
             param: Any = each.registered[each.key]
             is_known = param is each.of and param._local_tensor.data_ptr() == each.address
-            local = each.local if is_known and param.requires_grad == each.requires_grad else self._local_of(each, param)
+            is_known = is_known and param.requires_grad == each.requires_grad and not (each.leaf and has_hooks(param))
+            local = each.local if is_known else self._local_of(each, param)
             if local is not None:
                 self._check(local, "param", each.name)
                 each.attributes[each.key] = _ToPending.apply(local, each.shares) if each.shares else local
@@ -599,7 +607,8 @@ class _Region:
             each.local, each.leaf = tied.local, tied.leaf
         elif param.requires_grad:
             each.leaf = self._gradients.leaf_of(param, grads)  # type: ignore[arg-type]
-            if each.leaf is None:  # A unit's: gathered anew for each forward, and its gradient is the unit's.
+            if each.leaf is None:  # A unit's: gathered anew for each forward. Or one with hooks: autograd goes to it.
+                each.of, self.leaves = None, [leaf for leaf in self.leaves if leaf.param is not param]
                 return _ToLocal.apply(param, grads)
             each.local = each.leaf.local
         else:
@@ -653,7 +662,7 @@ class _LocalParam:
     Attributes:
         attributes, registered: those of the module that has the parameter.
         grads: the placements of its gradient; None: its own.
-        shares: what :func:`_shares` says.
+        shares: as of :class:`_Watch`.
         of, address, requires_grad: the parameter and its memory, for which ``local`` and ``leaf`` were made.
     """
 
@@ -699,15 +708,6 @@ def _goes_with(placement: Any, grad: Any) -> bool:
 
 def _spoken(told: Sequence[Any], default: Placed) -> Placed:
     return tuple([new or old for new, old in zip(told, clean(default))])
-
-
-def _shares(param: Any, pending: dict[Any, Placed]) -> tuple[int, ...]:
-    """The sizes of the mesh dimensions over which ops take a replicated parameter as pending a sum."""
-    wanted = pending.get(param)
-    if wanted is None:
-        return ()
-    sizes = tuple(param.device_mesh.shape)
-    return tuple([size for size, old, new in zip(sizes, param.placements, wanted) if old != new])
 
 
 class _ToPending(torch.autograd.Function):
