@@ -228,6 +228,41 @@ class TrainingTest(unittest.TestCase):
                 assert torch.equal(param.grad.to_local(), first[name]), (mode, name)
                 assert param.grad.placements == param.placements
 
+    @ranks(4)
+    def test_sums_over_the_model_of_the_gradients_in_a_unit_take_one_all_reduce_of_the_shards():
+        """The weights and biases of norms, and the embedding, are pending over sequence-parallel ranks."""
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = parallelize(make(), tensor_parallel(Plan(), True).unit(BLOCK, "dp"), mesh).eval()
+        ids, calls = torch.arange(24).view(4, 6), []
+        names = ["blocks.0.norm.weight", "blocks.0.norm.bias", "embedding.weight"]
+        original = torch.distributed.all_reduce
+
+        def count(tensor, **options):
+            if tensor.is_floating_point():
+                assert options["group"] is mesh.get_group("tp")
+                calls.append(tensor.numel())
+            return original(tensor, **options)
+
+        for backward in range(2):  # The second one adds to .grad.
+            loss = model(ids, labels=ids)
+            torch.distributed.all_reduce = count
+            try:
+                loss.backward()
+            finally:
+                torch.distributed.all_reduce = original
+            weight, bias, embedding = (model.get_parameter(name).to_local().numel() for name in names)
+            both = [weight + bias] if weight + bias else []  # Of each block, if this rank has a part.
+            assert calls == [*both, *both, embedding], (backward, calls)
+            calls.clear()
+        whole_sums = [torch.tensor(each.to_local().numel()) for each in map(model.get_parameter, names)]
+        torch.distributed.all_reduce(sizes := torch.stack(whole_sums), group=mesh.get_group("dp"))
+        assert sizes.tolist() == [8, 8, 24 * 8]
+        single = make().eval()
+        for _ in range(2):
+            single(ids, labels=ids).backward()
+        for name, param in single.named_parameters():
+            torch.testing.assert_close(whole(model.get_parameter(name).grad), param.grad, rtol=1e-4, atol=1e-6, msg=name)
+
 
 def tensor_parallel_bf16(policy):
     return tensor_parallel(Plan(), False).unit(BLOCK, "dp", mp_policy=policy)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -21,6 +22,7 @@ from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._spmd_types import AnnotatedParam, is_annotated
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity, Segments, elements
+from torch_ragged.tensor._redistribute import mesh_group
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
@@ -236,28 +238,44 @@ class Distribution:
         mesh, placements = self._model_mesh, self._model_placements
         return DTensor.from_local(view, mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
 
-    def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a gradient, as a tensor in the order of the buffer.
+    def gradient(self, gradient: torch.Tensor, before: tuple[int, ...] | None = None) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """This rank's piece of a gradient in the order of the buffer, and the model's mesh dimensions that it is pending on.
 
         A DTensor is first redistributed to the model's placements: perhaps a collective on the model's mesh dimensions. Its
         placements on data-parallel mesh dimensions are ignored, as in FSDP2: each rank's local tensor is its own contribution,
         and the group reduces it. ``weight.to_local()``, for example, gives such gradients Replicate().
+
+        If gradients count once, a sum over the model's mesh dimensions stays pending, too: the weight of a norm under sequence
+        parallelism needs no collective here, and the group adds the shards of all such parameters together.
+
+        Args:
+            before: the mesh dimensions on which the gradient is pending that this one is added to; None if there is none.
         """
         if self._annotated is not None:
             gradient = self._annotated.gradient(gradient)
+        pending: tuple[int, ...] = ()
         if self.is_dtensor:
             assert isinstance(gradient, DTensor)
-            wanted = list(self._model_placements)
-            for dim in self._dp_dims:
-                wanted[dim] = gradient.placements[dim]
-                if self._counts_once and wanted[dim] != Partial("sum"):
-                    wanted[dim] = Replicate()
-            gradient = gradient if list(gradient.placements) == wanted else gradient.redistribute(placements=wanted)
+            given, wanted = gradient.placements, list(self._model_placements)
+            if self._counts_once:
+                sums = [dim for dim, each in enumerate(given) if each == Partial("sum") and wanted[dim] == Replicate()]
+                pending = tuple([dim for dim in sums if dim not in self._dp_dims]) if before is None else before
+                for dim in (*self._dp_dims, *pending):
+                    wanted[dim] = Partial("sum") if dim in sums else Replicate()
+            else:
+                for dim in self._dp_dims:
+                    wanted[dim] = given[dim]
+            gradient = gradient if list(given) == wanted else gradient.redistribute(placements=wanted)
             here = self._model_mesh.get_coordinate() or ()
-            if self._counts_once and any(here[dim] and wanted[dim] == Replicate() for dim in self._dp_dims):
+            added = (*self._dp_dims, *pending) if self._counts_once else ()
+            if any(here[dim] and wanted[dim] == Replicate() for dim in added):
                 gradient = torch.zeros_like(local_of(gradient))  # The first of the ranks contributes what all of them have.
             gradient = local_of(gradient)
-        return self._in_buffer_order(gradient) if self.shard_dim else gradient
+        return (self._in_buffer_order(gradient) if self.shard_dim else gradient), pending
+
+    def group_over(self, dims: tuple[int, ...]) -> dist.ProcessGroup:
+        """The ranks along mesh dimensions of the model."""
+        return mesh_group(self._model_mesh, dims)
 
     def annotate(self, unsharded: torch.Tensor) -> None:
         """Give the unsharded parameter the annotation of the user's parameter, if there is one."""
@@ -393,6 +411,7 @@ class FSDPParam:
         has_gradient: whether the unreduced buffer holds a gradient.
         was_used: whether this rank has a gradient in the next or current reduction.
         may_be_wide: whether the gradient may have a wider dtype than the gradient buffer.
+        pending: the model's mesh dimensions on which the gradient in the buffer is pending a sum; None if there is no gradient.
     """
 
     fqn: str
@@ -406,6 +425,7 @@ class FSDPParam:
     has_gradient: bool = False
     was_used: bool = False
     may_be_wide: bool = False
+    pending: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         self.set_sharded(self.sharded)

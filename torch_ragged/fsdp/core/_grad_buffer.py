@@ -117,7 +117,8 @@ class GradBuffer:
         if not param.requires_grad:
             return None
         # create_graph=True: as with FSDP2, ``.grad`` itself has no graph.
-        gradient = param.distribution.gradient(gradient.detach() if gradient.requires_grad else gradient)
+        gradient = gradient.detach() if gradient.requires_grad else gradient
+        gradient, param.pending = param.distribution.gradient(gradient, param.pending)
         return in_buffer_form(gradient, self._layout, index) if self._has_rows else gradient
 
     def borrow(self, gradient: torch.Tensor) -> bool:
@@ -214,6 +215,15 @@ class GradBuffer:
         wide, self._wide = self._wide, {}
         return wide
 
+    def popped_pending(self) -> dict[tuple[int, ...], list[int]]:
+        """The parameters whose gradients are pending a sum, by the mesh dimensions of the model. It is forgotten here."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for index, param in enumerate(self._params):
+            if param.pending:
+                found.setdefault(param.pending, []).append(index)
+            param.pending = None
+        return found
+
     def _close(self) -> None:
         """Write zeros for parameters without a gradient on this rank."""
         for param, view in zip(self._params, self._views):
@@ -236,6 +246,7 @@ class GradBuffer:
         self._wide.clear()
         for param in self._params:
             param.has_gradient = param.was_used = False
+            param.pending = None
             param.unsharded.grad = None  # A program may have assigned it.
 
     def _free_unreduced(self) -> None:

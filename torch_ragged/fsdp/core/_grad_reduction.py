@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 from torch_ragged._kernels.casts import scaled_copy_
@@ -73,7 +74,7 @@ class GradReduction:
         GradBuffer
            | start(): one reduce-scatter; if it sends the narrow dtype, a second one for gradients in a wider dtype
         output     DBuffer Shard(0), reduce_dtype
-           | finish(): an all-reduce over replicas (HSDP)
+           | finish(): an all-reduce of what is pending over the model's mesh dimensions, and one over replicas (HSDP)
         reduced    DBuffer Shard(0), reduce_dtype      the sum of all reductions since ``.grad`` was set
            | set_grads(): a cast, a copy to the CPU, or nothing
         .grad      views of a DBuffer Shard(0)         DTensors placed as their parameters
@@ -109,6 +110,7 @@ class GradReduction:
         self._reduced: DBuffer | None = None  # Reduced over all ranks.
         self._kept: DBuffer | None = None  # Reduced within each replica only.
         self._has_failed = False  # Whether the last reduce-scatter failed: its gradients are in no buffer.
+        self._pending: dict[tuple[int, ...], list[int]] = {}  # What the output is pending on: see GradBuffer.popped_pending.
 
     @property
     def state(self) -> GradientState:
@@ -152,6 +154,7 @@ class GradReduction:
         else:
             work = self._collectives.reduce_scatter(output.flat, source.flat, reduction)
         self._reduce_scatter, self._output, self._has_failed = work, output, False
+        self._pending = buffer.popped_pending()
 
     def wait(self) -> None:
         """Wait for the reduce-scatter in flight and free its input. It issues no collective and calls no user hook."""
@@ -175,6 +178,7 @@ class GradReduction:
         output, self._output = self._output, None
         if output is None:
             return
+        self._reduce_pending(output)
         # The all-reduce of an earlier reduction of this group: results are added in the order of the reductions.
         if self._all_reduce is not None:
             self._finish_all_reduce()
@@ -191,6 +195,19 @@ class GradReduction:
             with profiler_range("all_reduce", self._collectives.fqn):
                 # In flight while other groups compute. All ranks issue it in one order, see ModuleState.reduce_gradients.
                 self._all_reduce = (self._collectives.all_reduce(output.flat, self._settings.reduction), output)
+
+    def _reduce_pending(self, output: DBuffer) -> None:
+        """Add what is pending over mesh dimensions of the model: one all-reduce of all such shards in this group.
+
+        Ranks along these dimensions have the same shards, and run the same program.
+        """
+        for dims, indices in self._pending.items():
+            views = [output.flat[begin:end] for begin, end in (self._intervals[index] for index in indices) if begin < end]
+            if views:
+                flat = torch.cat(views)
+                dist.all_reduce(flat, group=self._params[indices[0]].distribution.group_over(dims))
+                torch._foreach_copy_(views, flat.split([view.numel() for view in views]))
+        self._pending = {}
 
     def _finish_all_reduce(self) -> None:
         assert self._all_reduce is not None
@@ -243,7 +260,7 @@ class GradReduction:
         for shard in self.buffers():
             self._log.note(-shard.nbytes)
         self._reduce_scatter = self._output = self._all_reduce = self._reduced = self._kept = None
-        self._has_failed = False
+        self._has_failed, self._pending = False, {}
         self._buffer.drop()
         # Other ranks take part in these collectives, so they must end here, too. Their input is freed after that.
         try:
