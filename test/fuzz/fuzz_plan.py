@@ -75,6 +75,8 @@ def random_case(seed: int) -> dict[str, Any]:
     case["optimizer"] = rng.choice(("adamw", "adamw", "sgd", "muon", "adamw_loop"))
     writer = _Writer(rng, case, case["mesh"])
     case["plan"], case["inputs"], case["policy"] = writer.write(), writer.inputs, writer.policy
+    names = [name for name, _ in writer.module.named_parameters()]
+    case["hooks"] = rng.sample(names, min(len(names), 3)) if rng.random() < 0.15 else []
     case["saved"] = rng.choice((None, None, None, "dcp", "ours"))
     if case["saved"]:
         case["mesh2"] = _random_mesh(rng, size)

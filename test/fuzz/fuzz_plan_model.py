@@ -71,6 +71,7 @@ def _random_part(rng: Any, ranks: int, even: bool, kinds: Sequence[str], depth: 
     part["choice"] = rng.choice(list(OPS))
     if rng.random() < 0.08:
         part["frozen"] = True
+    part["zeros"] = rng.random() < 0.3
     if depth and rng.random() < 0.2:
         part |= {"kind": rng.choice(("stack", "stack", "twice")), "returns": "tensor", "norm": "none", "dropout": 0.0}
         part.pop("frozen", None)
@@ -185,6 +186,9 @@ class Part(nn.Module):
         self.node, self.model = part, model
         self.norm, self.dropout = _norm(part["norm"], model["width"]), nn.Dropout(part["dropout"])
         getattr(self, "init_" + part["kind"])(model["width"], part["size"], part["bias"])
+        if part["zeros"]:  # As of many models: the first step does not see them.
+            for name, parameter in self.named_parameters():
+                nn.init.zeros_(parameter) if name.endswith("bias") else None
         if part.get("frozen"):
             for parameter in list(self.parameters())[:1]:
                 parameter.requires_grad_(False)

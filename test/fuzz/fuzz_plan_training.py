@@ -88,8 +88,10 @@ class Training:
         torch.manual_seed(case["seed"])
         self._build()  # For the state of the generator, with which a deferred model goes on.
         self.model = parallelize(self.model, case["plan"], mesh_of(case["mesh"]), mode=case["mode"])
+        self.segments = self.model.plan_ir.segments  # type: ignore[union-attr]
         self._cast_plain()
         self.optimizers = [self._optimizer(model) for model in (self.model, self.plain)]
+        self._add_hooks()
         self.check_values("at first")
         for step in range(case["steps"]):
             self.where = f"step {step}"
@@ -111,13 +113,25 @@ class Training:
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         kind, params = self.case["optimizer"], [p for p in model.parameters() if p.requires_grad]
         if kind == "muon":
-            groups = matrix_groups(model, lr=0.01)
+            groups = matrix_groups(model, lr=0.01, segments=self.segments)
             for group in groups:
                 group["params"] = [p for p in group["params"] if p.requires_grad]
             return Muon([group for group in groups if group["params"]], lr=0.02)
         if kind == "sgd":
             return torch.optim.SGD(params, lr=0.05, momentum=0.9)
         return torch.optim.AdamW(params, lr=0.01, foreach=None if kind == "adamw" else False)
+
+    def _add_hooks(self) -> None:
+        """Hooks of the user on parameters; those of units are called for the unsharded ones, as in FSDP2."""
+        records = {record.name: record for record in self.model.plan_ir.tensors}  # type: ignore[union-attr]
+        for index, name in enumerate(self.case["hooks"]):
+            if name in records and records[name].unit is None:
+                for model in (self.model, self.plain):
+                    param = model.get_parameter(name)
+                    if param.requires_grad and index % 2:
+                        param.register_hook(lambda grad: grad * 2)
+                    elif param.requires_grad:
+                        param.register_post_accumulate_grad_hook(_double)
 
     def _cast_plain(self) -> None:
         """Let the model in one process cast as units with a ``mp_policy`` do."""
@@ -368,6 +382,10 @@ class Training:
                 optimizer.zero_grad()
         for name, value in other.state_dict().items():
             self.compare(model.state_dict()[name], value, f"{name} after a wrong plan", 0.0)
+
+
+def _double(param: torch.Tensor) -> None:
+    param.grad.mul_(2)  # type: ignore[union-attr]
 
 
 class _Cast:

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_ragged import RaggedShard
+from torch_ragged import InterleavedShard, RaggedShard
 from torch_ragged.fsdp import fully_shard
 from torch_ragged.offline._models import BUILT_IN
-from torch_ragged.optim import Muon, _gather, matrix_groups
+from torch_ragged.optim import Muon, Shampoo, _gather, matrix_groups
 from torch_ragged.optim._gather import Placed, owners_of
 from torch_ragged.optim._newton_schulz import newton_schulz, newton_schulz_cost, schedule_of
 from torch_ragged.optim._roots import Stack, assign_roots, split_flights
@@ -163,6 +163,57 @@ def _check_ranks(cases, expected, narrow):
 def test_bitwise_equal_at_any_number_of_ranks(ranks):
     narrow = {dtype: train(make, "", None, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
     run_ranks(ranks, _check_ranks, CASES[ranks], train(make, "", None), narrow)
+
+
+# Fused weights: rows of a matrix, rows of a stack, columns.
+FUSED = {(24, 16): ((12, 8, 4), 0), (3, 16, 8): ((10, 6), 1), (16, 24): ((8, 16), -1)}
+
+
+def _make_fused(params, **options):
+    return Muon([{"params": [param], "segments": FUSED[tuple(param.shape)]} for param in params], **OPTIONS, **options)
+
+
+def _train_apart(dtype, **options):
+    """Each segment is a parameter of its own; the results are put together."""
+    split = [value(index, 0, shape, dtype).split(*segments) for index, (shape, segments) in enumerate(FUSED.items())]
+    apart = [[nn.Parameter(part.contiguous()) for part in parts] for parts in split]
+    optimizer = Muon([part for parts in apart for part in parts], **OPTIONS, **options)
+    for step in range(1, 6):
+        for index, ((shape, segments), parts) in enumerate(zip(FUSED.items(), apart)):
+            for part, gradient in zip(parts, value(index, step, shape, dtype).split(*segments)):
+                part.grad = gradient.contiguous()
+        optimizer.step()
+    pairs = list(zip(apart, [dim for _, dim in FUSED.values()]))
+    found = [torch.cat([part.detach() for part in parts], dim) for parts, dim in pairs]
+    return found + [torch.cat([optimizer.state[part]["momentum_buffer"] for part in parts], dim) for parts, dim in pairs]
+
+
+def _check_fused(expected, of_family, cases):
+    found = train(lambda params: _make_fused(params, **FAMILY), *cases[-1], 5, shapes=list(FUSED))
+    assert_same(found[: len(FUSED)], of_family[: len(FUSED)], "NorMuon")
+    segments = sum(len(sizes) for sizes, _ in FUSED.values())
+    assert len(found) == 2 * len(FUSED) + segments, "parameters, momenta, and at the roots a state per segment"
+    for dtype, apart in expected.items():
+        for kind, mesh_shape in cases:
+            found = train(_make_fused, kind, mesh_shape, 5, dtype, shapes=list(FUSED))
+            assert_same(found, apart, f"{dtype} {kind} {mesh_shape}")
+    mesh = init_device_mesh("cpu", cases[0][1])
+    whole_value = value(0, 0, (24, 16))
+    param = nn.Parameter(distribute_tensor(whole_value, mesh, [InterleavedShard(0, (12, 8, 4))], src_data_rank=None))
+    optimizer = _make_fused([param])
+    for step in range(1, 6):
+        set_gradients([param], step)
+        with CommDebugMode() as comm:
+            optimizer.step()
+    assert_same([whole(param.detach())], expected[torch.float32][:1], "InterleavedShard")
+    assert comm.get_comm_counts().get(torch.ops.c10d_functional.all_to_all_single, 0) <= 4, comm.get_comm_counts()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_segments_of_fused_weights_are_matrices_of_their_own(ranks):
+    expected = {dtype: _train_apart(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    assert_same(train(_make_fused, "", None, 5, shapes=list(FUSED)), expected[torch.float32], "plain tensors")
+    run_ranks(ranks, _check_fused, expected, _train_apart(torch.float32, **FAMILY), CASES[ranks][: 3 if ranks < 4 else 5 : 2])
 
 
 def _missing(index, step):
@@ -567,11 +618,15 @@ def test_bad_input_is_refused():
         "betas": (0.9, 1.0),
         "max_root_bytes": 0,
         "neuron_beta": 1.0,
+        "segments": ((3, 2), 0),
     }.items():
         message = error_of(Muon, [matrix], **{name: bad})
         assert message.startswith("ValueError") and name in message, message
     for bad in ("polar", [], [(1.0, 2.0, "x")], [(1.0, 2.0, 3.0), 4.0]):
         assert "['polar_express']" in error_of(Muon, [matrix], ns_coefficients=bad), bad
+    assert "rows or columns" in error_of(Muon, [nn.Parameter(torch.zeros(2, 4, 4))], segments=((1, 1), 0))
+    assert "no such parameter" in error_of(matrix_groups, nn.Linear(2, 2), segments={"weights": ((1, 1), 0)})
+    assert "takes no segments" in error_of(Shampoo, [{"params": [matrix], "segments": ((2, 2), 0)}])
     optimizer = Muon([matrix])
     assert "two dimensions" in error_of(optimizer.add_param_group, {"params": [vector]})
     assert len(optimizer.param_groups) == 1

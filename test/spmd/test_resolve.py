@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import InterleavedShard, RaggedShard
 from torch_ragged.granularity import rows
+from torch_ragged.optim import matrix_groups
 from torch_ragged.spmd import INIT, RUN, Plan, PlanError
 from torch_ragged.spmd._resolve import resolve
 from torch_ragged.spmd._resolved import Boundary, FactoryRecord, MeshShape, SegmentSizes, UnitRecord
@@ -203,6 +204,13 @@ class TensorsTest(unittest.TestCase):
         qkv = tensors_of(resolve(plan, Mixture(), MESH))["qkv.weight"]
         self.assertEqual((qkv.segments, qkv.run, qkv.rules), (SegmentSizes(0, (8, 4, 4)), (R, Shard(0)), (0, 1)))
         self.assertIsNone(tensors_of(resolve(plan, Mixture(), MESH))["experts"].segments)
+
+    def test_the_matrices_of_fused_weights_are_told_for_optimizers(self):
+        plan = Plan().segments("qkv.weight", (8, 4, 4), -2).shard("experts", InterleavedShard(1, (3, 1)), "tp")
+        resolved = resolve(plan.default(R), Mixture(), MeshShape(("dp", "tp"), (2, 2)))
+        self.assertEqual(resolved.segments, {"qkv.weight": ((8, 4, 4), 0), "experts": ((6, 2), 1)})
+        groups = matrix_groups(Mixture(), segments=resolved.segments)
+        self.assertEqual([group.get("segments") for group in groups], [None, ((6, 2), 1), ((8, 4, 4), 0), None])
 
     def test_uneven_shards_are_legal_outside_of_units(self):
         plan = Plan().shard("experts", Shard(0), "tp").default(R)

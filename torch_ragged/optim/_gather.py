@@ -35,11 +35,23 @@ __all__ = ["Batch", "Compute", "GatherToRoot", "Placed", "Spot", "owners_of", "m
 
 @dataclass(frozen=True)
 class Placed:
-    """How a parameter is cut over a mesh: its global shape, the mesh's shape and one cut per mesh dimension."""
+    """How a parameter is cut over a mesh: its global shape, the mesh's shape and one cut per mesh dimension.
+
+    Its matrices are the whole parameter, or one segment of it: ``segment`` is the dimension, the first index and the size.
+    """
 
     shape: tuple[int, ...]
     mesh_shape: tuple[int, ...]
     cuts: tuple[Cut, ...]
+    segment: tuple[int, int, int] | None = None
+
+    @property
+    def matrices(self) -> tuple[int, ...]:
+        """The shape of the stack of its matrices."""
+        if self.segment is None:
+            return self.shape
+        dim, _, size = self.segment
+        return (*self.shape[:dim], size, *self.shape[dim + 1 :])
 
     def owned(self, coordinate: tuple[int, ...]) -> Owned:
         """The boxes that the rank at ``coordinate`` holds."""
@@ -47,9 +59,11 @@ class Placed:
 
     def matrix(self, position: int) -> Owned:
         """The matrix at index ``position`` of the stack, as the only box of a rank."""
-        sizes = (*(1 for _ in self.shape[:-2]), *self.shape[-2:])
-        offsets = (*_coordinate(position, self.shape[:-2]), 0, 0)
-        return Owned(sizes, (Box(offsets, sizes, 0, row_major(sizes)),), flat=False)
+        sizes = (*(1 for _ in self.shape[:-2]), *self.matrices[-2:])
+        offsets = [*_coordinate(position, self.shape[:-2]), 0, 0]
+        if self.segment is not None:
+            offsets[self.segment[0]] = self.segment[1]
+        return Owned(sizes, (Box(tuple(offsets), sizes, 0, row_major(sizes)),), flat=False)
 
     def holders(self, position: int, coordinate: tuple[int, ...], replicas: bool) -> list[tuple[int, Owned]]:
         """Ranks with their boxes: a superset of the ranks that hold a part of the matrix at index ``position``.
@@ -128,7 +142,7 @@ def _owners_along(placed: Placed, mesh_dim: int) -> list[int | None] | None:
     All other mesh dimensions must replicate. :func:`_owner` gives the same result, but its time grows with the number of ranks.
     """
     cut = placed.cuts[mesh_dim]
-    if not isinstance(cut, Run) or cut.split_factor > 1:
+    if not isinstance(cut, Run) or cut.split_factor > 1 or placed.segment is not None:
         return None
     unit, size = math.prod(placed.shape) // cut.units.total, math.prod(placed.shape[-2:])
     owners: list[int | None] = []
@@ -149,7 +163,7 @@ def _owner(placed: Placed, position: int, coordinate: tuple[int, ...]) -> int | 
 
 @dataclass(frozen=True)
 class Spot:
-    """One matrix: the index of its stack, and the index of the matrix in this stack."""
+    """One matrix: the index of its stack, and the index of the matrix in this stack. Segments are stacks of their own."""
 
     stack: int
     position: int
@@ -194,8 +208,9 @@ class GatherToRoot:
     """The transfers of a set of parameters between their shards and the roots of their matrices.
 
     Args:
-        stacks: the parameters, equal on all ranks and in equal order.
-        placed: how each parameter is cut over the mesh.
+        stacks: the parameters, or the segments of parameters, equal on all ranks and in equal order.
+        placed: how the parameter of each stack is cut over the mesh.
+        tensors: for each stack, the index of its parameter.
         roots, flights: for each stack, the root and the flight of each of its matrices.
         mesh: the mesh of the parameters. None for plain tensors: then every rank computes all matrices.
 
@@ -207,22 +222,24 @@ class GatherToRoot:
         self,
         stacks: Sequence[Stack],
         placed: Sequence[Placed],
+        tensors: Sequence[int],
         roots: Sequence[Sequence[int]],
         flights: Sequence[Sequence[int]],
         mesh: DeviceMesh | None,
     ) -> None:
         self.rank, self.ranks = mesh_ranks(mesh)
         self.group = None if mesh is None or self.ranks == 1 else mesh_group(mesh, tuple(range(mesh.ndim)))
-        self._placed = placed
+        self._placed, self.tensors = placed, tensors
         self._coordinate = () if mesh is None else tuple(mesh.get_coordinate() or ())
-        self._mine = [each.owned(self._coordinate) for each in placed]
+        self._mine = [placed[tensors.index(each)].owned(self._coordinate) for each in dict.fromkeys(tensors)]
         self.flights = [_Flight() for _ in range(1 + max((f for row in flights for f in row), default=-1))]
         for index, stack in enumerate(stacks):
             for position in range(stack.count if math.prod(stack.shape) else 0):
                 self._add(index, position, stack, roots[index][position], self.flights[flights[index][position]])
 
     def _add(self, index: int, position: int, stack: Stack, root: int, flight: _Flight) -> None:
-        placed, mine, me = self._placed[index], self._mine[index], self.rank
+        placed, tensor, me = self._placed[index], self.tensors[index], self.rank
+        mine = self._mine[tensor]
         whole = stack.owners is not None
         flight.gather.moves |= not whole
         flight.scatter.moves |= not whole or placed.is_replicated
@@ -233,14 +250,14 @@ class GatherToRoot:
             at_root = _coordinate(root, placed.mesh_shape)
             same_replica = all(a == b for a, b, cut in zip(at_root, self._coordinate, placed.cuts) if isinstance(cut, Whole))
             if pairs and same_replica:
-                flight.gather.sends[root] += [(index, here) for here, _ in pairs]
+                flight.gather.sends[root] += [(tensor, here) for here, _ in pairs]
             if pairs:
-                flight.scatter.receives[root] += [(index, here) for here, _ in pairs]
+                flight.scatter.receives[root] += [(tensor, here) for here, _ in pairs]
             return
         number = len(flight.matrices)
         flight.matrices.append(_add_to_batch(flight.batches, stack, Spot(index, position)))
-        flight.gather.copies += [((index, here), (number, there)) for here, there in pairs]
-        flight.scatter.copies += [((number, there), (index, here)) for here, there in pairs]
+        flight.gather.copies += [((tensor, here), (number, there)) for here, there in pairs]
+        flight.scatter.copies += [((number, there), (tensor, here)) for here, there in pairs]
         if self.ranks == 1:
             return
         for peer, held in placed.holders(position, self._coordinate, replicas=False):
@@ -256,13 +273,13 @@ class GatherToRoot:
         """Gather, compute and scatter. Issues at most one all-to-all per flight and direction.
 
         Args:
-            inputs: this rank's local tensor of each stack, of any dtype.
+            inputs: this rank's local tensor of each parameter, of any dtype.
             compute: called for every batch of this root.
             dtype: the dtype of the transfers, to the root and back, and of the matrices at the root.
             device: the device of the matrices.
 
         Returns:
-            the local tensor of each stack's result, flat, in ``dtype``.
+            the local tensor of each parameter's result, flat, in ``dtype``.
         """
         flat = [each.contiguous().view(-1) for each in inputs]
         results = [torch.empty(held.numel, dtype=dtype, device=device) for held in self._mine]

@@ -5,7 +5,9 @@ A subclass must not communicate: :class:`MatrixOptimizer` issues all collectives
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import dataclasses
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -23,14 +25,18 @@ from torch_ragged.optim._base import (
     placed_of,
     run_closure,
 )
-from torch_ragged.optim._gather import Batch, GatherToRoot, mesh_ranks, owners_of
+from torch_ragged.optim._gather import Batch, GatherToRoot, Placed, mesh_ranks, owners_of
 from torch_ragged.optim._roots import Stack, assign_roots, split_flights
 
 __all__ = ["MatrixOptimizer", "matrix_groups"]
 
 
 def matrix_groups(
-    model: nn.Module, *, adamw: Iterable[nn.Module | nn.Parameter] = (), **adamw_options: Any
+    model: nn.Module,
+    *,
+    adamw: Iterable[nn.Module | nn.Parameter] = (),
+    segments: Mapping[str, tuple[Sequence[int], int]] | None = None,
+    **adamw_options: Any,
 ) -> list[dict[str, Any]]:
     """Parameter groups for :class:`Muon` and :class:`Shampoo`: one of matrices, and one that AdamW trains.
 
@@ -39,6 +45,9 @@ def matrix_groups(
     Args:
         model: the model with the parameters. Call this function after ``fully_shard``.
         adamw: further modules (such as the output head) and parameters (such as biases of fused experts) for AdamW.
+        segments: by name, the sizes of the matrices that a fused weight has side by side, and the dimension along which they
+            lie: ``{"attention.qkv.weight": ((4096, 1024, 1024), 0)}``. :class:`Muon` steps each as a matrix of its own. A model
+            that a plan has distributed has them in ``model.plan_ir.segments``.
         adamw_options: options of the AdamW group, such as ``lr``.
 
     Returns:
@@ -46,6 +55,7 @@ def matrix_groups(
 
     Raises:
         TypeError: ``model`` is no module, or ``adamw`` has something other than modules and parameters.
+        ValueError: ``segments`` names no parameter of ``model``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -60,11 +70,22 @@ def matrix_groups(
         apart.update(each.parameters() if isinstance(each, nn.Module) else [each])
     params = list(model.parameters())
     is_matrix = [param.ndim in (2, 3) and param not in apart for param in params]
-    groups = [
-        {"params": [p for p, flag in zip(params, is_matrix) if flag]},
-        {"params": [p for p, flag in zip(params, is_matrix) if not flag], "algorithm": "adamw", **adamw_options},
+    named = dict(model.named_parameters(remove_duplicate=False))
+    if unknown := [name for name in segments or () if name not in named]:
+        raise ValueError(
+            f"matrix_groups segments names {', '.join(unknown)}, and the {type(model).__name__} has no such parameter: give "
+            "names of model.named_parameters()"
+        )
+    fused = {named[name]: (tuple(sizes), dim) for name, (sizes, dim) in (segments or {}).items()}
+    alike: dict[Any, list[nn.Parameter]] = {None: []}
+    for param, flag in zip(params, is_matrix):
+        if flag:
+            alike.setdefault(fused.get(param), []).append(param)
+    groups: list[dict[str, Any]] = [
+        {"params": members} if each is None else {"params": members, "segments": each} for each, members in alike.items()
     ]
-    return [group for group in groups if group["params"]]
+    rest = [p for p, flag in zip(params, is_matrix) if not flag]
+    return [group for group in (*groups, {"params": rest, "algorithm": "adamw", **adamw_options}) if group["params"]]
 
 
 class MatrixOptimizer(RaggedOptimizer):
@@ -76,6 +97,7 @@ class MatrixOptimizer(RaggedOptimizer):
 
     algorithm: str
     wire: torch.dtype
+    takes_segments = False
     _knobs = ("max_root_bytes", "check_gradients")
 
     def __init__(self, params: Any, defaults: dict[str, Any], max_root_bytes: Optional[int], check_gradients: bool) -> None:
@@ -129,7 +151,7 @@ class MatrixOptimizer(RaggedOptimizer):
                 raise ValueError(f"{name} {option} must be >= 0, got {group[option]!r}")
         self._check_group(group)
         for entry in group["params"]:
-            self._check_param(entry[1] if isinstance(entry, tuple) else entry, group["algorithm"])
+            self._check_param(entry[1] if isinstance(entry, tuple) else entry, group["algorithm"], group.get("segments"))
         super().add_param_group({**param_group, "params": group["params"]})
         self._plans.clear()
 
@@ -142,7 +164,7 @@ class MatrixOptimizer(RaggedOptimizer):
             self._check_algorithm(group.get("algorithm", self.algorithm))
         super()._check_states(state_dict)
 
-    def _check_param(self, param: Any, algorithm: str) -> None:
+    def _check_param(self, param: Any, algorithm: str, segments: Any = None) -> None:
         name = type(self).__name__
         if not isinstance(param, torch.Tensor):
             return  # The base class raises an error that names the type.
@@ -153,6 +175,18 @@ class MatrixOptimizer(RaggedOptimizer):
             raise ValueError(
                 f"{name} takes matrices (two dimensions) or stacks of matrices (three), got a parameter of shape "
                 f'{tuple(param.shape)}: put it into a group with algorithm="adamw", for example with matrix_groups(model)'
+            )
+        if segments is not None and algorithm != "adamw":
+            self._check_segments(tuple(param.shape), *segments)
+
+    def _check_segments(self, shape: tuple[int, ...], sizes: Sequence[int], dim: int) -> None:
+        name, ndim = type(self).__name__, len(shape)
+        if not self.takes_segments:
+            raise ValueError(f"{name} takes no segments: leave them out, and each parameter is one matrix")
+        if dim % ndim < ndim - 2 or not -ndim <= dim < ndim or min(sizes) < 1 or sum(sizes) != shape[dim]:
+            raise ValueError(
+                f"{name} got segments of {', '.join(map(str, sizes))} along dimension {dim} for a parameter of shape {shape}: "
+                "give positive sizes that add up to its rows or columns"
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -205,33 +239,57 @@ class MatrixOptimizer(RaggedOptimizer):
         plan = self._plan(indices, present, entries, mesh)
         params, groups = [entries[i][0] for i in present], [entries[i][1] for i in present]
         inputs = [self._send(param, group, gradients[i]) for param, group, i in zip(params, groups, present)]
-        updates = plan.run(inputs, lambda batch, data: self._compute(batch, data, params), self.wire, inputs[0].device)
+        of_stacks = [params[index] for index in plan.tensors]
+        updates = plan.run(inputs, lambda batch, data: self._compute(batch, data, of_stacks), self.wire, inputs[0].device)
         del inputs
         for param, group, update in zip(params, groups, updates):
             self._receive(param, group, update)
 
     def _plan(self, indices: list[int], present: list[int], entries: list[Any], mesh: DeviceMesh | None) -> GatherToRoot:
         stack_groups = [(entries[i][0], entries[i][1]) for i in indices]
-        key = (mesh, tuple(present), tuple(self._kind(group) for _, group in stack_groups))
+        key = (mesh, tuple(present), tuple((self._kind(group), _segments_of(group)) for _, group in stack_groups))
         if key in self._plans:
             return self._plans[key]
         self._assign(indices, present, entries, mesh)
-        placed = [placed_of(entries[i][0]) for i in present]
-        stacks = [self._stack(*entries[i]) for i in present]
-        roots = [self._roots[entries[i][0]] for i in present]
+        parts = [self._parts(*entries[i]) for i in present]
+        tensors = [index for index, of_param in enumerate(parts) for _ in of_param]
+        placed = [part for of_param in parts for part in of_param]
+        stacks = [self._stack(part, entries[present[index]][1]) for index, part in zip(tensors, placed)]
+        left = {index: iter(self._roots[entries[i][0]]) for index, i in enumerate(present)}
+        roots = [tuple(itertools.islice(left[index], stack.count)) for index, stack in zip(tensors, stacks)]
         flights = split_flights(stacks, roots, self.wire.itemsize, self.max_root_bytes)
         if len(self._plans) >= 16:  # Each set of parameters with gradients has a plan: bound their memory.
             self._plans.clear()
-        self._plans[key] = GatherToRoot(stacks, placed, roots, flights, mesh)
+        self._plans[key] = GatherToRoot(stacks, placed, tensors, roots, flights, mesh)
         return self._plans[key]
 
     def _assign(self, indices: list[int], present: list[int], entries: list[Any], mesh: DeviceMesh | None) -> None:
         """Choose the roots of the parameters with gradients, so that ranks have nearly equal work in this step."""
-        stacks = [self._stack(*entries[i]) for i in present]
-        roots = assign_roots(stacks, mesh_ranks(mesh)[1])
-        self._roots.update(zip([entries[i][0] for i in present], roots.of))
+        self._set_roots([entries[i] for i in present], mesh)
 
-    def _stack(self, param: torch.Tensor, group: dict[str, Any]) -> Stack:
-        placed = placed_of(param)
-        rows, columns = placed.shape[-2:]
-        return Stack(placed.shape, self._cost(rows, columns, group), owners_of(placed), self._kind(group))
+    def _set_roots(self, entries: Sequence[Any], mesh: DeviceMesh | None) -> None:
+        """Choose the roots of the matrices of parameters; those of segments one behind the other."""
+        pairs = [(param, self._stack(part, group)) for param, group in entries for part in self._parts(param, group)]
+        roots = assign_roots([stack for _, stack in pairs], mesh_ranks(mesh)[1])
+        self._roots.update({param: () for param, _ in entries})
+        for (param, _), chosen in zip(pairs, roots.of):
+            self._roots[param] += chosen
+
+    def _parts(self, param: torch.Tensor, group: dict[str, Any]) -> list[Placed]:
+        """The parameter, or each of its segments."""
+        placed, segments = placed_of(param), _segments_of(group)
+        if segments is None:
+            return [placed]
+        sizes, dim = segments
+        starts = itertools.accumulate(sizes, initial=0)
+        return [dataclasses.replace(placed, segment=(dim % param.ndim, start, size)) for start, size in zip(starts, sizes)]
+
+    def _stack(self, placed: Placed, group: dict[str, Any]) -> Stack:
+        rows, columns = placed.matrices[-2:]
+        return Stack(placed.matrices, self._cost(rows, columns, group), owners_of(placed), self._kind(group))
+
+
+def _segments_of(group: dict[str, Any]) -> tuple[tuple[int, ...], int] | None:
+    """The segments of a group. One of a checkpoint may have lists, or no segments at all."""
+    segments = group.get("segments")
+    return None if segments is None else (tuple(segments[0]), segments[1])

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Optional, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from torch_ragged.optim._base import add_scaled, local, scalar
-from torch_ragged.optim._gather import Batch
+from torch_ragged.optim._gather import Batch, Placed
 from torch_ragged.optim._matrix import MatrixOptimizer
 from torch_ragged.optim._newton_schulz import (
     COEFFICIENTS,
@@ -25,7 +26,8 @@ from torch_ragged.optim._newton_schulz import (
     newton_schulz_cost,
     schedule_of,
 )
-from torch_ragged.optim._root_states import RootStateOptimizer
+from torch_ragged.optim._root_states import RootState, RootStateOptimizer
+from torch_ragged.tensor._route import common_parts
 
 __all__ = ["Muon", "adjusted_lr"]
 
@@ -63,13 +65,29 @@ def _normalized(update: torch.Tensor, moment: torch.Tensor, beta: float) -> torc
     return rows * (update.norm() / rows.norm().clamp(min=_NEURON_EPS))
 
 
+def _of_segment(
+    param: torch.Tensor, placed: Placed, mine: torch.Tensor, update: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of the local tensors of a parameter and of its update: the part of the segment of ``placed``."""
+    if not isinstance(param, DTensor):
+        dim, start, size = placed.segment  # type: ignore[misc]
+        yield mine.narrow(dim, start, size), update.narrow(dim, start, size)
+    else:
+        assert mine.is_contiguous(), "a DTensor's parts are found by their offsets"
+        held = placed.owned(tuple(param.device_mesh.get_coordinate() or ()))
+        for position in range(math.prod(placed.shape[:-2])):
+            for part, _ in common_parts(held, placed.matrix(position)):
+                yield tuple([each.view(-1)[part.offset :].as_strided(part.sizes, part.strides) for each in (mine, update)])  # type: ignore[misc]
+
+
 class Muon(RootStateOptimizer):
     """``torch.optim.Muon`` for parameters under any placements. One rank orthogonalises each matrix, once.
 
     This is Algorithm 2 of the RaggedShard paper. Each rank updates the momentum of its shards. The update of each matrix is
     gathered to its root, a rank that load balancing chooses from the whole mesh, including HSDP's replicas. The root runs
     Newton-Schulz and sends the result back to the shards. Parameters are plain tensors or DTensors under any placements. A
-    parameter of three dimensions is a stack of matrices (experts), each with its own root.
+    parameter of three dimensions is a stack of matrices (experts), each with its own root. A group with ``segments`` has fused
+    weights, such as queries, keys and values in one: each segment is a matrix, as if it were a parameter of its own.
 
     Given equal gradients, parameters and states are bitwise equal for any number of ranks. On CPU they are equal to
     ``torch.optim.Muon``, with two exceptions. First, if a bfloat16 matrix has at least as many columns as rows, or only one
@@ -98,17 +116,20 @@ class Muon(RootStateOptimizer):
         foreach: update several tensors per kernel, and run Newton-Schulz on all matrices of one shape together. None means yes.
         algorithm: ``"muon"`` or ``"adamw"``, usually set per group.
         betas, adamw_eps: options of AdamW groups.
+        segments: None, or the sizes of the matrices that each parameter has side by side, and the dimension along which they
+            lie, usually set per group: see :func:`matrix_groups`.
         max_root_bytes: the most bytes of gathered matrices that a rank holds per flight of transfers; two flights are in memory
             at a time. A lower limit needs more flights and collectives. None is no limit.
         check_gradients: if False, ranks do not agree on gradients, which saves the all-reduce. Legal if each gradient exists on
             all ranks or on none, as after a backward with ``fully_shard``. If ranks differ, the step hangs.
 
     Raises:
-        ValueError: an option is out of range; a parameter of a ``"muon"`` group does not have two or three dimensions; or a
-            parameter is complex or a Partial DTensor.
+        ValueError: an option is out of range; a parameter of a ``"muon"`` group does not have two or three dimensions, or not
+            the sizes of ``segments``; or a parameter is complex or a Partial DTensor.
     """
 
     algorithm = "muon"
+    takes_segments = True
     wire = (
         torch.bfloat16
     )  # Newton-Schulz computes in bfloat16: rounding before the transfer halves its bytes and changes no result.
@@ -131,6 +152,7 @@ class Muon(RootStateOptimizer):
         adamw_eps: float = 1e-8,
         neuron_beta: Optional[float] = None,
         cautious_weight_decay: bool = False,
+        segments: Optional[tuple[Sequence[int], int]] = None,
         max_root_bytes: Optional[int] = None,
         check_gradients: bool = True,
     ) -> None:
@@ -149,6 +171,7 @@ class Muon(RootStateOptimizer):
             "adamw_eps": adamw_eps,
             "neuron_beta": neuron_beta,
             "cautious_weight_decay": cautious_weight_decay,
+            "segments": segments,
         }
         super().__init__(params, defaults, max_root_bytes, check_gradients)
 
@@ -174,8 +197,12 @@ class Muon(RootStateOptimizer):
         buffer.lerp_(gradient, 1 - momentum)
         return gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
 
-    def _root_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        return {} if group["neuron_beta"] is None else {"neuron_second_moment": (*param.shape[:-1], 1)}
+    def _root_states(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, RootState]:
+        if group["neuron_beta"] is None:
+            return {}
+        shapes = [(*part.matrices[:-1], 1) for part in self._parts(param, group)]
+        name = "neuron_second_moment"
+        return {f"{name}_{part}" if len(shapes) > 1 else name: RootState(shape, part) for part, shape in enumerate(shapes)}
 
     def _state_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes = super()._state_shapes(param, group)
@@ -192,24 +219,29 @@ class Muon(RootStateOptimizer):
         schedule, eps, batched, beta = kind
         updates = newton_schulz(matrices, schedule, len(schedule), eps, batched)
         if beta is not None:
-            shapes = {"neuron_second_moment": (batch.shape[0], 1)}
+            groups = {param: group for group in self.param_groups for param in group["params"]}
             for update, spot in zip(updates, batch.spots):  # One by one: sums must not depend on the batch.
-                moment = self._at_root(params[spot.stack], spot, shapes)["neuron_second_moment"]
+                (moment,) = self._at_root(params, spot, groups[params[spot.stack]]).values()
                 # New row-major memory: the bits of sums depend on strides, which are those of the batch.
                 rows = update.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
                 update.copy_(_normalized(rows, moment, beta))
         return updates
 
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
-        shape, mine = param.shape, local(param)
+        mine, segments = local(param), self._parts(param, group) if group.get("segments") is not None else []
         options = group["lr"], group["lr_dtype"], group["weight_decay"], group["adjust_lr_fn"]
-        shrink, rate = _factors(*options, shape[-2], shape[-1])
+        shrink, rate = _factors(*options, *param.shape[-2:])
         update = update.view(mine.shape)
         if group["cautious_weight_decay"]:  # Only where the update moves the weight towards zero, too.
             mine.copy_(torch.where(update * mine >= 0, mine * shrink, mine))
         else:
             mine.mul_(shrink)
-        add_scaled(mine, update, -rate, rounds_product=shape[-2] > shape[-1] > 1)
+        if not segments:
+            add_scaled(mine, update, -rate, rounds_product=param.shape[-2] > param.shape[-1] > 1)
+        for segment in segments:
+            rows, columns = segment.matrices[-2:]
+            for own, change in _of_segment(param, segment, mine, update):
+                add_scaled(own, change, -_factors(*options, rows, columns)[1], rounds_product=rows > columns > 1)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         name = type(self).__name__

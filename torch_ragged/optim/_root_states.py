@@ -5,9 +5,10 @@ It must not know what the states mean.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,11 +17,20 @@ from torch.distributed.tensor import DTensor, Shard
 from torch_ragged.optim._base import local, mesh_of, zeros_placed
 from torch_ragged.optim._gather import Spot, mesh_ranks
 from torch_ragged.optim._matrix import MatrixOptimizer
-from torch_ragged.optim._roots import assign_roots
 from torch_ragged.tensor._redistribute import mesh_group
 from torch_ragged.tensor.placement_types import RaggedShard
 
-__all__ = ["RootStateOptimizer"]
+__all__ = ["RootState", "RootStateOptimizer"]
+
+
+class RootState(NamedTuple):
+    """A state at roots: its global shape, whose last two sizes are those of one matrix's state, and the part that it is of.
+
+    A parameter has one part, or one for each of its segments. A stack's state has the size of the stack first.
+    """
+
+    shape: tuple[int, ...]
+    part: int = 0
 
 
 class RootStateOptimizer(MatrixOptimizer):
@@ -38,44 +48,43 @@ class RootStateOptimizer(MatrixOptimizer):
         super().__setstate__(state)
         self._meshes = {}
 
-    def _root_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        """The global shapes of the states at the roots, by name, for a parameter of this algorithm.
-
-        The last two sizes are those of one matrix's state. A stack's state has the size of the stack before them.
-        """
+    def _root_states(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, RootState]:
+        """The states at the roots, by name, of a parameter of this algorithm. The rank of a matrix holds those of its part."""
         raise NotImplementedError
 
     def _state_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        return self._root_shapes(param, group) if group["algorithm"] == self.algorithm else super()._state_shapes(param, group)
-
-    def _place_states(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        """Make the states at the roots if they are missing. Redistribute those that were loaded from a run with other roots."""
-        state, placement = self.state[param], self._placement(param)
-        for name, shape in self._root_shapes(param, group).items():
-            if name not in state:
-                state[name] = self._zeros(param, shape)
-            elif isinstance(value := state[name], DTensor) and value.placements != placement:
-                state[name] = value.redistribute(placements=placement)
+        if group["algorithm"] != self.algorithm:
+            return super()._state_shapes(param, group)
+        return {name: state.shape for name, state in self._root_states(param, group).items()}
 
     def _assign(self, indices: list[int], present: list[int], entries: list[Any], mesh: DeviceMesh | None) -> None:
         """Choose the roots of all parameters at once, and only once, because the states are at the roots."""
-        new = [i for i in indices if entries[i][0] not in self._roots]
-        roots = assign_roots([self._stack(*entries[i]) for i in new], mesh_ranks(mesh)[1])
-        self._roots.update(zip([entries[i][0] for i in new], roots.of))
+        self._set_roots([entries[i] for i in indices if entries[i][0] not in self._roots], mesh)
 
-    def _placement(self, param: torch.Tensor) -> tuple[RaggedShard, ...]:
-        """The placement of a parameter's states: each rank of the flattened mesh holds the matrices whose root it is."""
-        roots, ranks = self._roots[param], mesh_ranks(mesh_of(param))[1]
-        units = [0] * ranks
-        for root in roots or (0,):
-            units[root] += 1
-        return (RaggedShard((0,) if param.ndim == 3 else (), tuple(units)),)
+    def _roots_of_parts(self, param: torch.Tensor, group: dict[str, Any]) -> list[tuple[int, ...]]:
+        """The roots of the matrices of each part: of the parameter, or of each of its segments."""
+        roots = iter(self._roots[param])
+        counts = [math.prod(part.matrices[:-2]) for part in self._parts(param, group)]
+        return [tuple(itertools.islice(roots, count)) for count in counts]
 
-    def _zeros(self, param: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        mesh = mesh_of(param)
-        if mesh is None:
-            return torch.zeros(shape, dtype=torch.float32, device=param.device)
-        return zeros_placed(shape, torch.float32, self._flat(mesh), self._placement(param))
+    def _place_states(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        """Make the states at the roots if they are missing. Redistribute those that were loaded from a run with other roots."""
+        states = self._root_states(param, group)
+        of_parts = self._roots_of_parts(param, group) if states else []
+        mesh, ranks, held = mesh_of(param), mesh_ranks(mesh_of(param))[1], self.state[param]
+        for name, (shape, part) in states.items():
+            units = [0] * ranks
+            for root in of_parts[part] or (0,):
+                units[root] += 1
+            # Each rank of the flattened mesh holds the states of the matrices whose root it is.
+            placement = (RaggedShard((0,) if param.ndim == 3 else (), tuple(units)),)
+            if name in held:
+                if isinstance(value := held[name], DTensor) and value.placements != placement:
+                    held[name] = value.redistribute(placements=placement)
+            elif mesh is None:
+                held[name] = torch.zeros(shape, dtype=torch.float32, device=param.device)
+            else:
+                held[name] = zeros_placed(shape, torch.float32, self._flat(mesh), placement)
 
     def _flat(self, mesh: DeviceMesh) -> DeviceMesh:
         """The 1-D mesh of all ranks of ``mesh``, in row-major order."""
@@ -85,10 +94,13 @@ class RootStateOptimizer(MatrixOptimizer):
             )
         return self._meshes[mesh]
 
-    def _at_root(self, param: torch.Tensor, spot: Spot, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-        """Views of the states of one matrix at this rank, which must be its root."""
-        index = spot.position - self._roots[param].index(mesh_ranks(mesh_of(param))[0])
-        return {name: local(self.state[param][name]).view(-1, *shape[-2:])[index] for name, shape in shapes.items()}
+    def _at_root(self, params: Sequence[torch.Tensor], spot: Spot, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Views of the states of a matrix at this rank, its root. ``params`` has the parameter of each stack."""
+        param = params[spot.stack]
+        part = sum(each is param for each in params[: spot.stack])
+        index = spot.position - self._roots_of_parts(param, group)[part].index(mesh_ranks(mesh_of(param))[0])
+        states = {name: state for name, state in self._root_states(param, group).items() if state.part == part}
+        return {name: local(self.state[param][name]).view(-1, *shape[-2:])[index] for name, (shape, _) in states.items()}
 
     def _root_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
         """The bytes of this rank's states at roots, after the first step. It chooses the roots if they are not chosen."""
@@ -97,9 +109,9 @@ class RootStateOptimizer(MatrixOptimizer):
             entries = [(each, own) for own in self.param_groups for each in own["params"]]
             matrices = [i for i, (_, own) in enumerate(entries) if own["algorithm"] == self.algorithm]
             self._assign([i for i in matrices if mesh_of(entries[i][0]) == mesh], [], entries, mesh)
-        mine = self._roots[param].count(mesh_ranks(mesh)[0])
+        mine = [roots.count(mesh_ranks(mesh)[0]) for roots in self._roots_of_parts(param, group)]
         stack = param.shape[0] if param.ndim == 3 else 1
-        return 4 * mine * sum(math.prod(shape) // stack for shape in self._root_shapes(param, group).values())
+        return 4 * sum(mine[part] * math.prod(shape) // stack for shape, part in self._root_states(param, group).values())
 
     def empty_state(
         self, param: DTensor, group: dict[str, Any], name: str, shape: tuple[int, ...], dtype: torch.dtype
@@ -114,6 +126,6 @@ class RootStateOptimizer(MatrixOptimizer):
             raise ValueError(
                 f"{type(self).__name__} has no state {name} of shape {tuple(shape)} for a parameter of {tuple(param.shape)}"
             )
-        if name not in self._root_shapes(param, group):
+        if name not in self._root_states(param, group):
             return super().empty_state(param, group, name, shape, dtype)
         return zeros_placed(shape, dtype, self._flat(param.device_mesh), [Shard(0)])

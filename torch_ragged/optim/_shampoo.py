@@ -10,7 +10,7 @@ import torch
 from torch_ragged.optim._aligned import aligned
 from torch_ragged.optim._base import STEP_NBYTES, local
 from torch_ragged.optim._gather import Batch
-from torch_ragged.optim._root_states import RootStateOptimizer
+from torch_ragged.optim._root_states import RootState, RootStateOptimizer
 
 __all__ = ["Shampoo", "inverse_root"]
 
@@ -121,13 +121,13 @@ class Shampoo(RootStateOptimizer):
         state["step"] += 1
         return gradient
 
-    def _root_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    def _root_states(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, RootState]:
         *lead, rows, columns = param.shape
-        shapes = {"exp_avg": tuple(param.shape), "exp_avg_sq": tuple(param.shape)}
+        states = {name: RootState(tuple(param.shape)) for name in ("exp_avg", "exp_avg_sq")}
         for name, side in (("left", rows), ("right", columns)):
             if side <= group["max_side"]:
-                shapes[name] = shapes[f"{name}_root"] = (*lead, side, side)
-        return shapes
+                states[name] = states[f"{name}_root"] = RootState((*lead, side, side))
+        return states
 
     def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
         """As in the base class: the root of a matrix has its averages, factors and inverse roots in float32."""
@@ -141,8 +141,7 @@ class Shampoo(RootStateOptimizer):
         for matrix, spot in zip(matrices, batch.spots):
             param = params[spot.stack]
             group, step = groups[param], int(self.state[param]["step"].item())
-            state = self._at_root(param, spot, self._root_shapes(param, group))
-            matrix.copy_(_direction(aligned(matrix), state, group, step))
+            matrix.copy_(_direction(aligned(matrix), self._at_root(params, spot, group), group, step))
         return matrices
 
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:

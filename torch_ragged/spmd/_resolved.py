@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch_ragged.granularity import Granularity, Segments, segments
 from torch_ragged.spmd._paths import Key
 from torch_ragged.spmd._text import value_text
+from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
 __all__ = [
     "Boundary",
@@ -214,6 +215,22 @@ class Resolved:
     boundaries: tuple[Boundary, ...]
     factories: tuple[FactoryRecord, ...]
     units: tuple[UnitRecord, ...]
+
+    @property
+    def segments(self) -> dict[str, tuple[tuple[int, ...], int]]:
+        """By name, the matrices side by side in each fused weight: their sizes and dimension, for ``matrix_groups``.
+
+        They are those of ``plan.segments``, and those of an ``InterleavedShard``.
+        """
+        found: dict[str, tuple[tuple[int, ...], int]] = {}
+        for record in self.tensors:
+            ndim, segments = len(record.shape), record.segments
+            for placement in record.run:
+                if segments is None and isinstance(placement, InterleavedShard):
+                    segments = SegmentSizes(placement.dim, placement.segments(record.shape[placement.dim]))
+            if record.is_parameter and segments is not None and ndim in (2, 3) and segments.dim >= ndim - 2:
+                found[record.name] = segments.sizes, segments.dim
+        return found
 
     def __str__(self) -> str:
         names = self.mesh.names
