@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._register._torch import backward_id
 from torch_ragged.spmd._move import make_dtensor
-from torch_ragged.tensor._api import row_major_spec
+from torch_ragged.tensor._api import spec_of
 from torch_ragged.tensor._redistribute import mesh_group
 
 __all__ = ["Leaf", "PendingGradients", "has_hooks"]
@@ -82,7 +82,7 @@ class PendingGradients:
         if param not in self._wanted or has_hooks(param):
             return None
         local = param._local_tensor.detach().requires_grad_()  # type: ignore[attr-defined]
-        spec = row_major_spec(self._mesh, placements, param.shape, param.dtype)
+        spec = spec_of(self._mesh, placements, param.shape, param.dtype)
         goal = _goal(placements, self._wanted[param])
         return Leaf(param, local, spec, goal, _pending(placements, goal))
 

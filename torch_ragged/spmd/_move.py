@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from torch_ragged.tensor._api import row_major_spec
+from torch_ragged.tensor._api import spec_of
 from torch_ragged.tensor._redistribute import CARRIED, REDUCTIONS, AllReduce, plan, redistribute_local, run_steps
 from torch_ragged.tensor._route import Step
-from torch_ragged.tensor.placement_types import whole_shape
+from torch_ragged.tensor.placement_types import has_ragged, whole_shape
 
 __all__ = ["Move", "Placed", "can_move", "clean", "differentiable_once", "is_even", "make_dtensor", "move_dtensor"]
 
@@ -124,12 +124,14 @@ def clean(placements: Sequence[Placement]) -> Placed:
     return tuple([Replicate() if isinstance(p, Partial) else p for p in placements])
 
 
-def make_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Placed, shape: Sequence[int]) -> DTensor:
-    """A DTensor on ``local``, without a check and without autograd."""
-    key = (id(mesh), placements, tuple(shape), local.dtype)  # An equal mesh may have other process groups.
+def make_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Placed, shape: Sequence[int], stride: tuple[int, ...] | None = None
+) -> DTensor:
+    """A DTensor on ``local``, without a check and without autograd. ``stride`` is that of the whole; None: row-major."""
+    key = (id(mesh), placements, tuple(shape), stride, local.dtype)  # An equal mesh may have other process groups.
     known, spec = _specs.get(key, (None, None))
     if known is not mesh:
-        spec = row_major_spec(mesh, placements, torch.Size(shape), local.dtype)
+        spec = spec_of(mesh, placements, torch.Size(shape), local.dtype, stride)
         if len(_specs) >= 4096:
             _specs.clear()
         _specs[key] = mesh, spec
@@ -171,4 +173,5 @@ def _moved(tensor: Any, dst: Placed) -> DTensor:
     if not can_move((*src, *dst)):
         return tensor.redistribute(placements=dst)
     local = redistribute_local(tensor._local_tensor, tensor.device_mesh, tensor.shape, src, dst).wait()
-    return make_dtensor(local, tensor.device_mesh, dst, tensor.shape)
+    # One device's order in memory stays: dropout draws in this order.
+    return make_dtensor(local, tensor.device_mesh, dst, tensor.shape, None if has_ragged(dst) else tensor.stride())

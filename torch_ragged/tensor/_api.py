@@ -26,7 +26,7 @@ from torch_ragged.tensor._redistribute import REDUCTIONS, broadcast_local, redis
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import _Ragged, cuts_of, has_ragged, normalize_placements, whole_shape
 
-__all__ = ["RaggedExtension", "ragged_extension", "row_major_spec"]
+__all__ = ["RaggedExtension", "ragged_extension", "spec_of"]
 
 
 class RaggedExtension(PlacementExtension):
@@ -77,7 +77,7 @@ class RaggedExtension(PlacementExtension):
         local = replicated._local_tensor.detach()
         if mesh.get_coordinate() is not None:  # Other ranks hold no element.
             local = broadcast_local(local, mesh, tensor.shape, normalized)
-        spec = row_major_spec(mesh, normalized, tensor.shape, tensor.dtype)
+        spec = spec_of(mesh, normalized, tensor.shape, tensor.dtype)
         return DTensor(local.requires_grad_(tensor.requires_grad), spec, requires_grad=tensor.requires_grad)  # type: ignore
 
     def local_shape_and_global_offset(
@@ -149,7 +149,7 @@ class RaggedExtension(PlacementExtension):
         self, spec: DTensorSpec, placements: Optional[Sequence[Placement]], gradient: torch.Tensor
     ) -> DTensor:
         placements = tuple(Replicate() if isinstance(p, Partial) else p for p in placements or spec.placements)
-        grad_spec = row_major_spec(spec.mesh, placements, spec.shape, gradient.dtype)
+        grad_spec = spec_of(spec.mesh, placements, spec.shape, gradient.dtype)
         return DTensor(gradient.contiguous(), grad_spec, requires_grad=gradient.requires_grad)  # type: ignore[call-arg]
 
     def rank_hash(self, spec: DTensorSpec) -> str:
@@ -164,8 +164,16 @@ def _short(placements: Sequence[Placement]) -> str:
     return "".join(map(str, placements))
 
 
-def row_major_spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, row_major(shape), dtype))
+def spec_of(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    stride: tuple[int, ...] | None = None,
+) -> DTensorSpec:
+    """The spec of a DTensor. Without a ``stride``, the whole is row-major."""
+    meta = TensorMeta(shape, row_major(shape) if stride is None else stride, dtype)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
 
 
 def _local_placements(
@@ -235,7 +243,7 @@ class _RaggedRedistribute(torch.autograd.Function):
             local = local.to(forward_dtype)
         if placements == spec.placements and local is tensor._local_tensor:
             return DTensor(local, spec, requires_grad=tensor.requires_grad)  # type: ignore[call-arg]
-        target = row_major_spec(spec.mesh, placements, spec.shape, local.dtype)
+        target = spec_of(spec.mesh, placements, spec.shape, local.dtype)
         moved = dtensor_redistribute.redistribute_local_tensor(local, spec, target, async_op=async_op, is_explicit=is_explicit)
         return DTensor(moved, target, requires_grad=tensor.requires_grad)  # type: ignore[call-arg]
 
