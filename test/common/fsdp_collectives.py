@@ -29,6 +29,9 @@ class WrappedCollectives:
     def all_reduce(self, tensor, reduction):
         return self.issue("all_reduce", tensor, reduction)
 
+    def all_reduce_sum(self, tensor, group):
+        return self.issue("all_reduce_sum", tensor, group)
+
     def all_reduce_max(self, tensor):
         return self.issue("all_reduce_max", tensor)
 
@@ -85,6 +88,9 @@ class NoCollectives:
 
     def all_reduce(self, tensor, reduction):
         return self.count("all_reduce", tensor)
+
+    def all_reduce_sum(self, tensor, group):
+        return self.count("all_reduce_sum", tensor)
 
     def all_reduce_max(self, tensor):
         return self.count("all_reduce_max", tensor)

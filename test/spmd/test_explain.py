@@ -326,26 +326,25 @@ optimizer        6.68 KiB""",
         self.assertExpectedInline(
             text[text.index("collectives of") :],
             """\
-collectives of        phase     cause     kind            over  bytes     times
-(root)                forward   unit      all-gather      dp    256 B
-blocks.*              forward   unit      all-gather      dp    1.25 KiB  x 3
-blocks.*.norm.<out>   forward   boundary  all-gather      tp    384 B     x 3
-blocks.*.down.<out>   forward   boundary  reduce-scatter  tp    384 B     x 3
-head.<in:input>       forward   boundary  all-gather      tp    384 B
-blocks.*              backward  unit      all-gather      dp    1.25 KiB  x 3
-blocks.*.down.<out>   backward  boundary  all-gather      tp    384 B     x 3
-blocks.*.norm.<out>   backward  boundary  reduce-scatter  tp    384 B     x 3
-blocks.*.norm.weight  backward  gradient  all-reduce      tp    32 B      x 3
-blocks.*.norm.bias    backward  gradient  all-reduce      tp    32 B      x 3
-blocks.*              backward  unit      reduce-scatter  dp    1.25 KiB  x 3
-(root)                backward  unit      reduce-scatter  dp    256 B
-(root)                backward  unit      all-reduce      dp    13 B
+collectives of       phase     cause     kind            over  bytes     times
+(root)               forward   unit      all-gather      dp    256 B
+blocks.*             forward   unit      all-gather      dp    1.25 KiB  x 3
+blocks.*.norm.<out>  forward   boundary  all-gather      tp    384 B     x 3
+blocks.*.down.<out>  forward   boundary  reduce-scatter  tp    384 B     x 3
+head.<in:input>      forward   boundary  all-gather      tp    384 B
+blocks.*             backward  unit      all-gather      dp    1.25 KiB  x 3
+blocks.*.down.<out>  backward  boundary  all-gather      tp    384 B     x 3
+blocks.*.norm.<out>  backward  boundary  reduce-scatter  tp    384 B     x 3
+blocks.*             backward  unit      reduce-scatter  dp    1.25 KiB  x 3
+blocks.*             backward  unit      all-reduce      tp    64 B      x 3
+(root)               backward  unit      reduce-scatter  dp    256 B
+(root)               backward  unit      all-reduce      dp    13 B
 
 per step        over  count  bytes
 all-gather      dp    7      7.75 KiB
 all-gather      tp    7      2.62 KiB
 all-reduce      dp    1      13 B
-all-reduce      tp    6      192 B
+all-reduce      tp    3      192 B
 reduce-scatter  dp    4      4.00 KiB
 reduce-scatter  tp    6      2.25 KiB
 

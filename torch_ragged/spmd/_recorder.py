@@ -246,6 +246,10 @@ class UnitCollectives:
         with self._recorder.unit(self._name):
             return self._inner.all_reduce(tensor, reduction)
 
+    def all_reduce_sum(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        with self._recorder.unit(self._name):
+            return self._inner.all_reduce_sum(tensor, group)
+
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         with self._recorder.unit(self._name):
             return self._inner.all_reduce_max(tensor)

@@ -102,6 +102,9 @@ class Collectives(Protocol):
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
         """Reduce ``tensor`` over replicas, in place."""
 
+    def all_reduce_sum(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        """Add ``tensor`` over the ranks of another process group, in place."""
+
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         """The properties of reduce-scatters on ``device``."""
 
@@ -196,6 +199,9 @@ class ProcessGroupCollectives:
             tensor.div_(how.before)
         work = self._issue(dist.all_reduce, None, tensor, op=how.op, group=self._replicas)
         return work if how.after == 1 else _ScaledWork(work, tensor, how.after)
+
+    def all_reduce_sum(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        return self._issue(dist.all_reduce, None, tensor, group=group) if group.size() > 1 else done
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         work: Work | None = None
@@ -416,6 +422,11 @@ class NamedCollectives:
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
         with self._compared("all-reduce", [self._replicas], tensor) as named:
             named.work = self.inner.all_reduce(tensor, reduction)
+        return named
+
+    def all_reduce_sum(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        with self._compared("all-reduce", [group], tensor) as named:
+            named.work = self.inner.all_reduce_sum(tensor, group)
         return named
 
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:

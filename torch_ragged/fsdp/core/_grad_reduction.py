@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 from torch_ragged._kernels.casts import scaled_copy_
@@ -199,14 +198,14 @@ class GradReduction:
     def _reduce_pending(self, output: DBuffer) -> None:
         """Add what is pending over mesh dimensions of the model: one all-reduce of all such shards in this group.
 
-        Ranks along these dimensions have the same shards, and run the same program.
+        Ranks along these dimensions have the same shards, and run the same program. If a shard has no element of these
+        parameters, its ranks issue the all-reduce, too: all ranks count the same collectives.
         """
         for dims, indices in self._pending.items():
-            views = [output.flat[begin:end] for begin, end in (self._intervals[index] for index in indices) if begin < end]
-            if views:
-                flat = torch.cat(views)
-                dist.all_reduce(flat, group=self._params[indices[0]].distribution.group_over(dims))
-                torch._foreach_copy_(views, flat.split([view.numel() for view in views]))
+            views = [output.flat[begin:end] for begin, end in (self._intervals[index] for index in indices)]
+            flat = torch.cat(views)
+            self._collectives.all_reduce_sum(flat, self._params[indices[0]].distribution.group_over(dims)).wait()
+            torch._foreach_copy_(views, flat.split([view.numel() for view in views]))
         self._pending = {}
 
     def _finish_all_reduce(self) -> None:

@@ -258,6 +258,9 @@ class _WatchedCollectives:
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
         return self._watched("other", tensor.nbytes, lambda: self._collectives.all_reduce(tensor, reduction))
 
+    def all_reduce_sum(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        return self._watched("other", tensor.nbytes, lambda: self._collectives.all_reduce_sum(tensor, group))
+
     def all_reduce_max(self, tensor: torch.Tensor) -> Work:
         return self._watched("other", tensor.nbytes, lambda: self._collectives.all_reduce_max(tensor))
 

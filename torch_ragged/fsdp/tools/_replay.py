@@ -262,6 +262,9 @@ class _NoCollectives:
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> Work:
         return done
 
+    def all_reduce_sum(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        return done
+
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         return self._traits
 
