@@ -9,11 +9,22 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 
-__all__ = ["Granularity", "OrigParamPolicy", "Segments", "TensorSpec", "blocks", "elements", "rows", "segments", "tensor"]
+__all__ = [
+    "Granularity",
+    "GroupPolicy",
+    "OrigParamPolicy",
+    "Segments",
+    "TensorSpec",
+    "blocks",
+    "elements",
+    "rows",
+    "segments",
+    "tensor",
+]
 
 Run = tuple[int, int, int]
 """``(start, stop, block)``: a part of a tensor with a cut every ``block`` elements from ``start`` on, and with no other."""
@@ -238,6 +249,33 @@ class Segments(Granularity):
 
 OrigParamPolicy = Callable[[str, torch.nn.Parameter], Optional[Granularity]]
 """``(fully qualified name, parameter) -> granularity``. None has the meaning of :func:`elements`."""
+
+
+class GroupPolicy:
+    """An ``orig_param_policy`` that sees all parameters of a buffer at once, and chooses its layout.
+
+    A subclass defines :meth:`choose`, from integers alone: all ranks must choose the same.
+    """
+
+    def choose(
+        self, params: Sequence[tuple[str, Any]], ranks: int, plan: Callable[[Sequence[Optional[Granularity]]], Any]
+    ) -> Any:
+        """The layout of a buffer.
+
+        Args:
+            params: the parameters by name; only their shapes may be read. Of one that tensor parallelism cuts, ``plan`` lays
+                out this rank's part.
+            ranks: the shards of the buffer.
+            plan: one granularity per parameter, or None for single elements -> a ``BufferLayout`` of this package.
+
+        Returns:
+            one of the layouts that ``plan`` has returned, or such a layout rotated.
+        """
+        raise NotImplementedError
+
+    def __call__(self, fqn: str, param: torch.nn.Parameter) -> Optional[Granularity]:
+        """Single elements: :meth:`choose` decides."""
+        return None
 
 
 def elements() -> Granularity:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
@@ -25,7 +26,7 @@ from torch_ragged.fsdp.layout._advice import PADDING_LIMIT
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._planner import plan_layout
 from torch_ragged.fsdp.layout._rows_layout import RowsLayout, rows_layout
-from torch_ragged.granularity import Granularity, OrigParamPolicy, elements
+from torch_ragged.granularity import Granularity, GroupPolicy, OrigParamPolicy, elements
 
 __all__ = ["RegisteredNames", "ShardPlacementFn", "find_params", "layout_of", "make_group", "plan_groups"]
 
@@ -108,10 +109,21 @@ def plan_groups(
         specs = [param.distribution.tensor_spec(granularity) for param, granularity in members]
         if has_extension(params[0].value):
             layout: BufferLayout = rows_layout([param.distribution.rows_spec() for param in params], dp.ranks)
+        elif isinstance(policy, GroupPolicy) and params[0].distribution.shard_dim is None:
+            plan = functools.partial(_planned, members, dp.ranks, alignment)
+            layout = policy.choose([(param.fqn, param.value) for param in params], dp.ranks, plan)
         else:
             layout = layout_of(params[0].distribution, specs, dp.ranks, alignment)
         plans.append(GroupPlan(params, dp, layout, key[2], reduce_dtype, offload, mp_policy, tile))
     return plans
+
+
+def _planned(
+    members: Sequence[tuple[FoundParam, Granularity]], ranks: int, alignment: int, chosen: Sequence[Granularity | None]
+) -> BufferLayout:
+    """The layout of parameters of ``chosen`` granularities; None: the one that the parameter has."""
+    specs = [param.distribution.tensor_spec(choice or own) for (param, own), choice in zip(members, chosen, strict=True)]
+    return plan_layout(specs, ranks, alignment)
 
 
 def make_group(plan: GroupPlan) -> FSDPParamGroup:

@@ -5,7 +5,9 @@ A layout is integers only: it owns no memory and does not know the rank of its p
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,6 +145,22 @@ class BufferLayout:
         shards = Units([(self.shard_numel, self.ranks)])
         unit, offset = math.prod(tensor.shape[len(tensor.dims) :]), self.offsets[index]
         return RaggedShard(tensor.dims, shards.within(offset, offset + tensor.numel).scaled(1, unit))
+
+    @functools.cached_property
+    def free_boundaries(self) -> tuple[int, ...]:
+        """The shards, 0 always among them, at whose start no tensor is cut: there the buffer may begin, too."""
+        crossed = [0] * (self.ranks + 1)
+        for offset, tensor in zip(self.offsets, self.tensors):
+            first, stop = offset // self.shard_numel + 1, -(-(offset + tensor.numel) // self.shard_numel)
+            if first < stop:
+                crossed[first] += 1
+                crossed[stop] -= 1
+        return tuple(shard for shard, count in enumerate(itertools.accumulate(crossed[:-1])) if not count)
+
+    def rotated(self, shard: int) -> BufferLayout:
+        """The same layout, beginning with ``shard``, one of :attr:`free_boundaries`: its contents go to rank 0."""
+        offsets = [(offset - shard * self.shard_numel) % self.numel for offset in self.offsets]
+        return dataclasses.replace(self, offsets=tuple(offsets))
 
     @functools.cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
