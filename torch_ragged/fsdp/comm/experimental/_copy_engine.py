@@ -51,6 +51,7 @@ class CopyEngineCollectives:
         self._process_groups, self._group = process_groups, group
         self._gathers, self._reductions = gathers, reductions
         self.all_reduce, self.all_reduce_max = process_groups.all_reduce, process_groups.all_reduce_max
+        self.all_reduce_sum = process_groups.all_reduce_sum
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         if group not in (None, self._group) or self._process_groups.custom_all_gather is not None:

@@ -65,6 +65,7 @@ class MulticastCollectives:
         self._timeout_ms = int(1000 * timeout_of(group, slabs.device).total_seconds())
         self._streams: dict[str, torch.cuda.Stream] = {}
         self.all_reduce, self.all_reduce_max = process_groups.all_reduce, process_groups.all_reduce_max
+        self.all_reduce_sum = process_groups.all_reduce_sum
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
         is_ours = group in (None, self._group) and self._process_groups.custom_all_gather is None
