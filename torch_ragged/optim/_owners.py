@@ -110,10 +110,10 @@ class MuonPolicy(GroupPolicy):
         owned, shard = torch.zeros_like(loads.owned), layout.shard_numel
         for index, (shape, flag) in enumerate(zip(shapes, whole)):
             if flag:
-                cost, size = newton_schulz_cost(*shape[-2:], self.ns_steps), math.prod(shape[-2:])
+                cost, size = self._cost(shape), math.prod(shape[-2:])
                 offsets = layout.offsets[index] + size * torch.arange(math.prod(shape[:-2]))
                 owned.index_add_(0, offsets // shard, torch.full((len(offsets),), cost, dtype=torch.float64))
-        costs = [newton_schulz_cost(*shape[-2:], self.ns_steps) for shape in cut]
+        costs = [self._cost(shape) for shape in cut]
         of_cut = sum(cost * math.prod(shape[:-2]) for cost, shape in zip(costs, cut))
         first = 0
         if any(whole):
@@ -122,6 +122,10 @@ class MuonPolicy(GroupPolicy):
             first = layout.free_boundaries[min(range(len(most)), key=lambda index: (most[index], squares[index]))]
         after = _Loads(loads.owned + owned.roll(-first), loads.cut + of_cut, max([loads.largest, *costs]))
         return layout.rotated(first) if first else layout, after
+
+    def _cost(self, shape: Shape) -> float:
+        """The work with one matrix of a stack."""
+        return newton_schulz_cost(shape[-2], shape[-1], self.ns_steps)
 
     def imbalance(self, ranks: int) -> tuple[float, float]:
         """The modelled work of the most loaded of ``ranks`` ranks and its lower bound, both relative to the mean.

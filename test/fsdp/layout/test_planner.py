@@ -279,6 +279,27 @@ class PlannerTest(unittest.TestCase):
             used = sum(t.numel for t in tensors) + sum(stop - start for start, stop in layout.gaps)
             self.assertEqual(used, layout.numel)
 
+    def test_a_rotated_layout_gives_each_rank_the_shard_of_another(self):
+        rng, rotated = random.Random(5), 0
+        for _ in range(300):
+            ranks = rng.randint(1, 5)
+            layout = plan_layout(random_specs(rng, 5, 30, periods=True), ranks, rng.choice((1, 4)))
+            ends = [(start, start + one.numel) for start, one in zip(layout.offsets, layout.tensors)]
+            starts = [shard * layout.shard_numel for shard in range(ranks)]
+            free = tuple(i for i, at in enumerate(starts) if not any(start < at < stop for start, stop in ends))
+            self.assertEqual(layout.free_boundaries, free)
+            for first in free:
+                other = layout.rotated(first)
+                rotated += first > 0
+                for index, rank in itertools.product(range(len(layout.tensors)), range(ranks)):
+                    mine = other.local_range(index, rank), other.local_offset(index, rank)
+                    there = (rank + first) % ranks
+                    if mine[0][0] < mine[0][1]:
+                        self.assertEqual(mine, (layout.local_range(index, there), layout.local_offset(index, there)))
+                    held = layout.local_range(index, there)
+                    self.assertEqual(held[1] - held[0], mine[0][1] - mine[0][0])
+        self.assertGreater(rotated, 60)
+
     def test_element_granularity_is_at_the_trivial_bound(self):
         layout = plan_layout([spec(1000, 1), spec(37, 1), spec(1, 1)], 7, 32)
         self.assertEqual(layout.shard_numel, 160)
