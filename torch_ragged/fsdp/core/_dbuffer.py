@@ -25,8 +25,10 @@ __all__ = [
     "MemoryLog",
     "MemoryPool",
     "allocate_storage",
+    "current_stream",
     "free_storage",
     "in_buffer_form",
+    "order_behind",
 ]
 
 
@@ -92,6 +94,27 @@ def free_storage(tensor: torch.Tensor, log: MemoryLog | None = None) -> None:
     storage.resize_(0)
 
 
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The current stream of ``device``; None if the device has none."""
+    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
+
+
+def order_behind(stream: torch.Stream | None, other: torch.Stream | None) -> None:
+    """Later work of ``stream`` waits for the work that ``other`` holds now. Equal streams cost nothing."""
+    if stream is None or other is None or stream == other:
+        return
+    # A capture has waited for the device before it began, and may not wait for streams outside of it.
+    if _is_capturing(stream) == _is_capturing(other):
+        stream.wait_stream(other)
+
+
+def _is_capturing(stream: torch.Stream) -> bool:
+    if stream.device.type != "cuda":
+        return False
+    with stream:
+        return torch.cuda.is_current_stream_capturing()
+
+
 MemoryPool = Union[torch.cuda.MemPool, Slot]
 """A source of memory other than the default allocator: a pool, or a slot at a fixed address."""
 
@@ -109,6 +132,10 @@ class DBuffer:
 
     Views stay at fixed offsets in the storage, which is allocated and freed as a whole. So a view is valid whenever the
     storage is allocated. Views have their own version counters: autograd does not see that the buffer is filled again.
+
+    Memory belongs to the stream on which it is allocated: the allocator gives it to later work of that stream at once.
+    :meth:`free` orders this stream behind the current one. If the buffer was used on further streams, the current stream must
+    be ordered behind them first.
 
     In a :class:`RowsLayout`, a whole tensor has the sizes (ranks, rows of a shard, ...), and its rows may be padded.
 
@@ -148,9 +175,11 @@ class DBuffer:
         if log is not None and log.is_recording:  # Mostly not.
             log.note(self.nbytes)
         self.is_borrowed = borrowed is not None
+        self._stream = current_stream(device)
         self._slab = pool.slab(dtype, numel) if isinstance(pool, Slot) else None
         if self._slab is not None:
             self._slab.claim(self)
+            order_behind(self._stream, self._slab.freed_on)
             self.flat = self._slab.flat[:numel]
             return
         if borrowed is not None:
@@ -184,8 +213,10 @@ class DBuffer:
         """
         if self.is_allocated:
             return
+        self._stream = current_stream(self.flat.device)
         if self._slab is not None:
             self._slab.claim(self)
+            order_behind(self._stream, self._slab.freed_on)
         else:
             with torch.cuda.use_mem_pool(self.pool) if isinstance(self.pool, torch.cuda.MemPool) else nullcontext():
                 self.flat.untyped_storage().resize_(self.nbytes)
@@ -197,10 +228,14 @@ class DBuffer:
         if self._log is not None and self._log.is_recording and self.is_allocated:
             self._log.note(-self.nbytes)
         if self._slab is not None:
+            if self._slab.is_held_by(self):
+                self._slab.freed_on = current_stream(self.flat.device)
             self._slab.free(self)
         elif self.is_borrowed:
             self.flat = torch.empty_like(self.flat[:0])
         else:
+            if self._stream is not None:
+                order_behind(self._stream, current_stream(self.flat.device))
             self.flat.untyped_storage().resize_(0)
 
     def tensor(self, index: int) -> torch.Tensor:

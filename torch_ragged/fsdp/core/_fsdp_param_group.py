@@ -790,8 +790,8 @@ class FSDPParamGroup:
 @untyped
 def _take(reference: weakref.ref[FSDPParamGroup], index: int, unsharded: torch.Tensor) -> None:
     """Copy a gradient that autograd has accumulated into the gradient buffer, and free autograd's tensor."""
-    # At most one gradient exists outside of the buffer. If there is none, a matmul has written it into the buffer. It is out of
-    # ``.grad`` first, because starting a pass may drop old gradients.
+    # At most one large gradient exists outside of the buffer. If there is none, a matmul has written it into the buffer. It is
+    # out of ``.grad`` first, because starting a pass may drop old gradients.
     gradient, group = _popped_gradient(unsharded), reference()
     if gradient is not None:
         assert group is not None
@@ -844,7 +844,8 @@ class _Target:
         group.before_gradient()
         if not group.grad_buffer.is_allocated:
             group._make_room()
-        return param.distribution.gathered(group.grad_buffer.views()[self._index]), param.has_gradient
+        view, holds_gradient = group.grad_buffer.target(self._index)
+        return param.distribution.gathered(view), holds_gradient
 
     def done(self) -> None:
         group = self._group()

@@ -10,12 +10,15 @@ from torch.distributed.tensor import Partial
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import as_plain_tensors
 from torch_ragged.fsdp.comm._wide_gradients import WideGradients
-from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool, in_buffer_form
+from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool, current_stream, in_buffer_form, order_behind
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
 from torch_ragged.fsdp.layout._rows_layout import RowsLayout
 
 __all__ = ["GradBuffer"]
+
+_LARGEST_SMALL = 2**14
+"""Elements of the largest gradient that is not copied by itself. They stay in memory until the reduction."""
 
 
 class GradBuffer:
@@ -24,12 +27,16 @@ class GradBuffer:
     ::
 
         unreduced  DBuffer Partial(), dtype            matmuls write weight gradients into its views; other gradients are
-                                                       copied (cast, added) into them once
+                                                       copied (cast, added) into them once. On a GPU, small ones are copied
+                                                       together, by one kernel
            | only if reduce_dtype is wider than dtype, and if the collectives do not add in reduce_dtype or if gradients have
            | accumulated: one cast or one addition of the whole buffer, which is then freed
         widened    DBuffer Partial(), reduce_dtype     gradients in a wider dtype are added here
 
     It is allocated by the first gradient. Its user must not write to it while a collective reads it.
+
+    Autograd runs a node on the stream of its forward, so gradients may be written on several streams. They are ordered behind
+    the allocation, and what reads or frees the buffer is ordered behind them.
 
     Args:
         params: the parameters of the group. Each one's ``has_gradient`` and ``was_used`` are kept here.
@@ -69,6 +76,8 @@ class GradBuffer:
         self._widened: DBuffer | None = None
         self._views: list[torch.Tensor] = []  # Of ``_unreduced``, one per parameter.
         self._wide: dict[int, torch.Tensor] = {}  # Gradients of this backward pass that would be rounded, by parameter.
+        self._small: dict[int, torch.Tensor] = {}  # Gradients that are not copied yet, by parameter.
+        self._streams: list[torch.Stream] = []  # Those that write to the buffer; the first one has allocated it.
 
     @functools.cached_property
     def wide_gradients(self) -> WideGradients:
@@ -89,10 +98,16 @@ class GradBuffer:
     # -- gradients in ------------------------------------------------------------------------------------------------
 
     def views(self) -> list[torch.Tensor]:
-        """The view of each parameter, to write to. The buffer is allocated if necessary."""
+        """The view of each parameter, to write to on the current stream. The buffer is allocated if necessary."""
         # Mostly: all but the first gradient of a pass.
+        stream = current_stream(self._device)
         if self._views and self.is_allocated:
+            if stream is not None and stream not in self._streams:
+                # The memory may have had another use before, which the allocating stream is ordered behind.
+                order_behind(stream, self._streams[0])
+                self._streams.append(stream)
             return self._views
+        self._gather_streams(stream)
         before = self._unreduced
         is_borrowed = before is not None and before.is_borrowed
         unreduced = self._unreduced = self._allocated(None if is_borrowed else before, self.dtype)
@@ -103,6 +118,21 @@ class GradBuffer:
         if not self._views:
             self._views = [unreduced.tensor(index) for index in range(len(self._params))]
         return self._views
+
+    def target(self, index: int) -> tuple[torch.Tensor, bool]:
+        """The view of a parameter, to write to on the current stream, and whether it holds a gradient to add to."""
+        view = self.views()[index]
+        if not self._params[index].has_gradient:
+            return view, False
+        self._copy_small()
+        self._gather_streams(current_stream(self._device))  # The first gradient may be of another stream.
+        return view, True
+
+    def _gather_streams(self, stream: torch.Stream | None) -> None:
+        """Order ``stream``, the current one, behind all that has been written. Later writers are ordered behind it."""
+        for other in self._streams:
+            order_behind(stream, other)
+        self._streams = [] if stream is None else [stream]
 
     def prepared(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """Autograd's gradient of a parameter in the form of the buffer; None if the parameter was frozen after forward.
@@ -136,6 +166,7 @@ class GradBuffer:
             self._layout, Partial(), self._rank, self.dtype, self._device, borrowed=gradient, log=self._log
         )
         self._views = [self._unreduced.tensor(0)]
+        self._gather_streams(current_stream(self._device))
         self.mark(0)
         return True
 
@@ -158,12 +189,24 @@ class GradBuffer:
                     param.has_gradient = param.was_used
             return
         # The one copy on a gradient's way: it casts too.
-        view = self.views()[index]
-        if self._params[index].has_gradient:
+        view, holds_gradient = self.target(index)
+        if holds_gradient:
             view.add_(gradient)
+        elif self._streams and gradient.numel() <= _LARGEST_SMALL and type(gradient) is torch.Tensor:
+            self._small[index] = gradient  # It is read later, and never written.
         else:
             view.copy_(gradient)
         self.mark(index)
+
+    def _copy_small(self) -> None:
+        """Copy the small gradients, by one kernel: on a GPU, a copy of a bias takes as long as the launch of one."""
+        if self._small:
+            streams, current = self._streams, current_stream(self._device)
+            self._gather_streams(current)
+            torch._foreach_copy_([self._views[index] for index in self._small], list(self._small.values()))
+            self._small.clear()
+            for stream in streams:  # They may get the memory of these gradients next.
+                order_behind(stream, current)
 
     def mark(self, index: int) -> None:
         """The view of a parameter holds its gradient now."""
@@ -225,7 +268,12 @@ class GradBuffer:
         return found
 
     def _close(self) -> None:
-        """Write zeros for parameters without a gradient on this rank."""
+        """Complete the gradients of a pass, with zeros for parameters without a gradient on this rank.
+
+        From here on, the current stream reads them.
+        """
+        self._copy_small()
+        self._gather_streams(current_stream(self._device))
         for param, view in zip(self._params, self._views):
             if not param.has_gradient:
                 view.zero_()
@@ -235,7 +283,7 @@ class GradBuffer:
 
     def free(self) -> None:
         """Free the memory. Reduced gradients are elsewhere."""
-        self.holds_gradients = False
+        self.holds_gradients, self._streams = False, []
         self._free_unreduced()
         if self._widened is not None:
             self._widened.free()
@@ -244,6 +292,7 @@ class GradBuffer:
         """Forget all gradients. :meth:`free` follows, when no collective reads the buffer."""
         self.holds_gradients = False
         self._wide.clear()
+        self._small.clear()
         for param in self._params:
             param.has_gradient = param.was_used = False
             param.pending = None

@@ -19,10 +19,12 @@ class Slab:
     Attributes:
         flat: the memory.
         description: for errors.
+        freed_on: the stream that was current when the last holder freed it.
     """
 
     flat: torch.Tensor
     description: str
+    freed_on: torch.Stream | None = None
     _holder: weakref.ref[object] | None = None
 
     def is_held_by(self, holder: object) -> bool:
