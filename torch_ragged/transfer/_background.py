@@ -21,18 +21,16 @@ _workers: weakref.WeakKeyDictionary[dist.ProcessGroup, ThreadPoolExecutor] = wea
 class Handle:
     """A run of a plan in the background."""
 
-    def __init__(self, future: Future[None], stream: torch.Stream | None) -> None:
-        self._future, self._stream = future, stream
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
 
     def wait(self) -> None:
-        """Return when the target is complete. The current stream waits for it, too.
+        """Return when the target is complete, on an accelerator too: the run has waited for its stream.
 
         Raises:
             TransferError: the run failed, here or on another rank.
         """
         self._future.result()
-        if self._stream is not None:
-            torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
 
     def is_completed(self) -> bool:
         """Whether :meth:`wait` would return, or raise, at once."""
@@ -59,4 +57,4 @@ def in_background(group: dist.ProcessGroup, device: torch.device, work: Callable
         with stream or contextlib.nullcontext():
             work()
 
-    return Handle(_workers[group].submit(on_stream), stream)
+    return Handle(_workers[group].submit(on_stream))
