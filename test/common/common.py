@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tested_device import init_ranks, on_cpu
+from tested_device import DEVICE, init_ranks, on_cpu
 from torch.distributed.tensor import debug
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -152,6 +152,13 @@ def ranks(size: int, timeout: float = _LONGEST) -> Callable[[Callable[[], Any]],
         return test
 
     return decorate
+
+
+def in_one_process(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """What ``function`` returns in one process, on the device that tests use: what ranks must compute, too."""
+    if DEVICE == "cpu":
+        return function(*arguments, **keywords)
+    return run_ranks(1, functools.partial(function, **keywords), *arguments)[0]
 
 
 def _run_body(module: str, name: str) -> None:

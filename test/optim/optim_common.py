@@ -122,5 +122,6 @@ def assert_same(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor
     """Bitwise equality, NaNs included."""
     assert len(results) == len(expected), what
     for index, (a, b) in enumerate(zip(results, expected, strict=True)):
+        a, b = a.cpu(), b.cpu()
         same = a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
         assert same, f"{what}: tensor {index} of shape {tuple(b.shape)} differs"

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from common import error_of, run_ranks
+from common import error_of, in_one_process, run_ranks
 from optim_common import assert_same, make_params, placements_for, set_gradients, train, value, whole, wholes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -219,7 +219,8 @@ def _poison(params, step):
     params[3].grad = None if step == 1 else params[3].grad
 
 
-def _poisoned(params):
+def _poisoned(kind, mesh):
+    params = make_params(kind, mesh, SHAPES)
     optimizer = make(params)
     params[4].requires_grad_(False)
     for step in range(1, 4):
@@ -254,8 +255,7 @@ def _check_ranks(mesh_shape, plain, rounded, linear, poisoned):
     assert_same(cut, rounded, "bfloat16, cut blocks")
     mesh = init_device_mesh("cpu", mesh_shape)
     assert_same(_train_aligned("rows", mesh_shape, cls=Adam8bit, code="linear", weight_decay=0.1), linear, "linear")
-    params = make_params("ragged", mesh, SHAPES)
-    assert_same(_poisoned(params), poisoned, "NaN, zero and missing gradients, a frozen parameter")
+    assert_same(_poisoned("ragged", mesh), poisoned, "NaN, zero and missing gradients, a frozen parameter")
 
 
 OTHER_MESHES = ((1,), (2,), (4,), (8,), (2, 4))
@@ -263,7 +263,7 @@ OTHER_MESHES = ((1,), (2,), (4,), (8,), (2, 4))
 
 @pytest.mark.parametrize("mesh", [(2, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in OTHER_MESHES)])
 def test_bitwise_equal_at_any_number_of_ranks(mesh):
-    run_ranks(math.prod(mesh), _check_ranks, mesh, *_of_one_process(), _poisoned(make_params("", None, SHAPES)))
+    run_ranks(math.prod(mesh), _check_ranks, mesh, *in_one_process(_of_one_process))
 
 
 @functools.cache
@@ -271,7 +271,7 @@ def _of_one_process():
     plain = train(make, "", None, shapes=SHAPES)
     rounded = train(lambda p: make(p, stochastic_rounding=True), "", None, dtype=torch.bfloat16, shapes=SHAPES)
     linear = train(lambda p: make(p, cls=Adam8bit, code="linear", weight_decay=0.1), "", None, shapes=SHAPES)
-    return plain, rounded, linear
+    return plain, rounded, linear, _poisoned("", None)
 
 
 def _check_warning():

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import error_of, run_ranks
+from common import error_of, in_one_process, run_ranks
 from optim_common import SHAPES, assert_same, make_params, set_gradients, train, value, whole, wholes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
@@ -161,8 +161,8 @@ def _check_ranks(cases, expected, narrow):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_bitwise_equal_at_any_number_of_ranks(ranks):
-    narrow = {dtype: train(make, "", None, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
-    run_ranks(ranks, _check_ranks, CASES[ranks], train(make, "", None), narrow)
+    narrow = {dtype: in_one_process(train, make, "", None, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
+    run_ranks(ranks, _check_ranks, CASES[ranks], in_one_process(train, make, "", None), narrow)
 
 
 # Fused weights: rows of a matrix, rows of a stack, columns.
@@ -278,7 +278,8 @@ def _check_edges(with_missing, poisoned):
 
 
 def test_missing_zero_and_nan_gradients_are_as_on_one_rank():
-    run_ranks(4, _check_edges, train(make, "", None, missing=_missing), _poisoned("", None))
+    with_missing = in_one_process(train, make, "", None, missing=_missing)
+    run_ranks(4, _check_edges, with_missing, in_one_process(_poisoned, "", None))
 
 
 # --- collectives and bytes ------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from common import error_of, run_ranks
+from common import error_of, in_one_process, run_ranks
 from optim_common import assert_same, make_params, set_gradients, train, value, whole, wholes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -90,7 +90,8 @@ def _missing(index, step):
     return index == 4 or (index in (0, 3) and step % 2 == 0) or (index == 1 and step < 3)
 
 
-def _poisoned(params):
+def _poisoned(kind, mesh):
+    params = make_params(kind, mesh, SHAPES)
     optimizer = make(params)
     for step in range(1, 5):
         set_gradients(params, step)
@@ -113,8 +114,7 @@ def _check_ranks(cases, expected, narrow, missing, poisoned):
     assert_same(train(make, kind, mesh_shape, dtype=torch.bfloat16, shapes=SHAPES), narrow, "bfloat16")
     assert_same(train(make, kind, mesh_shape, missing=_missing, shapes=SHAPES), missing, "gradients that come and go")
     mesh = init_device_mesh("cpu", mesh_shape)
-    params = make_params(kind, mesh, SHAPES)
-    assert_same(_poisoned(params), poisoned, "NaN, infinite and zero gradients")
+    assert_same(_poisoned(kind, mesh), poisoned, "NaN, infinite and zero gradients")
     params = make_params("ragged", mesh, SHAPES[:2] * 6)
     optimizer = make(params, check_gradients=False)
     set_gradients(params, 1)
@@ -125,10 +125,10 @@ def _check_ranks(cases, expected, narrow, missing, poisoned):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_bitwise_equal_at_any_number_of_ranks(ranks):
-    expected = train(make, "", None, shapes=SHAPES)
-    narrow = train(make, "", None, dtype=torch.bfloat16, shapes=SHAPES)
-    missing = train(make, "", None, missing=_missing, shapes=SHAPES)
-    poisoned = _poisoned(make_params("", None, SHAPES))
+    expected = in_one_process(train, make, "", None, shapes=SHAPES)
+    narrow = in_one_process(train, make, "", None, dtype=torch.bfloat16, shapes=SHAPES)
+    missing = in_one_process(train, make, "", None, missing=_missing, shapes=SHAPES)
+    poisoned = in_one_process(_poisoned, "", None)
     run_ranks(ranks, _check_ranks, CASES[ranks], expected, narrow, missing, poisoned)
 
 

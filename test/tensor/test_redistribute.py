@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from common import error_of, ranks, run_ranks
 from oracle import MESHES, check_case, kinds_of_random_cases
+from tested_device import DEVICE
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -298,7 +299,7 @@ class RedistributeTest(expecttest.TestCase):
         first, second = run_ranks(2, check_errors)
         self.assertEqual(first, second)
         self.assertExpectedInline(
-            "\n".join(first),
+            "\n".join(first).replace(f"on {DEVICE}", "on cpu"),
             """\
 ValueError: DTensor.from_local got RS(0)[1,3] without the global shape, which does not follow from a 1-D local tensor: pass shape=, such as DTensor.from_local(local, mesh, placements, shape=param.shape)
 ValueError: DTensor.from_local: shape (4, 3) under RS(0)[1,3]: rank 1 gave a local tensor of shape (5,), expected (9,)
