@@ -1,157 +1,236 @@
-"""Removes waits of the package, one by one, and checks that the simulator finds each: by wrong numbers, or by the sanitizer.
+"""Removes the waits of the package, one by one, and checks that the simulator finds each: wrong numbers, or the sanitizer.
 
-Run by the Python of ``make rehearsal``: ``python -m rehearsal.faults``. FSDP2 is the control: its numbers do not depend on
-the order, and it has no reports.
+Run by the Python of ``make rehearsal``: ``python -m rehearsal.faults``. It finds the waits in the source (``waits.py``), and
+runs for each fault the programs that reach it. FSDP2 is the control: its numbers do not depend on the order, and it has no
+reports.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
-import shutil
+import select
+import signal
 import subprocess
 import sys
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
 
 from rehearsal.__main__ import environment
-from rehearsal.build import HERE
+from rehearsal.waits import Replaced, Wait, waits
 
-PROGRAM = HERE / "fault_program.py"
+ORDERS = ("late", "early", "random")
+RANKS = (2, 4)
 
-
-@dataclass(frozen=True)
-class Fault:
-    """One statement of the package, and what stands there instead.
-
-    Attributes:
-        file: under ``torch_ragged``.
-        before: text that is in the file once.
-        redundant: why no order depends on the statement; such a fault is not counted.
-    """
-
-    file: str
-    before: str
-    after: str
-    redundant: str = ""
-
-
-FAULTS = (
-    Fault("fsdp/core/_fsdp_param_group.py", "                work.wait()\n                made =", "                made ="),
-    Fault(
-        "fsdp/core/_fsdp_param_group.py",
-        "        self.reduction.wait()\n\n    def _make_room",
-        "        pass\n\n    def _make_room",
-    ),
-    Fault("fsdp/core/_grad_reduction.py", "            work.wait()\n        except", "            pass\n        except"),
-    Fault("fsdp/core/_grad_reduction.py", "        work.wait()\n        self._add_reduced", "        self._add_reduced"),
-    Fault("fsdp/core/_root.py", "                event.wait()", "                pass"),
-    Fault("fsdp/core/_root.py", "named.all_reduce_max(flags).wait()", "named.all_reduce_max(flags)"),
-    Fault("fsdp/comm/_collectives.py", "        self._work.wait()\n        self._output.div_", "        self._output.div_"),
-    Fault("fsdp/comm/_collectives.py", "            self.work.wait()", "            pass"),
-    Fault(
-        "transfer/_background.py",
-        ".wait_stream(self._stream)",
-        "",
-        redundant="a run ends with a wait of the host for the stream",
-    ),
-    Fault("transfer/_background.py", "        stream.wait_stream(torch.accelerator.current_stream(device))\n", ""),
-)
-"""The waits that order streams, of code that the program runs. Not among them: those of gloo and of the host, and those of
-symmetric memory (``comm/experimental``), which has no stand-in."""
-
-Results = list[dict[str, tuple[str, bool, int]]]
-"""By rank, by variant of the program: the digest of its numbers, whether they are finite, and the sanitizer's reports."""
+NOT_FOUND = {
+    ("checkpoint/_lease.py", "Lease._renew"): "a pause of a thread of the host",
+    ("fsdp/comm/_wide_gradients.py", "_Added.wait"): "torch 2.15: earlier, no gradient is wider than its buffer",
+    ("fsdp/comm/experimental/_peer_memory.py", "_HostExchange.wait"): "the host's memory: no stream",
+    ("fsdp/core/_fsdp_param_group.py", "FSDPParamGroup._make_room"): "gloo: over NCCL, a reduction has no second buffer",
+    ("fsdp/tools/_monitor.py", "_CudaClock.seconds"): "a wait of the host for an event: the step before has waited",
+    ("fsdp/elastic/_neighbour_copies.py", "NeighbourCopies.update"): "the host waits for its own thread",
+    ("fsdp/elastic/_neighbour_copies.py", "NeighbourCopies.recover"): "the host waits for its own thread, after a death",
+    ("fsdp/elastic/_neighbour_copies.py", "NeighbourCopies._send"): "orders ranks: none overwrites a copy that others need",
+    ("transfer/_plan.py", "Plan._run"): "the second one orders ranks: all succeed, or all raise",
+    ("transfer/_stream.py", "_stream"): "gloo: over NCCL, the process group keeps the tensors of dropped works",
+    ("transfer/_watch.py", "_Waiter.has_ended"): "gloo: a thread of the host waits",
+    ("transfer/_watch.py", "_Waiter._wait"): "the host has asked until the works were complete; this raises their errors",
+}
+"""Waits that order no streams of a GPU, or not with the installed torch: they are not counted."""
 
 
-def run(flavour: str, package: Path | None = None, order: str = "late", seed: int = 0, *variants: str) -> Results:
-    """What the ranks of the program found, of all variants or of some. A rank that fails has none."""
-    import torch.distributed as dist
+@dataclass
+class Outcome:
+    """What the ranks of a run printed: per variant, the digest and the reports of each rank; and whether a rank failed."""
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    variables = {**os.environ, **environment(order, seed, "report"), "WORLD_SIZE": "2", "STORE": str(store.port)}
-    if package is not None:
-        variables["PYTHONPATH"] = os.pathsep.join([str(package), variables["PYTHONPATH"]])
-    variables["OMP_NUM_THREADS"] = "1"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), flavour, *variants],
-            env={**variables, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    found = []
-    for process in processes:
+    results: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
+    fails: bool = False
+
+
+def _rank(
+    pipe: int, replaced: dict[Wait, str], flavour: str, rank: int, size: int, port: int, wanted: list[str] | None
+) -> None:
+    """The process of one rank, after a fork. It never returns."""
+    with contextlib.suppress(BaseException):
+        if os.environ.get("REHEARSAL_VERBOSE", "") in ("", "0"):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        Replaced(replaced).install()
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE="1")
         try:
-            out, error = process.communicate(timeout=300)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, error = process.communicate()
-        results = {}
-        for part in filter(None, out.partition("RESULT ")[2].strip().split("; ")):
-            name, _, rest = part.partition("=")
-            digest, is_finite, reports = rest.split(",")
-            results[name] = (digest, is_finite == "True", int(reports))
-        if not results or any(reports for _, _, reports in results.values()):
-            print(error[-3000:], file=sys.stderr)
-        found.append(results)
+            from rehearsal.fault_program import run
+
+            for result in run(flavour, rank, size, port, wanted):
+                reached = sys.__dict__.pop("_rehearsed", ())
+                os.write(pipe, (json.dumps([*result, sorted(reached)]) + "\n").encode())
+            os.write(pipe, b"null\n")
+        except BaseException:
+            __import__("traceback").print_exc()
+    os._exit(0)
+
+
+def run(
+    size: int,
+    flavour: str = "ours",
+    replaced: dict[Wait, str] | None = None,
+    wanted: list[str] | None = None,
+    limit: float = 120,
+) -> tuple[Outcome, dict[str, set[int]]]:
+    """Run variants on ``size`` ranks, forked from this process, which has loaded torch and has not used a device.
+
+    Returns:
+        the outcome, and for each variant the numbers that its code has added to ``sys._rehearsed``.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks: dict[int, tuple[int, int]] = {}  # By the end of the pipe: the rank and its process.
+    for rank in range(size):
+        ours, theirs = os.pipe()
+        process = os.fork()
+        if process == 0:
+            os.close(ours)
+            _rank(theirs, replaced or {}, flavour, rank, size, store.port, wanted)
+        os.close(theirs)
+        ranks[ours] = (rank, process)
+    outcome, reached = Outcome(), {}
+    texts, open_, deadline = dict.fromkeys(ranks, b""), set(ranks), time.monotonic() + limit
+    while open_ and time.monotonic() < deadline:
+        for pipe in select.select(list(open_), [], [], 1)[0]:
+            data = os.read(pipe, 1 << 16)
+            texts[pipe] += data
+            if not data:
+                open_.discard(pipe)
+                if not texts[pipe].endswith(b"null\n"):  # The others would wait for it.
+                    deadline = min(deadline, time.monotonic() + 3)
+    for pipe, (rank, process) in ranks.items():
+        if pipe in open_:
+            os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        os.close(pipe)
+        *lines, last = texts[pipe].split(b"\n")
+        outcome.fails |= not lines or lines[-1] != b"null" or bool(last)
+        for line in lines:
+            if line not in (b"", b"null"):
+                name, digest, reports, numbers = json.loads(line)
+                outcome.results.setdefault(name, [("", 0)] * size)[rank] = (digest, reports)
+                reached.setdefault(name, set()).update(numbers)
+    return outcome, reached
+
+
+def _control(flavour: str) -> dict[str, dict[str, list[tuple[str, int]]]]:
+    """The results of all variants, in the order of this process, by number of ranks."""
+    found = {}
+    for size in RANKS:
+        outcome, _ = run(size, flavour, limit=400)
+        if outcome.fails:
+            raise SystemExit(f"{flavour} on {size} ranks fails: run with REHEARSAL_VERBOSE=1")
+        found[str(size)] = {name: [list(result) for result in ranks] for name, ranks in outcome.results.items()}
     return found
 
 
-def mutated(fault: Fault, folder: Path) -> None:
-    """A copy of the package with the fault, in ``folder``."""
-    shutil.copytree(HERE.parent / "torch_ragged", folder / "torch_ragged", ignore=shutil.ignore_patterns("__pycache__"))
-    path = folder / "torch_ragged" / fault.file
-    text = path.read_text()
-    if text.count(fault.before) != 1:
-        raise SystemExit(f"{fault.file} has {fault.before!r} {text.count(fault.before)} times: name the statement anew")
-    path.write_text(text.replace(fault.before, fault.after))
+def _check_control(flavours: list[str]) -> dict[str, dict[str, list[list[object]]]]:
+    """Raise unless all orders have equal numbers and no reports. The results of ours."""
+    for flavour in flavours:
+        found = {}
+        for order in ORDERS:
+            command = [sys.executable, "-m", "rehearsal.faults", "--results", flavour]
+            variables = {**os.environ, **environment(order, 3, "report")}
+            out = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=True).stdout
+            found[order] = json.loads(out.rpartition("RESULTS")[2])
+        reports = sum(result[1] for of in found["late"].values() for ranks in of.values() for result in ranks)
+        differ = [
+            f"{name} on {size} ranks"
+            for size, of in found["late"].items()
+            for name in of
+            if any(found[order][size].get(name) != of[name] for order in ORDERS)
+        ]
+        count = sum(map(len, found["late"].values()))
+        equal = f"the numbers of {count} programs are equal in {', '.join(ORDERS)}{f', but for {differ}' if differ else ''}"
+        print(f"rehearsed: {flavour} without faults: {reports} reports; {equal}", flush=True)
+        if reports or differ:
+            raise SystemExit(1)
+        ours = found["late"] if flavour == "ours" else None
+    return ours  # type: ignore[return-value]
+
+
+def _reaching(places: list[Wait]) -> dict[int, dict[int, list[str]]]:
+    """For each wait, the variants that reach it, by number of ranks."""
+    marks = {
+        wait: f"(__import__('sys').__dict__.setdefault('_rehearsed', set()).add({number}) or {wait.text})"
+        for number, wait in enumerate(places)
+    }
+    reaching: dict[int, dict[int, list[str]]] = {}
+    for size in RANKS:
+        outcome, reached = run(size, replaced=marks, limit=400)
+        if outcome.fails:
+            raise SystemExit("the programs fail: run with REHEARSAL_VERBOSE=1")
+        for name, numbers in reached.items():
+            for number in numbers:
+                reaching.setdefault(number, {}).setdefault(size, []).append(name)
+    return reaching
+
+
+def _judged(wait: Wait, reaching: dict[int, list[str]], expected: dict[str, dict[str, list[list[object]]]]) -> Iterator[str]:
+    """How the fault shows, in the first program that reaches it, or else in the others; nothing if it does not."""
+    # A program runs alone first: most faults show in each.
+    runs = [(size, part) for part in (slice(1), slice(1, None)) for size in reaching if reaching[size][part]]
+    shown = False
+    for size, names in ((size, reaching[size][part]) for size, part in runs):
+        if shown:
+            return
+        outcome, _ = run(size, replaced={wait: wait.removed}, wanted=names)
+        right = expected[str(size)]
+        wrong = [
+            name
+            for name, ranks in outcome.results.items()
+            if any(digest and digest != first[0] for (digest, _), first in zip(ranks, right[name]))
+        ]
+        reports = sum(reports for ranks in outcome.results.values() for _, reports in ranks)
+        if wrong:
+            yield f"wrong numbers ({', '.join(wrong)})"
+        shown = bool(wrong or reports or outcome.fails)
+        if reports:
+            yield f"{reports} reports"
+        if outcome.fails:
+            yield "a rank fails or hangs"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rehearsal.faults", description=__doc__)
     parser.add_argument("--least", type=float, default=0.95, help="the share of faults that must be found")
-    parser.add_argument("--only", type=int, nargs="+", help="numbers of faults; without the control")
+    parser.add_argument("--only", nargs="+", help="parts of files or functions; without the controls")
+    parser.add_argument("--controls", action="store_true", help="the controls alone")
+    parser.add_argument("--results", metavar="FLAVOUR", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    clean = True
-    expected: dict[str, Results] = {}
-    for flavour in ("ours",) if arguments.only else ("ours", "fsdp2"):
-        expected[flavour] = run(flavour)
-        others = [run(flavour, order=order, seed=3) for order in ("early", "random") if not arguments.only]
-        is_clean = bool(expected[flavour][0]) and all(other == expected[flavour] for other in others)
-        is_clean = is_clean and not any(reports for rank in expected[flavour] for _, _, reports in rank.values())
-        orders = "late" if arguments.only else "late, early and random"
-        verdict = f"equal numbers ({orders}), no reports" if is_clean else "NOT CLEAN"
-        print(f"rehearsed: {flavour} without faults: {verdict}", flush=True)
-        if not is_clean:
-            print([expected[flavour], *others])
-        clean = clean and is_clean
-    found = 0
-    chosen = arguments.only or range(len(FAULTS))
-    for number in chosen:
-        fault = FAULTS[number]
-        with tempfile.TemporaryDirectory() as folder:
-            mutated(fault, Path(folder))
-            ranks = run("ours", Path(folder))
-        fails = sum(not rank for rank in ranks)
-        pairs = list(zip(ranks, expected["ours"], strict=True))
-        wrong = sorted({name for rank, right in pairs for name in rank if rank[name][0] != right[name][0]})
-        reports = sum(result[2] for rank in ranks for result in rank.values())
-        is_found = bool(fails or wrong or reports)
-        verdict = "found" if is_found else f"not found: {fault.redundant}" if fault.redundant else "NOT FOUND"
-        found += is_found and not fault.redundant
-        print(
-            f"rehearsed: fault {number} in {fault.file}: {verdict} "
-            f"({fails} ranks fail, {reports} reports, wrong numbers: {', '.join(wrong) or 'none'})",
-            flush=True,
-        )
-    counted = sum(not FAULTS[number].redundant for number in chosen)
+    if arguments.results:
+        print("RESULTS" + json.dumps(_control(arguments.results)), flush=True)
+        return
+    if "REHEARSAL_ORDER" not in os.environ:  # This process is forked for each fault, so it is rehearsed itself.
+        os.environ.update(environment("late", check="report"))
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.execv(sys.executable, [sys.executable, "-m", "rehearsal.faults", *sys.argv[1:]])
+    places = waits()
+    expected = _control("ours") if arguments.only else _check_control(["fsdp2", "ours"])
+    if arguments.controls:
+        return
+    reaching = _reaching(places)
+    found = counted = 0
+    print("| wait | in | found by |\n|---|---|---|")
+    for number, wait in enumerate(places):
+        if arguments.only and not any(part in f"{wait.file} {wait.function}" for part in arguments.only):
+            continue
+        shown = list(_judged(wait, reaching.get(number, {}), expected))
+        reason = NOT_FOUND.get((wait.file, wait.function), "")
+        missing = "NOT FOUND" if number in reaching else "NOT REACHED"
+        verdict = "; ".join(shown) or (f"not counted: {reason}" if reason else missing)
+        counted += bool(shown) or not reason
+        found += bool(shown)
+        print(f"| `{wait.text[:60]}` | {wait.file}, {wait.function} | {verdict} |", flush=True)
     print(f"rehearsed: {found} of {counted} faults found")
-    raise SystemExit(0 if clean and found >= arguments.least * counted else 1)
+    raise SystemExit(0 if found >= arguments.least * counted else 1)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ static int arena_file = -1;
 static block *blocks; /* In the order of addresses. */
 static size_t block_count, block_room;
 static size_t used[64];
+static struct { int process; char *at; } peers[256]; /* Arenas of other processes. */
+static int peer_count;
 
 typedef struct pinned {
     struct pinned *next;
@@ -108,9 +110,13 @@ cudaError_t device_free(void *at)
     return cudaSuccess;
 }
 
+/* The memory of another process counts as memory of a device, too. */
 int device_of(const void *at)
 {
     block *found = find(at);
+    for (int i = 0; i < peer_count && !found; i++)
+        if ((const char *)at >= peers[i].at && (const char *)at < peers[i].at + ARENA)
+            return 0;
     return found ? found->device : -1;
 }
 
@@ -140,17 +146,15 @@ int64_t rehearsal_offset(const void *at, size_t nbytes)
 
 char *rehearsal_peer_memory(int process, int file)
 {
-    static struct { int process; char *at; } peers[256];
-    static int count;
     char *found = NULL, path[64];
     lock();
     open_arena();
     if (process == getpid())
         found = arena;
-    for (int i = 0; i < count && !found; i++)
+    for (int i = 0; i < peer_count && !found; i++)
         if (peers[i].process == process)
             found = peers[i].at;
-    if (!found && count < 256) {
+    if (!found && peer_count < 256) {
         snprintf(path, sizeof path, "/proc/%d/fd/%d", process, file);
         int opened = open(path, O_RDWR | O_CLOEXEC);
         if (opened >= 0) {
@@ -159,7 +163,7 @@ char *rehearsal_peer_memory(int process, int file)
             if (found == MAP_FAILED)
                 found = NULL;
             else
-                peers[count].process = process, peers[count++].at = found;
+                peers[peer_count].process = process, peers[peer_count++].at = found;
         }
     }
     unlock();

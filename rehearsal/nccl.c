@@ -233,6 +233,24 @@ static bool matches(ncclComm_t comm, uint64_t number)
     return true;
 }
 
+/* Whether a rank has left without this rank's collective ``number``: destroyed the communicator, or aborted it. */
+static bool is_left_alone(ncclComm_t comm, uint64_t number)
+{
+    for (int rank = 0; rank < comm->size; rank++) {
+        const member *other = &comm->shared->members[rank];
+        if (!other->has_left || other->ready >= number)
+            continue;
+        char mine[700];
+        describe(mine, sizeof mine, comm->rank, &comm->shared->members[comm->rank].calls[number % RING]);
+        snprintf(last_error, sizeof last_error,
+                 "collective %llu of communicator %s was not issued by rank %d, which has left; NCCL hangs:\n%s",
+                 (unsigned long long)number, comm->name, rank, mine);
+        break_communicator(comm);
+        return true;
+    }
+    return false;
+}
+
 /* Wait until a condition holds for all members. A rank that has died, or never comes, is waited for as NCCL waits. */
 #define WAIT_FOR(condition)     \
     while (!(condition))        \
@@ -482,7 +500,7 @@ static int run_collective(void *argument)
             return REHEARSAL_FAILED;
         own->ready = it->number;
         if (!all_reach(comm, offsetof(member, ready), it->number))
-            return REHEARSAL_BLOCKED;
+            return is_left_alone(comm, it->number) ? REHEARSAL_FAILED : REHEARSAL_BLOCKED;
         it->result = it->result_nbytes ? malloc(it->result_nbytes) : NULL;
         compute(it);
         own->copied = it->number;

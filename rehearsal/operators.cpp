@@ -26,6 +26,7 @@
 #include <mutex>
 #include <set>
 #include <sstream>
+#include <unistd.h>
 #include <string>
 #include <unordered_map>
 
@@ -504,7 +505,23 @@ std::vector<int64_t> counts(bool reset) {
   return std::vector<int64_t>(found, found + REHEARSAL_COUNTERS);
 }
 
+// Where a tensor lies in device memory: the process, its file of device memory, and the offset there.
+std::vector<int64_t> where(const at::Tensor& tensor) {
+  int64_t offset = rehearsal_offset(tensor.data_ptr(), tensor.nbytes());
+  TORCH_CHECK(offset >= 0, "the tensor is not in one allocation of a device");
+  return {getpid(), rehearsal_memory_file(), offset};
+}
+
+// A tensor like another one, in the device memory of another process.
+at::Tensor peer(const at::Tensor& like, int64_t process, int64_t file, int64_t offset) {
+  char* memory = rehearsal_peer_memory(static_cast<int>(process), static_cast<int>(file));
+  TORCH_CHECK(memory != nullptr, "the memory of process ", process, " cannot be mapped");
+  return at::for_blob(memory + offset, like.sizes()).options(like.options()).target_device(like.device()).make_tensor();
+}
+
 TORCH_LIBRARY(rehearsal, m) {
+  m.def("where(Tensor tensor) -> int[]", where);
+  m.def("peer(Tensor like, int process, int file, int offset) -> Tensor", peer);
   m.def("install(str[] names) -> int", install);
   m.def("synchronous_calls() -> Dict(str, int)", synchronous_calls);
   m.def("counts(bool reset) -> int[]", counts);

@@ -74,6 +74,31 @@ def layer_norm_backward(grad: Any, input: Any, shape: Any, mean: Any, rstd: Any,
     return tuple(norm_backward(grad, input, shape, mean, rstd, weight, mask))
 
 
+def lstm_cell(input_gates: Any, hidden_gates: Any, cx: Any, input_bias: Any, hidden_bias: Any) -> tuple[torch.Tensor, ...]:
+    """The hidden and the cell state, and the activated gates. The CPU has no fused kernel of it."""
+    gates = input_gates + hidden_gates
+    for bias in (input_bias, hidden_bias):
+        gates = gates if bias is None else gates + bias
+    i, f, g, o = gates.chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    cy = f * cx + i * g
+    return o * cy.tanh(), cy, torch.cat([i, f, g, o], 1)
+
+
+def lstm_cell_backward(grad_hy: Any, grad_cy: Any, cx: Any, cy: Any, workspace: Any, has_bias: bool) -> Any:
+    """The gradients of the gates, the cell state and the bias."""
+    if grad_hy is None and grad_cy is None:
+        return None, None, None
+    i, f, g, o = workspace.chunk(4, 1)
+    tanh = cy.tanh()
+    hy = torch.zeros_like(cy) if grad_hy is None else grad_hy
+    cell = hy * o * (1 - tanh * tanh)
+    cell = cell if grad_cy is None else cell + grad_cy
+    parts = [cell * g * i * (1 - i), cell * cx * f * (1 - f), cell * i * (1 - g * g), hy * tanh * o * (1 - o)]
+    gates = torch.cat(parts, 1)
+    return gates, cell * f, gates.sum(0) if has_bias else None
+
+
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -85,6 +110,8 @@ def install() -> None:
     torch.ops.rehearsal.install(replaced())
     _library.impl("_fused_rms_norm_backward", rms_norm_backward, "CUDA")
     _library.impl("native_layer_norm_backward", layer_norm_backward, "CUDA")
+    _library.impl("_thnn_fused_lstm_cell", lstm_cell, "CUDA")
+    _library.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward, "CUDA")
     # The libraries behind these do not run here: torch then uses operators that the CPU has too.
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_flash_sdp(False)

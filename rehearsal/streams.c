@@ -324,13 +324,13 @@ static void *help(void *unused)
 {
     uint64_t seen = 0;
     for (unsigned idle = 0;;) {
-        usleep(20000);
+        usleep(2000);
         pthread_mutex_lock(&mutex);
         idle = calls == seen && !is_running && !failure() && host_sleeps() ? idle + 1 : 0;
         if (idle >= 2)
             for (int i = 0; i < 64 && (order == EARLY ? run_early() : run_demanded()) == REHEARSAL_DONE; i++)
                 ;
-        if (idle >= 500)
+        if (idle >= 5000)
             run_early();
         seen = calls;
         pthread_mutex_unlock(&mutex);

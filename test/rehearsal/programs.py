@@ -9,6 +9,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 kept: list[torch.Tensor] = []
 
@@ -195,6 +196,9 @@ def mismatch(what: str) -> object:
             dist.all_reduce(x if rank == 0 else x.bfloat16())
         elif what == "message":
             dist.send(x, 1) if rank == 0 else dist.recv(x[:4], 0)
+        elif what == "left":
+            dist.all_reduce(x)
+            dist.all_reduce(x) if rank == 0 else dist.destroy_process_group()
         torch.cuda.synchronize()
     except Exception as error:
         return str(error)
@@ -226,6 +230,110 @@ def host_in_a_store() -> object:
         store.wait(["done"], datetime.timedelta(seconds=40))
     torch.cuda.synchronize()
     return x.tolist()
+
+
+class Forked(nn.Module):
+    """Its second layer runs on a side stream: its input has no gradient, and its weight is read there."""
+
+    def __init__(self, joins: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(256, 256), nn.Linear(256, 256)
+        self.joins, self.side = joins, torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            for parameter in self.second.parameters() if self.joins == "recorded" else ():
+                parameter.record_stream(self.side)
+            other = self.second(x.detach())
+            other.record_stream(self.side)
+        result = self.first(x)
+        if self.joins == "inside":
+            torch.cuda.current_stream().wait_stream(self.side)
+            return result + other
+        return result, other
+
+
+class Chain(nn.Module):
+    def __init__(self, joins: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Forked(joins) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if type(x) is tuple:
+                torch.full((256 * 256 * 2 + 512,), 7.0, device="cuda")  # It may get the memory of the weights.
+                torch.cuda.current_stream().wait_stream(block.side)
+                x = x[0] + x[1]
+        return x
+
+
+def side_streams(joins: str) -> object:
+    """Gradients that are written on a side stream, and weights that are read there, of three modules in a row."""
+    from torch_ragged.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = Chain(joins).cuda()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(3):
+        x = torch.randn(16, 256, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).cuda()
+        loss = model(x.requires_grad_()).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    torch.cuda.synchronize()
+    return losses
+
+
+def symmetric() -> object:
+    """Losses with each of the collectives of peer memory: sums of two ranks have the same bits in each."""
+    from rehearsal.symmetric import installed
+    from torch_ragged.fsdp import fully_shard
+
+    found = {}
+    with installed():
+        for name in ("nccl", "copy_engine", "multimem"):
+            torch.manual_seed(0)
+            model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]).cuda()
+            for layer in model:
+                fully_shard(layer)
+            fully_shard(model)
+            assert model.set_collectives(name) == (name,), name
+            optimizer, found[name] = torch.optim.SGD(model.parameters(), lr=0.1), []
+            for step in range(3):
+                x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).cuda()
+                loss = model(x).pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found[name].append(loss.item())
+            torch.cuda.synchronize()
+            dist.barrier()  # Other ranks read this one's memory.
+    return found
+
+
+def copies() -> object:
+    """Launches of copies, in a step of a model with many small parameters."""
+    from torch_ragged.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    layers = [nn.Sequential(*[each for _ in range(4) for each in (nn.Linear(8, 8), nn.LayerNorm(8))]) for _ in range(3)]
+    model = nn.Sequential(*layers).cuda()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    counts = []
+    for _ in range(3):
+        torch.ops.rehearsal.counts(True)
+        model(torch.ones(2, 8, device="cuda")).sum().backward()
+        launches, moved, *_ = torch.ops.rehearsal.counts(False)
+        counts.append(moved)
+    return counts
 
 
 def main() -> None:

@@ -112,6 +112,18 @@ class NcclTest(unittest.TestCase):
                     for part in ("rank 0: nccl", "rank 1: nccl", "programs.py:", *kinds):
                         self.assertIn(part, text)
 
+    def test_a_rank_that_leaves_without_a_collective_is_named(self):
+        text = run("mismatch", "left", ranks=2)[0][0]
+        for part in ("was not issued by rank 1, which has left", "rank 0: ncclAllReduce of 8 float32", "programs.py:"):
+            self.assertIn(part, text)
+
+    def test_peer_memory_has_the_numbers_of_nccl_in_every_order(self):
+        for order in ("late", "early", "random"):
+            for found, reports, error in run("symmetric", ranks=2, order=order, check="report"):
+                self.assertEqual(reports, 0, error)
+                self.assertEqual(found["copy_engine"], found["nccl"])
+                self.assertEqual(found["multimem"], found["nccl"])
+
     def test_a_result_that_is_not_waited_for_is_wrong(self):
         self.assertNotIn(2000.0, [found for found, _, _ in run("not_waited_for", ranks=2)])
 
@@ -146,6 +158,29 @@ class SanitizerTest(unittest.TestCase):
         for _, reports, error in run("not_waited_for", ranks=2, check="report"):
             self.assertGreaterEqual(reports, 1)
             self.assertIn("ncclAllReduce", error)
+
+
+@unittest.skipUnless(is_ready, "make rehearsal was not run with this torch")
+class StreamsTest(unittest.TestCase):
+    """Streams of the user's own, in forward and backward of sharded modules."""
+
+    def test_gradients_may_be_written_on_a_side_stream(self):
+        orders = [run("side_streams", "inside", ranks=2, order=order, check="report") for order in ("early", "late", "random")]
+        for first, *others in zip(*orders):
+            self.assertEqual(first[1], 0, first[2])
+            self.assertEqual([found for found, _, _ in others], [first[0]] * 2)
+
+    def test_weights_that_a_side_stream_reads_later_are_recorded_by_the_user(self):
+        expected = [found for found, _, _ in run("side_streams", "inside", ranks=2)]
+        for (found, reports, error), wanted in zip(run("side_streams", "recorded", ranks=2, check="report"), expected):
+            self.assertEqual((found, reports), (wanted, 0), error)
+        for _, reports, error in run("side_streams", "later", ranks=2, check="report"):
+            self.assertGreaterEqual(reports, 1)
+            self.assertIn("The allocator gave this memory out again", error)
+
+    def test_gradients_of_small_parameters_are_copied_by_one_launch(self):
+        for found, _, _ in run("copies", ranks=2):
+            self.assertEqual(found, [0, 0, 0])
 
 
 if __name__ == "__main__":
