@@ -39,7 +39,7 @@ def main() -> None:
     BUILD.mkdir(exist_ok=True)
     runtime = str(BUILD / "libcudart.so.13")
     torch = SITE / "torch"
-    sources = ["cudart.c", "streams.c", "memory.c", "sanitizer.c"]
+    sources = ["cudart.c", "streams.c", "memory.c", "sanitizer.c", "trace.c", "driver.c"]
     includes = [torch / "include", torch / "include/torch/csrc/api/include", *headers(), sysconfig.get_paths()["include"]]
     linked = ["c10", "c10_cuda", "torch_cpu", "torch_cuda", "torch_python"]
     commands = [

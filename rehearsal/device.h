@@ -6,6 +6,7 @@
 #define REHEARSAL_DEVICE_H
 
 #include <cuda_runtime_api.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -31,9 +32,10 @@ typedef int (*rehearsal_run)(void *argument);
 typedef void (*rehearsal_drop)(void *argument);
 
 /* Put an operation behind the work that the stream holds now. ``run`` is called when the stream reaches it; ``drop`` when the
- * operation is complete. ``waits_for_peers``: ``run`` may return REHEARSAL_BLOCKED. Returns the operation's number in the stream. */
+ * operation is complete. ``ranks``: of a collective, whose ``run`` may return REHEARSAL_BLOCKED; else 0. Returns the operation's
+ * number in the stream. */
 uint64_t rehearsal_launch(cudaStream_t stream, const char *name, rehearsal_run run, rehearsal_drop drop, void *argument,
-                          const rehearsal_access *accesses, size_t count, int waits_for_peers);
+                          const rehearsal_access *accesses, size_t count, int ranks);
 
 /* The stream itself, for a handle that may be the default stream of the current device. */
 cudaStream_t rehearsal_stream(cudaStream_t handle);
@@ -71,6 +73,27 @@ const char *rehearsal_where(void);
 void rehearsal_note_allocation(void *at, size_t nbytes, const char *site);
 void rehearsal_note_free(void *at, const char *site);
 uint64_t rehearsal_reports(void);
+
+/* Whether operations run at all. */
+bool rehearsal_is_null(void);
+
+/* What is issued: kernels, copies and collectives; events and waits for them. Streams are numbered in the order of their creation. */
+enum { REHEARSAL_LAUNCHED, REHEARSAL_RECORDED, REHEARSAL_WAITED, REHEARSAL_HOST_WAITED };
+typedef struct {
+    int kind, stream, ranks, on; /* A wait of ``stream`` is for operation ``number`` of stream ``on``. */
+    const char *name;
+    uint64_t number, host_ns;    /* Of the operation in its stream. The host's time without that of the stand-ins. */
+    double read, written, work;  /* Bytes, and floating-point operations of matmuls. */
+} rehearsal_entry;
+void rehearsal_trace(int on);
+bool rehearsal_is_traced(void);
+size_t rehearsal_traced(const rehearsal_entry **entries);
+void rehearsal_set_work(double operations); /* Of the next launch of this thread. */
+
+/* The CPU time that a stand-in takes in place of a launch: calls may nest. */
+void rehearsal_enter(void);
+void rehearsal_leave(void);
+uint64_t rehearsal_stand_in_ns(void);
 
 /* Counts since the last reset, in the order of rehearsal_counter_names. */
 enum {

@@ -72,6 +72,21 @@ int device_of(const void *at);
 size_t device_used(int device);
 size_t device_total(void);
 void *allocation_base(const void *at, size_t *nbytes);
+void *device_reserve(size_t nbytes, int device); /* Addresses alone. */
+bool device_unreserve(void *at);
+bool device_use(size_t nbytes, int device); /* False if the device has not so much. */
+void device_unuse(size_t nbytes, int device);
+void device_fresh(void *at, size_t nbytes);
+void device_drop_pages(void *at, size_t nbytes);
+
+/* driver.c */
+void *driver_function(const char *name);
+
+/* trace.c. All are called with the lock held. */
+void trace_launch(cudaStream_t stream, const char *name, uint64_t number, const rehearsal_access *accesses, size_t count, int ranks);
+void trace_record(const marker *moment);
+void trace_wait(cudaStream_t stream, const marker *moment);
+void trace_host_wait(cudaStream_t stream, uint64_t number);
 
 /* sanitizer.c. All are called with the lock held. */
 void check_launch(cudaStream_t stream, const operation *launched, const rehearsal_access *accesses, size_t count);

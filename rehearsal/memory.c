@@ -9,7 +9,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#define ARENA ((size_t)1 << 38)
+#define ARENA ((size_t)1 << 41) /* Addresses: an expandable segment reserves more than a device has, for each stream. */
 #define GRANULE ((size_t)2 << 20) /* Of cudaMalloc. */
 #define POISON 0xFF               /* NaN in every floating-point type: memory that is read before it is written shows. */
 
@@ -54,33 +54,62 @@ static void open_arena(void)
 size_t device_total(void)
 {
     const char *total = getenv("REHEARSAL_MEMORY"); /* In MiB. */
-    return (total ? strtoull(total, NULL, 10) : 4096) << 20;
+    return (total ? strtoull(total, NULL, 10) : rehearsal_is_null() ? 81559 : 4096) << 20; /* An H100's. */
 }
 
 size_t device_used(int device) { return used[device]; }
 
-cudaError_t device_malloc(void **at, size_t nbytes, int device)
+bool device_use(size_t nbytes, int device)
+{
+    bool fits = used[device] + nbytes <= device_total();
+    used[device] += fits ? nbytes : 0;
+    return fits;
+}
+
+void device_unuse(size_t nbytes, int device) { used[device] -= nbytes; }
+
+void device_fresh(void *at, size_t nbytes)
+{
+    if (nbytes <= (size_t)64 << 20 && !rehearsal_is_null())
+        memset(at, POISON, nbytes);
+}
+
+void device_drop_pages(void *at, size_t nbytes)
+{
+    fallocate(arena_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (char *)at - arena, (off_t)nbytes);
+}
+
+/* The first addresses that are free. */
+void *device_reserve(size_t nbytes, int device)
 {
     size_t rounded = (nbytes + GRANULE - 1) / GRANULE * GRANULE, index = 0;
-    *at = NULL;
-    if (nbytes == 0)
-        return cudaSuccess;
     open_arena();
-    if (used[device] + rounded > device_total())
-        return cudaErrorMemoryAllocation;
     char *free_at = arena;
     for (; index < block_count && (size_t)(blocks[index].at - free_at) < rounded; index++)
         free_at = blocks[index].at + blocks[index].nbytes;
     if (free_at + rounded > arena + ARENA)
-        return cudaErrorMemoryAllocation;
+        return NULL;
     if (block_count == block_room)
         blocks = realloc(blocks, (block_room = block_room * 2 + 64) * sizeof *blocks);
     memmove(blocks + index + 1, blocks + index, (block_count++ - index) * sizeof *blocks);
     blocks[index] = (block){free_at, rounded, device};
-    used[device] += rounded;
-    if (rounded <= (size_t)64 << 20)
-        memset(free_at, POISON, rounded);
-    *at = free_at;
+    return free_at;
+}
+
+cudaError_t device_malloc(void **at, size_t nbytes, int device)
+{
+    size_t rounded = (nbytes + GRANULE - 1) / GRANULE * GRANULE;
+    *at = NULL;
+    if (nbytes == 0)
+        return cudaSuccess;
+    if (!device_use(rounded, device))
+        return cudaErrorMemoryAllocation;
+    *at = device_reserve(nbytes, device);
+    if (!*at) {
+        device_unuse(rounded, device);
+        return cudaErrorMemoryAllocation;
+    }
+    device_fresh(*at, rounded);
     return cudaSuccess;
 }
 
@@ -99,14 +128,23 @@ static block *find(const void *at)
     return NULL;
 }
 
+bool device_unreserve(void *at)
+{
+    block *found = find(at);
+    if (!found || found->at != at)
+        return false;
+    memmove(found, found + 1, (size_t)(blocks + --block_count - found) * sizeof *blocks);
+    return true;
+}
+
 cudaError_t device_free(void *at)
 {
     block *found = find(at);
     if (!found || found->at != at)
         return cudaErrorInvalidValue;
-    used[found->device] -= found->nbytes;
-    fallocate(arena_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, found->at - arena, found->nbytes);
-    memmove(found, found + 1, (blocks + --block_count - found) * sizeof *blocks);
+    device_unuse(found->nbytes, found->device);
+    device_drop_pages(found->at, found->nbytes);
+    device_unreserve(at);
     return cudaSuccess;
 }
 

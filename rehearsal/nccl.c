@@ -258,9 +258,23 @@ static bool is_left_alone(ncclComm_t comm, uint64_t number)
 
 static int find_demanded(cudaStream_t *stream, uint64_t *number);
 
+/* On the null device no other process is needed: what the others would send is not computed either. */
+static ncclResult_t join_alone(ncclComm_t *made, const char *name, int size, int rank)
+{
+    ncclComm_t comm = calloc(1, sizeof *comm);
+    comm->shared = calloc(1, sizeof *comm->shared);
+    snprintf(comm->name, sizeof comm->name, "%.16s", name);
+    comm->rank = rank, comm->size = size;
+    cudaGetDevice(&comm->device);
+    *made = comm;
+    return ncclSuccess;
+}
+
 static ncclResult_t join_communicator(ncclComm_t *made, const char *name, int size, int rank)
 {
     char path[128];
+    if (rehearsal_is_null())
+        return join_alone(made, name, size, rank);
     if (size > MAX_RANKS)
         return refuse(ncclInvalidArgument, "a rehearsal has at most %d ranks, got %d", MAX_RANKS, size);
     if (rank < 0 || rank >= size)
@@ -332,10 +346,12 @@ ncclResult_t ncclCommShrink(ncclComm_t comm, int *excluded, int count, ncclComm_
 
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *made, ncclConfig_t *config)
 {
-    member *own = &comm->shared->members[comm->rank];
     int rank = 0, size = 0;
     char name[128];
     *made = NULL;
+    if (rehearsal_is_null())
+        return refuse(ncclInvalidUsage, "ncclCommSplit has no stand-in on the null device");
+    member *own = &comm->shared->members[comm->rank];
     /* No rank writes its next color before all have read this one: the count is odd while a split is read. */
     for (int other = 0; other < comm->size; other++)
         WAIT_FOR(comm->shared->members[other].splits >= 2 * comm->splits);
@@ -377,6 +393,8 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) { finish(comm); return ncclSucces
 static void leave(ncclComm_t comm)
 {
     comm->is_aborted = true;
+    if (rehearsal_is_null())
+        return;
     comm->shared->members[comm->rank].has_left = 1;
     pthread_mutex_lock(&mutex);
     for (ncclComm_t *each = &communicators; *each; each = &(*each)->next)
@@ -683,6 +701,8 @@ static void end_launch(ncclComm_t comm, cudaStream_t stream)
     comm->last_stream = stream;
 }
 
+static int run_nothing(void *argument) { return REHEARSAL_DONE; }
+
 static ncclResult_t issue(enum kind kind, const void *input, size_t inputs, void *output, size_t outputs, size_t count,
                           ncclDataType_t dtype, int op, int root, ncclComm_t comm, cudaStream_t stream)
 {
@@ -694,6 +714,13 @@ static ncclResult_t issue(enum kind kind, const void *input, size_t inputs, void
     bool reduces = kind == ALL_REDUCE || kind == REDUCE || kind == REDUCE_SCATTER;
     if (reduces && dtype >= ncclFloat8e4m3)
         return refuse(ncclInvalidUsage, "%s of %s has no stand-in", kind_names[kind], name_of(dtype));
+    rehearsal_access accesses[2] = {{input, inputs * size_of(dtype), 0}, {output, outputs * size_of(dtype), 1}};
+    if (rehearsal_is_null()) {
+        begin_launch(comm, stream = rehearsal_stream(stream));
+        rehearsal_launch(stream, kind_names[kind], run_nothing, NULL, NULL, accesses, 2, comm->size);
+        end_launch(comm, stream);
+        return ncclSuccess;
+    }
     uint64_t number = ++comm->issued;
     member *own = &comm->shared->members[comm->rank];
     if (number > RING / 2) /* The ring has room for what other ranks have not finished. */
@@ -709,12 +736,11 @@ static ncclResult_t issue(enum kind kind, const void *input, size_t inputs, void
                        .dtype = dtype, .op = op, .root = root, .result_nbytes = outputs * size_of(dtype)};
     if (op >= ncclNumOps)
         it->scale = comm->scalars[op - ncclNumOps];
-    rehearsal_access accesses[2] = {{input, inputs * size_of(dtype), 0}, {output, outputs * size_of(dtype), 1}};
     comm->stream_of[number % RING] = stream = rehearsal_stream(stream);
     comm->number_of[number % RING] = UINT64_MAX; /* Until it is known; find_demanded() runs in between only in other threads. */
     begin_launch(comm, stream);
     comm->number_of[number % RING] =
-        rehearsal_launch(stream, kind_names[kind], run_collective, drop_collective, it, accesses, 2, 1);
+        rehearsal_launch(stream, kind_names[kind], run_collective, drop_collective, it, accesses, 2, comm->size);
     end_launch(comm, stream);
     return ncclSuccess;
 }
@@ -767,6 +793,8 @@ static ncclResult_t add_message(enum kind kind, void *at, size_t count, ncclData
     ncclResult_t found = check(comm, kind, at, count, dtype, peer);
     if (found != ncclSuccess)
         return found;
+    if (rehearsal_is_null())
+        return refuse(ncclInvalidUsage, "%s has no stand-in on the null device", kind_names[kind]);
     stream = rehearsal_stream(stream);
     ncclGroupStart();
     exchange *group = grouped;

@@ -222,6 +222,8 @@ Stack run_on_cpu(Launched& launched) {
 
 int run_launched(void* argument) {
   auto* launched = static_cast<Launched*>(argument);
+  if (rehearsal_is_null())
+    return REHEARSAL_DONE;
   try {
     std::vector<at::Tensor> results = flat(run_on_cpu(*launched));
     PlainDispatch plain;
@@ -285,7 +287,33 @@ bool writes(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
+// Floating-point operations of matmuls and attention, for the trace.
+double work_of(const c10::FunctionSchema& schema, const Stack& arguments) {
+  const std::string& name = schema.name();
+  auto size = [&](size_t i, int64_t dim) { return static_cast<double>(arguments.at(i).toTensor().size(dim)); };
+  auto numel = [&](size_t i) { return static_cast<double>(arguments.at(i).toTensor().numel()); };
+  if (name == "aten::mm" || name == "aten::bmm" || name == "aten::_grouped_mm")
+    return 2 * numel(0) * size(1, -1);
+  if (name == "aten::addmm" || name == "aten::baddbmm")
+    return 2 * numel(1) * size(2, -1);
+  bool is_forward = name == "aten::_scaled_dot_product_flash_attention";
+  if (is_forward || name == "aten::_scaled_dot_product_flash_attention_backward") {
+    size_t query = is_forward ? 0 : 1; // (batch, heads, tokens, width); the backward's first argument is the gradient.
+    size_t causal = is_forward ? 4 : 11;
+    double all = 4 * numel(query) * size(query + 1, 2);
+    return all * (is_forward ? 1 : 2.5) * (arguments.at(causal).toBool() ? 0.5 : 1);
+  }
+  return 0;
+}
+
+struct StandIn {
+  StandIn() { rehearsal_enter(); }
+  ~StandIn() { rehearsal_leave(); }
+};
+
 void run_on_stream(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  StandIn time;
+  const bool is_null = rehearsal_is_null();
   const c10::FunctionSchema& schema = op.schema();
   size_t count = schema.arguments().size();
   Stack arguments(stack->end() - count, stack->end());
@@ -337,7 +365,8 @@ void run_on_stream(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* st
               tensor.is_cuda() || (tensor.is_cpu() && !writes(schema.arguments()[i])),
               "Expected all tensors to be on the same device, but found ", tensor.device(), " and ", *device, " in ", schema.name());
         });
-        launched->arguments.push_back(map_tensors(argument, on_cpu));
+        if (!is_null)
+          launched->arguments.push_back(map_tensors(argument, on_cpu));
         metas.push_back(map_tensors(argument, on_meta));
       }
     }
@@ -350,7 +379,7 @@ void run_on_stream(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* st
   for (const c10::Argument& argument : schema.arguments())
     is_in_place = is_in_place || writes(argument);
   for (const c10::Argument& result : schema.returns())
-    has_shapes = has_shapes && (result.type()->isSubtypeOf(*c10::TensorType::get()) ||
+    has_shapes = has_shapes && (is_null || result.type()->isSubtypeOf(*c10::TensorType::get()) ||
                                 result.type()->isSubtypeOf(*c10::ListType::ofTensors()));
   if (has_shapes) {
     PlainDispatch plain;
@@ -379,7 +408,8 @@ void run_on_stream(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* st
         if (tensor.defined() && tensor.sizes() != meta.sizes()) {
           at::native::resize_output(tensor, meta.sizes());
           PlainDispatch plain;
-          launched->arguments[i] = on_cpu(tensor);
+          if (!is_null)
+            launched->arguments[i] = on_cpu(tensor);
         }
       }
     for (size_t r = 0; r < schema.returns().size(); r++) {
@@ -399,7 +429,8 @@ void run_on_stream(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* st
         if (shape.defined()) {
           PlainDispatch plain;
           tensor = at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(*device));
-          launched->out.emplace_back(number, on_cpu(tensor));
+          if (!is_null)
+            launched->out.emplace_back(number, on_cpu(tensor));
           add_accesses(accesses, tensor, 1);
         }
         number++;
@@ -417,6 +448,8 @@ void run_on_stream(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* st
     });
 
   if (has_shapes) {
+    if (rehearsal_is_traced())
+      rehearsal_set_work(work_of(schema, arguments));
     rehearsal_launch(stream.stream(), schema.name().c_str(), run_launched, drop_launched, owned.release(), accesses.data(),
                      accesses.size(), 0);
     C10_CUDA_CHECK(cudaPeekAtLastError());
@@ -424,6 +457,7 @@ void run_on_stream(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* st
     return;
   }
 
+  TORCH_CHECK(!is_null, schema.name(), " needs values, and the null device has none");
   // The host needs the result: wait for the stream, and run.
   {
     std::lock_guard<std::mutex> notes(notes_mutex);
@@ -519,12 +553,33 @@ at::Tensor peer(const at::Tensor& like, int64_t process, int64_t file, int64_t o
   return at::for_blob(memory + offset, like.sizes()).options(like.options()).target_device(like.device()).make_tensor();
 }
 
+// Of each entry: kind, stream, ranks, on, number, host_ns, read, written, work.
+std::tuple<std::vector<std::string>, at::Tensor> traced() {
+  const rehearsal_entry* entries;
+  size_t count = rehearsal_traced(&entries);
+  std::vector<std::string> names;
+  at::Tensor numbers = at::empty({static_cast<int64_t>(count), 9}, at::kDouble);
+  double* to = numbers.data_ptr<double>();
+  for (size_t i = 0; i < count; i++) {
+    const rehearsal_entry& it = entries[i];
+    names.emplace_back(it.name);
+    for (double value : {static_cast<double>(it.kind), static_cast<double>(it.stream), static_cast<double>(it.ranks),
+                         static_cast<double>(it.on), static_cast<double>(it.number), static_cast<double>(it.host_ns), it.read,
+                         it.written, it.work})
+      *to++ = value;
+  }
+  return {names, numbers};
+}
+
 TORCH_LIBRARY(rehearsal, m) {
   m.def("where(Tensor tensor) -> int[]", where);
   m.def("peer(Tensor like, int process, int file, int offset) -> Tensor", peer);
   m.def("install(str[] names) -> int", install);
   m.def("synchronous_calls() -> Dict(str, int)", synchronous_calls);
   m.def("counts(bool reset) -> int[]", counts);
+  m.def("stand_in_ns() -> int", [] { return static_cast<int64_t>(rehearsal_stand_in_ns()); });
+  m.def("trace(bool on) -> ()", [](bool on) { rehearsal_trace(on); });
+  m.def("traced() -> (str[], Tensor)", traced);
   m.def("reports() -> int", [] { return static_cast<int64_t>(rehearsal_reports()); });
 }
 

@@ -27,16 +27,22 @@ def is_view(schema: torch._C.FunctionSchema) -> bool:
     return any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
 
 
+def is_null() -> bool:
+    """Whether the device runs nothing."""
+    return os.environ.get("REHEARSAL_NULL") == "1"
+
+
 def replaced() -> list[str]:
-    """The operators of ATen that get the kernel of the CPU, of those with a kernel for CUDA."""
+    """The operators of ATen that get another kernel, of those with a kernel for CUDA: the CPU's, or none on the null device."""
+    kept, needed = (KEPT - {"native_layer_norm_backward"}, "Meta") if is_null() else (KEPT, "CPU")
     names = []
     for full in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
         namespace, _, name = full.partition("::")
         operator, _, overload = name.partition(".")
-        if namespace != "aten" or name in KEPT or "nested" in name or "sparse" in name:
+        if namespace != "aten" or name in kept or "nested" in name or "sparse" in name:
             continue
         schema = torch._C._get_schema(full.partition(".")[0], overload)
-        if not is_view(schema) and torch._C._dispatch_has_computed_kernel_for_dispatch_key(full, "CPU"):
+        if not is_view(schema) and torch._C._dispatch_has_computed_kernel_for_dispatch_key(full, needed):
             names.append(name)
     return names
 
@@ -108,12 +114,14 @@ def install() -> None:
         return
     torch.ops.load_library(BUILD / "operators.so")
     torch.ops.rehearsal.install(replaced())
+    # The libraries behind these do not run here: torch then uses operators that the CPU has too.
+    torch.backends.cudnn.enabled = False
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if is_null():
+        return  # It needs shapes only: flash attention stays.
+    torch.backends.cuda.enable_flash_sdp(False)
     _library.impl("_fused_rms_norm_backward", rms_norm_backward, "CUDA")
     _library.impl("native_layer_norm_backward", layer_norm_backward, "CUDA")
     _library.impl("_thnn_fused_lstm_cell", lstm_cell, "CUDA")
     _library.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward, "CUDA")
-    # The libraries behind these do not run here: torch then uses operators that the CPU has too.
-    torch.backends.cudnn.enabled = False
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(False)

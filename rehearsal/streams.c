@@ -376,16 +376,17 @@ uint64_t enqueue(cudaStream_t stream, operation *new_operation)
 }
 
 uint64_t rehearsal_launch(cudaStream_t handle, const char *name, rehearsal_run run, rehearsal_drop drop, void *argument,
-                          const rehearsal_access *accesses, size_t count, int waits_for_peers)
+                          const rehearsal_access *accesses, size_t count, int ranks)
 {
-    const char *site = rehearsal_where();
+    const char *site = rehearsal_is_null() ? "(null device)" : rehearsal_where();
     operation *launched = calloc(1, sizeof *launched);
     lock();
     cudaStream_t stream = stream_of(handle);
     launched->name = name, launched->site = site, launched->run = run, launched->drop = drop, launched->argument = argument;
-    launched->waits_for_peers = waits_for_peers != 0;
+    launched->waits_for_peers = ranks != 0;
     check_launch(stream, launched, accesses, count);
-    rehearsal_count(waits_for_peers ? REHEARSAL_COLLECTIVES : REHEARSAL_LAUNCHES);
+    rehearsal_count(ranks ? REHEARSAL_COLLECTIVES : REHEARSAL_LAUNCHES);
+    trace_launch(stream, name, stream->issued + 1, accesses, count, ranks);
     uint64_t number = enqueue(stream, launched);
     unlock();
     return number;
@@ -399,6 +400,7 @@ marker *record(cudaStream_t stream)
     moment->stream = stream, moment->number = stream->issued + 1;
     reached->name = "event", reached->reaches = moment;
     check_record(stream, moment);
+    trace_record(moment);
     enqueue(stream, reached);
     return moment;
 }
@@ -406,6 +408,7 @@ marker *record(cudaStream_t stream)
 void wait_marker(cudaStream_t stream, marker *moment)
 {
     check_wait(stream, moment);
+    trace_wait(stream, moment);
     if (moment->is_done)
         return;
     operation *waiting = calloc(1, sizeof *waiting);
