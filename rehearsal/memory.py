@@ -1,7 +1,7 @@
 """Memory of one rank of 8 to 256, by torch's own caching allocator on the null device: ours beside FSDP2.
 
-``python -m rehearsal.memory`` prints a table and writes out/rehearsed-memory.json. Real are every allocation, its size and stream,
-the order of the calls, and the allocator. Not in it: CUDA contexts, NCCL's and cuBLAS's buffers.
+``python -m rehearsal.memory`` prints a table and writes out/rehearsed-memory.json. Every allocation, its size and stream, the
+order of the calls and the allocator are real. Not in it: CUDA contexts, NCCL's and cuBLAS's buffers.
 """
 
 from __future__ import annotations
