@@ -26,15 +26,16 @@ from torch_ragged import optim
 __all__ = ["RaggedOptimizers", "adamw8bit", "muon"]
 
 _OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    name: getattr(optim, name) for name in ("Adam8bit", "AdamW8bit", "Muon", "Shampoo")
+    name: getattr(optim, name) for name in ("Adam8bit", "AdamW8bit", "Muon", "Shampoo", "SOAP")
 }
-_FOR_MATRICES = ("Muon", "Shampoo")
+_FOR_MATRICES = ("Muon", "Shampoo", "SOAP")
 
 
 class RaggedOptimizers(OptimizersContainer):
-    """torchtitan's container, whose param groups may also name ``Adam8bit``, ``AdamW8bit``, ``Muon`` and ``Shampoo``.
+    """torchtitan's container, whose param groups may also name ``Adam8bit``, ``AdamW8bit``, ``Muon``,
+    ``Shampoo`` and ``SOAP``.
 
-    A pattern of ``Muon`` or ``Shampoo`` takes only matrices and stacks of matrices (experts), parameters of two or three
+    A pattern of ``Muon``, ``Shampoo`` or ``SOAP`` takes only matrices and stacks of matrices (experts), parameters of two or three
     dimensions. Other parameters that it matches, such as norms and biases, go to the next pattern. ``config.implementation``
     is for torch's optimizers only.
     """

@@ -1,0 +1,183 @@
+"""SOAP: its formula, the same bits at any number of ranks, states at the roots that reshard."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from common import error_of, in_one_process, run_ranks
+from optim_common import assert_same, make_params, set_gradients, train, value, wholes
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+from torch_ragged.fsdp import fully_shard
+from torch_ragged.optim import SOAP, matrix_groups
+
+SHAPES = ((24, 16), (13, 25), (17,), (5, 12, 8), (1, 7), (24, 16))
+
+
+def make(params, **options):
+    vectors = {"params": [p for p in params if p.ndim < 2], "algorithm": "adamw"}
+    groups = [{"params": [p for p in params if p.ndim > 1]}, vectors]
+    return SOAP([group for group in groups if group["params"]], **{"lr": 0.01, "interval": 3, **options})
+
+
+@pytest.mark.parametrize("max_side", [100, 4])
+def test_steps_are_those_of_the_formula(max_side):
+    """In float64. A full rank keeps the order of eigenvectors; their signs cancel."""
+    shape, (beta1, beta2), lr = (16, 16), (0.9, 0.8), 0.05
+    param = nn.Parameter(value(0, 0, shape))
+    expected = param.detach().double()
+    optimizer = SOAP([param], lr=lr, weight_decay=0.2, betas=(beta1, beta2), shampoo_beta=0.7, interval=2, max_side=max_side)
+    left = right = m = v = torch.zeros(shape).double()
+    bases = [torch.eye(16).double()] * 2
+    for step in range(1, 8):
+        gradient = value(0, step, shape).double()
+        param.grad = gradient.float()
+        optimizer.step()
+        if step > 1:
+            m = beta1 * m + (1 - beta1) * gradient
+            rotated, average = (bases[0].T @ x @ bases[1] for x in (gradient, m / (1 - beta1 ** (step - 1))))
+            v = beta2 * v + (1 - beta2) * rotated**2
+            direction = bases[0] @ (average / ((v / (1 - beta2 ** (step - 1))).sqrt() + 1e-8)) @ bases[1].T
+            expected = expected * (1 - lr * 0.2) - lr * direction
+        left, right = (0.7 * old + 0.3 * new for old, new in ((left, gradient @ gradient.T), (right, gradient.T @ gradient)))
+        if max_side > 16 and step == 1:
+            bases = [torch.linalg.eigh(factor)[1].flip(1) for factor in (left, right)]
+        elif max_side > 16 and step % 2 == 0:
+            for side, factor in enumerate((left, right)):
+                order = (bases[side].T @ factor @ bases[side]).diagonal().argsort(descending=True)
+                v = v.index_select(side, order)
+                bases[side] = torch.linalg.qr(factor @ bases[side][:, order])[0]
+        torch.testing.assert_close(param.detach().double(), expected, atol=2e-4, rtol=1e-3)
+    names = {"step", "exp_avg", "exp_avg_sq"}
+    assert set(optimizer.state[param]) == names | ({"left", "left_basis", "right", "right_basis"} if max_side > 16 else set())
+
+
+def test_losses_do_not_depend_on_the_basis_of_the_problem():
+    """In another basis, the same steps: Adam's are not."""
+    target, scales = value(1, 0, (12, 12)), torch.logspace(0, -2, 12)
+    rotations = [torch.linalg.qr(value(2, step, (12, 12)))[0] for step in (0, 1)]
+
+    def losses(make_optimizer, left, right):
+        param, found = nn.Parameter(torch.zeros(12, 12)), []
+        optimizer = make_optimizer([param])
+        for _ in range(40):
+            optimizer.zero_grad()
+            loss = ((left.T @ param @ right - target).square() * scales[:, None] * scales).sum()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return torch.tensor(found)
+
+    gaps = {}
+    for name, make_optimizer in {
+        "soap": lambda params: SOAP(params, lr=0.05, weight_decay=0.0, interval=3),
+        "adam": lambda params: torch.optim.Adam(params, lr=0.05),
+    }.items():
+        plain, rotated = losses(make_optimizer, torch.eye(12), torch.eye(12)), losses(make_optimizer, *rotations)
+        gaps[name] = ((plain - rotated).abs() / plain).max().item()
+        assert plain[-1] < 0.5 * plain[0], name
+    assert gaps["soap"] < 0.05 and gaps["adam"] > 0.5, gaps
+
+
+def _missing(index, step):
+    return index == 4 or (index in (0, 3) and step % 2 == 0) or (index == 1 and step < 3)
+
+
+def _poisoned(params):
+    optimizer = make(params)
+    for step in range(1, 5):
+        set_gradients(params, step)
+        with torch.no_grad():
+            params[0].grad.zero_()
+            params[1].grad.fill_(math.nan if step == 1 else 1.0)
+            params[5].grad.fill_(math.inf if step == 3 else 0.5)
+        optimizer.step()
+    return wholes(params, optimizer)
+
+
+def _poisoned_plain():
+    return _poisoned(make_params("", None, SHAPES))
+
+
+CASES = {1: [("ragged", (1,))], 2: [("ragged", (2,))], 4: [("mixed", (4,)), ("ragged", (2, 2))]}
+
+
+def _check_ranks(cases, expected, narrow, missing, poisoned):
+    for kind, mesh_shape in cases:
+        assert_same(train(make, kind, mesh_shape, 7, shapes=SHAPES), expected, f"{kind} {mesh_shape}")
+    kind, mesh_shape = cases[-1]
+    assert_same(train(make, kind, mesh_shape, 7, dtype=torch.bfloat16, shapes=SHAPES), narrow, "bfloat16")
+    assert_same(train(make, kind, mesh_shape, 7, missing=_missing, shapes=SHAPES), missing, "gradients that come and go")
+    mesh = init_device_mesh("cpu", mesh_shape)
+    assert_same(_poisoned(make_params(kind, mesh, SHAPES)), poisoned, "NaN, infinite and zero gradients")
+    params = make_params("ragged", mesh, SHAPES[:2] * 6)
+    optimizer = make(params, check_gradients=False)
+    set_gradients(params, 1)
+    with CommDebugMode() as mode:
+        optimizer.step()
+    assert mode.get_total_counts() == (4 if mesh.size() > 1 else 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_bitwise_equal_at_any_number_of_ranks(ranks):
+    expected = in_one_process(train, make, "", None, 7, shapes=SHAPES)
+    narrow = in_one_process(train, make, "", None, 7, dtype=torch.bfloat16, shapes=SHAPES)
+    missing = in_one_process(train, make, "", None, 7, missing=_missing, shapes=SHAPES)
+    run_ranks(ranks, _check_ranks, CASES[ranks], expected, narrow, missing, in_one_process(_poisoned_plain))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 16, 16) / 4)
+        self.inner = nn.Linear(16, 24)
+
+
+def _net(mesh_shape):
+    torch.manual_seed(3)
+    net = fully_shard(Net(), mesh=init_device_mesh("cpu", mesh_shape))
+    return net, SOAP(matrix_groups(net), lr=0.01, interval=2)
+
+
+def _steps(net, optimizer, first, count):
+    for step in range(first, first + count):
+        set_gradients(list(net.parameters()), step)
+        optimizer.step()
+    return wholes(list(net.parameters()), optimizer)
+
+
+def _save(path, mesh_shape):
+    net, optimizer = _net(mesh_shape)
+    _steps(net, optimizer, 1, 3)
+    dcp.save({"model": net.state_dict(), "optim": get_optimizer_state_dict(net, optimizer)}, checkpoint_id=path)
+    return _steps(net, optimizer, 4, 3)
+
+
+def _load(path, mesh_shape):
+    net, optimizer = _net(mesh_shape)
+    model, optim = net.state_dict(), get_optimizer_state_dict(net, optimizer)
+    dcp.load({"model": model, "optim": optim}, checkpoint_id=path)
+    net.load_state_dict(model)
+    set_optimizer_state_dict(net, optimizer, optim)
+    return _steps(net, optimizer, 4, 3)
+
+
+def test_checkpoint_goes_on_bitwise_on_other_ranks(tmp_path):
+    expected = run_ranks(2, _save, str(tmp_path), (2,))[0]
+    for result in run_ranks(4, _load, str(tmp_path), (2, 2)):
+        assert_same(result, expected, "(2, 2)")
+
+
+def test_bad_input_is_refused():
+    for name, bad in {"lr": -1, "betas": (1.0, 0.9), "shampoo_beta": 1.0, "interval": 0, "max_side": 0, "eps": -1}.items():
+        message = error_of(SOAP, [nn.Parameter(torch.zeros(2, 2))], **{name: bad})
+        assert message.startswith("ValueError: SOAP") and name in message, message
+    assert "adamw" in error_of(SOAP, [nn.Parameter(torch.zeros(2))])
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
