@@ -32,11 +32,10 @@ _FOR_MATRICES = ("Muon", "Shampoo", "SOAP")
 
 
 class RaggedOptimizers(OptimizersContainer):
-    """torchtitan's container, whose param groups may also name ``Adam8bit``, ``AdamW8bit``, ``Muon``,
-    ``Shampoo`` and ``SOAP``.
+    """torchtitan's container, whose param groups may also name ``Adam8bit``, ``AdamW8bit``, ``Muon``, ``Shampoo``, ``SOAP``.
 
-    A pattern of ``Muon``, ``Shampoo`` or ``SOAP`` takes only matrices and stacks of matrices (experts), parameters of two or three
-    dimensions. Other parameters that it matches, such as norms and biases, go to the next pattern. ``config.implementation``
+    A pattern of ``Muon``, ``Shampoo`` or ``SOAP`` takes only matrices and stacks of matrices (experts), parameters of two or
+    three dimensions. Other parameters that it matches, such as norms and biases, go to the next pattern. ``config.implementation``
     is for torch's optimizers only.
     """
 
