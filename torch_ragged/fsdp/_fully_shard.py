@@ -106,7 +106,8 @@ def fully_shard(
             ``mesh``, with ``Replicate()`` on these dimensions; or plain tensors with annotations of the package ``spmd_types``.
             The model computes with such a plain tensor, and its sharded parameter is a DTensor on ``mesh``.
         orig_param_policy: a function ``(fqn, parameter) -> granularity``, which says what must not be cut. None: a parameter
-            may be cut anywhere. If ``module`` is a list, each name begins with the module's index in the list.
+            may be cut anywhere. If ``module`` is a list, each name begins with the module's index in the list. A
+            :class:`~torch_ragged.granularity.GroupPolicy`, as ``torch_ragged.optim.muon_policy`` makes, sees a whole buffer.
         placements: what stays gathered or unreduced between uses: ``ZERO1``, ``ZERO2``, ``ZERO3`` or ``HIERARCHICAL``. None:
             ``ZERO3`` on a 1-D mesh, HSDP on a 2-D mesh. See :class:`BufferPlacements`.
         optional: ranks may skip ``module`` in forward, as a vision tower if their batch has text only. It costs votes, which

@@ -35,8 +35,8 @@ class RaggedOptimizers(OptimizersContainer):
     """torchtitan's container, whose param groups may also name ``Adam8bit``, ``AdamW8bit``, ``Muon``, ``Shampoo``, ``SOAP``.
 
     A pattern of ``Muon``, ``Shampoo`` or ``SOAP`` takes only matrices and stacks of matrices (experts), parameters of two or
-    three dimensions. Other parameters that it matches, such as norms and biases, go to the next pattern. ``config.implementation``
-    is for torch's optimizers only.
+    three dimensions. Other parameters that it matches, such as norms and biases, go to the next pattern.
+    ``config.implementation`` is for torch's optimizers only.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
