@@ -5,6 +5,7 @@ Nothing is downloaded. Dropout is on where a class has it.
 
 import functools
 import importlib.util
+import math
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_ragged.spmd import deferred_init, parallelize
 
-__all__ = ["HAS_LIBRARIES", "MODELS", "assert_trains_as_one_device", "batch_of", "build"]
+__all__ = ["HAS_LIBRARIES", "MODELS", "assert_trains_as_one_device", "batch_of", "build", "train_both"]
 
 HAS_LIBRARIES = all(importlib.util.find_spec(name) for name in ("transformers", "diffusers"))
 _TEXT = {
@@ -142,40 +143,71 @@ def batch_of(name, rows=4):
     return {"input_ids": ids, "labels": ids}
 
 
-def assert_trains_as_one_device(name, plan, mesh=(2, 2), steps=3, mode="eager", **changes):
+def assert_trains_as_one_device(name, plan, mesh=(2, 2), tolerance=1e-5, **options):
     """Train a model under ``plan`` and on one device. Initial values are equal to the bit; losses and gradients are close.
 
     Returns:
         the model.
     """
-    dims = init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "tp"))
+    model, differences = train_both(name, plan, mesh, **options)
+    for step, (loss, grad, worst) in enumerate(differences):
+        assert loss <= tolerance, f"step {step}: the loss differs by {loss}"
+        assert grad <= tolerance, f"step {step}: the gradient of {worst} differs by {grad} of its largest element"
+    return model
+
+
+def train_both(name, plan, mesh=(2, 2), steps=3, mode="eager", accumulate=1, checkpoints=False, rows=2, **changes):
+    """Train a model under ``plan`` and on one device, with the same script.
+
+    Args:
+        mesh: the sizes of ``("dp", "tp")``, or of ``("replicas", "dp", "tp")``.
+        accumulate: backwards per step.
+        checkpoints: whether blocks are computed again for backward.
+        rows: of a batch, per rank that has other ones.
+        changes: of the config.
+
+    Returns:
+        the model, and for each step: how much the losses differ; how much the gradients differ, relative to the largest element
+        of a parameter's gradient; and the parameter whose gradient differs most.
+
+    Raises:
+        AssertionError: initial values differ, or a parameter has a gradient in one of them only.
+    """
+    dims = init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "dp", "tp")[-len(mesh) :])
     torch.manual_seed(0)
     model = parallelize(deferred_init(functools.partial(build, name, **changes)), plan, dims, mode=mode)
     torch.manual_seed(0)
     single = build(name, **changes)
     for key, value in single.named_parameters():
         torch.testing.assert_close(_whole(model.get_parameter(key)), value.detach(), rtol=0, atol=0, msg=key)
-    rows = 2 * mesh[0]
-    found, expected = _train(model, name, steps, rows), _train(single, name, steps, rows)
-    for step, ((loss, grads), (single_loss, single_grads)) in enumerate(zip(found, expected)):
-        assert abs(loss - single_loss) <= 1e-5, f"step {step}: loss {loss} instead of {single_loss}"
-        assert grads.keys() == single_grads.keys(), grads.keys() ^ single_grads.keys()
-        for key, grad in single_grads.items():
-            error, scale = (grads[key] - grad).abs().max().item(), grad.abs().max().item()
-            assert error <= 1e-5 * scale + 1e-8, f"step {step}: the gradient of {key} differs by {error}, of {scale}"
-    return model
+    for each in (model, single) if checkpoints else ():
+        (getattr(each, "gradient_checkpointing_enable", None) or each.enable_gradient_checkpointing)()
+        each.train()
+    rows *= math.prod(mesh[:-1])
+    differences = []
+    for (loss, grads), (other, expected) in zip(*(_train(each, name, steps, rows, accumulate) for each in (model, single))):
+        assert grads.keys() == expected.keys(), grads.keys() ^ expected.keys()
+        errors = {
+            key: (grads[key] - grad).abs().max().item() / (grad.abs().max().item() + 1e-3) for key, grad in expected.items()
+        }
+        worst = max(errors, key=errors.get)
+        differences.append((abs(loss - other), errors[worst], worst))
+    return model, differences
 
 
-def _train(model, name, steps, rows):
+def _train(model, name, steps, rows, accumulate):
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     history = []
     for _ in range(steps):
-        output = model(**batch_of(name, rows))
-        loss = output.loss if hasattr(output, "loss") else output.sample.square().mean()
-        loss.backward()
+        total = 0.0
+        for _ in range(accumulate):
+            output = model(**batch_of(name, rows))
+            loss = (output.loss if hasattr(output, "loss") else output.sample.square().mean()) / accumulate
+            loss.backward()
+            total += _whole(loss).item()
         grads = {key: _whole(param.grad) for key, param in model.named_parameters() if param.grad is not None}
-        history.append((_whole(loss).item(), grads))
+        history.append((total, grads))
         optimizer.step()
         optimizer.zero_grad()
     return history

@@ -6,7 +6,7 @@ It must not import these libraries: a plan is names and placements.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from torch.distributed.tensor import Replicate, Shard
 
@@ -15,12 +15,13 @@ from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 
 __all__ = ["deepseek_v3", "dit", "flux2", "gpt_oss", "llama", "mixtral", "qwen3", "qwen3_moe", "t5", "vit"]
 
+_Data = Union[str, tuple[str, str], None]
 _LAYER = r"model\.layers\.\d+"
 
 
 def llama(
     *,
-    dp: Optional[str] = "dp",
+    dp: _Data = "dp",
     tp: Optional[str] = "tp",
     sequence_parallel: bool = False,
     unit: bool = True,
@@ -46,7 +47,8 @@ def llama(
     All functions of the zoo take these arguments, but for ``cp``, which those of dense language models take:
 
     Args:
-        dp: the mesh dimension that cuts the batch and the units. None leaves its rules out.
+        dp: the mesh dimension that cuts the batch and the units; or two, of replicas and shards: both cut the batch, and the
+            second one the units (HSDP). None leaves its rules out.
         tp: the mesh dimension that cuts heads and features. None leaves its rules out. Heads, key and value heads included, are
             a multiple of its ranks.
         sequence_parallel: whether ``tp`` cuts the sequence between attention and feed-forward parts: norms, dropout and
@@ -75,7 +77,7 @@ def qwen3(**options: Any) -> Plan:
     return llama(**options)
 
 
-def mixtral(*, dp: Optional[str] = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
+def mixtral(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
     r"""A plan for ``MixtralForCausalLM``. Each rank of ``tp`` has a part of the hidden features of all experts::
 
         layer = r"model\.layers\.\d+"
@@ -107,7 +109,7 @@ def qwen3_moe(**options: Any) -> Plan:
     return mixtral(**options)
 
 
-def gpt_oss(*, dp: Optional[str] = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
+def gpt_oss(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
     r"""A plan for ``GptOssForCausalLM``. Its projections have biases, and its experts have gate and up features by turns::
 
         layer = r"model\.layers\.\d+"
@@ -135,9 +137,7 @@ def gpt_oss(*, dp: Optional[str] = "dp", tp: Optional[str] = "tp", sequence_para
     return _on(plan, dp, tp, _LAYER if unit else None)
 
 
-def deepseek_v3(
-    *, dp: Optional[str] = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True
-) -> Plan:
+def deepseek_v3(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
     r"""A plan for ``DeepseekV3ForCausalLM``: multi-head latent attention, dense layers, experts and shared experts::
 
         layer = r"model\.layers\.\d+"
@@ -168,7 +168,7 @@ def deepseek_v3(
     return _on(plan, dp, tp, _LAYER if unit else None)
 
 
-def t5(*, dp: Optional[str] = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
+def t5(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
     r"""A plan for ``T5ForConditionalGeneration``, whose feed-forward part has one matrix ``wi``, or ``wi_0`` and ``wi_1``::
 
         block = r"(encoder|decoder)\.block\.\d+"
@@ -204,7 +204,7 @@ def t5(*, dp: Optional[str] = "dp", tp: Optional[str] = "tp", sequence_parallel:
     return _on(plan, dp, tp, block if unit else None)
 
 
-def vit(*, dp: Optional[str] = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
+def vit(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
     r"""A plan for ``ViTForImageClassification``::
 
         layer = r"vit\.layers\.\d+"
@@ -230,7 +230,7 @@ def vit(*, dp: Optional[str] = "dp", tp: Optional[str] = "tp", sequence_parallel
     return _on(plan, dp, tp, layer if unit else None)
 
 
-def dit(*, dp: Optional[str] = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
+def dit(*, dp: _Data = "dp", tp: Optional[str] = "tp", sequence_parallel: bool = False, unit: bool = True) -> Plan:
     r"""A plan for ``DiTTransformer2DModel`` of diffusers::
 
         block = r"transformer_blocks\.\d+"
@@ -262,7 +262,7 @@ def dit(*, dp: Optional[str] = "dp", tp: Optional[str] = "tp", sequence_parallel
 
 def flux2(
     *,
-    dp: Optional[str] = "dp",
+    dp: _Data = "dp",
     tp: Optional[str] = "tp",
     sequence_parallel: bool = False,
     unit: bool = True,
@@ -325,16 +325,21 @@ def _decoder(sequence_parallel: bool, projections: str = "q|k|v") -> Plan:
     return plan
 
 
-def _on(plan: Plan, dp: Optional[str], tp: Optional[str], unit: Optional[str], cp: Optional[str] = None) -> Plan:
+def _on(plan: Plan, dp: _Data, tp: Optional[str], unit: Optional[str], cp: Optional[str] = None) -> Plan:
     """``plan`` with the user's names of the mesh dimensions. Rules of one that is None are left out.
 
     Without units, each parameter needs a rule: the default is replicated.
     """
-    names = {"dp": dp, "tp": tp, "cp": cp}
+    names = {"dp": _names(dp), "tp": _names(tp), "cp": _names(cp)}
     rules = []
     for rule in plan.rules:
-        dim = names[rule.dims[0]]  # type: ignore[attr-defined]
-        if dim is not None:
-            rules.append(dataclasses.replace(rule, dims=(dim,)))  # type: ignore[call-arg]
-    plan, data = Plan(rules), tuple(dim for dim in (dp, cp) if dim is not None)
+        dims = names[rule.dims[0]]  # type: ignore[attr-defined]
+        if dims:
+            placement = rule.placement * len(dims)  # type: ignore[attr-defined]
+            rules.append(dataclasses.replace(rule, dims=dims, placement=placement))  # type: ignore[call-arg]
+    plan, data = Plan(rules), (*names["dp"], *names["cp"])
     return plan.default(Replicate()) if unit is None or not data else plan.unit(unit, data)
+
+
+def _names(dims: Union[str, tuple[str, ...], None]) -> tuple[str, ...]:
+    return () if dims is None else (dims,) if isinstance(dims, str) else tuple(dims)
