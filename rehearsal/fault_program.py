@@ -31,9 +31,11 @@ class Block(nn.Module):
         return x + torch.nn.functional.gelu(self.inner(self.norm(x)))
 
 
-def made(wrap: Wrap) -> nn.Module:
+def made(wrap: Wrap, is_wide: bool = False) -> nn.Module:
+    """A model of four blocks; or one of two layers whose gradients are not small, so that each is written as it comes."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block() for _ in range(4)]).cuda()
+    layers = [nn.Linear(32, 1024), nn.Linear(1024, 32)] if is_wide else [Block() for _ in range(4)]
+    model = nn.Sequential(*layers).cuda()
     wrap(model)
     return model
 
@@ -82,20 +84,23 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad.to_local() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def finalized_later(wrap: Wrap) -> list[torch.Tensor]:
+def finalized_later(wrap: Wrap, is_wide: bool = False) -> list[torch.Tensor]:
     """The next backward writes gradients while the reductions of the last one are in flight."""
-    model = made(wrap)
+    model = made(wrap, is_wide)
     model.set_manual_backward_finalization(True)
     x = batch()
     for _ in range(2):
         model(x).pow(2).mean().backward()
     model.finalize_backward()
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
     return gradients_of(model)
 
 
-def assigned(wrap: Wrap) -> list[torch.Tensor]:
+def assigned(wrap: Wrap, is_wide: bool = False) -> list[torch.Tensor]:
     """A program assigns gradients, as a pipeline schedule does, while the reduction of an earlier pass is in flight."""
-    model = made(wrap)
+    model = made(wrap, is_wide)
     model.set_manual_backward_finalization(True)
     model.set_reshard_after_backward(False)
     model(batch()).pow(2).mean().backward()
@@ -103,11 +108,13 @@ def assigned(wrap: Wrap) -> list[torch.Tensor]:
     x = batch(1).requires_grad_()
     torch.autograd.grad(model(x).pow(2).mean(), [x])
     model.set_requires_gradient_sync(True)
-    for block in model:
-        block.inner.weight.grad = torch.ones_like(block.inner.weight)
+    for layer in model:
+        weight = layer.weight if is_wide else layer.inner.weight
+        weight.grad = torch.ones_like(weight)
     model.finalize_backward()
-    for module in (model, *model):
-        module.reshard()
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
     return gradients_of(model)
 
 
@@ -129,6 +136,33 @@ def dropped(wrap: Wrap) -> list[torch.Tensor]:
     model[1].reshard()
     model(batch(1)).pow(2).mean().backward()
     return [*gradients_of(model), *later]
+
+
+class Forked(nn.Module):
+    """Its second layer runs on a side stream. The input of that layer has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.side = nn.Linear(32, 32), nn.Linear(32, 32), torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            other = self.second(x.detach())
+            other.record_stream(self.side)
+        first = self.first(x)
+        torch.cuda.current_stream().wait_stream(self.side)
+        return first + other
+
+
+def forked(wrap: Wrap) -> list[torch.Tensor]:
+    """Gradients that are written on a side stream."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Forked() for _ in range(3)]).cuda()
+    wrap(model)
+    for step in range(2):
+        model(batch(step).requires_grad_()).pow(2).mean().backward()
+    return gradients_of(model)
 
 
 def monitored(wrap: Wrap) -> list[torch.Tensor]:
@@ -342,10 +376,19 @@ def variants(flavour: str) -> dict[str, Variant]:
         "optimizer stream": lambda: train(wrapped(line), 3, optimizer_stream=True),
     }
     if flavour == "ours":
+
+        def one(model: nn.Module) -> None:
+            # No all-gather is behind the reduction, on NCCL's stream: only a wait for the reduction orders what follows.
+            fully_shard(model, mesh=line)
+            model.set_reshard_after_backward(False)
+
         found |= {
             "finalized later": lambda: finalized_later(wrapped(line)),
             "assigned": lambda: assigned(wrapped(line, reshard_after_forward=False)),
             "dropped": lambda: dropped(wrapped(line)),
+            "finalized later, one group": lambda: finalized_later(one, is_wide=True),
+            "assigned, one group": lambda: assigned(one, is_wide=True),
+            "forked": lambda: forked(wrapped(line)),
             "monitored": lambda: monitored(wrapped(line)),
             "muon": lambda: stepped_by_muon(wrapped(line)),
             "neighbours": lambda: kept_by_neighbours(wrapped(line)),

@@ -15,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -46,19 +47,23 @@ NOT_FOUND = {
 
 @dataclass
 class Outcome:
-    """What the ranks of a run printed: per variant, the digest and the reports of each rank; and whether a rank failed."""
+    """What the ranks of a run printed: per variant, the digest and the reports of each rank; and whether a rank failed.
+
+    Attributes:
+        errors: the end of what each rank wrote to stderr.
+    """
 
     results: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
     fails: bool = False
+    errors: str = ""
 
 
 def _rank(
-    pipe: int, replaced: dict[Wait, str], flavour: str, rank: int, size: int, port: int, wanted: list[str] | None
+    pipe: int, errors: int, replaced: dict[Wait, str], flavour: str, rank: int, size: int, port: int, wanted: list[str] | None
 ) -> None:
     """The process of one rank, after a fork. It never returns."""
     with contextlib.suppress(BaseException):
-        if os.environ.get("REHEARSAL_VERBOSE", "") in ("", "0"):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.dup2(errors, 2)
         Replaced(replaced).install()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE="1")
         try:
@@ -86,13 +91,14 @@ def run(
         the outcome, and for each variant the numbers that its code has added to ``sys._rehearsed``.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    errors = [tempfile.TemporaryFile("w+") for _ in range(size)]
     ranks: dict[int, tuple[int, int]] = {}  # By the end of the pipe: the rank and its process.
     for rank in range(size):
         ours, theirs = os.pipe()
         process = os.fork()
         if process == 0:
             os.close(ours)
-            _rank(theirs, replaced or {}, flavour, rank, size, store.port, wanted)
+            _rank(theirs, errors[rank].fileno(), replaced or {}, flavour, rank, size, store.port, wanted)
         os.close(theirs)
         ranks[ours] = (rank, process)
     outcome, reached = Outcome(), {}
@@ -117,6 +123,10 @@ def run(
                 name, digest, reports, numbers = json.loads(line)
                 outcome.results.setdefault(name, [("", 0)] * size)[rank] = (digest, reports)
                 reached.setdefault(name, set()).update(numbers)
+    for file in errors:
+        file.seek(0)
+        outcome.errors += file.read()[-3000:]
+        file.close()
     return outcome, reached
 
 
@@ -126,7 +136,7 @@ def _control(flavour: str) -> dict[str, dict[str, list[tuple[str, int]]]]:
     for size in RANKS:
         outcome, _ = run(size, flavour, limit=400)
         if outcome.fails:
-            raise SystemExit(f"{flavour} on {size} ranks fails: run with REHEARSAL_VERBOSE=1")
+            raise SystemExit(f"{flavour} on {size} ranks fails after {list(outcome.results)[-1:]}:\n{outcome.errors}")
         found[str(size)] = {name: [list(result) for result in ranks] for name, ranks in outcome.results.items()}
     return found
 
@@ -166,7 +176,7 @@ def _reaching(places: list[Wait]) -> dict[int, dict[int, list[str]]]:
     for size in RANKS:
         outcome, reached = run(size, replaced=marks, limit=400)
         if outcome.fails:
-            raise SystemExit("the programs fail: run with REHEARSAL_VERBOSE=1")
+            raise SystemExit(f"the programs fail after {list(outcome.results)[-1:]}:\n{outcome.errors}")
         for name, numbers in reached.items():
             for number in numbers:
                 reaching.setdefault(number, {}).setdefault(size, []).append(name)
