@@ -88,7 +88,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: DeviceMesh, *, mode: str = "
 
     Collectives: one or two all-reduces of 24 bytes per mesh dimension; one broadcast per tensor and mesh dimension of a model
     that has values (none for a deferred one); those of ``fully_shard``, for units. In static
-        mode, the first call issues those of the further steps, too, and a few all-gathers of objects.
+    mode, the first call issues those of the further steps, too, and a few all-gathers of objects.
 
     Returns:
         ``model``. Its attribute ``plan_ir`` has the records that are carried out; ``print(model.plan_ir)`` shows a table.
