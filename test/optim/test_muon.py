@@ -209,7 +209,7 @@ def _check_fused(expected, of_family, cases):
     assert comm.get_comm_counts().get(torch.ops.c10d_functional.all_to_all_single, 0) <= 4, comm.get_comm_counts()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, 4])
 def test_segments_of_fused_weights_are_matrices_of_their_own(ranks):
     expected = {dtype: _train_apart(dtype) for dtype in (torch.float32, torch.bfloat16)}
     assert_same(train(_make_fused, "", None, 5, shapes=list(FUSED)), expected[torch.float32], "plain tensors")
@@ -482,7 +482,7 @@ def _check_family(cases, expected, narrow, missing):
     assert_same(train(make_family, kind, mesh_shape, 4, missing=lambda i, step: (i + step) % 3 == 0), missing, "missing")
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_the_family_has_the_same_bits_on_any_number_of_ranks(size):
     def make_family(params):
         return make(params, **FAMILY)
