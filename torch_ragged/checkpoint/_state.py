@@ -205,18 +205,19 @@ def _pickled(value: Any, name: str) -> torch.Tensor:
 
 
 class _Before:
-    """Remembers the states and groups of optimizers, and restores them.
+    """Remembers the groups of optimizers, and which of them have no states yet, and restores both.
 
     Needed because ``get_optimizer_state_dict`` steps an optimizer that has never stepped.
     """
 
     def __init__(self, state: TrainState) -> None:
-        self._all = [(o, dict(o.state), [dict(group) for group in o.param_groups]) for o in state.optimizers]
+        # States themselves are not kept: only an optimizer without any is stepped. And an offloaded one would copy all of them.
+        self._all = [(o, bool(o.state), [dict(group) for group in o.param_groups]) for o in state.optimizers]
 
     def restore(self) -> None:
-        for optimizer, states, groups in self._all:
-            optimizer.state.clear()
-            optimizer.state.update(states)
+        for optimizer, had_states, groups in self._all:
+            if not had_states:
+                optimizer.state.clear()
             for group, before in zip(optimizer.param_groups, groups):
                 group.update(before)  # get_optimizer_state_dict sets the learning rate to 0 for its step.
 

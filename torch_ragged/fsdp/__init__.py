@@ -7,12 +7,13 @@
 ``comm/``          collectives over process groups and gloo; ``experimental/``: copy engine and multicast
 ``core/``          a parameter, its group, the buffers, gradients, the root, and the hooks of modules; in folders:
                    ``encodings/`` (what an all-gather sends), ``keepers/`` (what stays gathered), ``optional/``
+``offload/``       ``offloaded``: optimizers whose states lie in host memory, by the policy ``Offload``
 ``elastic/``       ``reshard_to``: moves a model that trains to another mesh; ``NeighbourCopies``
 ``tools/``         ``monitor`` and ``memory_report``
 =================  =========================================================================================
 
-Imports point one way: ``layout <- comm <- core <- _fsdp_module <- _fully_shard <- elastic, tools``. The offline planner is
-:mod:`torch_ragged.offline`.
+Imports point one way: ``layout <- comm <- core <- _fsdp_module <- _fully_shard <- elastic, offload, tools``. The offline
+planner is :mod:`torch_ragged.offline`.
 "Life of a parameter" in docs/design.md follows one parameter through the files.
 """
 
@@ -27,13 +28,14 @@ from torch.distributed.fsdp import (
 from torch_ragged.fsdp._fsdp_module import FSDPModule, share_comm_ctx
 from torch_ragged.fsdp._fully_shard import buffer_layouts, fully_shard
 from torch_ragged.fsdp.core._dbuffer import DBuffer
-from torch_ragged.fsdp.core._fsdp_api import HIERARCHICAL, ZERO1, ZERO2, ZERO3, BufferPlacements
+from torch_ragged.fsdp.core._fsdp_api import HIERARCHICAL, ZERO1, ZERO2, ZERO3, BufferPlacements, Offload
 from torch_ragged.fsdp.core.encodings._float8 import Float8Policy
 from torch_ragged.fsdp.elastic._neighbour_copies import NeighbourCopies
 from torch_ragged.fsdp.elastic._reshard_to import reshard_to
 from torch_ragged.fsdp.layout._advice import advise
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._planner import plan_layout
+from torch_ragged.fsdp.offload._offloaded_optimizer import OffloadedOptimizer, offloaded
 from torch_ragged.fsdp.tools._memory_report import MemoryReport, MemoryRow, memory_report
 from torch_ragged.fsdp.tools._monitor import Monitor, monitor
 from torch_ragged.fsdp.tools._timeline import Timeline, TimelineSpan
@@ -48,7 +50,9 @@ __all__ = [
     "share_comm_ctx",
     "register_fsdp_forward_method",
     "UnshardHandle",
+    "Offload",
     "OffloadPolicy",
+    "OffloadedOptimizer",
     "CPUOffloadPolicy",
     "BufferLayout",
     "DBuffer",
@@ -71,6 +75,7 @@ __all__ = [
     "fully_shard",
     "memory_report",
     "monitor",
+    "offloaded",
     "plan_layout",
     "NeighbourCopies",
     "reshard_to",

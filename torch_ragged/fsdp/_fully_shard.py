@@ -98,7 +98,7 @@ def fully_shard(
             gradients are reduced in ``param_dtype`` (before torch 2.15) or in the parameters' dtype (since torch 2.15). With a
             :class:`Float8Policy`, matrices are all-gathered as 8-bit codes.
         offload_policy: with ``CPUOffloadPolicy()``, sharded parameters and their gradients are on the CPU. So the optimizer
-            runs there.
+            runs there. With an :class:`Offload`, a part of the states of an :func:`offloaded` optimizer is in host memory.
         ignored_params: an iterable of parameters that are not sharded, and whose gradients are not reduced. A parameter that is
             added later, and is trained without ``fully_shard``, causes a warning, unless it was ever in ``ignored_params``.
         dp_mesh_dims: torch's ``DataParallelMeshDims``. ``mesh`` is then the whole mesh, and ``dp_mesh_dims`` names its

@@ -21,6 +21,7 @@ from torch_ragged.optim._base import (
     RaggedOptimizer,
     agree_on_gradients,
     check_placement,
+    from_flat,
     groups_on_host,
     local,
     local_shape_placed,
@@ -30,7 +31,16 @@ from torch_ragged.optim._base import (
     run_closure,
     zeros_placed,
 )
-from torch_ragged.optim._blocks import BlockPolicy, Region, aligned_placements, flat_indices, grid_placements, regions_of
+from torch_ragged.optim._blocks import (
+    BlockPolicy,
+    Region,
+    aligned_placements,
+    block_edges,
+    flat_indices,
+    grid_placements,
+    regions_of,
+    regions_within,
+)
 from torch_ragged.optim._quantize import BOOKS, code_book, dequantize, hash32, quantize, round_to_bfloat16
 
 __all__ = ["Adam8bit", "AdamStep", "AdamW8bit", "Moments", "update_region"]
@@ -90,12 +100,14 @@ class _Layout:
             parameter keep all blocks whole on all ranks.
         grid: the placements of the scales.
         regions: this rank's blocks.
+        run: if the parameter stands for a run of another one: that one, and where the run begins and ends on this rank.
     """
 
     is_blocked: bool
     aligned: Optional[tuple[Placement, ...]] = None
     grid: tuple[Placement, ...] = ()
     regions: tuple[Region, ...] = ()
+    run: Optional[tuple[torch.Tensor, int, int]] = None
 
 
 class Moments(NamedTuple):
@@ -169,12 +181,14 @@ class Adam8bit(RaggedOptimizer):
         self.policy = policy if policy is not None else type(self).policy
         self.code, self.stochastic_rounding, self.seed = code, stochastic_rounding, seed
         self._layouts: dict[torch.Tensor, _Layout] = {}
+        self._indices: dict[torch.Tensor, int] = {}  # Of tensors that stand for parameters of another optimizer.
+        self._cuts: dict[torch.Tensor, list[tuple[int, int]]] = {}
         self._has_warned = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._layouts, self._has_warned = {}, getattr(self, "_has_warned", False)
+        self._layouts, self._indices, self._cuts, self._has_warned = {}, {}, {}, getattr(self, "_has_warned", False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. Raises ``ValueError`` as the constructor does, without a change of the optimizer."""
@@ -219,7 +233,7 @@ class Adam8bit(RaggedOptimizer):
         updates = BlockUpdates(self.policy.block, self.code)
         for (index, param, group), layout, gradient in zip(entries_here, layouts, gradients):
             if gradient is not None:
-                self._step_param(index, param, gradient, group, layout, updates)
+                self._step_param(self._indices.get(param, index), param, gradient, group, layout, updates)
         updates.run()
         return loss
 
@@ -243,7 +257,7 @@ class Adam8bit(RaggedOptimizer):
             if layout.is_blocked:
                 self._update_blocks(flat, gradient, state, numbers, layout, updates)
             else:
-                _update_plain(param, flat, gradient.contiguous().view(-1), state, numbers)
+                _update_plain(layout.run or (param, 0, len(flat)), flat, gradient.contiguous().view(-1), state, numbers)
             if flat.data_ptr() != target.data_ptr():
                 updates.run()  # The updates of ``flat`` must have run before it is copied.
                 target.copy_(flat.view(target.shape))
@@ -288,6 +302,11 @@ class Adam8bit(RaggedOptimizer):
 
     def _init_state(self, param: torch.Tensor, state: dict[str, Any], layout: _Layout) -> None:
         state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        if layout.run is not None:
+            whole, start, stop = layout.run
+            for name, (numel, dtype) in self.piece_states(whole, start, stop).items():
+                state[name] = torch.zeros(numel, dtype=dtype, device=param.device)
+            return
         for name, _ in _MOMENTS:
             if not layout.is_blocked:
                 state[name] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
@@ -338,6 +357,83 @@ class Adam8bit(RaggedOptimizer):
                 f"blocks of {self.policy.block}"
             )
         return zeros_placed(shape, dtype, param.device_mesh, placements)
+
+    # -- pieces: runs of a parameter's local tensor whose states lie in different memories, for ``fsdp.offloaded`` --------
+
+    def piece_cut(self, param: torch.Tensor, numel: int, at: int) -> int:
+        """The nearest element to ``at`` at which the local tensor of ``param``, of ``numel`` elements, can be cut.
+
+        Raises:
+            ValueError: ranks share blocks of ``param``, whose states are placed otherwise than the parameter.
+        """
+        edges = self._edges(param)
+        if edges is None:
+            return min((at + 32) // 64 * 64, numel)
+        return min((element for element, _ in edges), key=lambda element: abs(element - at))
+
+    def piece_states(self, param: torch.Tensor, start: int, stop: int) -> dict[str, tuple[int, torch.dtype]]:
+        """The states of a run of the local tensor: the number of elements and the dtype of each."""
+        if not self.policy.is_blocked(tuple(param.shape)):
+            return {name: (stop - start, torch.float32) for name, _ in _MOMENTS}
+        first, last = self.piece_run(param, "scales", start, stop)
+        parts = {"codes": (stop - start, torch.uint8), "scales": (last - first, torch.float32)}
+        return {f"{name}_{part}": parts[part] for name, _ in _MOMENTS for part in parts}
+
+    def piece_run(self, param: torch.Tensor, name: str, start: int, stop: int) -> tuple[int, int]:
+        """Where the state ``name`` of a run of the local tensor begins and ends: scales are fewer than elements."""
+        edges = self._edges(param)
+        if edges is None or not name.endswith("scales"):
+            return start, stop
+        block_at = dict(edges)
+        return block_at[start], block_at[stop]
+
+    def piece_placements(self, param: torch.Tensor, name: str) -> tuple[Placement, ...]:
+        """The placements of the state ``name`` of ``param``."""
+        assert isinstance(param, DTensor)
+        return self._layout(param).grid if name.endswith("scales") else tuple(param.placements)
+
+    def piece_joined(self, param: torch.Tensor, name: str, flat: torch.Tensor) -> DTensor:
+        """The state ``name`` of ``param``, given its elements on this rank."""
+        assert isinstance(param, DTensor)
+        shape = tuple(param.shape)
+        shape = self.policy.grid(shape) if name.endswith("scales") else shape
+        return from_flat(flat, shape, param.device_mesh, self.piece_placements(param, name))
+
+    def piece_optimizer(
+        self, pieces: Sequence[tuple[torch.Tensor, torch.Tensor, int, int, int]], groups: list[dict[str, Any]]
+    ) -> Adam8bit:
+        """An optimizer of the same options for runs of parameters, whose steps are those of this one.
+
+        Args:
+            pieces: for each run: the 1-D tensor to step, or the parameter itself; the parameter; its index in this optimizer;
+                where the run begins and ends in the local tensor.
+            groups: the parameter groups, of these tensors.
+        """
+        result = type(self)(groups, **{name: getattr(self, name) for name in self._knobs})
+        for leaf, param, index, start, stop in pieces:
+            result._indices[leaf] = index
+            layout = self._layout(param)
+            if leaf is not param:
+                regions: list[Region] = []
+                if layout.is_blocked:
+                    block, _ = self.piece_run(param, "scales", start, stop)
+                    regions = regions_within(layout.regions, self.policy, start, stop, block)
+                result._layouts[leaf] = _Layout(layout.is_blocked, regions=tuple(regions), run=(param, start, stop))
+        return result
+
+    def _edges(self, param: torch.Tensor) -> list[tuple[int, int]] | None:
+        """The cuts of a parameter with blocks: see :func:`block_edges`. None without blocks."""
+        layout = self._layout(param)
+        if layout.aligned is not None:
+            raise ValueError(
+                f"{type(self).__name__}: blocks of a parameter of shape {tuple(param.shape)} are cut between ranks, so that "
+                "its states cannot be offloaded: pass orig_param_policy=policy to fully_shard, with the policy of the optimizer"
+            )
+        if not layout.is_blocked:
+            return None
+        if param not in self._cuts:
+            self._cuts[param] = block_edges(layout.regions, self.policy)
+        return self._cuts[param]
 
     def _layout(self, param: torch.Tensor) -> _Layout:
         if param not in self._layouts:
@@ -450,16 +546,18 @@ def _floats(numbers: AdamStep) -> tuple[float, ...]:
 
 
 def _update_plain(
-    param: torch.Tensor, flat: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], numbers: AdamStep
+    run: tuple[torch.Tensor, int, int], flat: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], numbers: AdamStep
 ) -> None:
-    """One step on a parameter without blocks; ``flat`` is its local tensor."""
+    """One step on a parameter without blocks; ``flat`` is the ``run`` (parameter, start, stop) of its local tensor."""
     wide = flat if flat.dtype == torch.float32 else flat.float()
     m, v = (local(state[name]).view(-1) for name, _ in _MOMENTS)
     numbers.update(wide, gradient.float(), m, v)
     if numbers.rounding_key is not None:
+        param, start, stop = run
         mesh = mesh_of(param)
         coordinate = () if mesh is None else tuple(mesh.get_coordinate() or ())
-        flat.copy_(round_to_bfloat16(wide, flat_indices(placed_of(param), coordinate, flat.device), numbers.rounding_key))
+        indices = flat_indices(placed_of(param), coordinate, flat.device)[start:stop]
+        flat.copy_(round_to_bfloat16(wide, indices, numbers.rounding_key))
     elif wide is not flat:
         flat.copy_(wide)
 

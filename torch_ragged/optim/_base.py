@@ -6,6 +6,7 @@ Only :func:`agree_on_gradients` communicates.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ __all__ = [
     "agree_on_gradients",
     "by_mesh",
     "check_placement",
+    "from_flat",
     "groups_on_host",
     "local",
     "local_shape_placed",
@@ -65,8 +67,14 @@ def placed_of(param: torch.Tensor, placements: Sequence[Placement] | None = None
 
 def zeros_placed(shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """A DTensor of zeros of global ``shape``. No communication."""
+    numel = math.prod(local_shape_placed(shape, mesh, placements))
+    return from_flat(torch.zeros(numel, dtype=dtype, device=mesh.device_type), shape, mesh, placements)
+
+
+def from_flat(flat: torch.Tensor, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """The DTensor of global ``shape`` whose local tensor is a view of the 1-D tensor ``flat``. No communication."""
     normalized = normalize_placements(tuple(placements), shape, tuple(mesh.shape))
-    values = torch.zeros(local_shape_placed(shape, mesh, normalized), dtype=dtype, device=mesh.device_type)
+    values = flat.view(local_shape_placed(shape, mesh, normalized))
     return DTensor.from_local(
         values, mesh, normalized, run_check=False, shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride()
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import torch
@@ -23,7 +23,16 @@ from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard, normalize_placements
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
-__all__ = ["BlockPolicy", "Region", "aligned_placements", "flat_indices", "grid_placements", "regions_of"]
+__all__ = [
+    "BlockPolicy",
+    "Region",
+    "aligned_placements",
+    "block_edges",
+    "flat_indices",
+    "grid_placements",
+    "regions_of",
+    "regions_within",
+]
 
 _MOST_SCALES = 0.1
 """The most bytes of scales per element. A parameter whose matrices are too narrow for this limit has no blocks."""
@@ -232,6 +241,31 @@ def regions_of(placed: Placed, coordinate: tuple[int, ...], policy: BlockPolicy,
     Call it only for placements that :func:`grid_placements` accepts: they cut no block.
     """
     return [part for region in _whole_regions(placed, coordinate, policy) for part in _split(region, policy, most)]
+
+
+def block_edges(regions: Sequence[Region], policy: BlockPolicy) -> list[tuple[int, int]]:
+    """Where a local tensor can be cut between bands of blocks: the element and the block that begin there, and both ends."""
+    edges = [(0, 0)]
+    for region in regions:
+        for band in _split(region, policy, 1):
+            edges.append((band.start + band.numel, band.first_block + math.prod(band.grid)))
+    return edges
+
+
+def regions_within(regions: Sequence[Region], policy: BlockPolicy, start: int, stop: int, block: int) -> list[Region]:
+    """The regions of a run of the local tensor, with offsets in this run.
+
+    Args:
+        start, stop: the run's elements, which begin and end at :func:`block_edges`.
+        block: the first block of the run.
+    """
+    found = []
+    for region in regions:
+        is_inside = start <= region.start and region.start + region.numel <= stop
+        for part in [region] if is_inside else _split(region, policy, 1):
+            if start <= part.start and part.start + part.numel <= stop:
+                found.append(replace(part, start=part.start - start, first_block=part.first_block - block))
+    return found
 
 
 def _whole_regions(placed: Placed, coordinate: tuple[int, ...], policy: BlockPolicy) -> Iterator[Region]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
@@ -31,8 +30,7 @@ class DormantGroup(FSDPParamGroup):
         super()._allocate(torch.device("meta"), dtype)
 
     def _init_param(self, index: int, found: FoundParam) -> FSDPParam:
-        offloads = isinstance(self.plan.offload, CPUOffloadPolicy)
-        device = torch.device("cpu") if offloads else device_of(self.dp.mesh)
+        device = torch.device("cpu") if self.plan.offloads_params else device_of(self.dp.mesh)
         nothing = torch.empty(0, dtype=found.value.dtype, device=device)
         sharded = nn.Parameter(found.distribution.sharded(nothing, self.layout, index), found.value.requires_grad)
         vars(sharded).update(attributes_of(found.value))

@@ -1,17 +1,30 @@
-"""BufferPlacements: which part of parameters, gradients and optimizer state each rank keeps (ZeRO-1, 2, 3, hierarchical)."""
+"""What users give to ``fully_shard``: ``BufferPlacements`` (ZeRO-1, 2, 3, hierarchical), ``Offload``; checks of arguments."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 from typing import Any, TypeVar
 
+from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["BufferPlacements", "HIERARCHICAL", "InvalidArgument", "ZERO1", "ZERO2", "ZERO3", "check_bool", "checks_bools"]
+__all__ = [
+    "BufferPlacements",
+    "HIERARCHICAL",
+    "InvalidArgument",
+    "Offload",
+    "ZERO1",
+    "ZERO2",
+    "ZERO3",
+    "check_bool",
+    "checks_bools",
+]
 
 
 T = TypeVar("T")
@@ -93,6 +106,98 @@ class BufferPlacements:
     def stay_gathered(self) -> bool:
         """Whether parameters stay gathered, at least over the first mesh dimension, although optimizer state is sharded."""
         return self.parameters[0] != self.optimizer[0]
+
+
+@dataclass(unsafe_hash=True)
+class Offload(OffloadPolicy):
+    """Where the optimizer states of a ``fully_shard`` call lie: a part on the device, the rest in host memory or in files.
+
+    ::
+
+        for block in model.blocks:
+            fully_shard(block, offload_policy=Offload(optimizer=0.5))
+        fully_shard(model, offload_policy=Offload(optimizer=0.5))
+        optimizer = offloaded(torch.optim.AdamW, model, lr=3e-4)  # not torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+    The policy says where; :func:`offloaded` makes the optimizer that follows it. An optimizer that is made without
+    :func:`offloaded` keeps its states beside the parameters, as always.
+
+    Args:
+        optimizer: the fraction of the elements of each group's shard whose states do not lie on the device, from 0 to 1. They
+            are the last ones of the shard.
+        parameters: whether the sharded parameters and their gradients lie in host memory, too, as with ``CPUOffloadPolicy()``.
+            Then the optimizer runs on the CPU, so ``optimizer`` must be 1.
+        to: ``"cpu"`` for host memory, or a folder: each rank keeps these states in a scratch file there. It needs an optimizer
+            that runs on the CPU: a mesh of CPUs, or ``parameters=True``.
+
+    Raises:
+        ValueError: ``optimizer`` is no number from 0 to 1, ``parameters`` is no bool, they contradict each other, or ``to`` is
+            no path.
+    """
+
+    optimizer: float = 1.0
+    parameters: bool = False
+    to: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.to, (str, os.PathLike)) or not os.fspath(self.to):
+            raise ValueError(
+                f'Offload to={self.to!r} is no tier: give "cpu" for host memory, or the path of a folder for files'
+            )
+        self.__dict__["to"] = os.fspath(self.to)
+        given = self.optimizer
+        if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 <= given <= 1:
+            raise ValueError(
+                f"Offload optimizer={given!r} is no fraction: give a number from 0 (all states on the device) to 1 (all "
+                "states in host memory)"
+            )
+        if not isinstance(self.parameters, bool):
+            raise ValueError(f"Offload parameters must be a bool, got {self.parameters!r}")
+        if self.parameters and given != 1:
+            raise ValueError(
+                f"Offload(optimizer={given!r}, parameters=True) keeps states on the device for an optimizer that runs on "
+                "the CPU, where its parameters are: give optimizer=1.0, or parameters=False"
+            )
+
+    @classmethod
+    def fit(cls, report: Any, *, device_bytes: int, host_bytes: int | None = None) -> Offload:
+        """The smallest fraction with which a training step fits into ``device_bytes`` per rank::
+
+            report = memory_report(model, torch.optim.AdamW)    # of the model as fully_shard shards it without Offload
+            policy = Offload.fit(report, device_bytes=40 * 2**30, host_bytes=100 * 2**30)
+
+        The model of the report may be on the meta device. What the report does not count needs room beside ``device_bytes``:
+        activations and, on an accelerator, two windows of 8,388,608 elements with their states.
+
+        Args:
+            report: the :class:`MemoryReport` of the model and its optimizer.
+            device_bytes: the bytes that a rank may use on its device.
+            host_bytes: the bytes that a rank may use of host memory; None: any number.
+
+        Raises:
+            ValueError: all states in host memory would not be enough, or there is too little host memory.
+        """
+        states, over = report.peak.optimizer, max(0, report.peak.total - device_bytes)
+        if over > states:
+            raise ValueError(
+                f"a step needs {report.peak.total:,} bytes, {over:,} more than device_bytes={device_bytes:,}, and all "
+                f"optimizer states have {states:,}: use more ranks, or Offload(parameters=True)"
+            )
+        # Rounded up to what is read easily: 0.0001 of the states more than needed, at most.
+        fraction = min(1.0, math.ceil(over / states * 10_000) / 10_000) if over else 0.0
+        needed = math.ceil(fraction * states)
+        if host_bytes is not None and needed > host_bytes:
+            raise ValueError(
+                f"{needed:,} bytes of optimizer states have to leave the device, more than host_bytes={host_bytes:,}: use more "
+                "ranks, or Offload(to=folder)"
+            )
+        return cls(optimizer=fraction)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Not a frozen dataclass: torch's OffloadPolicy is none, and Python refuses to mix them.
+        if name in self.__dict__:
+            raise FrozenInstanceError(f"cannot assign to field {name!r}")
+        super().__setattr__(name, value)
 
 
 _S, _R, _P = Shard(0), Replicate(), Partial()

@@ -12,12 +12,12 @@ from enum import Enum, auto
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged._register._torch import local_tensor
-from torch_ragged.fsdp.core._fsdp_api import InvalidArgument
+from torch_ragged.fsdp.core._fsdp_api import InvalidArgument, Offload
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._spmd_types import AnnotatedParam, is_annotated
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
@@ -381,7 +381,7 @@ class GroupPlan:
 
     Attributes:
         param_dtype, reduce_dtype: as in the mixed precision policy.
-        offload: whether shards are on the CPU.
+        offload: what is not on the device of the computation.
         tile: if not None, parameters are all-gathered as float8 in these tiles.
         runs_on_meta: whether the group trains on the meta device, as memory reports do.
     """
@@ -395,6 +395,12 @@ class GroupPlan:
     mp_policy: MixedPrecisionPolicy
     tile: tuple[int, int] | None = None
     runs_on_meta: bool = False
+
+    @property
+    def offloads_params(self) -> bool:
+        """Whether shards and ``.grad`` are on the CPU, where the optimizer runs."""
+        is_ours = isinstance(self.offload, Offload) and self.offload.parameters
+        return is_ours or isinstance(self.offload, CPUOffloadPolicy)
 
 
 @dataclass

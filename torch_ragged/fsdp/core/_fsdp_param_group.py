@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from torch_ragged._register._torch import (
@@ -179,10 +178,10 @@ class FSDPParamGroup:
         self.param_dtype = (dtype.is_floating_point and self.plan.param_dtype) or dtype
         default = dtype if _KEEPS_WIDE_GRADIENTS else self.param_dtype
         self.reduce_dtype = self.plan.reduce_dtype or default
-        offload = self.plan.offload if isinstance(self.plan.offload, CPUOffloadPolicy) and device.type != "meta" else None
         # With offload, shards and ``.grad`` are on the CPU, where the optimizer runs. The computation is not.
-        home = device if offload is None else torch.device("cpu")
-        is_pinned = offload is not None and offload.pin_memory and device.type != "cpu"
+        offloads = self.plan.offloads_params and device.type != "meta"
+        home = torch.device("cpu") if offloads else device
+        is_pinned = offloads and device.type != "cpu" and getattr(self.plan.offload, "pin_memory", True)
         self.shards.allocate(dtype, home, is_pinned)
         self.sharded = self.shards.buffer
         self.encoding.make_buffers(self.param_dtype, device, self.pools[0], self.memory.gathered)
@@ -701,7 +700,7 @@ class FSDPParamGroup:
         # The function is opaque: call it on an empty tensor to see the device and dtype.
         device = self.sharded.flat.device
         probe = function(torch.empty(0, dtype=self.orig_dtype, device=device))
-        offloads = isinstance(self.plan.offload, CPUOffloadPolicy)
+        offloads = self.plan.offloads_params
         home = "cpu" if offloads else self.dp.mesh.device_type
         if probe.device != device and not (self.is_meta and probe.device.type == home):
             where = (

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import is_tensor_like
 
@@ -217,8 +216,7 @@ def _conversion(group: FSDPParamGroup, entries: list[_Entry]) -> Optional[_Conve
         )
     (dtype,) = dtypes
     if group.is_meta and is_whole and not any(entry.value.is_meta for entry in entries):
-        offloads = isinstance(group.plan.offload, CPUOffloadPolicy)
-        home = torch.device("cpu") if offloads else device_of(group.dp.mesh)
+        home = torch.device("cpu") if group.plan.offloads_params else device_of(group.dp.mesh)
         conversion: _Conversion = functools.partial(torch.empty_like, dtype=dtype, device=home)
     elif others:
         conversion = functools.partial(torch.Tensor.to, dtype=dtype)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
+from torch_ragged.fsdp.core._fsdp_api import Offload
 from torch_ragged.fsdp.core._fsdp_init import layout_of
 from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, FSDPParam, GroupPlan
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
@@ -55,9 +56,15 @@ def check_movable(group: FSDPParamGroup) -> None:
     """Raise if ``group`` has something that would be lost.
 
     Raises:
-        ValueError: it has a tensor type with its own all-gather, or collectives or memory that belong to its mesh.
+        ValueError: it has an ``Offload``, a tensor type with its own all-gather, or collectives or memory that belong to its
+            mesh.
         RuntimeError: it is on the meta device, or has gradients that are not in ``.grad`` yet.
     """
+    if isinstance(group.plan.offload, Offload):
+        raise ValueError(
+            f"{group.names} was sharded with {group.plan.offload}, which reshard_to does not support: save a checkpoint, and "
+            "load it on the other mesh"
+        )
     if group.encoding.makes_params:
         raise ValueError(f"{group.names} is of a type with its own all-gather, which reshard_to does not support")
     if group.dp.is_member and group.is_meta:

@@ -5,6 +5,7 @@ It must not communicate, and must not allocate memory on the model's device.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
@@ -17,13 +18,21 @@ from torch.optim import Optimizer
 from torch_ragged.fsdp._fully_shard import module_states, named_groups
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
-from torch_ragged.fsdp.tools._optimizer_memory import OptimizerLike, first_state_nbytes, made_optimizers, state_nbytes
+from torch_ragged.fsdp.tools._optimizer_memory import (
+    OptimizerLike,
+    first_state_nbytes,
+    host_nbytes,
+    made_optimizers,
+    state_nbytes,
+)
 from torch_ragged.fsdp.tools._replay import highest_moment
 
 __all__ = ["MemoryReport", "MemoryRow", "memory_report", "transient_nbytes"]
 
 # In the order of the attributes of MemoryRow.
-_COLUMNS = ("group", "sharded params", "gathered params", "unreduced grads", ".grad", "optimizer states", "total")
+_COLUMNS: tuple[str, ...] = ("group", "sharded params", "gathered params", "unreduced grads", ".grad", "optimizer states")
+_COLUMNS += ("states in host memory", "total")
+_HOST = 6  # The column of states in host memory: left out if there are none.
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,8 @@ class MemoryRow:
         gathered: gathered parameters.
         gradients: gradients that are not reduced yet, in a buffer as large as the gathered parameters.
         grad: the memory of the parameters' ``.grad``, and reduced shards that become ``.grad``.
-        optimizer: the optimizer's state for the parameters.
+        optimizer: the optimizer's state for the parameters, on the device.
+        host: the state that an :func:`offloaded` optimizer keeps in host memory, and its windows of files. Not in ``total``.
     """
 
     name: str
@@ -45,10 +55,11 @@ class MemoryRow:
     gradients: int = 0
     grad: int = 0
     optimizer: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """The sum of all columns."""
+        """The sum of all columns but ``host``."""
         return self.sharded + self.gathered + self.gradients + self.grad + self.optimizer
 
 
@@ -72,10 +83,13 @@ class MemoryReport:
         rows = [*self.groups, self.total, self.peak]
         names = [row.name for row in rows[:-1]] + [f"peak: {self.peak.name}"]
         cells = [(name, *map(_human, (*astuple(row)[1:], row.total))) for name, row in zip(names, rows)]
-        widths = [max(map(len, column)) for column in zip(_COLUMNS, *cells)]
+        header = _COLUMNS
+        if not any(row.host for row in rows):
+            header, *cells = [line[:_HOST] + line[_HOST + 1 :] for line in (header, *cells)]
+        widths = [max(map(len, column)) for column in zip(header, *cells)]
         lines = [
             "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))])
-            for line in (_COLUMNS, *cells)
+            for line in (header, *cells)
         ]
         return "\n".join([*lines, *self.notes])
 
@@ -121,14 +135,17 @@ def memory_report(model: nn.Module, optimizer: OptimizerLike | Iterable[Optimize
     states = module_states(model)
     optimizers = made_optimizers(optimizer, [param for param in model.parameters() if param.requires_grad])
     held = {param: nbytes for one in optimizers for param, nbytes in state_nbytes(one).items()}
+    of_tiers = [host_nbytes(one) for one in optimizers]
+    hosted = {param: nbytes for by_param, _ in of_tiers for param, nbytes in by_param.items()}
     groups = []
     for name, group in named_groups(model).items():
-        groups.append(_row_of(name, group, held))
+        groups.append(_row_of(name, group, held, hosted))
     total = MemoryRow("total", *(sum(column) for column in list(zip(*map(astuple, groups)))[1:]))
+    total = dataclasses.replace(total, host=total.host + sum(windows for _, windows in of_tiers))
     moment, predicted = highest_moment(states, _forward_order(list(states.values())))
     first = [_first_states(one) for one in optimizers if not one.state]
     optimizer_nbytes = total.optimizer + sum(nbytes for nbytes, _ in first)
-    peak = MemoryRow(moment, sharded=total.sharded, optimizer=optimizer_nbytes, **predicted)
+    peak = MemoryRow(moment, sharded=total.sharded, optimizer=optimizer_nbytes, host=total.host, **predicted)
     return MemoryReport(tuple(groups), total, peak, tuple(note for _, note in first))
 
 
@@ -149,7 +166,7 @@ def transient_nbytes(group: FSDPParamGroup) -> int:
     return sum(buffer.resident_nbytes for kind in ("gathered", "gradients") for buffer in buffers[kind]) + group.kept_nbytes
 
 
-def _row_of(name: str, group: FSDPParamGroup, held: dict[int, int]) -> MemoryRow:
+def _row_of(name: str, group: FSDPParamGroup, held: dict[int, int], hosted: dict[int, int]) -> MemoryRow:
     resident = {kind: sum(b.resident_nbytes for b in buffers) for kind, buffers in group.buffers().items()}
     grads = {}  # By storage: gradients are views of one buffer, unless the user has set them.
     for param in group.params:
@@ -163,6 +180,7 @@ def _row_of(name: str, group: FSDPParamGroup, held: dict[int, int]) -> MemoryRow
         gradients=resident["gradients"],
         grad=resident["reduced"] + sum(grads.values()),
         optimizer=sum(held.get(id(param.sharded), 0) for param in group.params),
+        host=sum(hosted.get(id(param.sharded), 0) for param in group.params),
     )
 
 

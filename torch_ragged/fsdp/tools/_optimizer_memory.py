@@ -14,7 +14,15 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-__all__ = ["OptimizerLike", "OptimizerMaker", "first_state_nbytes", "made_optimizers", "optimizers_of", "state_nbytes"]
+__all__ = [
+    "OptimizerLike",
+    "OptimizerMaker",
+    "first_state_nbytes",
+    "host_nbytes",
+    "made_optimizers",
+    "optimizers_of",
+    "state_nbytes",
+]
 
 OptimizerMaker = Callable[[list[torch.Tensor]], Optimizer]
 OptimizerLike = Union[Optimizer, OptimizerMaker]
@@ -61,8 +69,18 @@ def made_optimizers(optimizer: OptimizerLike | Iterable[OptimizerLike] | None, p
 
 
 def state_nbytes(optimizer: Optimizer) -> dict[int, int]:
-    """By ``id`` of a parameter, the bytes of its state now."""
+    """By ``id`` of a parameter, the bytes of its state on the device now."""
+    if hasattr(optimizer, "tier_nbytes"):  # Of fsdp.offload: reading ``state`` would copy it.
+        return optimizer.state_nbytes("device")
     return {id(param): _nbytes(state.values()) for param, state in optimizer.state.items()}
+
+
+def host_nbytes(optimizer: Optimizer) -> tuple[dict[int, int], int]:
+    """The bytes of an optimizer's states in host memory: by ``id`` of a parameter, and of windows that all parameters share."""
+    if not hasattr(optimizer, "tier_nbytes"):
+        return {}, 0
+    by_param, windows = optimizer.state_nbytes("host"), optimizer.tier_nbytes()
+    return by_param, windows["windows"]
 
 
 def first_state_nbytes(optimizer: Optimizer) -> int:

@@ -1,0 +1,284 @@
+"""FileTier: states in a scratch file, read ahead and written behind in the order of use, through a few windows of host memory.
+
+Its threads read and write files only: they call no torch, and nothing of the package calls into them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import uuid
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_ragged.fsdp.offload._pieces import Chunk
+from torch_ragged.fsdp.offload._tiers import Memory
+
+__all__ = ["BLOCK", "FILE_NUMEL", "WINDOWS", "FileTier", "ScratchFile"]
+
+BLOCK = 4096
+"""Direct I/O reads and writes whole blocks of the file, from addresses that are multiples of it."""
+
+FILE_NUMEL = 1 << 22
+"""The most elements of a chunk in a file: with two float32 states, one read or write of 32 MiB."""
+
+WINDOWS = 3
+"""One chunk is read ahead, one is stepped, one is written behind."""
+
+# Named here, so that tests can let them fail. None: a system that is not Linux.
+_open: Any = os.open
+_preadv, _pwritev, _fallocate = (getattr(os, name, None) for name in ("preadv", "pwritev", "posix_fallocate"))
+
+
+class ScratchFile:
+    """A file of a fixed size that has no name once it is open.
+
+    It cannot be taken for a checkpoint, another job cannot open it, and its space is free when the process ends, however it
+    ends. It is read and written past the page cache (``O_DIRECT``) if the file system allows it.
+
+    Args:
+        folder: where the file lies.
+        rank: this rank, for the name in errors.
+        nbytes: the size, a multiple of ``BLOCK``. It is reserved here.
+
+    Attributes:
+        path: the name that it had when it was made.
+        is_direct: whether it is read and written past the page cache.
+
+    Raises:
+        OSError: ``folder`` is missing or read-only, or the disk is full. The error names the file, as those of all methods.
+    """
+
+    def __init__(self, folder: str, rank: int, nbytes: int) -> None:
+        self.path = os.path.join(folder, f"torch_ragged-offload-rank{rank}-{uuid.uuid4().hex}")
+        if _fallocate is None:
+            raise OSError(errno.ENOSYS, "offload to files needs Linux", folder)
+        with self._named("create"):
+            # Exclusive: it is an error if the name is there, which no other process has drawn.
+            self._fd = _open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self.close = weakref.finalize(self, os.close, self._fd)
+        with self._named("remove the name of"):
+            os.unlink(self.path)
+        with self._named(f"reserve {nbytes} bytes for"):
+            _fallocate(self._fd, 0, nbytes)
+        self.is_direct = self._becomes_direct()
+
+    def read(self, memory: memoryview, offset: int) -> None:
+        """Fill ``memory`` from ``offset`` on."""
+        with self._named(f"read {len(memory)} bytes at {offset} of"):
+            self._run(_preadv, memory, offset)
+
+    def write(self, memory: memoryview, offset: int) -> None:
+        """Write ``memory`` at ``offset``."""
+        with self._named(f"write {len(memory)} bytes at {offset} of"):
+            self._run(_pwritev, memory, offset)
+
+    def _run(self, call: Any, memory: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(memory):
+            # Whole blocks only: direct I/O cannot go on from within one.
+            count = call(self._fd, [memory[done:]], offset + done) // BLOCK * BLOCK
+            if count <= 0:
+                raise OSError(errno.EIO, f"it ends after {done} bytes")
+            done += count
+
+    def _becomes_direct(self) -> bool:
+        """Switch to direct I/O, and return whether a block can be written so."""
+        import fcntl  # Not on every system.
+
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            _pwritev(self._fd, [mmap.mmap(-1, BLOCK)], 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            text = error.strerror or str(error)
+            raise OSError(error.errno, f"offload could not {what} a scratch file: {text}", self.path) from error
+
+
+@dataclass(eq=False)
+class _Window:
+    """Host memory for one chunk.
+
+    Attributes:
+        memory: its bytes, at an address that is a multiple of a page.
+        filled: the read that fills it.
+        saved: the write that reads it.
+    """
+
+    memory: mmap.mmap
+    filled: Future[None] | None = None
+    saved: Future[None] | None = None
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A chunk in the file: its states one after another, each in whole blocks.
+
+    Attributes:
+        offset, nbytes: in the file.
+        parts: by the name of a state, its offset in the record, its number of elements and its dtype.
+    """
+
+    offset: int
+    nbytes: int
+    parts: dict[str, tuple[int, int, torch.dtype]]
+
+
+class FileTier:
+    """States in one scratch file per rank, for an optimizer that runs on the CPU.
+
+    ::
+
+        reads     | chunk 0 | chunk 1 | chunk 2 |
+        step                | chunk 0 | chunk 1 | chunk 2 |
+        writes                        | chunk 0 | chunk 1 | chunk 2 |
+
+    A thread reads and a thread writes, one request after the other. A chunk is read after its last write, and a window is
+    filled after what it held was written. An error of a write is raised by the next read of its chunk or window, or by
+    :meth:`look`.
+
+    Args:
+        chunks: all chunks of the file.
+        folder: where the file lies.
+        rank: this rank.
+
+    Attributes:
+        file: the file.
+        nbytes: the bytes of the file.
+        window_nbytes: the bytes of host memory.
+    """
+
+    is_transient = True
+
+    def __init__(self, chunks: Sequence[Chunk], folder: str, rank: int) -> None:
+        self._records: dict[Chunk, _Record] = {}
+        self.nbytes = 0
+        for chunk in chunks:
+            parts, nbytes = {}, 0
+            for name, (numel, dtype) in chunk.sizes.items():
+                parts[name] = (nbytes, numel, dtype)
+                nbytes += -(-numel * dtype.itemsize // BLOCK) * BLOCK
+            self._records[chunk] = _Record(self.nbytes, nbytes, parts)
+            self.nbytes += nbytes
+        self.file = ScratchFile(folder, rank, self.nbytes)
+        largest = max(record.nbytes for record in self._records.values())
+        self.window_nbytes = WINDOWS * largest
+        self._windows = [_Window(mmap.mmap(-1, largest)) for _ in range(WINDOWS)]
+        self._free = list(self._windows)
+        self._held: dict[Chunk, _Window] = {}  # Chunks that are read ahead or stepped.
+        self._writes: dict[Chunk, Future[None]] = {}  # The last write of each chunk.
+        self._looked: Chunk | None = None  # The chunk that is read or written between steps.
+        self._is_dirty = False  # Whether the file lacks what was written to it.
+        self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        # First the threads, then the file.
+        weakref.finalize(self, _shut, self._reader, self._writer, self.file.close)
+
+    # -- in a step -------------------------------------------------------------------------------------------------
+
+    def fetch_ahead(self, chunk: Chunk) -> None:
+        """Issue the read of ``chunk``, if a window is free."""
+        self._flush()
+        if chunk in self._held or not self._free:
+            return
+        window = self._held[chunk] = self._free.pop(0)
+        window.filled = self._reader.submit(self._read, window, chunk)
+
+    def fetch(self, chunk: Chunk) -> Memory:
+        """Wait for the read of ``chunk``."""
+        self.fetch_ahead(chunk)
+        window = self._held[chunk]
+        assert window.filled is not None
+        window.filled.result()
+        return self._memory(chunk, window)
+
+    def store(self, chunk: Chunk) -> None:
+        """Issue the write of ``chunk``; after :meth:`look`, it is written when another chunk is used."""
+        if self._looked is chunk:
+            self._is_dirty = True
+            return
+        window = self._held.pop(chunk)
+        window.saved = self._writes[chunk] = self._writer.submit(self._write, window, chunk)
+        self._free.append(window)
+
+    def _read(self, window: _Window, chunk: Chunk) -> None:
+        for write in (window.saved, self._writes.get(chunk)):
+            if write is not None:
+                write.result()
+        if not chunk.is_fresh:  # Otherwise the file has nothing yet.
+            record = self._records[chunk]
+            self.file.read(memoryview(window.memory)[: record.nbytes], record.offset)
+
+    def _write(self, window: _Window, chunk: Chunk) -> None:
+        record = self._records[chunk]
+        self.file.write(memoryview(window.memory)[: record.nbytes], record.offset)
+
+    def _memory(self, chunk: Chunk, window: _Window) -> Memory:
+        parts = self._records[chunk].parts.items()
+        return {
+            name: torch.frombuffer(window.memory, dtype=dtype, count=numel, offset=offset)
+            for name, (offset, numel, dtype) in parts
+        }
+
+    # -- between steps ---------------------------------------------------------------------------------------------
+
+    def look(self, chunk: Chunk) -> Memory:
+        """The states of ``chunk`` in a window: valid until another chunk is used."""
+        if self._looked is not chunk:
+            self._flush()
+            for held in list(self._held):  # Read ahead for the next step, which reads them again.
+                window = self._held.pop(held)
+                assert window.filled is not None
+                window.filled.result()
+                self._free.append(window)
+            for write in self._writes.values():
+                write.result()
+            window = self._free.pop(0)
+            self._read(window, chunk)
+            self._held[chunk], self._looked = window, chunk
+        return self._memory(chunk, self._held[chunk])
+
+    def reset(self) -> None:
+        """Forget reads and writes that failed, and what they were to bring. All states are set next."""
+        for future in [window.filled for window in self._windows] + [window.saved for window in self._windows]:
+            if future is not None:
+                future.exception()
+        for window in self._windows:
+            window.filled = window.saved = None
+        self._free, self._looked, self._is_dirty = list(self._windows), None, False
+        self._held.clear()
+        self._writes.clear()
+
+    def _flush(self) -> None:
+        """End :meth:`look`: write what was written to the chunk."""
+        if self._looked is None:
+            return
+        chunk, self._looked = self._looked, None
+        window = self._held.pop(chunk)
+        self._free.append(window)
+        if self._is_dirty:
+            self._is_dirty = False
+            self._write(window, chunk)
+
+
+def _shut(reader: ThreadPoolExecutor, writer: ThreadPoolExecutor, close: Any) -> None:
+    reader.shutdown()
+    writer.shutdown()
+    close()

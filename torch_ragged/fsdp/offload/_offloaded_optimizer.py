@@ -1,0 +1,585 @@
+"""``offloaded``: an optimizer whose states lie where the ``Offload`` policies of ``fully_shard`` say.
+
+It does not reduce gradients. A step communicates only to tell other ranks that a scratch file has failed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from torch_ragged._ranks.agreement import agree, agreement
+from torch_ragged.fsdp._fully_shard import named_groups
+from torch_ragged.fsdp.core._dormant_group import check_awake
+from torch_ragged.fsdp.core._fsdp_api import Offload
+from torch_ragged.fsdp.core._fsdp_param import local_of
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.core._mesh import device_of, groups_of
+from torch_ragged.fsdp.offload._files import FILE_NUMEL, FileTier
+from torch_ragged.fsdp.offload._pieces import Chunk, ElementWise, Member, OwnRules, Piece, Rules, increment_versions, leaf_of
+from torch_ragged.fsdp.offload._tiers import DeviceTier, Tier, tier_of, window_numel
+
+__all__ = ["OffloadedOptimizer", "offloaded"]
+
+_CALL = "offloaded"
+_COUNTER = 4
+"""The bytes of a step counter."""
+
+
+def offloaded(
+    optimizer: type[Optimizer], model: nn.Module, params: Iterable[Any] | None = None, **options: Any
+) -> OffloadedOptimizer:
+    """``optimizer(params, **options)`` with a part of its states in host memory, as the ``Offload`` of each group says::
+
+        for block in model.blocks:
+            fully_shard(block, offload_policy=Offload(optimizer=0.5))
+        fully_shard(model, offload_policy=Offload(optimizer=0.5))
+        optimizer = offloaded(torch.optim.AdamW, model, lr=3e-4)
+
+    Of each group's shard, the states of the first elements lie on the device and those of the last ones in host memory::
+
+        shard      | a a a a a a b b b b b | b b b c c c c |
+        states        on the device            in host memory, one slab per group and state
+
+    Parameters, gradients and states are bitwise equal to those of ``optimizer(params, **options)``, for any fraction. Learning
+    rate schedulers, ``clip_grad_norm_``, ``GradScaler``, state dicts and checkpoints see an ordinary optimizer: states are
+    DTensors with the placements of their parameters, and a state dict can be loaded at another fraction, or without offload.
+
+    Host memory is allocated in this call, page-locked if the mesh is not on the CPU. Later steps allocate nothing on the host.
+    A step on an accelerator copies the states through two windows of device memory, of at most 8,388,608 elements each.
+
+    The optimizer holds views of the groups' buffers. If these are replaced (a conversion to another dtype), its next step
+    raises. ``reshard_to`` refuses such a model.
+
+    With ``Offload(to=folder)``, states lie in a scratch file per rank, which is read ahead and written behind through windows
+    of host memory. The file has no name, so that it is gone with the process. If reading or writing fails on one rank, ``step``
+    raises on all ranks, and this optimizer must load a checkpoint before it goes on.
+
+    Collectives: one all-reduce of 24 bytes per mesh dimension, in this call; with files, also in each step.
+
+    Args:
+        optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW``; or ``torch_ragged.optim.Adam8bit`` or ``AdamW8bit``, whose states
+            have 2 bytes per element.
+        model: a module on which ``fully_shard`` was called, or a module that contains such modules.
+        params: what ``optimizer`` takes: parameters, or parameter groups. None: ``model.parameters()``.
+        options: the options of ``optimizer``.
+
+    Raises:
+        TypeError: ``optimizer`` is not one of these classes.
+        ValueError: no group under ``model`` has an ``Offload``; ``differentiable=True``; a parameter is of a tensor type with
+            its own all-gather, or has 8-bit blocks that ranks share; ``optimizer`` refuses its options; or ranks disagree. All
+            ranks raise.
+        OSError: a folder is missing or read-only, or has too little space.
+        RuntimeError: parameters are on the meta device, this rank holds no shards, or another rank raised.
+    """
+    groups = list(named_groups(model).values()) if isinstance(model, nn.Module) else []
+    ranks, device = _ranks_of(groups)
+    with agreement(ranks, device, _CALL) as claim:
+        check_awake(groups)
+        _check_class(optimizer)
+        _check_groups(groups, model)
+        if options.get("differentiable"):
+            raise ValueError(f"offloaded({optimizer.__name__}) supports no differentiable=True: its steps have no graph")
+        template = optimizer(model.parameters() if params is None else params, **options)
+        rules: Rules = ElementWise(optimizer) if optimizer in ElementWise.CLASSES else OwnRules(template)
+        result = OffloadedOptimizer(template, groups, rules)
+        claim.append(
+            f"{optimizer.__name__}, {[group.plan.offload for group in groups]}, {len(result.param_groups)} parameter groups"
+        )
+    return result
+
+
+def _ranks_of(groups: Sequence[FSDPParamGroup]) -> tuple[list[dist.ProcessGroup], torch.device]:
+    """The process groups of the parameters' meshes, model parallelism included, and the device of messages."""
+    meshes: dict[Any, None] = dict.fromkeys(param.sharded.device_mesh for group in groups for param in group.params)  # type: ignore
+    ranks = dict.fromkeys(each for mesh in meshes for each in groups_of(mesh))
+    return list(ranks), device_of(groups[0].dp.mesh) if groups else torch.device("cpu")
+
+
+def _check_class(optimizer: Any) -> None:
+    if optimizer in ElementWise.CLASSES or (isinstance(optimizer, type) and hasattr(optimizer, "piece_optimizer")):
+        return
+    given = optimizer.__name__ if isinstance(optimizer, type) else repr(optimizer)
+    raise TypeError(
+        f"offloaded supports torch.optim.SGD, Adam and AdamW, and Adam8bit and AdamW8bit of torch_ragged.optim, got {given}: "
+        "give one of these classes, not an object of it; or make the optimizer without offloaded(), all states on the device"
+    )
+
+
+def _check_groups(groups: Sequence[FSDPParamGroup], model: Any) -> None:
+    if not any(isinstance(group.plan.offload, Offload) for group in groups):
+        what = f"{len(groups)} groups of {type(model).__name__}" if groups else f"{type(model).__name__}, which has no groups,"
+        raise ValueError(
+            f"offloaded found no Offload policy in {what}: call fully_shard(module, offload_policy=Offload(optimizer=0.5)) "
+            "first"
+        )
+    for group in groups:
+        if group.is_meta:
+            raise RuntimeError(f"{group.names} on the meta device: materialize all parameters before offloaded()")
+        folder = _folder_of(group)
+        if folder is not None and group.sharded.flat.device.type != "cpu":
+            raise ValueError(
+                f"{group.names} is on {group.sharded.flat.device}, and Offload(to={folder!r}) needs an optimizer that runs on "
+                'the CPU: give Offload(parameters=True, to=...), or to="cpu"'
+            )
+        if group.encoding.makes_params and group.is_trainable and _fraction_of(group):
+            raise ValueError(
+                f"{group.names} is of a tensor type with its own all-gather, whose states cannot be cut: shard it with "
+                "Offload(optimizer=0.0)"
+            )
+
+
+def _fraction_of(group: FSDPParamGroup) -> float:
+    return group.plan.offload.optimizer if isinstance(group.plan.offload, Offload) else 0.0
+
+
+def _folder_of(group: FSDPParamGroup) -> str | None:
+    """The folder of a group's states; None for host memory."""
+    policy = group.plan.offload
+    return policy.to if isinstance(policy, Offload) and policy.to != "cpu" else None
+
+
+class _Part(NamedTuple):
+    """A piece with the chunk that steps it, and the tier of the chunk."""
+
+    piece: Piece
+    chunk: Chunk
+    tier: Tier
+
+
+class OffloadedOptimizer(Optimizer):
+    """The optimizer that :func:`offloaded` makes. It has the parameter groups of the optimizer that it stands for.
+
+    ``state`` reads and writes the tiers: ``state[param]`` is a dict of DTensors, as without offload. If the states of a
+    parameter lie in two tiers, it has copies of them.
+
+    Args:
+        template: the optimizer that it stands for, without states.
+        groups: the groups of the model.
+        rules: how parameters are cut and stepped.
+    """
+
+    def __init__(self, template: Optimizer, groups: Sequence[FSDPParamGroup], rules: Rules) -> None:
+        self._is_complete = False
+        super().__init__(template.param_groups, template.defaults)
+        self._is_complete = True
+        if hasattr(template, "_step_supports_amp_scaling"):  # Fused optimizers unscale gradients themselves.
+            self._step_supports_amp_scaling = template._step_supports_amp_scaling
+        self._rules = rules
+        # What must be there in a step: views of these buffers are what is stepped.
+        self._buffers = [(group, group.sharded.flat) for group in groups]
+        self._members = self._find_members(groups)
+        # A file may fail on one rank. Its step raises on all ranks, so that none waits for it in the next collective.
+        self._ranks, self._device = _ranks_of(groups)
+        self._has_files = any(_folder_of(group) is not None for group in groups)
+        self._has_failed = False
+        beside, chunked = self._cut()
+        self._chunks: list[tuple[Chunk, Tier]] = []
+        device_tier = DeviceTier()
+        # Parameters as DTensors, and runs of them as plain tensors: foreach kernels take either.
+        for pieces in ([p for p in beside if p.is_whole], [p for p in beside if not p.is_whole]):
+            if pieces:
+                self._chunks.append((Chunk(pieces, self.param_groups, rules), device_tier))
+        in_files: dict[str, list[Chunk]] = {}
+        for group, chunks in chunked:
+            folder = _folder_of(group)
+            if folder is None:
+                tier = tier_of(chunks, group.sharded.flat.device)
+                self._chunks += [(chunk, tier) for chunk in chunks]
+            else:
+                in_files.setdefault(folder, []).extend(chunks)
+        for folder, chunks in in_files.items():
+            files = FileTier(chunks, folder, dist.get_rank())
+            self._chunks += [(chunk, files) for chunk in chunks]
+        self._parts: dict[torch.Tensor, list[_Part]] = {}
+        for chunk, tier in self._chunks:
+            for piece in chunk.pieces:
+                self._parts.setdefault(piece.param, []).append(_Part(piece, chunk, tier))
+        for parts in self._parts.values():
+            parts.sort(key=lambda part: part.piece.start)
+        # In each parameter group, a parameter by which a step sees that it needs other states.
+        self._samples: dict[int, tuple[Member, set[str]]] = {}
+        for param, parts in self._parts.items():
+            if parts[-1].piece.sizes:
+                member = self._members[param]
+                self._samples.setdefault(member.group_number, (member, set(parts[-1].piece.sizes)))
+        self.state = _States(self, self._parts, self._members, rules)  # type: ignore[assignment]
+
+    # -- construction ----------------------------------------------------------------------------------------------
+
+    def _find_members(self, groups: Sequence[FSDPParamGroup]) -> dict[torch.Tensor, Member]:
+        """The parameters of this optimizer that lie in ``groups``."""
+        homes = {param.sharded: (group, index) for group in groups for index, param in enumerate(group.params)}
+        numbers = itertools.count()
+        return {
+            param: Member(number, group_number, param, *homes[param])
+            for group_number, group in enumerate(self.param_groups)
+            for param, number in zip(group["params"], numbers)
+            if param in homes
+        }
+
+    def _cut(self) -> tuple[list[Piece], list[tuple[FSDPParamGroup, list[Chunk]]]]:
+        """The pieces on the device; and each group with pieces in a tier, with its chunks."""
+        beside: list[Piece] = []
+        numbers = itertools.count()
+        for group_number, options in enumerate(self.param_groups):
+            for param, number in zip(options["params"], numbers):
+                member = self._members.get(param)
+                if member is None or not param.requires_grad:
+                    beside.append(Piece(param, number, group_number, 0, 0 if member is None else member.numel, param))
+        by_group: dict[FSDPParamGroup, list[Member]] = {}
+        for param, member in self._members.items():
+            if param.requires_grad:
+                by_group.setdefault(member.group, []).append(member)
+        chunked = []
+        for group, members in by_group.items():
+            members.sort(key=lambda member: member.interval)
+            host = []
+            left = sum(member.numel for member in members)
+            left -= round(_fraction_of(group) * left)  # Elements whose states stay on the device.
+            for member in members:
+                at = member.numel if left >= member.numel else self._rules.cut(member, left)
+                left = max(0, left - member.numel) if at == member.numel else 0
+                if at == member.numel:
+                    beside.append(Piece(member.param, member.number, member.group_number, 0, at, member.param))
+                    continue
+                if at:
+                    beside.append(self._piece(member, 0, at, in_tier=False))
+                host.append((member, at))
+            if host:
+                most = window_numel(group.sharded.flat.device) if _folder_of(group) is None else FILE_NUMEL
+                chunked.append((group, self._chunked(host, most)))
+        return beside, chunked
+
+    def _piece(self, member: Member, start: int, stop: int, in_tier: bool) -> Piece:
+        piece = Piece(member.param, member.number, member.group_number, start, stop, leaf_of(member, start, stop))
+        if in_tier:
+            piece.sizes = self._rules.sizes(member, self.param_groups[member.group_number], start, stop)
+        return piece
+
+    def _chunked(self, members: Sequence[tuple[Member, int]], most: int | None) -> list[Chunk]:
+        """Chunks of at most ``most`` elements, and of more only if a parameter cannot be cut.
+
+        Args:
+            members: parameters of one group, each with its first element in the tier.
+        """
+        chunks: list[list[Piece]] = [[]]
+        room = most
+        for member, start in members:
+            while start < member.numel:
+                stop = member.numel
+                if room is not None and most is not None and stop - start > room:
+                    stop = self._rules.cut(member, start + room)
+                    if stop <= start:
+                        stop = start if chunks[-1] else member.numel
+                if stop > start:
+                    chunks[-1].append(self._piece(member, start, stop, in_tier=True))
+                    room = None if room is None else room - (stop - start)
+                start = stop
+                if room is not None and (room <= 0 or start < member.numel):
+                    chunks.append([])
+                    room = most
+        return [Chunk(pieces, self.param_groups, self._rules) for pieces in chunks if pieces]
+
+    def tier_nbytes(self) -> dict[str, int]:
+        """The bytes of states by tier: on the ``"device"`` now; in ``"host"`` memory and in ``"files"`` always.
+
+        ``"windows"`` is the host memory through which files are read and written. Step counters do not count.
+        """
+        nbytes = {"device": 0, "host": 0, "files": 0, "windows": 0}
+        for chunk, tier in self._chunks:
+            name = "files" if isinstance(tier, FileTier) else "host"
+            nbytes[name] += sum(numel * dtype.itemsize for numel, dtype in chunk.sizes.values())
+            for piece in chunk.pieces:
+                values = chunk.own_states_of(piece).values()
+                nbytes["device"] += sum(
+                    local_of(each).nbytes for each in values if isinstance(each, torch.Tensor) and each.ndim
+                )
+        nbytes["windows"] = sum(
+            tier.window_nbytes for tier in dict.fromkeys(tier for _, tier in self._chunks) if isinstance(tier, FileTier)
+        )
+        return nbytes
+
+    def state_nbytes(self, tier: str) -> dict[int, int]:
+        """By ``id`` of a parameter, the bytes of its states on the ``"device"`` or in ``"host"`` memory: for memory reports.
+
+        Step counters count as ``"device"``. What all parameters share, the windows of files, is in :meth:`tier_nbytes` only.
+        """
+        nbytes: dict[int, int] = {}
+        for param, parts in self._parts.items():
+            for piece, chunk, home in parts:
+                if tier == "device":
+                    states = (chunk.own_states_of(piece)).values()
+                    found = sum(local_of(value).nbytes for value in states if isinstance(value, torch.Tensor))
+                else:
+                    is_file = isinstance(home, FileTier)
+                    found = 0 if is_file else sum(numel * dtype.itemsize for numel, dtype in piece.sizes.values())
+                nbytes[id(param)] = nbytes.get(id(param), 0) + found
+        return nbytes
+
+    def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
+        """The bytes on the device of the states of ``param`` that its first step makes: for memory reports.
+
+        Raises:
+            ValueError: ``param`` is in no group of ``fully_shard``.
+        """
+        member = self._members.get(param)
+        if member is None:
+            raise ValueError("a parameter is in no group of fully_shard")
+        nbytes = 0
+        for piece, _, _ in self._parts[param]:
+            sizes = {} if piece.sizes else self._rules.sizes(member, group, piece.start, piece.stop)
+            nbytes += _COUNTER + sum(numel * dtype.itemsize for numel, dtype in sizes.values())
+        return nbytes
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step of all parameters with gradients. Returns the loss of ``closure``, or None without a closure.
+
+        Raises:
+            RuntimeError: the buffer of a group was replaced, or options of this step need states that have no memory.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_step()
+        if not self._has_files:
+            self._step_chunks()
+            return loss
+        problem = None
+        try:
+            self._step_chunks()
+        except Exception as error:
+            problem = error
+        try:
+            agree(self._ranks, self._device, "the step of an offloaded optimizer", "", problem)
+        except BaseException:
+            self._has_failed = True
+            raise
+        return loss
+
+    def _step_chunks(self) -> None:
+        scaling: dict[str, Any] = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
+        stepped: dict[torch.Tensor, None] = {}
+        chunks = [(chunk, tier) for chunk, tier in self._chunks if chunk.has_gradients]
+        # After the last chunk, the first one of the next step: it is read while the next forward and backward run.
+        for (chunk, tier), (next_chunk, next_tier) in zip(chunks, [*chunks[1:], *chunks[:1]]):
+            memory = tier.fetch(chunk)
+            if next_chunk is not chunk:
+                next_tier.fetch_ahead(next_chunk)
+            try:
+                stepped |= dict.fromkeys(chunk.step(self.param_groups, memory, scaling))
+            finally:
+                tier.store(chunk)
+        increment_versions(stepped)
+
+    def _check_step(self) -> None:
+        self._check_states_are_valid()
+        for group, buffer in self._buffers:
+            group.load_replaced()  # As the next forward would, whose values would replace the result of this step.
+            if group.sharded.flat is not buffer:
+                raise RuntimeError(
+                    f"{group.names} was converted after offloaded(), and lies in another buffer now: convert the model first, "
+                    "then make the optimizer, and load the old one's state_dict()"
+                )
+        self._check_sizes(self.param_groups)
+
+    def _check_states_are_valid(self) -> None:
+        if self._has_failed:
+            raise RuntimeError(
+                "an earlier step of this offloaded optimizer failed in a scratch file, so that some parameters have taken the "
+                "step and others have not: load a checkpoint into model and optimizer"
+            )
+
+    def _check_sizes(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise if with the options of ``groups``, states would be needed for which there is no memory."""
+        for number, (member, names) in self._samples.items():
+            needed = self._rules.sizes(member, groups[number], 0, member.numel)
+            if needed.keys() != names:
+                raise RuntimeError(
+                    f"parameter group {number} needs the states {sorted(needed)}, and offloaded() has allocated "
+                    f"{sorted(names)}: give offloaded() the options that decide which states there are (momentum, amsgrad), "
+                    "and keep them"
+                )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise: the memory of states is allocated when the optimizer is made.
+
+        Raises:
+            RuntimeError: always.
+        """
+        if self._is_complete:
+            raise RuntimeError(
+                "an offloaded optimizer takes no further parameter group: give offloaded() all of them, "
+                "params=[{'params': ...}, {'params': ...}]"
+            )
+        super().add_param_group(param_group)
+
+    # -- state dicts -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ``torch.optim.Optimizer.state_dict``. States in files are read into memory, all of them.
+
+        Raises:
+            RuntimeError: a step has failed, and no checkpoint was loaded since then.
+            OSError: a scratch file cannot be read, or was not written.
+        """
+        self._check_states_are_valid()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as ``torch.optim.Optimizer.load_state_dict`` does. States are copied into their tiers.
+
+        Args:
+            state_dict: that of an optimizer of the same class, with and without offload, at any fraction.
+
+        Raises:
+            ValueError: a state is missing, or is no DTensor with the placements of its parameter. Nothing is changed.
+            RuntimeError: options of ``state_dict`` need states that have no memory. Nothing is changed.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        saved = [(index, group) for group in state_dict["param_groups"] for index in group["params"]]
+        if len(state_dict["param_groups"]) == len(self.param_groups):
+            self._check_sizes([{**self.defaults, **group} for group in state_dict["param_groups"]])
+        for param, (index, group) in zip(params, saved):
+            if param in self._members and state_dict["state"].get(index):
+                self._check_states(self._members[param], {**self.defaults, **group}, index, state_dict["state"][index])
+        # In a shell, torch hands them to __setstate__() as they are. Bare, it would copy all of them to the device first.
+        shells = {key: _Shell(states) if isinstance(states, dict) else states for key, states in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": shells})
+
+    def _check_states(self, member: Member, group: Mapping[str, Any], index: Any, states: Mapping[str, Any]) -> None:
+        for name in self._rules.sizes(member, group, 0, member.numel):
+            value, wanted = states.get(name), self._rules.placements(member, name)
+            found = value.placements if isinstance(value, DTensor) else type(value).__name__
+            if not isinstance(value, DTensor) or tuple(value.placements) != tuple(wanted):
+                raise ValueError(
+                    f"the state {name} of parameter {index} of shape {tuple(member.param.shape)} is placed as {found}, "
+                    f"expected a DTensor placed as {tuple(wanted)}: load the state dict of the same model, or one that "
+                    "torch.distributed.checkpoint has distributed"
+                )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        self.param_groups = state["param_groups"]
+        for tier in dict.fromkeys(tier for _, tier in self._chunks):
+            tier.reset()
+        self._has_failed = False
+        self.state.clear()
+        for param, shell in state["state"].items():
+            if isinstance(shell, _Shell):
+                self.state[param] = shell.states
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an offloaded optimizer cannot be pickled or copied: save its state_dict()")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.__getstate__()
+
+
+class _Shell:
+    """The states of one parameter, which torch's ``load_state_dict`` neither moves nor copies."""
+
+    def __init__(self, states: Mapping[str, Any]) -> None:
+        self.states = states
+
+
+class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
+    """By parameter, its states as the optimizer has them without offload. Parameters without states are left out.
+
+    Args:
+        optimizer: whose states they are.
+        parts: by parameter, its pieces in order.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parts: Mapping[torch.Tensor, Sequence[_Part]],
+        members: Mapping[torch.Tensor, Member],
+        rules: Rules,
+    ) -> None:
+        self._optimizer, self._parts, self._members, self._rules = optimizer, parts, members, rules
+
+    def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
+        parts = self._parts[param]
+        states = []
+        for part in parts:
+            found = part.chunk.states_of(part.piece, part.tier.look(part.chunk))
+            if part.tier.is_transient:
+                found = {name: value.clone() if name in part.piece.sizes else value for name, value in found.items()}
+            states.append(found)
+        if parts[0].piece.is_whole:
+            return states[0]
+        # Between steps, the pieces of a parameter have the same states: those with elements, and counters, which are equal.
+        return {name: self._joined(param, name, [each[name] for each in states]) for name in states[0]}
+
+    def _joined(self, param: torch.Tensor, name: str, values: Sequence[Any]) -> Any:
+        first = values[0]
+        if not isinstance(first, torch.Tensor) or first.ndim == 0:
+            return first
+        flat = first if len(values) == 1 else torch.cat([value.cpu() for value in values])
+        return self._rules.as_dtensor(self._members[param], name, flat)
+
+    def __setitem__(self, param: torch.Tensor, states: Mapping[str, Any]) -> None:
+        for part in self._parts[param]:
+            mine = {
+                name: value for name, given in states.items() if (value := self._part_of(part.piece, name, given)) is not None
+            }
+            part.chunk.set_states(part.piece, mine or None, part.tier.look(part.chunk))
+            part.tier.store(part.chunk)
+
+    def _part_of(self, piece: Piece, name: str, value: Any) -> Any:
+        """The part of a state for one piece, as the optimizer has it; None: it does not need the state."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        options = self._optimizer.param_groups[piece.group_number]
+        if name == "step":  # A copy: counters are changed in place, and ``value`` is the caller's.
+            on_device = options.get("capturable") or options.get("fused")
+            return value.to(torch.float32, copy=True).to(piece.param.device) if on_device else value.clone()
+        member = self._members.get(piece.param)
+        if member is None:  # A plain parameter.
+            dtype = piece.param.dtype if piece.param.is_floating_point() else value.dtype
+            return value.to(dtype=dtype, device=piece.param.device, copy=True)
+        sizes = self._rules.sizes(member, options, piece.start, piece.stop)
+        if name not in sizes:
+            return None
+        if piece.is_whole:
+            return value.to(dtype=sizes[name][1], device=piece.param.device, copy=True)
+        local = local_of(value).reshape(-1)
+        start, stop = self._rules.run(member, name, piece.start, piece.stop)
+        # Copied into its tier; or, on the device, a tensor of its own.
+        part = local[start:stop]
+        return part if piece.sizes else part.to(dtype=sizes[name][1], device=piece.param.device, copy=True)
+
+    def __delitem__(self, param: torch.Tensor) -> None:
+        if param not in self:
+            raise KeyError(param)
+        for part in self._parts[param]:
+            part.chunk.set_states(part.piece, None, {})
+
+    def clear(self) -> None:
+        """Forget all states."""
+        for param in list(self):
+            del self[param]
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._parts and self._parts[param][0].chunk.has_states(self._parts[param][0].piece)  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (param for param in self._parts if param in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

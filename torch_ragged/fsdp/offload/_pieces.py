@@ -1,0 +1,344 @@
+"""Pieces of parameters, and the optimizers that step them. Nothing here decides where states lie, or moves them.
+
+A piece is a run of one parameter's elements on this rank. Optimizers that update each element by itself give the same bits for
+a parameter and for its pieces, if these are cut where the loops over vector registers of torch's CPU kernels begin anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from torch_ragged._register._torch import dtensor_like, local_tensor
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+
+__all__ = ["Chunk", "ElementWise", "Member", "OwnRules", "Piece", "Rules", "StateSizes", "increment_versions", "leaf_of"]
+
+CUT = 64
+"""Pieces begin at multiples of so many elements of their parameter: whole vector registers, and the unit of fused kernels."""
+
+_GRAIN = 32768
+"""Torch's CPU kernels share out a tensor with more elements over threads."""
+
+StateSizes = dict[str, tuple[int, torch.dtype]]
+"""By the name of a state, its number of elements and its dtype."""
+
+
+@dataclass(eq=False)
+class Member:
+    """A parameter of the optimizer that lies in a group of ``fully_shard``.
+
+    Attributes:
+        number: its number among the parameters of the optimizer.
+        group_number: the number of its parameter group.
+        param: the parameter, as the user has it.
+        group, index: the group of ``fully_shard``, and the parameter's index there.
+    """
+
+    number: int
+    group_number: int
+    param: DTensor
+    group: FSDPParamGroup
+    index: int
+
+    @property
+    def interval(self) -> tuple[int, int]:
+        """Where its elements begin and end in the shard of the group."""
+        return self.group.sharded.interval(self.index)
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements on this rank."""
+        begin, end = self.interval
+        return end - begin
+
+    def as_dtensor(self, flat: torch.Tensor) -> DTensor:
+        """The elements ``flat`` of this rank, of the parameter's dtype, as a DTensor with the parameter's placements."""
+        return dtensor_like(self.group.params[self.index].distribution.local(flat), self.param)
+
+
+@dataclass(eq=False)
+class Piece:
+    """A run of the elements of a parameter on this rank, in the order of the group's buffer, and its states.
+
+    Attributes:
+        param: the parameter, as the user has it.
+        number, group_number: see :class:`Member`.
+        start, stop: of the run; ``(0, numel)`` is all.
+        leaf: what is stepped: a view of the run; or ``param`` itself, if all of its states lie on the device.
+        sizes: the states that lie in a tier. Empty if they lie where the optimizer makes them.
+        offsets: where they begin in the memory of the chunk.
+        has_states: whether a step, or a state dict, has made the states.
+    """
+
+    param: torch.Tensor
+    number: int
+    group_number: int
+    start: int
+    stop: int
+    leaf: torch.Tensor
+    sizes: StateSizes = field(default_factory=dict)
+    offsets: dict[str, int] = field(default_factory=dict)
+    has_states: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether ``leaf`` is the parameter itself."""
+        return self.leaf is self.param
+
+    def views(self, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Its states in the memory of the chunk."""
+        return {name: memory[name][self.offsets[name] :][:numel] for name, (numel, _) in self.sizes.items()}
+
+
+class Rules(Protocol):
+    """How the pieces of one class of optimizers are cut and stepped."""
+
+    def cut(self, member: Member, at: int) -> int:
+        """The legal cut of a parameter that is nearest to element ``at``: 0 and ``member.numel`` are legal."""
+
+    def sizes(self, member: Member, options: Mapping[str, Any], start: int, stop: int) -> StateSizes:
+        """The states of a run that have one value per element or per block; not those of one value, such as step counters.
+
+        Args:
+            options: the parameter group.
+        """
+
+    def run(self, member: Member, name: str, start: int, stop: int) -> tuple[int, int]:
+        """Where the part of a state for the run ``start`` to ``stop`` of its parameter begins and ends."""
+
+    def placements(self, member: Member, name: str) -> tuple[Placement, ...]:
+        """The placements of a state."""
+
+    def make(self, pieces: Sequence[Piece], groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+        """An optimizer of the leaves of ``pieces``, with one parameter group for each of ``groups`` that has a piece."""
+
+    def as_dtensor(self, member: Member, name: str, flat: torch.Tensor) -> DTensor:
+        """A state of all elements of a parameter on this rank, as the optimizer has it without offload."""
+
+
+class ElementWise:
+    """The rules of ``SGD``, ``Adam`` and ``AdamW`` of torch: the states of an element have the parameter's dtype.
+
+    Args:
+        optimizer: the class.
+    """
+
+    CLASSES = (SGD, Adam, AdamW)
+
+    def __init__(self, optimizer: Any) -> None:
+        self._class = optimizer
+
+    def cut(self, member: Member, at: int) -> int:
+        """The nearest multiple of 64 elements.
+
+        On the CPU, 16-bit elements in the last, partial vector register of a thread's share are rounded otherwise, and pieces
+        have other shares than their parameter. So such a parameter is not cut if it is large enough for several threads.
+        """
+        is_shared = member.param.device.type == "cpu" and member.param.dtype.itemsize < 4 and member.numel > _GRAIN
+        unit = member.numel if is_shared else CUT
+        return min((2 * at + unit) // (2 * unit) * unit, member.numel)
+
+    def sizes(self, member: Member, options: Mapping[str, Any], start: int, stop: int) -> StateSizes:
+        """One value per element and state."""
+        if self._class is SGD:
+            names: tuple[str, ...] = ("momentum_buffer",) if options["momentum"] else ()
+        else:
+            names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
+        return {name: (stop - start, member.param.dtype) for name in names}
+
+    def run(self, member: Member, name: str, start: int, stop: int) -> tuple[int, int]:
+        """The same run."""
+        return start, stop
+
+    def placements(self, member: Member, name: str) -> tuple[Placement, ...]:
+        """Those of the parameter."""
+        return member.param.placements
+
+    def make(self, pieces: Sequence[Piece], groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+        """An optimizer of the same class."""
+        return self._class(_grouped(pieces, groups))
+
+    def as_dtensor(self, member: Member, name: str, flat: torch.Tensor) -> DTensor:
+        """The state has the parameter's placements."""
+        return member.as_dtensor(flat)
+
+
+class OwnRules:
+    """The rules of an optimizer that brings them: methods ``piece_*`` as those of ``torch_ragged.optim.Adam8bit``.
+
+    Args:
+        optimizer: the optimizer of all parameters.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def cut(self, member: Member, at: int) -> int:
+        """Where the optimizer can be cut: between its blocks."""
+        return self._optimizer.piece_cut(member.param, member.numel, at)
+
+    def sizes(self, member: Member, options: Mapping[str, Any], start: int, stop: int) -> StateSizes:
+        """What the optimizer has for such a run."""
+        return self._optimizer.piece_states(member.param, start, stop)
+
+    def run(self, member: Member, name: str, start: int, stop: int) -> tuple[int, int]:
+        """As the optimizer stores it."""
+        return self._optimizer.piece_run(member.param, name, start, stop)
+
+    def placements(self, member: Member, name: str) -> tuple[Placement, ...]:
+        """Those of the optimizer's state."""
+        return self._optimizer.piece_placements(member.param, name)
+
+    def make(self, pieces: Sequence[Piece], groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+        """The optimizer makes one."""
+        runs = [(piece.leaf, piece.param, piece.number, piece.start, piece.stop) for piece in pieces]
+        return self._optimizer.piece_optimizer(runs, _grouped(pieces, groups))
+
+    def as_dtensor(self, member: Member, name: str, flat: torch.Tensor) -> DTensor:
+        """The optimizer makes it."""
+        return self._optimizer.piece_joined(member.param, name, flat)
+
+
+def _grouped(pieces: Sequence[Piece], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The leaves of ``pieces`` in parameter groups with the options of ``groups``. Groups without a piece are left out."""
+    leaves: dict[int, list[torch.Tensor]] = {}
+    for piece in sorted(pieces, key=lambda piece: piece.group_number):
+        leaves.setdefault(piece.group_number, []).append(piece.leaf)
+    return [{**_options(groups[number]), "params": params} for number, params in leaves.items()]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+class Chunk:
+    """Pieces that are stepped together, by an optimizer of their own.
+
+    Between steps this optimizer has the states of one value only, such as step counters. The other ones lie in a tier.
+
+    Args:
+        pieces: the pieces. Those with ``sizes`` get their offsets in the chunk's memory here.
+        groups: the parameter groups of the user's optimizer.
+        rules: how pieces are stepped.
+
+    Attributes:
+        sizes: what the tier holds for this chunk, by the name of the state.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], groups: Sequence[Mapping[str, Any]], rules: Rules) -> None:
+        self.pieces, self.sizes = list(pieces), StateSizes()
+        self._groups = sorted({piece.group_number for piece in pieces})
+        self._optimizer = rules.make(pieces, groups)
+        # Without hooks: those of the user's optimizer, and those of all optimizers, run in its own step.
+        self._step = inspect.unwrap(type(self._optimizer).step)
+        for piece in self.pieces:
+            for name, (numel, dtype) in piece.sizes.items():
+                piece.offsets[name], _ = self.sizes.get(name, (0, dtype))
+                self.sizes[name] = (piece.offsets[name] + -(-numel // CUT) * CUT, dtype)
+
+    def step(
+        self, groups: Sequence[Mapping[str, Any]], memory: Mapping[str, torch.Tensor], scaling: Mapping[str, Any]
+    ) -> list[torch.Tensor]:
+        """One step of the pieces whose parameters have gradients.
+
+        Args:
+            groups: the parameter groups of the user's optimizer, with the options of this step.
+            memory: a 1-D tensor for each of ``sizes``, with the states.
+            scaling: what ``GradScaler`` has set on the user's optimizer.
+
+        Returns:
+            the parameters that were stepped and are not leaves themselves.
+        """
+        optimizer, states = self._optimizer, self._optimizer.state
+        for mine, number in zip(optimizer.param_groups, self._groups):
+            mine.update(_options(groups[number]))
+        gradients: dict[torch.Tensor, torch.Tensor] = {}  # The pieces of a parameter share the work of finding it.
+        stepped = []
+        for piece in self.pieces:
+            if piece.param.grad is None:
+                continue
+            stepped.append(piece)
+            if not piece.is_whole:
+                if piece.param not in gradients:
+                    gradients[piece.param] = _local_gradient(piece.param)
+                piece.leaf.grad = gradients[piece.param][piece.start : piece.stop]
+            if piece.has_states and piece.sizes:
+                states[piece.leaf].update(piece.views(memory))
+        vars(optimizer).update(scaling)
+        try:
+            self._step(optimizer)
+        finally:
+            for name in scaling:
+                vars(optimizer).pop(name)
+            for piece in stepped:
+                if not piece.is_whole:
+                    piece.leaf.grad = None
+        for piece in stepped:
+            mine = states[piece.leaf]
+            for name, view in piece.views(memory).items() if piece.sizes else ():
+                made = mine.pop(name)
+                if not piece.has_states:  # The optimizer has made it in this step. From now on it lies in the tier.
+                    view.copy_(made.view(-1))
+            piece.has_states = True
+        return [piece.param for piece in stepped if not piece.is_whole]
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no piece has states yet."""
+        return not any(piece.has_states for piece in self.pieces)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the next step changes something."""
+        return any(piece.param.grad is not None for piece in self.pieces)
+
+    def states_of(self, piece: Piece, memory: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """The states of a piece, in the order in which they were made; empty before its first step."""
+        if not piece.has_states:
+            return {}
+        mine = self._optimizer.state[piece.leaf]
+        return {**mine, **piece.views(memory)} if piece.sizes else mine
+
+    def own_states_of(self, piece: Piece) -> Mapping[str, Any]:
+        """The states of a piece that lie in no tier."""
+        return self._optimizer.state[piece.leaf]
+
+    def has_states(self, piece: Piece) -> bool:
+        """Whether a step, or a state dict, has made states of ``piece``."""
+        return piece.has_states and bool(piece.sizes or self._optimizer.state[piece.leaf])
+
+    def set_states(self, piece: Piece, states: Mapping[str, Any] | None, memory: Mapping[str, torch.Tensor]) -> None:
+        """Let a piece have other states; None: those before its first step. States in a tier are copied."""
+        piece.has_states = states is not None
+        mine = {} if states is None else dict(states)
+        for name, view in piece.views(memory).items() if mine and piece.sizes else ():
+            view.copy_(mine.pop(name).view(-1))
+        self._optimizer.state[piece.leaf] = mine
+
+
+def _local_gradient(param: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of ``param.grad``, 1-D, in the order of the group's buffer."""
+    gradient = param.grad
+    assert isinstance(param, DTensor) and isinstance(gradient, DTensor)
+    if gradient.placements != param.placements:  # The user has set it.
+        gradient = gradient.redistribute(placements=param.placements)
+    return local_tensor(gradient).reshape(-1)
+
+
+def leaf_of(member: Member, start: int, stop: int) -> nn.Parameter:
+    """A parameter that is a view of a run of ``member``, in the memory of its group."""
+    return nn.Parameter(member.group.sharded.tensor(member.index)[start:stop])
+
+
+def increment_versions(params: Iterable[torch.Tensor]) -> None:
+    """Parameters were written to through other tensors: what looks at their version counters must see it."""
+    torch.autograd.graph.increment_version(list(params))
