@@ -852,7 +852,7 @@ ncclResult_t ncclGroupEnd(void)
         begin_launch(comm, stream);
         uint64_t found = rehearsal_launch(it->stream, "ncclSend/ncclRecv", run_exchange, drop_exchange, it, accesses, count, 1);
         pthread_mutex_lock(&mutex);
-        for (exchange *each = it->comm->exchanges; each; each = each->next)
+        for (exchange *each = comm->exchanges; each; each = each->next)
             if (&each->number == number) /* It has not run yet. */
                 each->number = found;
         pthread_mutex_unlock(&mutex);
