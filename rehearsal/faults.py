@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import select
@@ -37,7 +38,7 @@ NOT_FOUND = {
     ("fsdp/elastic/_neighbour_copies.py", "NeighbourCopies.update"): "the host waits for its own thread",
     ("fsdp/elastic/_neighbour_copies.py", "NeighbourCopies.recover"): "the host waits for its own thread, after a death",
     ("fsdp/elastic/_neighbour_copies.py", "NeighbourCopies._send"): "orders ranks: none overwrites a copy that others need",
-    ("transfer/_plan.py", "Plan._run"): "the second one orders ranks: all succeed, or all raise",
+    ("transfer/_plan.py", "Plan._run"): "the second one orders ranks; the agreement behind it waits for the stream, too",
     ("transfer/_stream.py", "_stream"): "gloo: over NCCL, the process group keeps the tensors of dropped works",
     ("transfer/_watch.py", "_Waiter.has_ended"): "gloo: a thread of the host waits",
     ("transfer/_watch.py", "_Waiter._wait"): "the host has asked until the works were complete; this raises their errors",
@@ -64,6 +65,7 @@ def _rank(
     """The process of one rank, after a fork. It never returns."""
     with contextlib.suppress(BaseException):
         os.dup2(errors, 2)
+        faulthandler.enable()
         Replaced(replaced).install()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE="1")
         try:

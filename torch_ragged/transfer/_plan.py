@@ -274,7 +274,8 @@ class Plan:
                 if fine[0] and fine[1:3].any() and problem is None:
                     execution.slices, execution.rounds, _ = self._schedules[not fine[3]]
                     execution.run()
-                    # A rank whose run is complete waits for the others: all ranks succeed, or all raise.
+                    # A rank whose run is complete waits for the others: all ranks succeed, or all raise. On an accelerator, the
+                    # host waits here for the copies, too, as the collective is behind them on the stream.
                     watch.wait([dist.all_reduce(fine, dist.ReduceOp.MIN, self._group, async_op=True)])
         except Exception as error:
             self._has_failed = True
