@@ -38,6 +38,7 @@ NOT_FOUND = {
     ("fsdp/elastic/_neighbour_copies.py", "NeighbourCopies.update"): "the host waits for its own thread",
     ("fsdp/elastic/_neighbour_copies.py", "NeighbourCopies.recover"): "the host waits for its own thread, after a death",
     ("fsdp/elastic/_neighbour_copies.py", "NeighbourCopies._send"): "orders ranks: none overwrites a copy that others need",
+    ("transfer/_execution.py", "Execution.run"): "gloo: over NCCL, the collective behind a run waits for the stream, too",
     ("transfer/_plan.py", "Plan._run"): "the second one orders ranks; the agreement behind it waits for the stream, too",
     ("transfer/_stream.py", "_stream"): "gloo: over NCCL, the process group keeps the tensors of dropped works",
     ("transfer/_watch.py", "_Waiter.has_ended"): "gloo: a thread of the host waits",

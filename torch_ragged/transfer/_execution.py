@@ -101,7 +101,7 @@ class Execution:
     _rank: int = field(default_factory=dist.get_rank)
 
     def run(self) -> None:
-        """Move all elements. On an accelerator, the last copies may still be on the current stream.
+        """Move all elements.
 
         Raises:
             Lost: another rank failed.
@@ -117,6 +117,10 @@ class Execution:
                     self._copy(self.slices[i], copy)
         if before is not None:
             self._receive(*before)
+        if (
+            self.device.type != "cpu"
+        ):  # Over NCCL, the collective behind a run waits for the stream, too; over gloo, nothing does.
+            torch.accelerator.current_stream().synchronize()
 
     def _send(self, round_: range) -> _Mail:
         """Stage and pack what this rank sends in a round, and issue its messages."""
