@@ -237,6 +237,20 @@ class GradientTest(OneRankTest):
         gradients.add(0, torch.ones(WIDTH, WIDTH))
         self.assertTrue(torch.equal(first, torch.ones(WIDTH, WIDTH)))
 
+    def test_padding_of_wide_gradients_is_zero(self):
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        gradients = groups_of(self.sharded(nn.Linear(3, 3), mp_policy=mixed))[0].grad_buffer
+        torch.use_deterministic_algorithms(True)  # New memory is NaN.
+        try:
+            for _ in range(2):
+                for index, shape in enumerate(((3, 3), (3,))):
+                    gradients.add(index, torch.ones(shape, dtype=torch.bfloat16))
+                gradients.widen()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        flat = gradients.completed(widens=True).flat
+        self.assertEqual((flat.dtype, flat.numel() > 12, flat.sum().item()), (torch.float32, True, 2.0 * 12))
+
     def test_a_module_stays_unsharded_if_only_an_opaque_output_may_reach_backward(self):
         class Hides(nn.Sequential):
             def forward(self, x):

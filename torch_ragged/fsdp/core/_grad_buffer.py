@@ -220,7 +220,7 @@ class GradBuffer:
             return
         self._close()
         holds_sum = self._widened is not None and self._widened.is_allocated
-        self._widened = self._allocated(self._widened, self.reduce_dtype)
+        self._widened = self._allocated(self._widened, self.reduce_dtype, is_overwritten=True)
         # One pass over memory, for the cast and the addition.
         scaled_copy_(self._widened.flat, self._unreduced.flat, accumulate=holds_sum)
         self._free_unreduced()
@@ -305,8 +305,8 @@ class GradBuffer:
                 # The memory is its owner's: the reference is dropped, and the next pass makes a buffer of its own.
                 self._unreduced, self._views = None, []
 
-    def _allocated(self, buffer: DBuffer | None, dtype: torch.dtype) -> DBuffer:
-        """Allocate ``buffer``, or a new one if it is None, and return it."""
+    def _allocated(self, buffer: DBuffer | None, dtype: torch.dtype, is_overwritten: bool = False) -> DBuffer:
+        """Allocate ``buffer``, or a new one if it is None, and return it. ``is_overwritten``: the caller writes all of it."""
         if buffer is None:
             buffer = DBuffer(self._layout, Partial(), self._rank, dtype, self._device, pool=self._pool, log=self._log)
         elif buffer.is_allocated:
@@ -314,5 +314,6 @@ class GradBuffer:
         else:
             buffer.allocate()
         # Padding is reduced, too. Old memory there may hold NaN, which debuggers and sums over a buffer would see.
-        buffer.zero_padding()
+        if not is_overwritten:
+            buffer.zero_padding()
         return buffer
