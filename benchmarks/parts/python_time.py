@@ -42,7 +42,7 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return (gradient, *(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.like))
+        return (gradient, *(torch.empty(shape, dtype=dtype, device=gradient.device) for shape, dtype in ctx.like))
 
 
 class IdleBlock(nn.Module):
@@ -120,9 +120,3 @@ def python_time(options: argparse.Namespace, rounds: int = ROUNDS, groups: int =
         found,
     )
     return found
-
-
-def packages_alone(found: list[dict[str, Any]]) -> list[float]:
-    """Microseconds per group and step of each package, 1-D in mixed precision, without the fake process group's part."""
-    (row,) = (row for row in found if (row["collectives"], row["mesh"], row["dtypes"]) == ("none", "1-D", list(POLICIES)[-1]))
-    return [row[f"{package} us"] for package in PACKAGES]

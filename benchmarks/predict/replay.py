@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.predict.step_model import Link, Network
+from benchmarks.predict.network import Link, Network
 
 __all__ = ["H100", "Entry", "Gpu", "Interval", "Link", "Network", "Replay", "replay"]
 

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from benchmarks.predict.replay import H100, replay, with_host
 from rehearsal.measure import COUNTERS
 from rehearsal.null_training import alone
+from rehearsal.step import COPY_IN, COPY_OUT, Setting, recorded
 
 
 def peak_of_process() -> int:
@@ -86,6 +88,24 @@ def attention() -> Any:
         F.scaled_dot_product_attention(q, q, q, is_causal=is_causal).sum().backward()
     names, numbers = torch.ops.rehearsal.traced()
     return [work / (2 * 4 * 128 * 128 * 64) for name, (*_, work) in zip(names, numbers.tolist()) if "attention" in name]
+
+
+def steps() -> Any:
+    """Two layers of a Llama on 8 ranks, recorded and replayed with a host that is never late, by package."""
+    setting, found = Setting("llama-3.1-8b", 8, 1, 1024, "some", 2), {}
+    for package in ("torch_ragged", "FSDP2"):
+        entries = recorded(setting, package)
+        step = replay(entries, with_host(H100, 0))
+        collectives = [each for each in entries if each.ranks]
+        found[package] = {
+            "collectives": [each.name.removeprefix("nccl") for each in collectives],
+            "gathered": sum(each.written for each in collectives if each.name == "ncclAllGather"),
+            "work": sum(each.work for each in entries),
+            "copies between buffers": step.time_of(lambda entry: entry.name in (*COPY_IN, *COPY_OUT)) > 0,
+            "ordered": 0 < step.exposed < step.communication < step.seconds and step.kernels < step.seconds,
+            "of the timeline": round((step.kernels + step.exposed) / step.seconds, 2),
+        }
+    return found
 
 
 if __name__ == "__main__":

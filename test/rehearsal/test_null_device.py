@@ -83,5 +83,37 @@ class MemoryTest(unittest.TestCase):
                     self.assertEqual((ours["after step 2"], ours["retries"]), (0, 0))
 
 
+@unittest.skipUnless(is_ready, "make rehearsal was not run with this torch")
+class HostTest(unittest.TestCase):
+    def test_a_group_issues_less_than_fsdp2s(self):
+        row = result("-m", "rehearsal.host_time", "--policy", "float32", "--rounds", "1", "--groups", "4")
+        # Two all-gathers and a reduce-scatter per group; ours agrees on unused parameters once per backward.
+        self.assertEqual((row["torch_ragged collectives"], row["FSDP2 collectives"]), (3.25, 3.0))
+        for counted in ("events", "waits", "allocations"):
+            with self.subTest(counted=counted):
+                self.assertLess(row[f"torch_ragged {counted}"], row[f"FSDP2 {counted}"])
+
+
+@unittest.skipUnless(is_ready, "make rehearsal was not run with this torch")
+class StepTest(unittest.TestCase):
+    def test_a_recorded_step_is_replayed(self):
+        found = program("steps")
+        ours, theirs = found["torch_ragged"], found["FSDP2"]
+        # Embedding, two blocks, and the head, which stays gathered. Backward reduces in the other order.
+        forward, backward = ["AllGather"] * 4, ["AllGather"] * 3 + ["ReduceScatter"] * 4
+        self.assertEqual(theirs["collectives"][:4], forward)
+        self.assertEqual(sorted(theirs["collectives"][4:]), backward)
+        self.assertEqual(sorted(ours["collectives"]), sorted([*forward, *backward, "AllReduce"]))
+        vocabulary, block = 128256 * 4096, 2 * 4096 + 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336
+        gathered = 2 * (2 * 2 * block + 2 * vocabulary + vocabulary + 4096)
+        self.assertEqual((ours["gathered"], theirs["gathered"]), (gathered, gathered))
+        self.assertEqual(ours["work"], theirs["work"])
+        self.assertEqual((ours["copies between buffers"], theirs["copies between buffers"]), (False, True))
+        for package, each in found.items():
+            with self.subTest(package=package):
+                self.assertTrue(each["ordered"])
+                self.assertEqual(each["of the timeline"], 1.0)  # With a host that is never late, something always runs.
+
+
 if __name__ == "__main__":
     unittest.main()
