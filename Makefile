@@ -11,7 +11,9 @@ OUT ?= out
 VENVS ?= $(OUT)/venvs
 CLIENTS ?= $(OUT)/clients/venvs
 REHEARSAL ?= $(OUT)/rehearsal
-REHEARSED = test/fsdp/test_fsdp.py test/fsdp/test_fsdp_placements.py test/fsdp/test_fsdp_knobs.py
+REHEARSED = test/fsdp/test_fsdp.py test/fsdp/test_fsdp_placements.py test/fsdp/test_fsdp_knobs.py test/fsdp/core/test_dbuffer.py \
+	test/fsdp/core/test_fsdp_core.py test/fsdp/core/test_fsdp_gradients.py test/fsdp/core/test_persistent_buffers.py \
+	test/fsdp/core/test_weight_gradient.py test/fsdp/core/test_fsdp_backward.py test/tensor/test_redistribute.py
 PROGRAMS = pipelining accelerate transformers peft lightning trl torchao
 TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 

@@ -378,8 +378,9 @@ def variants(flavour: str) -> dict[str, Variant]:
     if flavour == "ours":
 
         def one(model: nn.Module) -> None:
-            # No all-gather is behind the reduction, on NCCL's stream: only a wait for the reduction orders what follows.
+            # Reductions have a stream of their own: a wait for the next all-gather does not order what follows behind them.
             fully_shard(model, mesh=line)
+            model.set_separate_reduce_scatter_group()
             model.set_reshard_after_backward(False)
 
         found |= {
