@@ -21,6 +21,7 @@ import argparse
 import statistics
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -118,13 +119,14 @@ def cost_of_conversions(mesh: DeviceMesh, size: int, rounds: int) -> list[dict[s
     local, needs = torch.randn(size, size), torch.randn(size, size, requires_grad=True)
     placed = distribute_tensor(torch.randn(RANKS * size, size), mesh, placements)
     leaf = placed.detach().requires_grad_()
+    region = SimpleNamespace(mesh=mesh, sizes=sizes)  # What an output asks of its static module.
     cases: dict[str, dict[str, Callable[[], Any]]] = {
         "local -> DTensor": {
             "ours": lambda: make_dtensor(local, mesh, placements, placed.shape),
             "torch": lambda: DTensor.from_local(local, mesh, placements, run_check=False),
         },
         "local -> DTensor, autograd": {
-            "ours": lambda: _FromLocal.apply(needs, mesh, placements, placements, sizes),
+            "ours": lambda: _FromLocal.apply(needs, region, placements, placements),
             "torch": lambda: DTensor.from_local(needs, mesh, placements, run_check=False),
         },
         "DTensor -> local": {"ours": lambda: placed._local_tensor, "torch": lambda: placed.to_local()},

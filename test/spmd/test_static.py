@@ -241,6 +241,21 @@ class StaticTest(unittest.TestCase):
         assert loss.item() == other(ids).item()
         loss.backward()
 
+    @ranks(2)
+    def test_an_error_without_a_text_keeps_a_module_eager():
+        class Strict(Block):
+            def forward(self, x):
+                if not isinstance(x, DTensor):
+                    raise AssertionError
+                return super().forward(x)
+
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        model = parallelize(make(block=Strict), plan_of().default(Replicate()), mesh, mode="static")
+        losses_of(model, batches=(4,))
+        report = model.static_modules.report
+        assert report.reasons["blocks.0"] == "on local tensors, its forward raises AssertionError", report
+        assert "blocks.0.up" in report.modules, report
+
     @ranks(4)
     def test_hooks_of_users_on_parameters_are_called_as_in_eager_mode():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -135,7 +135,7 @@ class StaticModules:
         except (
             Exception
         ) as error:  # If it is the model's, the call itself raises it. torch cannot name all placements it watches.
-            reason = f"watching it raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            reason = f"watching it raises {_first_line(error)}"
             self.report = StaticReport((), {"": reason})
             has_gradients = False
         if not has_gradients:
@@ -209,7 +209,7 @@ class StaticModules:
             if not self._regions:
                 raise
             where = "forward" if name is not None else "backward"
-            reason = f"on local tensors, its {where} raises {type(error).__name__}: {str(error).splitlines()[0]}"
+            reason = f"on local tensors, its {where} raises {_first_line(error)}"
             return dict.fromkeys([name] if name is not None else self._regions, reason)
         for kind, given in (("out", "in"), ("param", "grad out"), ("grad in", "grad out")):
             wrong = {}
@@ -222,6 +222,10 @@ class StaticModules:
             if wrong:
                 return wrong
         return {}
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)}".splitlines()[0].removesuffix(": ")
 
 
 def _what(key: Any) -> str:
