@@ -19,10 +19,13 @@ from torch import nn
 
 from torch_ragged.offline import BUILT_IN, Parameter, load_model
 
-__all__ = ["NAMES", "Block", "Stack", "blocks_of", "build", "rest_of", "shard"]
+__all__ = ["ACTIVE_EXPERTS", "NAMES", "Block", "Stack", "active_numel", "blocks_of", "build", "rest_of", "shard"]
 
 NAMES = ("llama-3-70b", "gpt-oss-120b", "deepseek-v3")
 assert set(NAMES) <= set(BUILT_IN)
+
+ACTIVE_EXPERTS = {"gpt-oss-120b": 4, "deepseek-v3": 8}
+"""Routed experts that a token goes through (``num_experts_per_tok`` of the models' config.json)."""
 
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -40,6 +43,16 @@ def blocks_of(name: str, layers: int | None = None) -> list[list[Parameter]]:
 def rest_of(name: str) -> list[Parameter]:
     """The parameters outside of blocks: embedding, norm, head."""
     return _model(name).groups["rest"]
+
+
+def active_numel(name: str, parameters: Sequence[Parameter]) -> int:
+    """Weights that one token is multiplied by: fused experts count as many times as it goes through them."""
+    chosen = ACTIVE_EXPERTS.get(name, 0)
+    found = 0
+    for one in parameters:
+        numel = torch.Size(one.shape).numel()
+        found += numel * chosen // one.shape[0] if len(one.shape) == 3 else numel
+    return found
 
 
 def _fused(parameters: Sequence[Parameter]) -> list[Parameter]:

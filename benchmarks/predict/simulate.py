@@ -1,11 +1,14 @@
-"""Training steps of large models at any number of ranks, without them: counted on a fake process group.
+"""Training steps of large models at any number of ranks, without them: counted on a fake process group, then predicted.
 
-Their times are modelled elsewhere (rehearsal/step.py). Parts (--parts, all by default):
+Parts (--parts, all but the last by default):
 
 - ``count``: one forward and backward of Llama-3-70B, GPT-OSS-120B and DeepSeek-V3 (real widths, fewer layers) on the meta
   device by this package and by FSDP2: collectives and their bytes, padding, the memory timeline and its peak, Python time.
   One counter serves both (benchmarks/common/tracker.py).
 - ``python``: Python time per group and step of stacks that compute nothing, in interleaved rounds (parts/python_time.py).
+- ``predict``: step times of the whole models, weak and strong scaling to 10,000 ranks (predict.py), by a model of the schedule
+  (step_model.py).
+- ``check``: that model against steps measured with gloo at 1, 2, 4 and 8 ranks (benchmarks/predict/step_check.py).
 
 All numbers are per rank. --plot writes the memory timelines, and needs matplotlib.
 """
@@ -28,7 +31,7 @@ from benchmarks.common.models import NAMES, Stack, build, shard
 from benchmarks.common.tracker import CollectiveLog, MemoryTracker
 
 GIB = 2**30
-PARTS = ("count", "python")
+PARTS = ("count", "python", "predict", "check")
 COUNTED_RANKS = (8, 64, 256, 1024)
 
 
@@ -159,7 +162,8 @@ def plot(path: str, found: list[dict[str, Any]]) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    made.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:-1]))
+    made.add_argument("--check", action="store_true", help="also the part check")
     made.add_argument("--model", nargs="+", choices=NAMES, default=list(NAMES))
     made.add_argument("--ranks", nargs="+", type=int, default=list(COUNTED_RANKS), help="worlds to count in")
     made.add_argument("--mesh", choices=("1d", "hsdp", "both"), default="both")
@@ -175,15 +179,27 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    from benchmarks.parts.python_time import python_time
+    from benchmarks.parts.python_time import packages_alone, python_time
+    from benchmarks.predict.predict import add_options, predict_all
+    from benchmarks.predict.step_check import check
 
-    options = parser().parse_args()
+    command = parser()
+    add_options(command)
+    options = command.parse_args()
     torch.set_num_threads(1)
     parts: dict[str, Callable[[argparse.Namespace], Any]] = {
         "count": count_all,
         "python": python_time,
+        "predict": predict_all,
+        "check": check,
     }
-    results: dict[str, Any] = {part: parts[part](options) for part in PARTS if part in options.parts}
+    chosen = {*options.parts, *(["check"] if options.check else [])}
+    results: dict[str, Any] = {}
+    for part in PARTS:
+        if part in chosen:
+            results[part] = parts[part](options)
+        if part == "python" and part in chosen:
+            options.host_us = options.host_us or packages_alone(results[part])
     if options.plot and "count" in results:
         plot(options.plot, results["count"])
     write_json(options.json, results)
