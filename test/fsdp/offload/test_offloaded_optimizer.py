@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 
 from torch_ragged.fsdp import MemoryReport, MemoryRow, Offload, fully_shard, memory_report, offloaded, reshard_to
 from torch_ragged.fsdp.offload import _offloaded_optimizer
-from torch_ragged.fsdp.offload._tiers import WindowTier, host_slabs
+from torch_ragged.fsdp.offload._tiers import WindowTier
 from torch_ragged.optim import Adam8bit, AdamW8bit
 
 
@@ -120,10 +120,7 @@ class TiersTest(unittest.TestCase):
     def test_windows_change_no_bit():
         """As on an accelerator: states are copied through two windows, chunk by chunk."""
 
-        def in_windows(chunks, device):
-            return WindowTier(host_slabs(chunks, is_pinned=False), device)
-
-        with mock.patch.object(_offloaded_optimizer, "tier_of", in_windows):
+        with mock.patch.object(_offloaded_optimizer, "tier_of", WindowTier):
             for most in (64, 1000, 10**6):
                 with mock.patch.object(_offloaded_optimizer, "window_numel", lambda device: most):
                     check(*ADAMW, (0.7,))
@@ -131,15 +128,34 @@ class TiersTest(unittest.TestCase):
                     check(AdamW8bit, {"lr": 0.05, "policy": POLICY}, (0.7,), **BLOCKS)
 
     @ranks(2)
-    def test_a_step_that_raised_leaves_an_optimizer_that_loads():
-        def in_windows(chunks, device):
-            return WindowTier(host_slabs(chunks, is_pinned=False), device)
+    def test_groups_of_two_dtypes_share_the_windows():
+        def trained(fraction):
+            torch.manual_seed(0)
+            model = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 24).to(torch.bfloat16)])
+            for layer in model:
+                knobs = {} if fraction is None else {"offload_policy": Offload(fraction)}
+                fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), **knobs)
+            options = {"lr": 0.05, "foreach": False}
+            kind = torch.optim.AdamW
+            optimizer = kind(model.parameters(), **options) if fraction is None else offloaded(kind, model, **options)
+            for step in range(3):
+                x = torch.randn(4, 24, generator=torch.Generator().manual_seed(step))
+                (model[0](x).sum() + model[1](x.bfloat16()).sum().float()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return optimizer
 
+        reference = trained(None)
+        with mock.patch.multiple(_offloaded_optimizer, tier_of=WindowTier, window_numel=lambda device: 128):
+            assert_equal(trained(0.8), reference)
+
+    @ranks(2)
+    def test_a_step_that_raised_leaves_an_optimizer_that_loads():
         plain, reference = build(None), None
         reference = make(plain, torch.optim.AdamW, None, lr=0.05)
         train(plain, reference, steps=1)
         saved = {key: value.clone() for key, value in plain.state_dict().items()}
-        with mock.patch.multiple(_offloaded_optimizer, tier_of=in_windows, window_numel=lambda device: 256):
+        with mock.patch.multiple(_offloaded_optimizer, tier_of=WindowTier, window_numel=lambda device: 256):
             model = build(0.8)
             optimizer = make(model, torch.optim.AdamW, 0.8, lr=0.05)
         backward(model, 3)

@@ -24,7 +24,7 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import device_of, groups_of
 from torch_ragged.fsdp.offload._files import FILE_NUMEL, FileTier
 from torch_ragged.fsdp.offload._pieces import Chunk, ElementWise, Member, OwnRules, Piece, Rules, increment_versions, leaf_of
-from torch_ragged.fsdp.offload._tiers import DeviceTier, Tier, tier_of, window_numel
+from torch_ragged.fsdp.offload._tiers import DeviceTier, Memory, Tier, host_slabs, tier_of, window_numel
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
 
@@ -52,7 +52,8 @@ def offloaded(
     rate schedulers, ``clip_grad_norm_``, ``GradScaler``, state dicts and checkpoints see an ordinary optimizer: states are
     DTensors with the placements of their parameters, and a state dict can be loaded at another fraction, or without offload.
 
-    Host memory is allocated in this call, page-locked if the mesh is not on the CPU. Later steps allocate nothing on the host.
+    Host memory is allocated in this call, page-locked if the mesh is not on the CPU. The first step makes
+    the states of one chunk at a time beside it; later steps allocate no memory for states.
     A step on an accelerator copies the states through two windows of device memory, of at most 8,388,608 elements each.
 
     The optimizer holds views of the groups' buffers. If these are replaced (a conversion to another dtype), its next step
@@ -187,14 +188,18 @@ class OffloadedOptimizer(Optimizer):
         for pieces in ([p for p in beside if p.is_whole], [p for p in beside if not p.is_whole]):
             if pieces:
                 self._chunks.append((Chunk(pieces, self.param_groups, rules), device_tier))
+        in_host: dict[torch.device, dict[Chunk, Memory]] = {}
         in_files: dict[str, list[Chunk]] = {}
         for group, chunks in chunked:
-            folder = _folder_of(group)
+            folder, device = _folder_of(group), group.sharded.flat.device
             if folder is None:
-                tier = tier_of(chunks, group.sharded.flat.device)
-                self._chunks += [(chunk, tier) for chunk in chunks]
+                in_host.setdefault(device, {}).update(host_slabs(chunks, is_pinned=device.type != "cpu"))
             else:
                 in_files.setdefault(folder, []).extend(chunks)
+        # One tier for all groups: they share its windows.
+        for device, slabs in in_host.items():
+            tier = tier_of(slabs, device)
+            self._chunks += [(chunk, tier) for chunk in slabs]
         for folder, chunks in in_files.items():
             files = FileTier(chunks, folder, dist.get_rank())
             self._chunks += [(chunk, files) for chunk in chunks]

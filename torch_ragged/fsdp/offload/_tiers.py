@@ -134,12 +134,12 @@ class WindowTier:
 
     def __init__(self, slabs: Mapping[Chunk, Memory], device: torch.device) -> None:
         self._slabs = slabs
-        largest: dict[str, tuple[int, torch.dtype]] = {}
+        largest: dict[tuple[str, torch.dtype], int] = {}  # Groups of other dtypes have states of other dtypes.
         for chunk in slabs:
             for name, (numel, dtype) in chunk.sizes.items():
-                largest[name] = (max(numel, largest.get(name, (0, dtype))[0]), dtype)
+                largest[name, dtype] = max(numel, largest.get((name, dtype), 0))
         self._windows = [
-            {name: torch.empty(numel, dtype=dtype, device=device) for name, (numel, dtype) in largest.items()} for _ in range(2)
+            {key: torch.empty(numel, dtype=key[1], device=device) for key, numel in largest.items()} for _ in range(2)
         ]
         self._copies = _StreamCopies(device) if device.type != "cpu" else _HostCopies()
         self._turn = 0  # The window that the next chunk gets.
@@ -171,7 +171,7 @@ class WindowTier:
         self._held.clear()
 
     def _window(self, chunk: Chunk, turn: int) -> Memory:
-        return {name: self._windows[turn][name][:numel] for name, (numel, _) in chunk.sizes.items()}
+        return {name: self._windows[turn][name, dtype][:numel] for name, (numel, dtype) in chunk.sizes.items()}
 
 
 def window_numel(device: torch.device) -> int | None:
@@ -179,11 +179,9 @@ def window_numel(device: torch.device) -> int | None:
     return None if device.type == "cpu" else _WINDOW
 
 
-def tier_of(chunks: Sequence[Chunk], device: torch.device) -> Tier:
-    """Host memory for the states of the chunks of one group, for an optimizer that steps on ``device``."""
-    if device.type == "cpu":
-        return HostTier(host_slabs(chunks, is_pinned=False))
-    return WindowTier(host_slabs(chunks, is_pinned=True), device)
+def tier_of(slabs: Mapping[Chunk, Memory], device: torch.device) -> Tier:
+    """The tier of states in ``slabs``, for an optimizer that steps on ``device``."""
+    return HostTier(slabs) if device.type == "cpu" else WindowTier(slabs, device)
 
 
 class _HostCopies:
