@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
+from torch._subclasses import FakeTensor
 
 from torch_ragged.tensor._counter import draw_by_counter, way_of
 from torch_ragged.tensor._ownership import Box, row_major
@@ -53,7 +54,7 @@ def draw_owned(
             since they take the same numbers from the generator.
     """
     numel = math.prod(shape)
-    if not numel or local.is_meta:
+    if not numel or local.is_meta or isinstance(local, FakeTensor):
         return
     way = None if values else way_of(sampler, local, numel)
     if way is not None:
