@@ -205,19 +205,31 @@ def _pickled(value: Any, name: str) -> torch.Tensor:
 
 
 class _Before:
-    """Remembers the groups of optimizers, and which of them have no states yet, and restores both.
+    """Remembers the states and groups of optimizers, and restores them.
 
-    Needed because ``get_optimizer_state_dict`` steps an optimizer that has never stepped.
+    Needed because ``get_optimizer_state_dict`` steps an optimizer that has never stepped, and loading gives states to
+    parameters that had none.
     """
 
     def __init__(self, state: TrainState) -> None:
-        # States themselves are not kept: only an optimizer without any is stepped. And an offloaded one would copy all of them.
-        self._all = [(o, bool(o.state), [dict(group) for group in o.param_groups]) for o in state.optimizers]
+        # An offloaded optimizer would copy its states: of it, the parameters that have states.
+        self._all = [
+            (
+                o,
+                dict(o.state) if isinstance(o.state, dict) else dict.fromkeys(o.state),
+                [dict(group) for group in o.param_groups],
+            )
+            for o in state.optimizers
+        ]
 
     def restore(self) -> None:
-        for optimizer, had_states, groups in self._all:
-            if not had_states:
+        for optimizer, states, groups in self._all:
+            if isinstance(optimizer.state, dict):
                 optimizer.state.clear()
+                optimizer.state.update(states)
+            else:
+                for param in optimizer.state.keys() - states.keys():
+                    del optimizer.state[param]
             for group, before in zip(optimizer.param_groups, groups):
                 group.update(before)  # get_optimizer_state_dict sets the learning rate to 0 for its step.
 
