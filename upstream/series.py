@@ -137,6 +137,7 @@ SERIES = (
             "fsdp/comm/**/*.py",
             "fsdp/core/**/*.py",
             "fsdp/elastic/*.py",
+            "fsdp/offload/*.py",
             "fsdp/tools/*.py",
         ),
         ("common/transformer.py", "fsdp/test_fsdp_training.py"),
