@@ -6,10 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from torch_ragged import RaggedShard, StridedRaggedShard
+from torch_ragged.fsdp import fully_shard
+from torch_ragged.optim import matrix_groups
 
 SHAPES = ((64, 48), (33, 65), (96, 32), (1, 7), (7, 1), (5, 40, 24), (4, 32, 32), (17,), (64, 48))
 """Matrices wide, tall, square, of one row or column; stacks; a vector."""
@@ -125,3 +129,43 @@ def assert_same(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor
         a, b = a.cpu(), b.cpu()
         same = a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
         assert same, f"{what}: tensor {index} of shape {tuple(b.shape)} differs"
+
+
+class Net(torch.nn.Module):
+    """A stack of matrices, a matrix and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.Parameter(torch.randn(3, 16, 16) / 4)
+        self.inner = torch.nn.Linear(16, 24)
+
+
+def _run(optimizer_class: Any, mesh_shape: tuple[int, ...]) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    net = fully_shard(Net(), mesh=init_device_mesh("cpu", mesh_shape))
+    return net, optimizer_class(matrix_groups(net), lr=0.01, interval=2)
+
+
+def _go_on(net: Net, optimizer: torch.optim.Optimizer, first: int) -> list[torch.Tensor]:
+    for step in range(first, first + 3):
+        set_gradients(list(net.parameters()), step)
+        optimizer.step()
+    return wholes(list(net.parameters()), optimizer)
+
+
+def save_and_go_on(optimizer_class: Any, path: str, mesh_shape: tuple[int, ...]) -> list[torch.Tensor]:
+    """Three steps of ``optimizer_class``, which has an ``interval``; a checkpoint; and the results of three more steps."""
+    net, optimizer = _run(optimizer_class, mesh_shape)
+    _go_on(net, optimizer, 1)
+    dcp.save({"model": net.state_dict(), "optim": get_optimizer_state_dict(net, optimizer)}, checkpoint_id=path)
+    return _go_on(net, optimizer, 4)
+
+
+def load_and_go_on(optimizer_class: Any, path: str, mesh_shape: tuple[int, ...]) -> list[torch.Tensor]:
+    """The results of three steps after the checkpoint, on any mesh."""
+    net, optimizer = _run(optimizer_class, mesh_shape)
+    model, optim = net.state_dict(), get_optimizer_state_dict(net, optimizer)
+    dcp.load({"model": model, "optim": optim}, checkpoint_id=path)
+    net.load_state_dict(model)
+    set_optimizer_state_dict(net, optimizer, optim)
+    return _go_on(net, optimizer, 4)

@@ -115,6 +115,7 @@ def test_wrong_arguments_are_refused():
     assert "one module per layer" in error_of(lambda: clip.watch([]))
     clip.watch([attention := Attention()], first_heads=2)
     assert "computes 4 from head 2 on" in error_of(lambda: attention(torch.randn(1, 3, 12)))
+    assert "3 query heads, 2 key heads" in error_of(lambda: attention_maxima(torch.ones(1, 3, 2, 2), torch.ones(1, 2, 2, 2)))
     attention_maxima(*torch.randn(2, 1, 4, 3, 2))  # No mode is left behind by the error.
     assert F.scaled_dot_product_attention(*torch.randn(3, 1, 1, 2, 2)).shape == (1, 1, 2, 2)
 
@@ -151,5 +152,8 @@ class PlacementTest(unittest.TestCase):
             assert mode.get_total_counts() == 1 and found.tolist() == [3.0, 4.0, 5.0, 6.0]
             assert torch.equal(weight.full_tensor(), expected[0]), placements
             assert torch.equal(vector.full_tensor(), expected[1]), placements
+        error = error_of(lambda: clip.step([maxima[: 4 - (mesh.get_rank() == 2)]]))
+        assert ("got [(3,)]" if mesh.get_rank() == 2 else "another rank has no legal maxima") in error, error
+        assert torch.equal(weight.full_tensor(), expected[0]), "no rank has scaled"
         partial = DTensor.from_local(fused, mesh, [Replicate(), Partial()], run_check=False)
         assert "Partial cannot be a parameter" in error_of(lambda: QKClip([layer(partial, bias)]))

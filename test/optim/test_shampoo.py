@@ -5,16 +5,13 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from common import error_of, in_one_process, run_ranks
-from optim_common import assert_same, make_params, set_gradients, train, value, whole, wholes
+from optim_common import assert_same, load_and_go_on, make_params, save_and_go_on, set_gradients, train, value, whole, wholes
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_ragged.fsdp import fully_shard
-from torch_ragged.optim import Shampoo, matrix_groups
+from torch_ragged.optim import Shampoo
 from torch_ragged.optim._shampoo import inverse_root
 
 SHAPES = ((24, 16), (13, 25), (17,), (5, 12, 8), (1, 7), (24, 16))
@@ -132,46 +129,10 @@ def test_bitwise_equal_at_any_number_of_ranks(ranks):
     run_ranks(ranks, _check_ranks, CASES[ranks], expected, narrow, missing, poisoned)
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.Parameter(torch.randn(3, 16, 16) / 4)
-        self.inner = nn.Linear(16, 24)
-
-
-def _net(mesh_shape):
-    torch.manual_seed(3)
-    net = fully_shard(Net(), mesh=init_device_mesh("cpu", mesh_shape))
-    return net, Shampoo(matrix_groups(net), lr=0.01, interval=2)
-
-
-def _steps(net, optimizer, first, count):
-    for step in range(first, first + count):
-        set_gradients(list(net.parameters()), step)
-        optimizer.step()
-    return wholes(list(net.parameters()), optimizer)
-
-
-def _save(path, mesh_shape):
-    net, optimizer = _net(mesh_shape)
-    _steps(net, optimizer, 1, 3)
-    dcp.save({"model": net.state_dict(), "optim": get_optimizer_state_dict(net, optimizer)}, checkpoint_id=path)
-    return _steps(net, optimizer, 4, 3)
-
-
-def _load(path, mesh_shape):
-    net, optimizer = _net(mesh_shape)
-    model, optim = net.state_dict(), get_optimizer_state_dict(net, optimizer)
-    dcp.load({"model": model, "optim": optim}, checkpoint_id=path)
-    net.load_state_dict(model)
-    set_optimizer_state_dict(net, optimizer, optim)
-    return _steps(net, optimizer, 4, 3)
-
-
 def test_checkpoint_goes_on_bitwise_on_other_ranks(tmp_path):
-    expected = run_ranks(4, _save, str(tmp_path), (4,))[0]
+    expected = run_ranks(4, save_and_go_on, Shampoo, str(tmp_path), (4,))[0]
     for mesh_shape in ((2,), (2, 2), (1,)):
-        for result in run_ranks(math.prod(mesh_shape), _load, str(tmp_path), mesh_shape):
+        for result in run_ranks(math.prod(mesh_shape), load_and_go_on, Shampoo, str(tmp_path), mesh_shape):
             assert_same(result, expected, str(mesh_shape))
 
 

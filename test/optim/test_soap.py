@@ -4,16 +4,13 @@ import math
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from common import error_of, in_one_process, run_ranks
-from optim_common import assert_same, make_params, set_gradients, train, value, wholes
+from optim_common import assert_same, load_and_go_on, make_params, save_and_go_on, set_gradients, train, value, wholes
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from torch_ragged.fsdp import fully_shard
-from torch_ragged.optim import SOAP, matrix_groups
+from torch_ragged.optim import SOAP
 
 SHAPES = ((24, 16), (13, 25), (17,), (5, 12, 8), (1, 7), (24, 16))
 
@@ -130,46 +127,11 @@ def test_bitwise_equal_at_any_number_of_ranks(ranks):
     run_ranks(ranks, _check_ranks, CASES[ranks], expected, narrow, missing, in_one_process(_poisoned_plain))
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.Parameter(torch.randn(3, 16, 16) / 4)
-        self.inner = nn.Linear(16, 24)
-
-
-def _net(mesh_shape):
-    torch.manual_seed(3)
-    net = fully_shard(Net(), mesh=init_device_mesh("cpu", mesh_shape))
-    return net, SOAP(matrix_groups(net), lr=0.01, interval=2)
-
-
-def _steps(net, optimizer, first, count):
-    for step in range(first, first + count):
-        set_gradients(list(net.parameters()), step)
-        optimizer.step()
-    return wholes(list(net.parameters()), optimizer)
-
-
-def _save(path, mesh_shape):
-    net, optimizer = _net(mesh_shape)
-    _steps(net, optimizer, 1, 3)
-    dcp.save({"model": net.state_dict(), "optim": get_optimizer_state_dict(net, optimizer)}, checkpoint_id=path)
-    return _steps(net, optimizer, 4, 3)
-
-
-def _load(path, mesh_shape):
-    net, optimizer = _net(mesh_shape)
-    model, optim = net.state_dict(), get_optimizer_state_dict(net, optimizer)
-    dcp.load({"model": model, "optim": optim}, checkpoint_id=path)
-    net.load_state_dict(model)
-    set_optimizer_state_dict(net, optimizer, optim)
-    return _steps(net, optimizer, 4, 3)
-
-
 def test_checkpoint_goes_on_bitwise_on_other_ranks(tmp_path):
-    expected = run_ranks(2, _save, str(tmp_path), (2,))[0]
-    for result in run_ranks(4, _load, str(tmp_path), (2, 2)):
-        assert_same(result, expected, "(2, 2)")
+    expected = run_ranks(2, save_and_go_on, SOAP, str(tmp_path), (2,))[0]
+    for mesh_shape in ((2, 2),):
+        for result in run_ranks(math.prod(mesh_shape), load_and_go_on, SOAP, str(tmp_path), mesh_shape):
+            assert_same(result, expected, str(mesh_shape))
 
 
 def test_bad_input_is_refused():

@@ -186,7 +186,8 @@ def muon_policy(
     For each buffer it compares, under one cost model, the plan without a policy with plans that keep matrices up to some size
     whole: the padding, the flights of the other matrices to their roots and back, and the work of the most loaded rank. The
     result is never worse than the plan without a policy under the model. Buffers are rotated, so that not the same ranks own
-    the expensive matrices of all layers. Values and optimizer results do not depend on it.
+    the expensive matrices of all layers. Values and optimizer results do not depend on it. No communication: all ranks choose
+    the same from shapes.
 
     Args:
         takes: ``(name, parameter) -> bool``, whether Muon trains it. None: all parameters of two or three dimensions.

@@ -130,7 +130,7 @@ class QKLayer:
 
 
 class QKClip:
-    """QK-clip of MuonClip: attention logits stay bounded, whatever the optimizer does to query and key weights.
+    """QK-clip of MuonClip: attention logits stay bounded, although the optimizer lets query and key weights grow.
 
     After each step, the heads whose largest logit exceeds ``threshold`` get query and key weights that are scaled, so that the
     same inputs would give logits of at most the threshold. All other heads keep their logits::
@@ -210,9 +210,19 @@ class QKClip:
         noted[first : first + len(maxima)].copy_(torch.maximum(noted[first : first + len(maxima)], maxima))
         self._watched[index] = noted
 
+    def _maxima(self, given: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor] | None:
+        """Those given, or those that :meth:`watch` has read; None if there are none."""
+        if given is not None or self._watched is None:
+            return given
+        return [
+            torch.full((layer.heads,), -torch.inf) if noted is None else noted
+            for layer, noted in zip(self.layers, self._watched)
+        ]
+
     @torch.no_grad()
     def step(self, maxima: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Scale the weights. Every rank of the group must call it. Issues one all-reduce (max) of a float32 number per head.
+        """Scale the weights. Every rank of the group must call it. Issues one all-reduce (max) of a float32 number per head
+        and one further.
 
         Args:
             maxima: for each layer, the largest logit of each query head on this rank since the last step, of shape (heads,);
@@ -222,29 +232,33 @@ class QKClip:
             the maxima over all ranks. A head whose maximum is not finite is not scaled.
 
         Raises:
-            ValueError: ``maxima`` have other shapes, or are None without :meth:`watch`.
+            ValueError: ``maxima`` have other shapes, or are None without :meth:`watch`, on any rank. Every rank of the group
+                raises, and no weight is changed.
         """
-        if maxima is None:
-            if self._watched is None:
-                raise ValueError("QKClip.step has no maxima: pass them, or call watch() before the forward pass")
-            devices = [local(layer.key[0].weight).device for layer in self.layers]
-            maxima = [
-                torch.full((layer.heads,), -torch.inf, device=device) if noted is None else noted
-                for layer, device, noted in zip(self.layers, devices, self._watched)
-            ]
-            self._watched = [None] * len(self.layers)
-        shapes = [tuple(each.shape) for each in maxima]
-        if shapes != [(layer.heads,) for layer in self.layers]:
-            raise ValueError(
-                f"QKClip.step takes one maximum per query head: expected shapes {[(layer.heads,) for layer in self.layers]}, "
-                f"got {shapes}"
-            )
-        # NaN becomes infinity: a maximum of NaN and a number may be either.
-        packed = torch.cat([each.float() for each in maxima]).nan_to_num(torch.inf, torch.inf, -torch.inf)
+        heads = [layer.heads for layer in self.layers]
+        given, self._watched = self._maxima(maxima), None if self._watched is None else [None] * len(self.layers)
+        shapes = None if given is None else [tuple(each.shape) for each in given]
+        is_legal = shapes == [(count,) for count in heads]
+        device = local(self.layers[0].key[0].weight).device
+        # The last number tells all ranks of a wrong argument: no rank waits for one that has raised.
+        packed = torch.full((sum(heads) + 1,), -torch.inf, device=device)
+        packed[-1] = float(not is_legal)
+        if given is not None and is_legal:
+            # NaN becomes infinity: a maximum of NaN and a number may be either.
+            values = torch.cat([each.to(device, torch.float32) for each in given])
+            packed[:-1].copy_(values.nan_to_num(torch.inf, torch.inf, -torch.inf))
         if dist.is_initialized() and dist.get_world_size(self.group) > 1:
             dist.all_reduce(packed, dist.ReduceOp.MAX, group=self.group)
         # On the host, once: where nothing exceeds the threshold, no weight is touched.
-        found = list(packed.cpu().split([layer.heads for layer in self.layers]))
+        *found, is_wrong = packed.cpu().split([*heads, 1])
+        if given is None:
+            raise ValueError("QKClip.step has no maxima: pass them, or call watch() before the forward pass")
+        if not is_legal:
+            raise ValueError(
+                f"QKClip.step takes one maximum per query head: expected shapes {[(count,) for count in heads]}, got {shapes}"
+            )
+        if is_wrong.item():
+            raise ValueError("another rank has no legal maxima for QKClip.step, so no rank scales: see the error of that rank")
         for layer, largest in zip(self.layers, found):
             exceeds = (largest > self.threshold) & largest.isfinite()
             if exceeds.any():
@@ -289,8 +303,16 @@ def attention_maxima(
             mask of numbers is added.
 
     Returns:
-        (heads,), float32. Memory: the logits of one sequence.
+        (heads,), float32. Memory: the logits of one sequence. No communication.
+
+    Raises:
+        ValueError: the key heads do not divide the query heads, or there is a mask beside ``is_causal``.
     """
+    if query.shape[1] % key.shape[1] or (is_causal and attn_mask is not None):
+        raise ValueError(
+            f"attention_maxima got {query.shape[1]} query heads, {key.shape[1]} key heads, is_causal={is_causal} and "
+            f"{'a' if attn_mask is not None else 'no'} mask: give key heads that divide the query heads; is_causal or a mask"
+        )
     heads, scale = query.shape[1], query.shape[-1] ** -0.5 if scale is None else scale
     key = key.repeat_interleave(heads // key.shape[1], 1) if key.shape[1] != heads else key
     if is_causal:

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torch_ragged.optim._base import local, mesh_of, zeros_placed
-from torch_ragged.optim._gather import Spot, mesh_ranks
+from torch_ragged.optim._aligned import aligned
+from torch_ragged.optim._base import STEP_NBYTES, local, mesh_of, zeros_placed
+from torch_ragged.optim._gather import Batch, Spot, mesh_ranks
 from torch_ragged.optim._matrix import MatrixOptimizer
 from torch_ragged.tensor._redistribute import mesh_group
 from torch_ragged.tensor.placement_types import RaggedShard
 
-__all__ = ["RootState", "RootStateOptimizer"]
+__all__ = ["FactoredOptimizer", "RootState", "RootStateOptimizer"]
 
 
 class RootState(NamedTuple):
@@ -129,3 +130,78 @@ class RootStateOptimizer(MatrixOptimizer):
         if name not in self._root_states(param, group):
             return super().empty_state(param, group, name, shape, dtype)
         return zeros_placed(shape, dtype, self._flat(param.device_mesh), [Shard(0)])
+
+
+class FactoredOptimizer(RootStateOptimizer):
+    """A matrix optimizer with Kronecker factors: all of its states are at the roots, in float32.
+
+    Per matrix: averages of the gradient and of its square, a factor for each side of at most ``max_side``, and what is computed
+    from a factor every ``interval`` steps. A subclass computes the direction of an update.
+    """
+
+    wire = torch.float32
+    of_factor: str
+    """The name of what is computed from a factor: its state is named ``left_`` or ``right_`` and this."""
+
+    def __init__(self, params: Any, *, max_root_bytes: Optional[int], check_gradients: bool, **defaults: Any) -> None:
+        super().__init__(params, defaults, max_root_bytes, check_gradients)
+
+    def _direction(
+        self, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any], step: int
+    ) -> torch.Tensor:
+        """Update the states of one matrix. Returns the direction of its update, without the learning rate. All are float32.
+
+        Products and norms get aligned memory: ``gradient`` is aligned, and new tensors are. The states need not be.
+        """
+        raise NotImplementedError
+
+    def _factor_beta(self, group: dict[str, Any]) -> Any:
+        """The decay of the factors."""
+        return group["shampoo_beta"]
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        name, beta = type(self).__name__, self._factor_beta(group)
+        if not isinstance(beta, (int, float)) or not 0.0 <= beta < 1.0:
+            raise ValueError(f"{name} shampoo_beta must be a number in [0, 1), got {beta!r}")
+        for option in ("interval", "max_side"):
+            if not isinstance(group[option], int) or group[option] < 1:
+                raise ValueError(f"{name} {option} must be a positive integer, got {group[option]!r}")
+
+    def _kind(self, group: dict[str, Any]) -> Hashable:
+        return group["max_side"], group["interval"]
+
+    def _root_states(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, RootState]:
+        *lead, rows, columns = param.shape
+        states = {name: RootState(tuple(param.shape)) for name in ("exp_avg", "exp_avg_sq")}
+        for name, side in (("left", rows), ("right", columns)):
+            if side <= group["max_side"]:
+                states[name] = states[f"{name}_{self.of_factor}"] = RootState((*lead, side, side))
+        return states
+
+    def _send(self, param: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
+        state = self.state[param]
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        self._place_states(param, group)
+        state["step"] += 1
+        return gradient
+
+    def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
+        """As in the base class: the root of a matrix has all of its states in float32."""
+        if group["algorithm"] != self.algorithm:
+            return super().first_state_nbytes(param, group)
+        return self._root_nbytes(param, group) + STEP_NBYTES
+
+    def _compute(self, batch: Batch, matrices: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One matrix after the other: products of a batch may round differently from products of one matrix."""
+        groups = {param: group for group in self.param_groups for param in group["params"]}
+        for matrix, spot in zip(matrices, batch.spots):
+            param = params[spot.stack]
+            group, step = groups[param], int(self.state[param]["step"].item())
+            matrix.copy_(self._direction(aligned(matrix), self._at_root(params, spot, group), group, step))
+        return matrices
+
+    def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
+        lr, mine = group["lr"], local(param)
+        wide = mine.float() * (1 - lr * group["weight_decay"])
+        mine.copy_(wide.sub_(update.view(mine.shape).mul_(lr)))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from typing import Any, Optional
 
 import torch
 
 from torch_ragged.optim._aligned import aligned
-from torch_ragged.optim._base import STEP_NBYTES, local
-from torch_ragged.optim._gather import Batch
-from torch_ragged.optim._root_states import RootState, RootStateOptimizer
+from torch_ragged.optim._root_states import FactoredOptimizer
 
 __all__ = ["Shampoo", "inverse_root"]
 
@@ -34,7 +31,7 @@ def inverse_root(factor: torch.Tensor, order: int, eps: float) -> torch.Tensor:
     return ((vectors * values ** (-1.0 / order)) @ vectors.mT).to(factor.dtype)
 
 
-class Shampoo(RootStateOptimizer):
+class Shampoo(FactoredOptimizer):
     """Shampoo with grafting to Adam. Each matrix is preconditioned on its root.
 
     Per matrix G (m x n): ``L = beta L + (1 - beta) G G^T`` and ``R = beta R + (1 - beta) G^T G``. Their inverse roots are
@@ -66,7 +63,7 @@ class Shampoo(RootStateOptimizer):
     """
 
     algorithm = "shampoo"
-    wire = torch.float32
+    of_factor = "root"
 
     def __init__(
         self,
@@ -84,28 +81,20 @@ class Shampoo(RootStateOptimizer):
         max_root_bytes: Optional[int] = None,
         check_gradients: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "shampoo_beta": shampoo_beta,
-            "eps": eps,
-            "adamw_eps": adamw_eps,
-            "interval": interval,
-            "max_side": max_side,
-            "foreach": foreach,
-        }
-        super().__init__(params, defaults, max_root_bytes, check_gradients)
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        if not 0.0 <= group["shampoo_beta"] < 1.0:
-            raise ValueError(f"Shampoo shampoo_beta must be in [0, 1), got {group['shampoo_beta']!r}")
-        for name in ("interval", "max_side"):
-            if not isinstance(group[name], int) or group[name] < 1:
-                raise ValueError(f"Shampoo {name} must be a positive integer, got {group[name]!r}")
-
-    def _kind(self, group: dict[str, Any]) -> Hashable:
-        return group["max_side"], group["interval"]
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            shampoo_beta=shampoo_beta,
+            eps=eps,
+            adamw_eps=adamw_eps,
+            interval=interval,
+            max_side=max_side,
+            foreach=foreach,
+            max_root_bytes=max_root_bytes,
+            check_gradients=check_gradients,
+        )
 
     def _cost(self, rows: int, columns: int, group: dict[str, Any]) -> float:
         """Operations per step: 2 m m n per product of factors and preconditioning; about 25 m m m per inverse root."""
@@ -113,66 +102,27 @@ class Shampoo(RootStateOptimizer):
         eigen = sum(25.0 * side**3 for side in sides) / group["interval"]
         return rows * columns * (10.0 + sum(4.0 * side for side in sides)) + eigen
 
-    def _send(self, param: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
-        state = self.state[param]
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        self._place_states(param, group)
-        state["step"] += 1
-        return gradient
-
-    def _root_states(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, RootState]:
-        *lead, rows, columns = param.shape
-        states = {name: RootState(tuple(param.shape)) for name in ("exp_avg", "exp_avg_sq")}
-        for name, side in (("left", rows), ("right", columns)):
-            if side <= group["max_side"]:
-                states[name] = states[f"{name}_root"] = RootState((*lead, side, side))
-        return states
-
-    def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
-        """As in the base class: the root of a matrix has its averages, factors and inverse roots in float32."""
-        if group["algorithm"] != self.algorithm:
-            return super().first_state_nbytes(param, group)
-        return self._root_nbytes(param, group) + STEP_NBYTES
-
-    def _compute(self, batch: Batch, matrices: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One matrix after the other: products of a batch may round differently from products of one matrix."""
-        groups = {param: group for group in self.param_groups for param in group["params"]}
-        for matrix, spot in zip(matrices, batch.spots):
-            param = params[spot.stack]
-            group, step = groups[param], int(self.state[param]["step"].item())
-            matrix.copy_(_direction(aligned(matrix), self._at_root(params, spot, group), group, step))
-        return matrices
-
-    def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
-        lr, mine = group["lr"], local(param)
-        wide = mine.float() * (1 - lr * group["weight_decay"])
-        mine.copy_(wide.sub_(update.view(mine.shape).mul_(lr)))
-
-
-def _direction(gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any], step: int) -> torch.Tensor:
-    """Update the states of one matrix. Returns the direction of its update, without the learning rate. All are float32.
-
-    Products and norms get aligned memory: ``gradient`` must be aligned, and new tensors are. The states need not be.
-    """
-    (beta1, beta2), beta = group["betas"], group["shampoo_beta"]
-    m, v = state["exp_avg"], state["exp_avg_sq"]
-    m.mul_(beta1).add_(gradient * (1 - beta1))
-    v.mul_(beta2).add_((gradient * gradient).mul_(1 - beta2))
-    average = m / (1 - beta1**step)
-    adam = average / (v / (1 - beta2**step)).sqrt_().add_(group["adamw_eps"])
-    sides = [name for name in ("left", "right") if name in state]
-    if not sides:
-        return adam
-    direction = average
-    for name in sides:
-        factor, root = state[name], state[f"{name}_root"]
-        outer = gradient @ gradient.mT if name == "left" else gradient.mT @ gradient
-        factor.mul_(beta).add_(outer, alpha=1 - beta)
-        if step == 1 or step % group["interval"] == 0:
-            try:
-                root.copy_(inverse_root(factor / (1 - beta**step), 2 * len(sides), group["eps"]))
-            except torch.linalg.LinAlgError:
-                pass  # Keep the previous root: an error on this rank only would make the other ranks hang in the scatter.
-        direction = aligned(root) @ direction if name == "left" else direction @ aligned(root)
-    return direction * (adam.norm() / direction.norm().clamp(min=_TINY))
+    def _direction(
+        self, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any], step: int
+    ) -> torch.Tensor:
+        (beta1, beta2), beta = group["betas"], group["shampoo_beta"]
+        m, v = state["exp_avg"], state["exp_avg_sq"]
+        m.mul_(beta1).add_(gradient * (1 - beta1))
+        v.mul_(beta2).add_((gradient * gradient).mul_(1 - beta2))
+        average = m / (1 - beta1**step)
+        adam = average / (v / (1 - beta2**step)).sqrt_().add_(group["adamw_eps"])
+        sides = [name for name in ("left", "right") if name in state]
+        if not sides:
+            return adam
+        direction = average
+        for name in sides:
+            factor, root = state[name], state[f"{name}_root"]
+            outer = gradient @ gradient.mT if name == "left" else gradient.mT @ gradient
+            factor.mul_(beta).add_(outer, alpha=1 - beta)
+            if step == 1 or step % group["interval"] == 0:
+                try:
+                    root.copy_(inverse_root(factor / (1 - beta**step), 2 * len(sides), group["eps"]))
+                except torch.linalg.LinAlgError:
+                    pass  # Keep the previous root: an error on this rank only would make the other ranks hang in the scatter.
+            direction = aligned(root) @ direction if name == "left" else direction @ aligned(root)
+        return direction * (adam.norm() / direction.norm().clamp(min=_TINY))

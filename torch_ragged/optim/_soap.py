@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from typing import Any, Optional
 
 import torch
 
 from torch_ragged.optim._aligned import aligned
-from torch_ragged.optim._base import STEP_NBYTES, local
-from torch_ragged.optim._gather import Batch
-from torch_ragged.optim._root_states import RootState, RootStateOptimizer
+from torch_ragged.optim._root_states import FactoredOptimizer
 
 __all__ = ["SOAP"]
 
 
-class SOAP(RootStateOptimizer):
+class SOAP(FactoredOptimizer):
     """SOAP: Adam in the eigenbasis of Shampoo's factors. Each matrix is preconditioned on its root.
 
     Per matrix G (m x n): ``L = beta L + (1 - beta) G G^T`` and ``R = beta R + (1 - beta) G^T G``. Q_L and Q_R are their
@@ -47,7 +44,7 @@ class SOAP(RootStateOptimizer):
     """
 
     algorithm = "soap"
-    wire = torch.float32
+    of_factor = "basis"
 
     def __init__(
         self,
@@ -65,29 +62,20 @@ class SOAP(RootStateOptimizer):
         max_root_bytes: Optional[int] = None,
         check_gradients: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "shampoo_beta": shampoo_beta,
-            "eps": eps,
-            "adamw_eps": adamw_eps,
-            "interval": interval,
-            "max_side": max_side,
-            "foreach": foreach,
-        }
-        super().__init__(params, defaults, max_root_bytes, check_gradients)
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        beta = group["shampoo_beta"]
-        if beta is not None and not 0.0 <= beta < 1.0:
-            raise ValueError(f"SOAP shampoo_beta must be in [0, 1), or None, got {beta!r}")
-        for name in ("interval", "max_side"):
-            if not isinstance(group[name], int) or group[name] < 1:
-                raise ValueError(f"SOAP {name} must be a positive integer, got {group[name]!r}")
-
-    def _kind(self, group: dict[str, Any]) -> Hashable:
-        return group["max_side"], group["interval"]
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            shampoo_beta=shampoo_beta,
+            eps=eps,
+            adamw_eps=adamw_eps,
+            interval=interval,
+            max_side=max_side,
+            foreach=foreach,
+            max_root_bytes=max_root_bytes,
+            check_gradients=check_gradients,
+        )
 
     def _cost(self, rows: int, columns: int, group: dict[str, Any]) -> float:
         """Operations per step: 2 m m n for the factor and for each of three rotations; about 6 m m m per refreshment."""
@@ -95,72 +83,39 @@ class SOAP(RootStateOptimizer):
         refreshed = sum(6.0 * side**3 for side in sides) / group["interval"]
         return rows * columns * (10.0 + sum(8.0 * side for side in sides)) + refreshed
 
-    def _root_states(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, RootState]:
-        *lead, rows, columns = param.shape
-        states = {name: RootState(tuple(param.shape)) for name in ("exp_avg", "exp_avg_sq")}
-        for name, side in (("left", rows), ("right", columns)):
-            if side <= group["max_side"]:
-                states[name] = states[f"{name}_basis"] = RootState((*lead, side, side))
-        return states
+    def _factor_beta(self, group: dict[str, Any]) -> Any:
+        return group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
 
-    def _send(self, param: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
-        state = self.state[param]
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-        self._place_states(param, group)
-        state["step"] += 1
-        return gradient
-
-    def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
-        """As in the base class: the root of a matrix has its moments, factors and bases in float32."""
-        if group["algorithm"] != self.algorithm:
-            return super().first_state_nbytes(param, group)
-        return self._root_nbytes(param, group) + STEP_NBYTES
-
-    def _compute(self, batch: Batch, matrices: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One matrix after the other: products of a batch may round differently from products of one matrix."""
-        groups = {param: group for group in self.param_groups for param in group["params"]}
-        for matrix, spot in zip(matrices, batch.spots):
-            param = params[spot.stack]
-            group, step = groups[param], int(self.state[param]["step"].item())
-            matrix.copy_(_direction(aligned(matrix), self._at_root(params, spot, group), group, step))
-        return matrices
+    def _direction(
+        self, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any], step: int
+    ) -> torch.Tensor:
+        beta1, beta2 = group["betas"]
+        beta = self._factor_beta(group)
+        m, v, direction = state["exp_avg"], state["exp_avg_sq"], torch.zeros_like(gradient)
+        sides = [name for name in ("left", "right") if name in state]
+        if step > 1:
+            bases: dict[str, torch.Tensor] = {name: aligned(state[f"{name}_basis"]) for name in sides}
+            m.mul_(beta1).add_(gradient * (1 - beta1))
+            rotated, average = _rotated(gradient, bases), _rotated(aligned(m), bases)
+            v.mul_(beta2).add_((rotated * rotated).mul_(1 - beta2))
+            # The first step made the basis only, so averages begin with the second.
+            average = average / (1 - beta1 ** (step - 1))
+            direction = average / (v / (1 - beta2 ** (step - 1))).sqrt_().add_(group["eps"])
+            direction = _rotated(direction, {name: basis.mT for name, basis in bases.items()})
+        # After the use of the bases: a gradient is never rotated by a basis that it has made.
+        for name in sides:
+            factor, basis = state[name], state[f"{name}_basis"]
+            outer = gradient @ gradient.mT if name == "left" else gradient.mT @ gradient
+            factor.mul_(beta).add_(outer, alpha=1 - beta)
+            if step == 1:
+                basis.copy_(_eigenvectors(factor))
+            elif step % group["interval"] == 0:
+                _refresh(factor, basis, v, dim=0 if name == "left" else 1)
+        return direction
 
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
         if self.state[param]["step"].item() > 1:
-            lr, mine = group["lr"], local(param)
-            wide = mine.float() * (1 - lr * group["weight_decay"])
-            mine.copy_(wide.sub_(update.view(mine.shape).mul_(lr)))
-
-
-def _direction(gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any], step: int) -> torch.Tensor:
-    """Update the states of one matrix. Returns the direction of its update, without the learning rate. All are float32.
-
-    Products get aligned memory: ``gradient`` must be aligned, and new tensors are. The states need not be.
-    """
-    beta1, beta2 = group["betas"]
-    beta = beta2 if group["shampoo_beta"] is None else group["shampoo_beta"]
-    m, v, direction = state["exp_avg"], state["exp_avg_sq"], torch.zeros_like(gradient)
-    sides = [name for name in ("left", "right") if name in state]
-    if step > 1:
-        bases: dict[str, torch.Tensor] = {name: aligned(state[f"{name}_basis"]) for name in sides}
-        m.mul_(beta1).add_(gradient * (1 - beta1))
-        rotated, average = _rotated(gradient, bases), _rotated(aligned(m), bases)
-        v.mul_(beta2).add_((rotated * rotated).mul_(1 - beta2))
-        # The first step made the basis only, so averages begin with the second.
-        average = average / (1 - beta1 ** (step - 1))
-        direction = average / (v / (1 - beta2 ** (step - 1))).sqrt_().add_(group["eps"])
-        direction = _rotated(direction, {name: basis.mT for name, basis in bases.items()})
-    # After the use of the bases: a gradient is never rotated by a basis that it has made.
-    for name in sides:
-        factor, basis = state[name], state[f"{name}_basis"]
-        outer = gradient @ gradient.mT if name == "left" else gradient.mT @ gradient
-        factor.mul_(beta).add_(outer, alpha=1 - beta)
-        if step == 1:
-            basis.copy_(_eigenvectors(factor))
-        elif step % group["interval"] == 0:
-            _refresh(factor, basis, v, dim=0 if name == "left" else 1)
-    return direction
+            super()._receive(param, group, update)
 
 
 def _rotated(matrix: torch.Tensor, bases: dict[str, torch.Tensor]) -> torch.Tensor:
