@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from benchmarks.common.stacks import SwiGLU
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -88,16 +90,6 @@ def _rotated(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(pairs * rotation).flatten(3).to(x.dtype)
 
 
-class FeedForward(nn.Module):
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, dim, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 class Experts(nn.Module):
     """Each token is copied for the experts that it goes through; each expert has as many tokens."""
 
@@ -108,7 +100,7 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(shape.experts, shape.dim, shape.hidden))
         self.up = nn.Parameter(torch.empty(shape.experts, shape.dim, shape.hidden))
         self.down = nn.Parameter(torch.empty(shape.experts, shape.hidden, shape.dim))
-        self.shared = FeedForward(shape.dim, shape.hidden * shape.shared) if shape.shared else None
+        self.shared = SwiGLU(shape.dim, shape.hidden * shape.shared) if shape.shared else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, 1)
@@ -125,7 +117,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2, self.attention = nn.RMSNorm(shape.dim), nn.RMSNorm(shape.dim), Attention(shape)
         is_dense = not shape.experts or index < shape.dense
-        self.mlp = FeedForward(shape.dim, shape.dense_hidden or shape.hidden) if is_dense else Experts(shape)
+        self.mlp = SwiGLU(shape.dim, shape.dense_hidden or shape.hidden) if is_dense else Experts(shape)
         self.saves = saves
 
     def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:

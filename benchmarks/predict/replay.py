@@ -250,7 +250,7 @@ class _Device:
             self._reached[stream, entry.number] = end
 
     def _issue_time(self) -> float | None:
-        """When the host comes to its next entry; None if it waits for what has not begun, or if nothing is left."""
+        """The time of the host's next entry; None if an operation that it waits for has not begun, or if no entry is left."""
         if self._next == len(self._entries):
             return None
         entry = self._entries[self._next]

@@ -20,9 +20,8 @@ EVERYWHERE = None
 # Private modules and names of torch that are imported outside _register/: where, and why.
 PRIVATE = {
     "torch.utils._python_dispatch": (
-        ("random._deferred", "spmd._recorder", "spmd._static", "tensor._redistribute", "tensor._single_device"),
-        "sees every op of a construction or a step that is recorded; a mesh's ranks are read while torch.compile traces; t_ "
-        "gives a tensor another shape",
+        ("random._deferred", "spmd._recorder", "spmd._static", "tensor._redistribute"),
+        "sees every op of a construction or a step that is recorded; a mesh's ranks are read while torch.compile traces",
     ),
     "torch.utils._debug_mode": (("spmd._static",), "hears of every redistribution, also of those that no plan asks for"),
     "torch.utils._pytree": (EVERYWHERE, "operators' arguments nest; torch has no public way to walk them"),

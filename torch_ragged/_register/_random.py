@@ -10,6 +10,7 @@ from torch._C._dynamo import eval_frame
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as dtensor_api
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from torch_ragged._register._hook import OPERATORS, Hook, has, hooks
 from torch_ragged.tensor._placement_extension import extension_of
@@ -38,6 +39,7 @@ hooks.append(
         install=None,  # ``forget_tensors`` clears it.
     )
 )
+_TRANSPOSE = torch.ops.aten.t_.default
 _original: list[Any] = []
 """torch's factory helper, while it is replaced."""
 
@@ -47,14 +49,23 @@ def handle_random_ops(mode: bool) -> None:
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     if mode and not _original:
         handlers.update(dict.fromkeys(random_ops(), handle_random_op))
+        handlers[_TRANSPOSE] = _transpose_in_place
         skip = eval_frame._FrameAction.SKIP  # Between two graphs, Dynamo would compile it.
         eval_frame.set_code_exec_strategy(handle_random_op.__code__, eval_frame._FrameExecStrategy(skip, skip))
         _original.append(dtensor_api._dtensor_init_helper)
         dtensor_api._dtensor_init_helper = _drawing(_original[0])
     elif not mode and _original:
-        for op in random_ops():
+        for op in (*random_ops(), _TRANSPOSE):
             del handlers[op]
         dtensor_api._dtensor_init_helper = _original.pop()
+
+
+def _transpose_in_place(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``t_``, which ``nn.init.orthogonal_`` calls on tensors of its own. DTensor has no rule for it."""
+    (tensor,), transposed = args, args[0].t()
+    tensor._local_tensor, tensor._spec = transposed._local_tensor, transposed._spec
+    # It gives the tensor itself the new shape and strides.
+    return return_and_correct_aliasing(op, args, kwargs, tensor)
 
 
 def _drawing(original: Any) -> Any:

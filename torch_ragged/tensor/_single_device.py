@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from torch_ragged.tensor._ownership import row_major
 from torch_ragged.tensor._placement_extension import extension_of
@@ -44,16 +43,14 @@ _NOTHING = {"sum": -0.0, "product": 1.0}
 
 
 def random_ops() -> list[torch._ops.OpOverload]:
-    """The ops that have a handler while single_device is on: random ones, and what functions of nn.init need beside them."""
-    names = (*_SAMPLERS, *_LIKE, *_OF_VALUES, "multinomial", "_local_scalar_dense", "t_")
+    """The ops that have a handler while single_device is on."""
+    names = (*_SAMPLERS, *_LIKE, *_OF_VALUES, "multinomial", "_local_scalar_dense")
     ops = itertools.chain(*([getattr(packet, o) for o in packet.overloads()] for packet in (getattr(_aten, n) for n in names)))
     return [op for op in ops if not any(argument.is_out for argument in op._schema.arguments)]
 
 
 def handle_random_op(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a random op on DTensors, for the dispatcher."""
-    if op is _aten.t_.default:
-        return _transpose_in_place(args[0])
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
     extension = next((found for leaf in leaves if (found := extension_of(leaf.placements)) is not None), None)
     if extension is not None and op is _aten.multinomial.default:  # It needs whole rows, in their order.
@@ -98,14 +95,6 @@ def handle_random_op(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     if not owns:
         found.fill_(next(_NOTHING[p.reduce_op] for p in spec.placements if isinstance(p, Partial) and p.reduce_op in _NOTHING))
     return _wrap(op, tensor, found)
-
-
-def _transpose_in_place(tensor: DTensor) -> DTensor:
-    """``t_``, which ``nn.init.orthogonal_`` calls on tensors of its own. torch has no rule for it."""
-    transposed: Any = tensor.t()
-    tensor._local_tensor, tensor._spec = transposed._local_tensor, transposed._spec
-    # It gives the tensor itself the new shape and strides.
-    return return_and_correct_aliasing(_aten.t_.default, (tensor,), {}, tensor)
 
 
 def _read(tensor: DTensor) -> torch.Tensor:

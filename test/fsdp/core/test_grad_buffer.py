@@ -97,7 +97,7 @@ class GradBufferTest(unittest.TestCase):
         model, x = fully_shard(make(), mesh=self.mesh), torch.ones(4, WIDTH)
         with with_streams() as streams:
             loss = model(x).pow(2).sum()
-            # Backward begins with the last layer, and comes to the second one on another stream.
+            # Backward runs the last layer first, then the second one on another stream.
             model[2].bias.register_hook(lambda gradient: setattr(streams, "current", "side"))
             model[1].weight.register_hook(lambda gradient: setattr(streams, "current", "main"))
             loss.backward()
