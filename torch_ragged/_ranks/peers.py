@@ -132,11 +132,16 @@ class Call(Protocol):
     def tickets(self) -> Sequence[Ticket]:
         """Its collectives, if they were issued with a ticket."""
 
+    @property
+    def patience(self) -> float:
+        """Seconds more than :data:`HELD` until a thread in it counts as held."""
+
 
 class _CallOfTorch(NamedTuple):
     what: str
     ranks: Callable[[], Sequence[int]]
     tickets: Sequence[Ticket] = ()
+    patience: float = 0.0
 
 
 _calls: dict[int, list[Call]] = {}
@@ -214,7 +219,7 @@ class Tracker:
                 f"in {call.what}, called {where}",
                 call.what,
                 list(ranks) if ranks else None,
-                now - self._since >= HELD,
+                now - self._since >= HELD + call.patience,
                 [(group.group_name, ticket.number) for ticket in call.tickets if (group := ticket.group()) is not None],
                 {group.group_name: each.as_numbers() for group, each in list(_issued.items())},
             )
@@ -457,12 +462,19 @@ class peers_named:
         parameters: what the collective carries, for the error; may be empty.
         ranks: returns the global ranks that take part; called if the block takes long, and after an error.
         tickets: the collectives that the block waits for, if they were issued with one.
+        patience: seconds more than :data:`HELD` until this rank counts as held; for a block that finds the cause by itself.
     """
 
     def __init__(
-        self, collective: str, parameters: str, ranks: Callable[[], Sequence[int]], tickets: Sequence[Ticket] = ()
+        self,
+        collective: str,
+        parameters: str,
+        ranks: Callable[[], Sequence[int]],
+        tickets: Sequence[Ticket] = (),
+        patience: float = 0.0,
     ) -> None:
         self._collective, self._parameters, self.ranks, self.tickets = collective, parameters, ranks, tickets
+        self.patience = patience
 
     @property
     def what(self) -> str:

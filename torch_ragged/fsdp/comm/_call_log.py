@@ -31,8 +31,13 @@ __all__ = ["CallLog", "Predictor", "wait_for"]
 _SLICE = timedelta(seconds=2)
 """After so long a wait, a rank looks whether other ranks have made other calls."""
 
+_FIRST_SLICE = timedelta(seconds=1)
+"""After so long a wait for a call that was not expected, a rank reports it: before the others look for a report."""
+
 _PATIENCE = 10.0  # Seconds.
-"""How long a rank that has seen a difference waits for the reports of the others, so that its error names all ranks."""
+"""How long a rank that has seen a difference waits for the reports of the others, so that its error names all ranks.
+
+So long, too, ranks that may compare their calls do not count as held: the modules say more than that ranks wait."""
 
 _CONTEXT = 6
 """So many forwards predict the next one: schedules of pipelines run several roots in a period."""
@@ -186,10 +191,11 @@ class CallLog:
     def _agree(self, position: int) -> None:
         """Return when all ranks make the call at ``position``: one counter in the store, and the wait for it."""
         call, peers = self._calls[position], Peers.of(self._ranks)
-        with peers_named(f"the forward of {call}", "", lambda: self._ranks):
+        with peers_named(f"the forward of {call}", "", lambda: self._ranks, patience=_PATIENCE):
             everyone = self._count(self._forward, position, call)
             deadline = time.monotonic() + self._timeout.total_seconds()
-            while not self._store.wait([everyone], _SLICE.total_seconds()):
+            slices = itertools.chain([_FIRST_SLICE], itertools.repeat(_SLICE))
+            while not self._store.wait([everyone], next(slices).total_seconds()):
                 # Another rank may wait for a call that was expected here, so that this rank did not count itself. First: ranks
                 # that wait look for the report, of which there is one.
                 self.check()
