@@ -22,7 +22,15 @@ from torch_ragged.fsdp import fully_shard
 from torch_ragged.offline._models import BUILT_IN
 from torch_ragged.optim import Muon, Shampoo, _gather, matrix_groups
 from torch_ragged.optim._gather import Placed, owners_of
-from torch_ragged.optim._newton_schulz import newton_schulz, newton_schulz_cost, schedule_of
+from torch_ragged.optim._muon import _end_of
+from torch_ragged.optim._newton_schulz import (
+    COEFFICIENTS,
+    EPS,
+    newton_schulz,
+    newton_schulz_cost,
+    newton_schulz_rows,
+    schedule_of,
+)
 from torch_ragged.optim._roots import Stack, assign_roots, split_flights
 from torch_ragged.tensor._ownership import Run, Whole
 from torch_ragged.tensor._units import Units
@@ -163,6 +171,70 @@ def _check_ranks(cases, expected, narrow):
 def test_bitwise_equal_at_any_number_of_ranks(ranks):
     narrow = {dtype: in_one_process(train, make, "", None, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
     run_ranks(ranks, _check_ranks, CASES[ranks], in_one_process(train, make, "", None), narrow)
+
+
+# Ranks that share matrices: free exchanges make all of them do so.
+SHARED = {"row_blocks": 4, "flops_per_byte": 0.0}
+SHARED_SHAPES = ((64, 128), (33, 65), (96, 32), (3, 24, 40), (7, 1), (17,))
+
+
+def _make_shared(params, **options):
+    return make(params, **{**SHARED, **options})
+
+
+def _check_shared(cases, expected, narrow):
+    for kind, mesh_shape in cases:
+        optimizers = []
+
+        def make_one(params, made=optimizers):
+            made.append(_make_shared(params))
+            return made[0]
+
+        found = train(make_one, kind, mesh_shape, 3, shapes=SHARED_SHAPES)
+        assert_same(found, expected, f"{kind} {mesh_shape}")
+        (transfers,) = optimizers[0]._plans.values()
+        splits = {split for parts in optimizers[0]._roots.values() for _, split in parts}
+        if kind not in ("one owner", "replicate"):  # There, matrices are at home.
+            assert max(splits) > 1, (kind, mesh_shape, splits)
+            assert any(len(flight.exchanges) == 2 * 5 - 1 for flight in transfers.flights)
+    kind, mesh_shape = cases[0]
+    options = {"max_root_bytes": 16384, "ns_steps": 2, "nesterov": False}
+    capped = train(lambda params: _make_shared(params, **options), kind, mesh_shape, 3, torch.bfloat16, shapes=SHARED_SHAPES)
+    assert_same(capped, narrow, f"bfloat16, capped {kind} {mesh_shape}")
+    params = make_params("ragged", init_device_mesh("cpu", (dist.get_world_size(),)), [(64, 128), (33, 65)])
+    counts = _count(_make_shared(params, check_gradients=False), params)
+    assert counts["c10d_functional.all_to_all_single"] in (4 + 9, 4 + 18), counts  # One flight has shared matrices, or both.
+
+
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_ranks_that_share_matrices_give_the_bits_of_one_process(ranks):
+    narrow = in_one_process(
+        train,
+        lambda params: _make_shared(params, ns_steps=2, nesterov=False),
+        "",
+        None,
+        3,
+        torch.bfloat16,
+        shapes=SHARED_SHAPES,
+    )
+    run_ranks(
+        ranks, _check_shared, CASES[ranks], in_one_process(train, _make_shared, "", None, 3, shapes=SHARED_SHAPES), narrow
+    )
+
+
+def test_blocks_of_rows_are_as_exact_as_whole_products():
+    for shape, blocks in (((96, 160), 4), ((160, 96), 8), ((5, 7), 8), ((64, 64), 3)):
+        exact = matrix = value(0, 0, shape).double()
+        exact = (exact.mT if shape[0] > shape[1] else exact) / exact.norm()
+        for a, b, c in [COEFFICIENTS] * 5:
+            gram = exact @ exact.mT
+            exact = a * exact + (b * gram + c * gram @ gram) @ exact
+        exact = exact.mT if shape[0] > shape[1] else exact
+        rows = newton_schulz_rows(matrix.float(), [COEFFICIENTS] * 5, EPS, blocks, (0, min(shape)))
+        errors = [
+            (each.double() - exact).abs().max().item() for each in (_end_of(rows), newton_schulz(matrix.float()[None])[0])
+        ]
+        assert errors[0] <= 1.25 * errors[1] + 1e-3, (shape, errors)
 
 
 # Fused weights: rows of a matrix, rows of a stack, columns.
@@ -312,14 +384,14 @@ def _check_collectives():
     assert _count(optimizer, params) == {"c10d_functional.all_to_all_single": 2}
     costs = [0.0] * 4
     for param in params:
-        costs[optimizer._roots[param][0]] += newton_schulz_cost(*param.shape)
+        costs[optimizer._roots[param][0][0][0]] += newton_schulz_cost(*param.shape)
     assert max(costs) < 1.3 * sum(costs) / 4, costs
     # Bytes: to the root what it does not hold, and the same back.
     params = _layers(24, mesh, "ragged")
     optimizer = make(params, check_gradients=False)
     _count(optimizer, params)
     (transfers,) = optimizer._plans.values()
-    mine = [param for param in params if optimizer._roots[param] == (dist.get_rank(),)]
+    mine = [param for param in params if optimizer._roots[param] == [((dist.get_rank(),), 1)]]
     of_roots, held = sum(param.numel() for param in mine), sum(param.to_local().numel() for param in mine)
     received = sum(part.numel for f in transfers.flights for places in f.gather.receives.values() for _, part in places)
     sent = sum(part.numel for f in transfers.flights for places in f.scatter.sends.values() for _, part in places)
@@ -400,6 +472,27 @@ def test_flights_hold_the_cap_and_share_the_cost():
             assert sum(held) <= 256
     assert "max_root_bytes=255" in error_of(split_flights, stacks, roots.of, 2, 255)
     assert split_flights([], [], 2) == ()
+
+
+def test_large_matrices_are_shared_where_it_saves_time():
+    """Llama has 560 matrices: from 512 ranks on, the largest are above the mean, and whole ones leave ranks without work."""
+    shapes = [stack.shape for stack in _stacks("llama-3-70b")]
+
+    def stacks(blocks, flops_per_byte):
+        group = {"ns_steps": 5, "row_blocks": blocks, "flops_per_byte": flops_per_byte, "neuron_beta": None, "foreach": None}
+        optimizer = Muon([nn.Parameter(torch.empty(1, 1))])
+        group = {**optimizer.param_groups[0], **group}
+        return [optimizer._stack(Placed(shape, (1024,), (Run(2, Units.of([1] * 1024)),)), group) for shape in shapes]
+
+    for ranks, most in ((512, 1.50), (1024, 1.75)):
+        whole_ones, free, shared = (assign_roots(stacks(*each), ranks) for each in ((1, 0.0), (8, 0.0), (8, 1333.0)))
+        mean = sum(whole_ones.loads) / ranks
+        assert free.imbalance < 1.02, "without the cost of exchanges, work is even"
+        assert shared.time < most * mean < whole_ones.time, (ranks, shared.time / mean, whole_ones.time / mean)
+        assert max(shared.splits) > 1 and all(of == tuple(sorted(of)) for of in shared.of)
+        assert all(root % split == 0 for of, split in zip(shared.of, shared.splits) for root in of), "teams of one host"
+        slow = assign_roots(stacks(8, 1e9), ranks)
+        assert set(slow.splits) == {1}, "exchanges cost more than they save"
 
 
 # --- the family -----------------------------------------------------------------------------------------------------

@@ -11,13 +11,17 @@ any number of matrices; only ``max_root_bytes`` can cause more. The root receive
 own replica. It sends the result to every rank that holds a part. The root copies its own part. If a flight moves nothing
 between ranks, it issues no collective. This is Algorithm 2 of the RaggedShard paper (redistribute to the root's RaggedShard,
 compute, redistribute back), with the transfers of many parameters packed together.
+
+If ranks share a matrix, each of them gets the whole matrix, computes some of its rows, and sends these back. In between, they
+exchange rows, all ranks of a flight in one all-to-all. Matrices that are not shared are computed meanwhile.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,9 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_ragged.optim._roots import Stack
 from torch_ragged.tensor._ownership import Box, Cut, Owned, Run, Whole, owned, owned_near, row_major
 from torch_ragged.tensor._redistribute import all_to_all, mesh_group
-from torch_ragged.tensor._route import Part, common_parts
+from torch_ragged.tensor._route import Part, common_parts, part_of
 
-__all__ = ["Batch", "Compute", "GatherToRoot", "Placed", "Spot", "owners_of", "mesh_ranks"]
+__all__ = ["Batch", "Compute", "GatherToRoot", "Placed", "Share", "Spot", "owners_of", "mesh_ranks"]
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,20 @@ class Placed:
         """The boxes that the rank at ``coordinate`` holds."""
         return owned(self.shape, self.mesh_shape, self.cuts, coordinate)
 
-    def matrix(self, position: int) -> Owned:
-        """The matrix at index ``position`` of the stack, as the only box of a rank."""
-        sizes = (*(1 for _ in self.shape[:-2]), *self.matrices[-2:])
-        offsets = [*_coordinate(position, self.shape[:-2]), 0, 0]
+    def matrix(self, position: int, rows: tuple[int, int] | None = None) -> Owned:
+        """The matrix at index ``position`` of the stack, as the only box of a rank; or some of its rows, in the whole matrix.
+
+        ``rows`` are the first one and the one behind the last, along the smaller size of the matrix.
+        """
+        shape = (*(1 for _ in self.shape[:-2]), *self.matrices[-2:])
+        sizes, offsets, strides, start = list(shape), [*_coordinate(position, self.shape[:-2]), 0, 0], row_major(shape), 0
         if self.segment is not None:
             offsets[self.segment[0]] = self.segment[1]
-        return Owned(sizes, (Box(tuple(offsets), sizes, 0, row_major(sizes)),), flat=False)
+        if rows is not None:
+            dim = len(shape) - (2 if shape[-2] <= shape[-1] else 1)
+            sizes[dim], start = rows[1] - rows[0], strides[dim] * rows[0]
+            offsets[dim] += rows[0]
+        return Owned(shape, (Box(tuple(offsets), tuple(sizes), start, strides),), flat=False)
 
     def holders(self, position: int, coordinate: tuple[int, ...], replicas: bool) -> list[tuple[int, Owned]]:
         """Ranks with their boxes: a superset of the ranks that hold a part of the matrix at index ``position``.
@@ -171,15 +182,22 @@ class Spot:
 
 @dataclass
 class Batch:
-    """Matrices of equal shape and kind that a root computes together, as one (len(spots), rows, columns) tensor."""
+    """Matrices of equal shape and kind that a root computes together, as one (len(spots), rows, columns) tensor.
+
+    Or one matrix that ranks share: ``rows`` are the first row that this rank computes, and the one behind its last.
+    """
 
     shape: tuple[int, int]
     kind: Hashable
     spots: list[Spot] = field(default_factory=list)
+    rows: tuple[int, int] | None = None
 
 
 Compute = Callable[[Batch, torch.Tensor], torch.Tensor]
 """``(batch, (B, rows, columns) tensor) -> (B, rows, columns) tensor``: the computation of a root with its matrices."""
+
+Share = Callable[[Batch, torch.Tensor], Generator[torch.Tensor, None, torch.Tensor]]
+"""The same for a matrix that ranks share. It yields each tensor whose other rows it needs; they are there when it goes on."""
 
 
 @dataclass
@@ -200,6 +218,7 @@ class _Lane:
 class _Flight:
     gather: _Lane = field(default_factory=_Lane)
     scatter: _Lane = field(default_factory=_Lane)
+    exchanges: list[_Lane] = field(default_factory=list)  # Between ranks that share matrices; a part's tensor is a batch.
     batches: list[Batch] = field(default_factory=list)
     matrices: list[tuple[int, int]] = field(default_factory=list)  # (batch, index in it) of each matrix of this root
 
@@ -211,7 +230,8 @@ class GatherToRoot:
         stacks: the parameters, or the segments of parameters, equal on all ranks and in equal order.
         placed: how the parameter of each stack is cut over the mesh.
         tensors: for each stack, the index of its parameter.
-        roots, flights: for each stack, the root and the flight of each of its matrices.
+        roots, flights: for each stack, the root and the flight of each of its matrices. The root is the first of the ranks that
+            share a matrix.
         mesh: the mesh of the parameters. None for plain tensors: then every rank computes all matrices.
 
     Raises:
@@ -239,42 +259,63 @@ class GatherToRoot:
 
     def _add(self, index: int, position: int, stack: Stack, root: int, flight: _Flight) -> None:
         placed, tensor, me = self._placed[index], self.tensors[index], self.rank
-        mine = self._mine[tensor]
+        mine, matrix = self._mine[tensor], placed.matrix(position)
         whole = stack.owners is not None
         flight.gather.moves |= not whole
         flight.scatter.moves |= not whole or placed.is_replicated
-        matrix = placed.matrix(position)
         pairs = common_parts(mine, matrix)
-        if root != me:
-            # The root receives from one replica only. Every replica that holds a part receives the result.
-            at_root = _coordinate(root, placed.mesh_shape)
-            same_replica = all(a == b for a, b, cut in zip(at_root, self._coordinate, placed.cuts) if isinstance(cut, Whole))
+        for member, rank in enumerate(range(root, root + stack.split)):
+            piece = matrix if stack.split == 1 else placed.matrix(position, stack.rows_of(member))
+            back = pairs if stack.split == 1 else common_parts(mine, piece)
+            if rank == me:
+                number = len(flight.matrices)
+                rows = None if stack.split == 1 else stack.rows_of(member)
+                flight.matrices.append(_add_to_batch(flight.batches, stack, Spot(index, position), rows))
+                flight.gather.copies += [((tensor, here), (number, there)) for here, there in pairs]
+                flight.scatter.copies += [((number, there), (tensor, here)) for here, there in back]
+                if self.ranks > 1:
+                    for peer, held in placed.holders(position, self._coordinate, replicas=False):
+                        if peer != me:
+                            flight.gather.receives[peer] += [(number, there) for _, there in common_parts(held, matrix)]
+                    for peer, held in placed.holders(position, self._coordinate, replicas=True):
+                        if peer != me:
+                            flight.scatter.sends[peer] += [(number, there) for _, there in common_parts(held, piece)]
+                continue
+            # Each of these ranks receives from one replica only. Every replica that holds a part receives the result.
+            at_rank = _coordinate(rank, placed.mesh_shape)
+            same_replica = all(a == b for a, b, cut in zip(at_rank, self._coordinate, placed.cuts) if isinstance(cut, Whole))
             if pairs and same_replica:
-                flight.gather.sends[root] += [(tensor, here) for here, _ in pairs]
-            if pairs:
-                flight.scatter.receives[root] += [(tensor, here) for here, _ in pairs]
+                flight.gather.sends[rank] += [(tensor, here) for here, _ in pairs]
+            if back:
+                flight.scatter.receives[rank] += [(tensor, here) for here, _ in back]
+        if stack.split > 1:
+            self._add_exchanges(stack, root, flight)
+
+    def _add_exchanges(self, stack: Stack, root: int, flight: _Flight) -> None:
+        """What the ranks that share the last matrix send each other: each its rows, to all others."""
+        flight.exchanges += [_Lane(moves=True) for _ in stack.exchanges[len(flight.exchanges) :]]
+        if not root <= self.rank < root + stack.split:
             return
-        number = len(flight.matrices)
-        flight.matrices.append(_add_to_batch(flight.batches, stack, Spot(index, position)))
-        flight.gather.copies += [((tensor, here), (number, there)) for here, there in pairs]
-        flight.scatter.copies += [((number, there), (tensor, here)) for here, there in pairs]
-        if self.ranks == 1:
-            return
-        for peer, held in placed.holders(position, self._coordinate, replicas=False):
-            if peer != me:
-                flight.gather.receives[peer] += [(number, there) for _, there in common_parts(held, matrix)]
-        for peer, held in placed.holders(position, self._coordinate, replicas=True):
-            if peer != me:
-                flight.scatter.sends[peer] += [(number, there) for _, there in common_parts(held, matrix)]
+        batch = flight.matrices[-1][0]
+        for lane, width in zip(flight.exchanges, stack.exchanges):
+            parts = []
+            for member in range(stack.split):
+                start, stop = stack.rows_of(member)
+                parts.append((batch, part_of(start * width, ((stop - start) * width,), (1,))))
+            for member, part in enumerate(parts):
+                if root + member != self.rank:
+                    lane.sends[root + member].append(parts[self.rank - root])
+                    lane.receives[root + member].append(part)
 
     def run(
-        self, inputs: Sequence[torch.Tensor], compute: Compute, dtype: torch.dtype, device: torch.device
+        self, inputs: Sequence[torch.Tensor], compute: Compute, share: Share, dtype: torch.dtype, device: torch.device
     ) -> list[torch.Tensor]:
-        """Gather, compute and scatter. Issues at most one all-to-all per flight and direction.
+        """Gather, compute and scatter. Issues at most one all-to-all per flight and direction, and those of shared matrices.
 
         Args:
             inputs: this rank's local tensor of each parameter, of any dtype.
             compute: called for every batch of this root.
+            share: called for every matrix that this rank shares.
             dtype: the dtype of the transfers, to the root and back, and of the matrices at the root.
             device: the device of the matrices.
 
@@ -292,12 +333,43 @@ class GatherToRoot:
                     gathers[ahead] = self._start_gather(self.flights[ahead], flat, dtype, device)
             batches, matrices, received = gathers.pop(number)
             _finish(flight.gather, received, matrices)
-            computed = [compute(batch, data) for batch, data in zip(flight.batches, batches)]
+            computed = self._compute(flight, batches, compute, share, dtype, device)
             del batches, matrices  # Free the inputs of this flight before the scatter allocates.
             out = [computed[batch][index].reshape(-1) for batch, index in flight.matrices]
             scatters.append((flight.scatter, _start(flight.scatter, out, results, self.group, self.ranks, dtype, device)))
         for lane, received in scatters:
             _finish(lane, received, results)
+        return results
+
+    def _compute(
+        self,
+        flight: _Flight,
+        batches: Sequence[torch.Tensor],
+        compute: Compute,
+        share: Share,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> list[torch.Tensor]:
+        """The results of all batches. Shared matrices go on together, from one exchange of rows to the next."""
+        results, waiting = list(batches), list(batches)
+        alone = (number for number, batch in enumerate(flight.batches) if batch.rows is None)
+        shared = {
+            number: share(batch, batches[number]) for number, batch in enumerate(flight.batches) if batch.rows is not None
+        }
+        for lane in (*flight.exchanges, None):
+            for number, each in list(shared.items()):
+                try:
+                    waiting[number] = next(each).view(-1)
+                except StopIteration as end:
+                    results[number] = end.value
+                    del shared[number]
+            if lane is not None:
+                received = _start(lane, waiting, waiting, self.group, self.ranks, dtype, device)
+                for number in itertools.islice(alone, 1):  # While the rows are in flight.
+                    results[number] = compute(flight.batches[number], batches[number])
+                _finish(lane, received, waiting)
+        for number in alone:
+            results[number] = compute(flight.batches[number], batches[number])
         return results
 
     def _start_gather(
@@ -308,13 +380,13 @@ class GatherToRoot:
         return batches, matrices, _start(flight.gather, flat, matrices, self.group, self.ranks, dtype, device)
 
 
-def _add_to_batch(batches: list[Batch], stack: Stack, spot: Spot) -> tuple[int, int]:
+def _add_to_batch(batches: list[Batch], stack: Stack, spot: Spot, rows: tuple[int, int] | None) -> tuple[int, int]:
     """Append ``spot`` to the batch of its shape and kind. Returns the index of the batch and the index in it."""
     for number, batch in enumerate(batches):
-        if (batch.shape, batch.kind) == (stack.matrix, stack.kind):
+        if rows is None and (batch.shape, batch.kind, batch.rows) == (stack.matrix, stack.kind, None):
             batch.spots.append(spot)
             return number, len(batch.spots) - 1
-    batches.append(Batch(stack.matrix, stack.kind, [spot]))
+    batches.append(Batch(stack.matrix, stack.kind, [spot], rows))
     return len(batches) - 1, 0
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -125,6 +125,10 @@ class MatrixOptimizer(RaggedOptimizer):
         """At the root: the updates of a batch of matrices. ``spot.stack`` is an index into ``params``."""
         raise NotImplementedError
 
+    def _share(self, batch: Batch, matrices: torch.Tensor) -> Generator[torch.Tensor, None, torch.Tensor]:
+        """At each of the ranks that share a matrix: the update, of which this rank computes ``batch.rows``."""
+        raise NotImplementedError
+
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
         """Apply ``update``, the flat local part of the update, to the local tensor of the parameter."""
         raise NotImplementedError
@@ -196,7 +200,8 @@ class MatrixOptimizer(RaggedOptimizer):
     def _forget_plans(self) -> None:
         """Drop all plans. They hold process groups, which cannot be pickled; the next step makes new plans."""
         self._plans: dict[Any, GatherToRoot] = {}
-        self._roots: dict[torch.Tensor, tuple[int, ...]] = {}
+        # For each part of a parameter, the roots of its matrices and the number of ranks that share each.
+        self._roots: dict[torch.Tensor, list[tuple[tuple[int, ...], int]]] = {}
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -240,7 +245,8 @@ class MatrixOptimizer(RaggedOptimizer):
         params, groups = [entries[i][0] for i in present], [entries[i][1] for i in present]
         inputs = [self._send(param, group, gradients[i]) for param, group, i in zip(params, groups, present)]
         of_stacks = [params[index] for index in plan.tensors]
-        updates = plan.run(inputs, lambda batch, data: self._compute(batch, data, of_stacks), self.wire, inputs[0].device)
+        device = inputs[0].device
+        updates = plan.run(inputs, lambda batch, data: self._compute(batch, data, of_stacks), self._share, self.wire, device)
         del inputs
         for param, group, update in zip(params, groups, updates):
             self._receive(param, group, update)
@@ -254,9 +260,12 @@ class MatrixOptimizer(RaggedOptimizer):
         parts = [self._parts(*entries[i]) for i in present]
         tensors = [index for index, of_param in enumerate(parts) for _ in of_param]
         placed = [part for of_param in parts for part in of_param]
-        stacks = [self._stack(part, entries[present[index]][1]) for index, part in zip(tensors, placed)]
-        left = {index: iter(self._roots[entries[i][0]]) for index, i in enumerate(present)}
-        roots = [tuple(itertools.islice(left[index], stack.count)) for index, stack in zip(tensors, stacks)]
+        chosen = [of_part for i in present for of_part in self._roots[entries[i][0]]]
+        stacks = [
+            dataclasses.replace(self._stack(part, entries[present[index]][1]), split=split)
+            for index, part, (_, split) in zip(tensors, placed, chosen)
+        ]
+        roots = [of_part for of_part, _ in chosen]
         flights = split_flights(stacks, roots, self.wire.itemsize, self.max_root_bytes)
         if len(self._plans) >= 16:  # Each set of parameters with gradients has a plan: bound their memory.
             self._plans.clear()
@@ -271,9 +280,9 @@ class MatrixOptimizer(RaggedOptimizer):
         """Choose the roots of the matrices of parameters; those of segments one behind the other."""
         pairs = [(param, self._stack(part, group)) for param, group in entries for part in self._parts(param, group)]
         roots = assign_roots([stack for _, stack in pairs], mesh_ranks(mesh)[1])
-        self._roots.update({param: () for param, _ in entries})
-        for (param, _), chosen in zip(pairs, roots.of):
-            self._roots[param] += chosen
+        self._roots.update({param: [] for param, _ in entries})
+        for (param, _), chosen, split in zip(pairs, roots.of, roots.splits):
+            self._roots[param].append((chosen, split))
 
     def _parts(self, param: torch.Tensor, group: dict[str, Any]) -> list[Placed]:
         """The parameter, or each of its segments."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Optional, TypeVar
 
 import torch
@@ -24,9 +25,12 @@ from torch_ragged.optim._newton_schulz import (
     Coefficients,
     newton_schulz,
     newton_schulz_cost,
+    newton_schulz_exchanges,
+    newton_schulz_rows,
     schedule_of,
 )
 from torch_ragged.optim._root_states import RootState, RootStateOptimizer
+from torch_ragged.optim._roots import Stack
 from torch_ragged.tensor._route import common_parts
 
 __all__ = ["Muon", "adjusted_lr"]
@@ -65,6 +69,15 @@ def _normalized(update: torch.Tensor, moment: torch.Tensor, beta: float) -> torc
     return rows * (update.norm() / rows.norm().clamp(min=_NEURON_EPS))
 
 
+def _end_of(computation: Generator[torch.Tensor, None, torch.Tensor]) -> torch.Tensor:
+    """The result of a computation that needs no other rank."""
+    try:
+        while True:
+            next(computation)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
 def _of_segment(
     param: torch.Tensor, placed: Placed, mine: torch.Tensor, update: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -95,8 +108,8 @@ class Muon(RootStateOptimizer):
     the momentum of bfloat16 parameters.
 
     Collectives per step and mesh: two all-to-alls to the roots and two back, in bfloat16. ``max_root_bytes`` can cause more. If
-    each matrix is whole on one rank, there are none. One all-reduce of 8 bytes per parameter lets ranks agree on which
-    gradients exist.
+    each matrix is whole on one rank, there are none. A flight with shared matrices has ``2 ns_steps - 1`` more. One all-reduce
+    of 8 bytes per parameter lets ranks agree on which gradients exist.
 
     AdamW trains parameter groups with ``algorithm="adamw"``, such as embeddings, heads, norms and biases. Their options are
     ``lr``, ``weight_decay``, ``betas`` and ``adamw_eps``. :func:`matrix_groups` makes such groups.
@@ -116,6 +129,13 @@ class Muon(RootStateOptimizer):
         foreach: update several tensors per kernel, and run Newton-Schulz on all matrices of one shape together. None means yes.
         algorithm: ``"muon"`` or ``"adamw"``, usually set per group.
         betas, adamw_eps: options of AdamW groups.
+        row_blocks: if it is more than 1, Newton-Schulz is computed in so many blocks of rows, each with products of its own.
+            Then 2, 4 or more neighbouring ranks may share one large matrix, at most ``row_blocks``. They do so where a model of
+            products and exchanges says that the most loaded rank ends earlier: with few large matrices on many ranks. Bits
+            depend on ``row_blocks``, but not on the ranks that share; they may differ from those of ``torch.optim.Muon``. With
+            ``neuron_beta``, matrices are not shared.
+        flops_per_byte: for this model, the floating-point operations in the time in which neighbours exchange one byte. The
+            default is 400 TFLOP/s over 300 GB/s: ranks with consecutive numbers are on one host.
         segments: None, or the sizes of the matrices that each parameter has side by side, and the dimension along which they
             lie, usually set per group: see :func:`matrix_groups`.
         max_root_bytes: the most bytes of gathered matrices that a rank holds per flight of transfers; two flights are in memory
@@ -152,6 +172,8 @@ class Muon(RootStateOptimizer):
         adamw_eps: float = 1e-8,
         neuron_beta: Optional[float] = None,
         cautious_weight_decay: bool = False,
+        row_blocks: int = 1,
+        flops_per_byte: float = 1333.0,
         segments: Optional[tuple[Sequence[int], int]] = None,
         max_root_bytes: Optional[int] = None,
         check_gradients: bool = True,
@@ -171,16 +193,27 @@ class Muon(RootStateOptimizer):
             "adamw_eps": adamw_eps,
             "neuron_beta": neuron_beta,
             "cautious_weight_decay": cautious_weight_decay,
+            "row_blocks": row_blocks,
+            "flops_per_byte": flops_per_byte,
             "segments": segments,
         }
         super().__init__(params, defaults, max_root_bytes, check_gradients)
 
     def _kind(self, group: dict[str, Any]) -> Hashable:
         schedule = schedule_of(group["ns_coefficients"], group["ns_steps"])
-        return schedule, group["eps"], group["foreach"] is not False, group["neuron_beta"]
+        return schedule, group["eps"], group["foreach"] is not False, group["neuron_beta"], group["row_blocks"]
 
     def _cost(self, rows: int, columns: int, group: dict[str, Any]) -> float:
         return newton_schulz_cost(rows, columns, group["ns_steps"])
+
+    def _stack(self, placed: Placed, group: dict[str, Any]) -> Stack:
+        stack, blocks = super()._stack(placed, group), group["row_blocks"]
+        if blocks == 1 or group["neuron_beta"] is not None:
+            return stack
+        exchanges = newton_schulz_exchanges(*stack.matrix, group["ns_steps"])
+        # Each rank that shares a matrix gets it whole, too.
+        sent = min(stack.matrix) * (sum(exchanges) + max(stack.matrix)) * self.wire.itemsize
+        return replace(stack, blocks=blocks, exchanges=exchanges, exchange_cost=sent * group["flops_per_byte"])
 
     def _assign(self, indices: list[int], present: list[int], entries: list[Any], mesh: DeviceMesh | None) -> None:
         """Balance the matrices of each step anew, or keep their roots if there are states at the roots."""
@@ -216,8 +249,12 @@ class Muon(RootStateOptimizer):
 
     def _compute(self, batch: Batch, matrices: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
         kind: Any = batch.kind
-        schedule, eps, batched, beta = kind
-        updates = newton_schulz(matrices, schedule, len(schedule), eps, batched)
+        schedule, eps, batched, beta, blocks = kind
+        if blocks == 1:
+            updates = newton_schulz(matrices, schedule, len(schedule), eps, batched)
+        else:
+            every = 0, min(batch.shape)
+            updates = torch.stack([_end_of(newton_schulz_rows(each, schedule, eps, blocks, every)) for each in matrices])
         if beta is not None:
             groups = {param: group for group in self.param_groups for param in group["params"]}
             for update, spot in zip(updates, batch.spots):  # One by one: sums must not depend on the batch.
@@ -226,6 +263,13 @@ class Muon(RootStateOptimizer):
                 rows = update.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
                 update.copy_(_normalized(rows, moment, beta))
         return updates
+
+    def _share(self, batch: Batch, matrices: torch.Tensor) -> Generator[torch.Tensor, None, torch.Tensor]:
+        kind: Any = batch.kind
+        schedule, eps, _, _, blocks = kind
+        assert batch.rows is not None
+        update = yield from newton_schulz_rows(matrices[0], schedule, eps, blocks, batch.rows)
+        return update.unsqueeze(0)
 
     def _receive(self, param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
         mine, segments = local(param), self._parts(param, group) if group.get("segments") is not None else []
@@ -252,6 +296,10 @@ class Muon(RootStateOptimizer):
         if not isinstance(group["ns_steps"], int) or not 0 <= group["ns_steps"] < 100:
             raise ValueError(f"{name} ns_steps must be an integer from 0 to 99, got {group['ns_steps']!r}")
         schedule_of(group["ns_coefficients"], group["ns_steps"])
+        if not isinstance(group["row_blocks"], int) or group["row_blocks"] < 1:
+            raise ValueError(f"{name} row_blocks must be a positive integer, got {group['row_blocks']!r}")
+        if not group["flops_per_byte"] >= 0:
+            raise ValueError(f"{name} flops_per_byte must be >= 0, got {group['flops_per_byte']!r}")
         beta = group["neuron_beta"]
         if beta is not None and not (isinstance(beta, (int, float)) and 0.0 <= beta < 1.0):
             raise ValueError(f"{name} neuron_beta must be a number in [0, 1), or None, got {beta!r}")

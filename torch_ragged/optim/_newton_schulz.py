@@ -5,14 +5,24 @@ The result for a matrix must not depend on the other matrices of its batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Union
 
 import torch
 
 from torch_ragged._kernels.symmetric import gram, polynomial
 
-__all__ = ["COEFFICIENTS", "EPS", "STEPS", "Coefficients", "newton_schulz", "newton_schulz_cost", "schedule_of"]
+__all__ = [
+    "COEFFICIENTS",
+    "EPS",
+    "STEPS",
+    "Coefficients",
+    "newton_schulz",
+    "newton_schulz_cost",
+    "newton_schulz_exchanges",
+    "newton_schulz_rows",
+    "schedule_of",
+]
 
 Triple = tuple[float, float, float]
 Coefficients = Union[str, Triple, Sequence[Triple]]
@@ -97,3 +107,53 @@ def newton_schulz(
         x = add_product(x, polynomial(gram(x, batched), b, c, batched), x, beta=a)
     x = x.unsqueeze(0) if is_single else x
     return x.mT if rows > columns else x
+
+
+def newton_schulz_exchanges(rows: int, columns: int, steps: int = STEPS) -> tuple[int, ...]:
+    """The elements of a row of each tensor that :func:`newton_schulz_rows` yields, for a matrix of these sizes."""
+    m, n = min(rows, columns), max(rows, columns)
+    return (m, n) * (steps - 1) + (m,) * min(steps, 1)
+
+
+def newton_schulz_rows(
+    matrix: torch.Tensor, schedule: Sequence[Triple], eps: float, blocks: int, rows: tuple[int, int]
+) -> Generator[torch.Tensor, None, torch.Tensor]:
+    """Some rows of Muon's iteration, in blocks of rows, so that several ranks can share a matrix.
+
+    With m <= n, each step needs x (m, n) and its Gram matrix g (m, m) whole, and computes both by blocks of rows::
+
+        g[block] = x[block] x^T        x[block] = a x[block] + (b g[block] + c g[block] g) x
+
+    The blocks follow from ``blocks`` and m alone, and each is computed by products of its own. So the bits are the same
+    for any number of ranks. They may differ from those of :func:`newton_schulz`, whose products are not cut.
+
+    Args:
+        matrix: (rows, columns), of any floating dtype, whole; not changed.
+        schedule, eps: as in :func:`newton_schulz`, one triple per step.
+        blocks: the number of blocks of ceil(m / blocks) rows; the last ones may be smaller or empty.
+        rows: the first row to compute and the one behind the last: bounds of blocks. A row lies along the larger size.
+
+    Yields:
+        tensors of m rows, of which ``rows`` are computed: the caller fills in the others before it goes on.
+
+    Returns:
+        (rows, columns) in bfloat16, of which only ``rows`` are valid.
+    """
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.mT if is_tall else matrix).to(torch.bfloat16, memory_format=torch.contiguous_format, copy=True)
+    x.div_(x.norm().clamp(min=eps))
+    m, size = len(x), -(-len(x) // blocks)
+    mine = [slice(start, min(start + size, m)) for start in range(rows[0], rows[1], max(size, 1))]
+    for step, (a, b, c) in enumerate(schedule):
+        product = x.new_empty(m, m)
+        for block in mine:
+            torch.mm(x[block], x.mT, out=product[block])
+        yield product
+        updated = torch.empty_like(x)
+        for block in mine:
+            polynomials = torch.addmm(product[block], product[block], product, beta=b, alpha=c)
+            torch.addmm(x[block], polynomials, x, beta=a, out=updated[block])
+        x = updated
+        if step + 1 < len(schedule):
+            yield x
+    return x.mT if is_tall else x

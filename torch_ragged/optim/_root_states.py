@@ -5,7 +5,6 @@ It must not know what the states mean.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, Optional
@@ -62,20 +61,14 @@ class RootStateOptimizer(MatrixOptimizer):
         """Choose the roots of all parameters at once, and only once, because the states are at the roots."""
         self._set_roots([entries[i] for i in indices if entries[i][0] not in self._roots], mesh)
 
-    def _roots_of_parts(self, param: torch.Tensor, group: dict[str, Any]) -> list[tuple[int, ...]]:
-        """The roots of the matrices of each part: of the parameter, or of each of its segments."""
-        roots = iter(self._roots[param])
-        counts = [math.prod(part.matrices[:-2]) for part in self._parts(param, group)]
-        return [tuple(itertools.islice(roots, count)) for count in counts]
-
     def _place_states(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         """Make the states at the roots if they are missing. Redistribute those that were loaded from a run with other roots."""
         states = self._root_states(param, group)
-        of_parts = self._roots_of_parts(param, group) if states else []
+        of_parts = self._roots[param] if states else []
         mesh, ranks, held = mesh_of(param), mesh_ranks(mesh_of(param))[1], self.state[param]
         for name, (shape, part) in states.items():
             units = [0] * ranks
-            for root in of_parts[part] or (0,):
+            for root in of_parts[part][0] or (0,):
                 units[root] += 1
             # Each rank of the flattened mesh holds the states of the matrices whose root it is.
             placement = (RaggedShard((0,) if param.ndim == 3 else (), tuple(units)),)
@@ -99,7 +92,7 @@ class RootStateOptimizer(MatrixOptimizer):
         """Views of the states of a matrix at this rank, its root. ``params`` has the parameter of each stack."""
         param = params[spot.stack]
         part = sum(each is param for each in params[: spot.stack])
-        index = spot.position - self._roots_of_parts(param, group)[part].index(mesh_ranks(mesh_of(param))[0])
+        index = spot.position - self._roots[param][part][0].index(mesh_ranks(mesh_of(param))[0])
         states = {name: state for name, state in self._root_states(param, group).items() if state.part == part}
         return {name: local(self.state[param][name]).view(-1, *shape[-2:])[index] for name, (shape, _) in states.items()}
 
@@ -110,7 +103,7 @@ class RootStateOptimizer(MatrixOptimizer):
             entries = [(each, own) for own in self.param_groups for each in own["params"]]
             matrices = [i for i, (_, own) in enumerate(entries) if own["algorithm"] == self.algorithm]
             self._assign([i for i in matrices if mesh_of(entries[i][0]) == mesh], [], entries, mesh)
-        mine = [roots.count(mesh_ranks(mesh)[0]) for roots in self._roots_of_parts(param, group)]
+        mine = [roots.count(mesh_ranks(mesh)[0]) for roots, _ in self._roots[param]]
         stack = param.shape[0] if param.ndim == 3 else 1
         return 4 * sum(mine[part] * math.prod(shape) // stack for shape, part in self._root_states(param, group).values())
 
