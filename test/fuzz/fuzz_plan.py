@@ -432,6 +432,13 @@ class _Writer:
 
 # -- wrong plans -----------------------------------------------------------------------------------------------------------
 
+
+def _at_first_rank(dim: str, case: dict[str, Any]) -> RaggedShard:
+    """A placement that no legal plan has."""
+    ranks = case["mesh"]["sizes"][case["mesh"]["names"].index(dim)]
+    return RaggedShard((), (1, *(0 for _ in range(ranks - 1))))
+
+
 # What is added to a legal plan, on one of its mesh dimensions; ``rank`` and ``ranks`` on one rank only.
 WRONG: dict[str, Callable[[Plan, str, dict[str, Any]], Any]] = {
     "no such tensor": lambda plan, dim, case: plan.shard("blocks.0.upp.weight", Shard(0), dim),
@@ -445,7 +452,7 @@ WRONG: dict[str, Callable[[Plan, str, dict[str, Any]], Any]] = {
     "two cuts": lambda plan, dim, case: plan.shard("head.weight", Shard(0), dim).shard("head.weight", Shard(1), dim),
     "two factories": lambda plan, dim, case: plan.factory("norm", Shard(0), dim).factory("norm", Replicate(), dim),
     "segments of another size": lambda plan, dim, case: plan.segments("head.weight", (1, case["model"]["vocabulary"]), 0),
-    "one phase": lambda plan, dim, case: plan.shard("head.weight", Shard(0), dim, phase=INIT),
+    "one phase": lambda plan, dim, case: plan.shard("head.weight", _at_first_rank(dim, case), dim, phase=INIT),
     "units of a shape": lambda plan, dim, case: plan.shard("head.weight", RaggedShard((0,), (1,) * 9), dim),
     "an element that does not divide": lambda plan, dim, case: plan.shard("temperature", _StridedShard(0, split_factor=5), dim),
     "the order of dimensions": lambda plan, dim, case: plan.shard("head.<in>", Shard(0), case["mesh"]["names"][::-1]),

@@ -145,7 +145,7 @@ class Training:
             owners = [(owner, key) for owner in module.modules() for key, p in owner._parameters.items() if id(p) in mine]
             cast = _Cast(owners, compute, output)
             module.register_forward_pre_hook(cast.before, with_kwargs=True)
-            module.register_forward_hook(cast.after, always_call=True)
+            module.register_forward_hook(cast.after)
 
     # -- steps -------------------------------------------------------------------------------------------------------------
 
@@ -389,7 +389,10 @@ def _double(param: torch.Tensor) -> None:
 
 
 class _Cast:
-    """Hooks of a unit in one process: parameters and inputs in the dtype of computation, and outputs in theirs."""
+    """Hooks of a unit in one process: parameters and inputs in the dtype of computation, and outputs in theirs.
+
+    Parameters stay cast until the next forward: activation checkpointing runs a part of the unit again in backward.
+    """
 
     def __init__(self, owners: list[tuple[nn.Module, str]], compute: Any, output: Any) -> None:
         self._owners, self._compute, self._output = owners, compute, output
@@ -402,8 +405,6 @@ class _Cast:
         return pytree.tree_map(lambda leaf: _floating_to(leaf, self._compute), (args, kwargs))
 
     def after(self, module: nn.Module, args: Any, result: Any) -> Any:
-        for owner, key in self._owners if self._compute is not None else ():
-            vars(owner).pop(key, None)
         return None if self._output is None else pytree.tree_map(lambda leaf: _floating_to(leaf, self._output), result)
 
 

@@ -9,6 +9,7 @@ from common import error_of, ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import InterleavedShard
 from torch_ragged._register._spmd import compute_as_one_device
@@ -95,6 +96,21 @@ class NoRuleTest(unittest.TestCase):
         with as_one_device():
             tensor = distribute_tensor(torch.arange(12.0), mesh_of(2), [Shard(0)])
             assert "aten.unfold.default does not have a sharding strategy" in error_of(tensor.unfold, 0, 2, 2)
+
+    @ranks(2)
+    def test_a_view_ignores_a_cut_by_one_rank():
+        whole = torch.arange(24.0).view(2, 4, 3)
+        with as_one_device():
+            tensor = distribute_tensor(whole, mesh_of(2, 1), [Shard(1), R])
+            placements = [Shard(1), _StridedShard(0, split_factor=2)]  # As a view of rows back to sequences leaves it.
+            tensor = DTensor.from_local(
+                tensor._local_tensor, tensor.device_mesh, placements, shape=(2, 4, 3), stride=(12, 3, 1)
+            )
+            with CommDebugMode() as comms:
+                found = tensor.flatten(0, 1)
+            assert comms.get_total_counts() == 0
+            assert found._local_tensor.data_ptr() == tensor._local_tensor.data_ptr()
+            assert_same(found, whole.flatten(0, 1), [_StridedShard(0, split_factor=2), R])
 
     @ranks(2)
     def test_one_line_is_logged_for_each_op():

@@ -98,6 +98,8 @@ class _AllOps:
         try:
             sharding = torchs(op, args, kwargs, op_info, try_cache)
         except Exception as error:
+            if (given := _without_idle_cuts(args)) is not None and not op._schema.is_mutable:
+                return op(*given, **kwargs)
             if not needs_whole_tensors(op, args, error):
                 raise
         else:
@@ -140,6 +142,23 @@ def _without_empty(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None
     dimension of the others can cut. None: there is none."""
     rest = [tensor for tensor in tensors if tensor.ndim != 1 or tensor.shape[0]]
     return rest if len(rest) < len(tensors) and rest and rest[0].ndim > 1 else None
+
+
+def _without_idle_cuts(args: Sequence[Any]) -> list[Any] | None:
+    """Arguments that are replicated over mesh dimensions of one rank, which moves nothing. None: they are already.
+
+    torch's views refuse some cuts over two mesh dimensions, such as of rows and positions, also if one of them cuts nothing.
+    """
+    given = list(args)
+    for index, each in enumerate(args):
+        if isinstance(each, DTensor):
+            mesh, spec = each.device_mesh, each._spec
+            placements = tuple([Replicate() if mesh.size(i) == 1 else p for i, p in enumerate(spec.placements)])
+            if placements != spec.placements:
+                given[index] = DTensor.from_local(
+                    each._local_tensor, mesh, placements, run_check=False, shape=each.shape, stride=each.stride()
+                )
+    return given if any(new is not old for new, old in zip(given, args)) else None
 
 
 @functools.cache
