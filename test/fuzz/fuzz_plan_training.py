@@ -124,14 +124,15 @@ class Training:
     def _add_hooks(self) -> None:
         """Hooks of the user on parameters; those of units are called for the unsharded ones, as in FSDP2."""
         records = {record.name: record for record in self.model.plan_ir.tensors}  # type: ignore[union-attr]
+        self.hooks = []
         for index, name in enumerate(self.case["hooks"]):
             if name in records and records[name].unit is None:
                 for model in (self.model, self.plain):
                     param = model.get_parameter(name)
                     if param.requires_grad and index % 2:
-                        param.register_hook(lambda grad: grad * 2)
+                        self.hooks.append(param.register_hook(lambda grad: grad * 2))
                     elif param.requires_grad:
-                        param.register_post_accumulate_grad_hook(_double)
+                        self.hooks.append(param.register_post_accumulate_grad_hook(_double))
 
     def _cast_plain(self) -> None:
         """Let the model in one process cast as units with a ``mp_policy`` do."""
@@ -336,6 +337,8 @@ class Training:
         self.check_values("after loading")
         self.check_state()
         if not is_dcp and case["inputs"] == "whole" and case["policy"] is None:
+            for hook in self.hooks:  # The model that was loaded has none.
+                hook.remove()
             for each in (self.model, self.plain):
                 each.train()
             self.step()

@@ -2,17 +2,19 @@
 
 import contextlib
 import unittest
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from common import error_of, ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_ragged import InterleavedShard
-from torch_ragged._register._spmd import compute_as_one_device
+from torch_ragged._register._spmd import compute_as_before, compute_as_one_device
 
 R = Replicate()
 
@@ -20,17 +22,9 @@ R = Replicate()
 @contextlib.contextmanager
 def as_one_device():
     """The handlers, for a while: other tests in this process see torch's own rules."""
-    dispatcher = DTensor._op_dispatcher
-    handlers, promotes = dict(dispatcher._custom_op_handlers), dispatcher._allow_implicit_replication
-    propagate = dispatcher._propagate_op_sharding_dispatch_slow_path
-    compute_as_one_device(True)
-    try:
+    with compute_as_before():
+        compute_as_one_device(True)
         yield
-    finally:
-        dispatcher._custom_op_handlers.clear()
-        dispatcher._custom_op_handlers.update(handlers)
-        dispatcher._propagate_op_sharding_dispatch_slow_path = propagate
-        dispatcher._allow_implicit_replication = promotes
 
 
 def mesh_of(*sizes):
@@ -97,6 +91,7 @@ class NoRuleTest(unittest.TestCase):
             tensor = distribute_tensor(torch.arange(12.0), mesh_of(2), [Shard(0)])
             assert "aten.unfold.default does not have a sharding strategy" in error_of(tensor.unfold, 0, 2, 2)
 
+    @unittest.skipIf(torch.__version__ < "2.13", "torch 2.11 flattens no dimension that is cut behind another")
     @ranks(2)
     def test_a_view_ignores_a_cut_by_one_rank():
         whole = torch.arange(24.0).view(2, 4, 3)
@@ -111,6 +106,26 @@ class NoRuleTest(unittest.TestCase):
             assert comms.get_total_counts() == 0
             assert found._local_tensor.data_ptr() == tensor._local_tensor.data_ptr()
             assert_same(found, whole.flatten(0, 1), [_StridedShard(0, split_factor=2), R])
+
+    @ranks(4)
+    def test_strategies_for_strided_shards_are_compared_without_a_search():
+        mesh, whole, weight = mesh_of(2, 2), torch.arange(24.0).view(8, 3), torch.arange(6.0).view(3, 2)
+        placements, searches = [_StridedShard(0, split_factor=2), Shard(0)], []
+        row, column = mesh.get_coordinate()
+        tensor = DTensor.from_local(whole.view(2, 2, 2, 3)[column, row], mesh, placements, run_check=False)
+        searched = DTensorRedistributePlanner.find_min_cost_path
+
+        def search(self, *args):
+            searches.append(args)
+            return searched(self, *args)
+
+        with mock.patch.object(DTensorRedistributePlanner, "find_min_cost_path", search):
+            with as_one_device():
+                found = tensor @ distribute_tensor(weight, mesh, [R, R])
+            assert not searches
+            tensor + distribute_tensor(whole, mesh, [R, Shard(1)])
+            assert searches  # torch's own way.
+        assert_same(found, whole @ weight, placements)
 
     @ranks(2)
     def test_one_line_is_logged_for_each_op():
