@@ -123,6 +123,11 @@ def check_equal(module, expected, case=""):
         assert torch.equal(got, want) and got.dtype == want.dtype, f"{case} {name}"
 
 
+def zeroed(module):
+    nn.init.zeros_(module.first.weight)
+    return module
+
+
 def shard_lists(module, **options):
     for each in reversed(list(module.modules())):
         if isinstance(each, nn.ModuleList):
@@ -295,6 +300,19 @@ class DeferredInitTest(unittest.TestCase):
         error = error_of(lambda: materialize(module))
         assert "materialize was called differently" in error and "torch.manual_seed with one seed" in error, error
         assert module.first.weight.is_meta, "nothing is allocated"
+
+    @ranks(2)
+    def test_ops_on_other_tensors_may_differ_between_ranks():
+        """One rank imports a package in the construction, which makes constants; another rank has imported it before."""
+        mesh, want = init_device_mesh("cpu", (2,)), on_one_device(Two)
+
+        def make():
+            [torch.ones(3) for _ in range(mesh.get_rank())]
+            return Two()
+
+        check_equal(materialize(shard_lists(deferred(make), mesh=mesh)), want)
+        other = shard_lists(deferred(lambda: zeroed(Two()) if mesh.get_rank() else Two()), mesh=mesh)
+        assert "materialize was called differently" in error_of(lambda: materialize(other))
 
     @ranks(2)
     def test_a_module_that_one_rank_did_not_record_raises_on_both():

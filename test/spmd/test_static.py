@@ -15,12 +15,13 @@ from common import enter_fake_group, error_of, ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from torch_ragged.spmd import Plan, parallelize
-from torch_ragged.spmd._static import StaticModules, _Watch
+from torch_ragged.spmd._static import StaticModules
 
 BLOCK = r"blocks\.\d+"
 
@@ -312,13 +313,30 @@ class StaticTest(unittest.TestCase):
         eager = parallelize(make(), plan_of().default(Replicate()), mesh)
         for each in (model, eager):
             each.head.weight.grad = torch.ones_like(each.head.weight)
-        with mock.patch.object(_Watch, "record_redistribute_calls", side_effect=ValueError("no name")):
+
+        def stringify_transform_infos(*args, **options):
+            raise ValueError("no name")
+
+        with mock.patch.object(DTensorRedistributePlanner, "stringify_transform_infos", stringify_transform_infos):
             loss = model(ids)
         assert model.static_modules.report.modules == () and "raises ValueError: no name" in str(model.static_modules.report)
         assert loss.item() == eager(ids).item()
         loss.backward()
         eager(ids).backward()
         assert torch.equal(model.head.weight.grad.full_tensor(), eager.head.weight.grad.full_tensor())
+
+    @ranks(2)
+    def test_an_error_of_the_model_is_raised_at_once_and_changes_nothing():
+        """A rank with the error must not go on alone, while the others wait for it in the step that is watched."""
+        mesh, ids = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), torch.arange(24).view(4, 6)
+        model, calls = parallelize(make(), plan_of().default(Replicate()), mesh, mode="static"), []
+        model.head.weight.grad = torch.ones_like(model.head.weight)
+        with mock.patch.object(nn.LayerNorm, "forward", side_effect=lambda x: calls.append(x) or 1 / 0):
+            assert "division by zero" in error_of(model, ids)
+        assert len(calls) == 1 and model.static_modules.report is None
+        assert model.head.weight.grad.full_tensor().eq(1).all()
+        model(ids).backward()
+        assert "blocks.0" in model.static_modules.report.modules
 
     @ranks(2)
     def test_plain_inputs_that_broadcast_otherwise_and_caches_make_a_call_eager():

@@ -1,6 +1,7 @@
 """Ops on plain DTensors, after ``parallelize`` has given the dispatcher its handlers: results are those of one device."""
 
 import contextlib
+import math
 import unittest
 from unittest import mock
 
@@ -106,6 +107,20 @@ class NoRuleTest(unittest.TestCase):
             assert comms.get_total_counts() == 0
             assert found._local_tensor.data_ptr() == tensor._local_tensor.data_ptr()
             assert_same(found, whole.flatten(0, 1), [_StridedShard(0, split_factor=2), R])
+
+    @ranks(3)
+    def test_extremes_of_a_tensor_of_which_a_rank_has_nothing():
+        mesh, whole = mesh_of(3), torch.arange(6.0).view(2, 3) - 2
+        norm, largest = torch.linalg.vector_norm, torch._foreach_max
+        for extreme in (
+            lambda x: (x.amax(0), x.amin(0), x.amax(1), x.amin()),
+            lambda x: (x.max(), x.min(), *x.max(0), *x.min(0)),
+            lambda x: (x.argmax(0), x.argmin(0), x.argmax(), x.argmin(1)),
+            lambda x: (norm(x, math.inf), norm(x, -math.inf, 0), *torch._foreach_norm([x, x + 1], math.inf), *largest([x])),
+        ):
+            with as_one_device():
+                found = extreme(distribute_tensor(whole, mesh, [Shard(0)]))
+                assert [each.full_tensor().tolist() for each in found] == [each.tolist() for each in extreme(whole)]
 
     @ranks(4)
     def test_strategies_for_strided_shards_are_compared_without_a_search():

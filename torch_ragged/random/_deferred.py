@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, Union
 from weakref import WeakKeyDictionary
@@ -130,7 +131,7 @@ def materialize(module: Module, *, device: Union[torch.device, str, None] = None
             f"materialize: {unknown[0]} is on the meta device, but deferred_init did not make it with this shape on another "
             "device: build the whole module by deferred_init without a meta device, and shard it without changing shapes"
         )
-    _agree_on_starts(list(tensors.values()), problem)
+    _agree_on_starts(tensors, problem)
     if problem is not None:  # No tensor is a DTensor.
         raise problem
     found = [(owner, key, *_records[owner][key]) for owner, key, _ in tensors.values()]
@@ -173,15 +174,19 @@ def _is_known(owner: nn.Module, key: str, tensor: torch.Tensor) -> bool:
     return part.shape == tuple(tensor.shape) and tape.devices[part.storage].type != "meta"
 
 
-def _agree_on_starts(tensors: list[tuple[nn.Module, str, torch.Tensor]], problem: Exception | None) -> None:
+def _agree_on_starts(tensors: dict[str, tuple[nn.Module, str, torch.Tensor]], problem: Exception | None) -> None:
     """Raise on all ranks of a mesh if one has a problem, or if the states at which their numbers begin differ."""
     starts: dict[Any, set[str]] = {}
-    for owner, key, tensor in tensors:
+    changes: dict[int, Counter[int]] = {}  # Of each tape: how many ops make or write to a storage.
+    for name, (owner, key, tensor) in tensors.items():
         if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
             lines = starts.setdefault(tensor.device_mesh, set())
             if problem is None:
-                tape, _ = _records[owner][key]
-                lines.add(f"{len(tape.entries)} ops")
+                tape, part = _records[owner][key]
+                if id(tape) not in changes:
+                    changes[id(tape)] = Counter(storage for entry in tape.entries for storage in entry.changed)
+                # Not of all tensors: one rank may have imported the module's package in the construction, another one before.
+                lines.add(f"{changes[id(tape)][part.storage]} ops on {name}")
                 states = (bytes(stream.start.numpy()) for stream in tape.streams.values())
                 lines.update(f"random state {hashlib.sha256(state).hexdigest()[:12]}" for state in states)
     for mesh, lines in starts.items():

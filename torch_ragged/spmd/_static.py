@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import re
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -127,21 +128,26 @@ class StaticModules:
             for param in self._model.parameters():
                 param.grad = None
 
+        def restore_all() -> None:
+            restore()
+            for param in self._model.parameters():
+                param.grad = grads.get(param)
+
         watch = _Watch(self._names, self._redistributions)
         restore()
         try:
             with watch.recording():
                 has_gradients = self._step(args, kwargs)
-        except (
-            Exception
-        ) as error:  # If it is the model's, the call itself raises it. torch cannot name all placements it watches.
-            reason = f"watching it raises {_first_line(error)}"
-            self.report = StaticReport((), {"": reason})
-            has_gradients = False
+        except Exception as error:
+            restore_all()
+            if not _cannot_be_named(
+                error
+            ):  # The model's own, perhaps on this rank alone: another try would leave others alone.
+                raise
+            self.report = StaticReport((), {"": f"watching it raises {_first_line(error)}"})
+            return
         if not has_gradients:
-            restore()
-            for param in self._model.parameters():
-                param.grad = grads.get(param)
+            restore_all()
             return
         self._reasons = {**self._of_all_ranks(watch.reasons), **self._reasons}
         watch.reasons = dict(self._reasons)
@@ -164,9 +170,7 @@ class StaticModules:
             chosen = [name for name in chosen if name not in wrong]
             for name in wrong:
                 chosen += self._outermost(watch, name, frozenset(self._reasons))
-        restore()
-        for param in self._model.parameters():
-            param.grad = grads.get(param)
+        restore_all()
         self.report = StaticReport(tuple(chosen), {**self._of_all_ranks(watch.draws), **watch.reasons, **self._reasons})
 
     def _of_all_ranks(self, reasons: dict[str, str]) -> dict[str, str]:
@@ -226,6 +230,12 @@ class StaticModules:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)}".splitlines()[0].removesuffix(": ")
+
+
+def _cannot_be_named(error: Exception) -> bool:
+    """Whether torch has no text for the placements of a redistribution that it watches. They are equal on all ranks."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_name == "stringify_transform_infos" for frame, _ in frames)
 
 
 def _what(key: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 
 from torch_ragged.tensor._ops import decomposition_of, is_random, returns_alias
@@ -45,6 +45,12 @@ _GPU_ATTENTION = """
     _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
 """.split()
 
+# Of no elements they have no value: torch raises on the ranks that have no part of the tensor, and the others wait for these.
+_EXTREMES = frozenset(
+    getattr(_aten, name) for name in ("amax", "amin", "max", "min", "linalg_vector_norm", "_foreach_norm", "_foreach_max")
+)
+_torchs_handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
+
 
 def plain_handlers() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """A handler for the dispatcher, for each of these ops."""
@@ -53,6 +59,10 @@ def plain_handlers() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
         **{getattr(_aten, name).default: _gathered for name in _OF_VALUES},
         _aten.sort.default: _sort,
         _aten.sort.stable: _sort,
+        _aten.argmax.default: _arg_extreme,
+        _aten.argmin.default: _arg_extreme,
+        _aten.max.dim: _arg_extreme,
+        _aten.min.dim: _arg_extreme,
         _aten._grouped_mm.default: _grouped_mm,
         _aten.convolution.default: _convolution,
         _aten.convolution_backward.default: _convolution_backward,
@@ -85,6 +95,44 @@ def _sort(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     return tuple([each.redistribute(placements=cut) for each in _by_torch(op, args, kwargs)])
 
 
+def _arg_extreme(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if (found := _of_extension(op, args, kwargs)) is not NotImplemented:
+        return found
+    given = _without_empty_parts(args)
+    return _torchs_handlers.get(op, _by_torch)(op, args if given is None else tuple(given), kwargs)
+
+
+def _without_empty_parts(args: Sequence[Any]) -> list[Any] | None:
+    """Arguments whose tensors are replicated where cuts leave a rank without elements. None: each rank has some of each."""
+    is_changed = False
+
+    def filled(leaf: Any) -> Any:
+        nonlocal is_changed
+        if not isinstance(leaf, DTensor) or extension_of(leaf.placements) is not None:
+            return leaf
+        cuts: dict[int, list[int]] = {}
+        for mesh_dim, placement in enumerate(leaf.placements):
+            if isinstance(placement, (Shard, _StridedShard)):
+                cuts.setdefault(placement.dim, []).append(leaf.device_mesh.size(mesh_dim))
+        empty = [dim for dim, ranks in cuts.items() if _leaves_a_rank_empty(leaf.shape[dim], tuple(ranks))]
+        if not empty:
+            return leaf
+        is_changed = True
+        return _placed(leaf, tuple([Replicate() if getattr(p, "dim", None) in empty else p for p in leaf.placements]))
+
+    given = pytree.tree_map(filled, list(args))
+    return given if is_changed else None
+
+
+@functools.cache
+def _leaves_a_rank_empty(size: int, ranks: tuple[int, ...]) -> bool:
+    """Whether ``size`` rows, cut for the first number of ranks, then each part for the next one, leave a rank none."""
+    sizes = {size}
+    for count in ranks:
+        sizes = {len(range(part)[i * -(-part // count) :][: -(-part // count)]) for part in sizes for i in range(count)}
+    return size > 0 and 0 in sizes
+
+
 class _AllOps:
     """Whether ops that torch cannot shard run on whole tensors. torch's dispatcher keeps the function that it calls first, so
     that function asks here."""
@@ -95,6 +143,8 @@ class _AllOps:
         """The sharding of an op by ``torchs`` function; or the op's results, if that has none."""
         if op is _aten.cat.default and (tensors := _without_empty(args[0])) is not None:
             return op(tensors, *args[1:], **kwargs)
+        if op.overloadpacket in _EXTREMES and (given := _without_empty_parts(args)) is not None:
+            return op(*given, **kwargs)
         try:
             sharding = torchs(op, args, kwargs, op_info, try_cache)
         except Exception as error:
