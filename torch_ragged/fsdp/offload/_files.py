@@ -68,7 +68,8 @@ class ScratchFile:
             os.unlink(self.path)
         with self._named(f"reserve {nbytes} bytes for"):
             _fallocate(self._fd, 0, nbytes)
-        self.is_direct = self._becomes_direct()
+        with self._named("write a first block of"):
+            self.is_direct = self._becomes_direct()
 
     def read(self, memory: memoryview, offset: int) -> None:
         """Fill ``memory`` from ``offset`` on."""
@@ -245,15 +246,19 @@ class FileTier:
             self._flush()
             for held in list(self._held):  # Read ahead for the next step, which reads them again.
                 window = self._held.pop(held)
-                assert window.filled is not None
-                window.filled.result()
                 self._free.append(window)
+                assert window.filled is not None
+                window.filled.exception()  # Wait. The step reads again, and raises if that fails.
             for write in self._writes.values():
                 write.result()
-            window = self._free.pop(0)
-            self._read(window, chunk)
-            self._held[chunk], self._looked = window, chunk
+            self._read(self._free[0], chunk)
+            self._held[chunk], self._looked = self._free.pop(0), chunk
         return self._memory(chunk, self._held[chunk])
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether states could not be written."""
+        return any(write.done() and write.exception() is not None for write in self._writes.values())
 
     def reset(self) -> None:
         """Forget reads and writes that failed, and what they were to bring. All states are set next."""
@@ -275,7 +280,7 @@ class FileTier:
         self._free.append(window)
         if self._is_dirty:
             self._is_dirty = False
-            self._write(window, chunk)
+            window.saved = self._writes[chunk] = self._writer.submit(self._write, window, chunk)
 
 
 def _shut(reader: ThreadPoolExecutor, writer: ThreadPoolExecutor, close: Any) -> None:
