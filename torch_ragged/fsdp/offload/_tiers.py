@@ -9,9 +9,9 @@ import torch
 
 from torch_ragged.fsdp.offload._pieces import Chunk
 
-__all__ = ["DeviceTier", "HostTier", "Memory", "Tier", "WindowTier", "host_slabs", "tier_of", "window_numel"]
+__all__ = ["WINDOW_NUMEL", "DeviceTier", "HostTier", "Memory", "Tier", "WindowTier", "host_slabs", "tier_of", "window_numel"]
 
-_WINDOW = 1 << 23
+WINDOW_NUMEL = 1 << 23
 """The most elements of a chunk that is copied to a device: enough for the full bandwidth of a bus, small beside a model."""
 
 Memory = dict[str, torch.Tensor]
@@ -176,7 +176,7 @@ class WindowTier:
 
 def window_numel(device: torch.device) -> int | None:
     """The most elements of a chunk for an optimizer that steps on ``device``; None: any number."""
-    return None if device.type == "cpu" else _WINDOW
+    return None if device.type == "cpu" else WINDOW_NUMEL
 
 
 def tier_of(slabs: Mapping[Chunk, Memory], device: torch.device) -> Tier:
