@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ragged import checkpoint
-from torch_ragged.fsdp import Offload, fully_shard, offloaded
-from torch_ragged.fsdp.offload import _files
+from torch_ragged.fsdp import Offload, fully_shard, monitor, offloaded
+from torch_ragged.fsdp.offload import _files, _offloaded_optimizer
+from torch_ragged.fsdp.offload._tiers import WindowTier
 from torch_ragged.optim import AdamW8bit
 
 
@@ -101,6 +102,47 @@ class FilesTest(unittest.TestCase):
             # The first step reads nothing, and each later one begins with what was read ahead; so does the one that never came.
             one_chunk = 2 * 4 * 2048
             assert moved == {"_preadv": held["files"] * (3 + 1) + one_chunk, "_pwritev": held["files"] * 4}, moved
+
+    @ranks(1)
+    def test_a_monitor_shows_what_moves():
+        with folder_of_ranks() as folder, chunks_of(2048):
+            model = nn.Linear(64, 128, bias=False)
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)), offload_policy=Offload(to=folder))
+            optimizer = offloaded(torch.optim.AdamW, model)
+            with monitor(model, optimizer) as watch:
+                rows = []
+                for _ in range(4):
+                    model(torch.ones(1, 64)).sum().backward()
+                    optimizer.step()
+                    rows.append(watch.step())
+                spans = {span.kind for span in watch.timeline.spans}
+                optimizer.state_dict()  # Waits for what is written behind, and reads all states once.
+                rows.append(watch.step())
+            files, one_chunk = optimizer.tier_nbytes()["files"], 2 * 4 * 2048
+            total = {key: sum(row[key] for row in rows) for key in rows[0]}
+            assert total["tier_write_bytes"] == 4 * files and total["tier_read_bytes"] == (3 + 1) * files + one_chunk, total
+            assert {"tier_read", "tier_exposed", "optimizer"} <= spans, spans
+            for row in rows:
+                assert 0 <= row["tier_exposed_s"] <= row["optimizer_s"], row
+                assert (row["tier_read_s"] > 0) is (row["tier_read_bytes"] > 0), row
+            optimizer.step()  # It is watched no longer.
+            gc.collect()
+
+    @ranks(1)
+    def test_a_monitor_shows_copies_through_windows():
+        with mock.patch.multiple(_offloaded_optimizer, tier_of=WindowTier, window_numel=lambda device: 2048):
+            model = nn.Linear(64, 128, bias=False)
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)), offload_policy=Offload(0.5))
+            optimizer = offloaded(torch.optim.AdamW, model)
+        with monitor(model, optimizer) as watch:
+            for _ in range(2):
+                model(torch.ones(1, 64)).sum().backward()
+                optimizer.step()
+            row = watch.step()
+        host = optimizer.tier_nbytes()["host"]
+        assert host > 2 * 4 * 2048 and row["tier_read_bytes"] == row["tier_write_bytes"] == 2 * host, row
+        with monitor(model, torch.optim.SGD(model.parameters(), lr=0.1)) as watch:
+            assert not any("tier" in key for key in watch.step())
 
     @ranks(1)
     def test_a_file_has_no_name_and_two_jobs_do_not_meet():

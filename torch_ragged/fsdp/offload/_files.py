@@ -9,6 +9,7 @@ import contextlib
 import errno
 import mmap
 import os
+import time
 import uuid
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from torch_ragged.fsdp.offload._pieces import Chunk
-from torch_ragged.fsdp.offload._tiers import Memory
+from torch_ragged.fsdp.offload._tiers import Memory, TierEvent
 
 __all__ = ["BLOCK", "FILE_NUMEL", "WINDOWS", "FileTier", "ScratchFile"]
 
@@ -168,6 +169,7 @@ class FileTier:
     """
 
     is_transient = True
+    log: list[TierEvent] | None = None
 
     def __init__(self, chunks: Sequence[Chunk], folder: str, rank: int) -> None:
         self._records: dict[Chunk, _Record] = {}
@@ -207,7 +209,9 @@ class FileTier:
         self.fetch_ahead(chunk)
         window = self._held[chunk]
         assert window.filled is not None
+        begin = time.perf_counter()
         window.filled.result()
+        self._note("tier_exposed", 0, begin)
         return self._memory(chunk, window)
 
     def store(self, chunk: Chunk) -> None:
@@ -224,12 +228,19 @@ class FileTier:
             if write is not None:
                 write.result()
         if not chunk.is_fresh:  # Otherwise the file has nothing yet.
-            record = self._records[chunk]
+            record, begin = self._records[chunk], time.perf_counter()
             self.file.read(memoryview(window.memory)[: record.nbytes], record.offset)
+            self._note("tier_read", record.nbytes, begin)
 
     def _write(self, window: _Window, chunk: Chunk) -> None:
-        record = self._records[chunk]
+        record, begin = self._records[chunk], time.perf_counter()
         self.file.write(memoryview(window.memory)[: record.nbytes], record.offset)
+        self._note("tier_write", record.nbytes, begin)
+
+    def _note(self, kind: str, nbytes: int, begin: float) -> None:
+        log = self.log  # One look: another thread may end the watching.
+        if log is not None:
+            log.append(TierEvent(kind, nbytes, begin, time.perf_counter()))
 
     def _memory(self, chunk: Chunk, window: _Window) -> Memory:
         parts = self._records[chunk].parts.items()

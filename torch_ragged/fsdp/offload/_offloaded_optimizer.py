@@ -24,7 +24,7 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import device_of, groups_of
 from torch_ragged.fsdp.offload._files import FILE_NUMEL, FileTier
 from torch_ragged.fsdp.offload._pieces import Chunk, ElementWise, Member, OwnRules, Piece, Rules, increment_versions, leaf_of
-from torch_ragged.fsdp.offload._tiers import DeviceTier, Memory, Tier, host_slabs, tier_of, window_numel
+from torch_ragged.fsdp.offload._tiers import DeviceTier, Memory, Tier, TierEvent, host_slabs, tier_of, window_numel
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
 
@@ -305,7 +305,7 @@ class OffloadedOptimizer(Optimizer):
         nbytes = {"device": 0, "host": 0, "files": 0, "windows": 0}
         for chunk, tier in self._chunks:
             name = "files" if isinstance(tier, FileTier) else "host"
-            nbytes[name] += sum(numel * dtype.itemsize for numel, dtype in chunk.sizes.values())
+            nbytes[name] += chunk.nbytes
             for piece in chunk.pieces:
                 values = chunk.own_states_of(piece).values()
                 nbytes["device"] += sum(
@@ -315,6 +315,11 @@ class OffloadedOptimizer(Optimizer):
             tier.window_nbytes for tier in dict.fromkeys(tier for _, tier in self._chunks) if isinstance(tier, FileTier)
         )
         return nbytes
+
+    def watch_tiers(self, log: list[TierEvent] | None) -> None:
+        """Append what moves between tiers to ``log`` from now on; None: no longer. For :func:`monitor`."""
+        for _, tier in self._chunks:
+            tier.log = log
 
     def state_nbytes(self, tier: str) -> dict[int, int]:
         """By ``id`` of a parameter, the bytes of its states on the ``"device"`` or in ``"host"`` memory: for memory reports.
