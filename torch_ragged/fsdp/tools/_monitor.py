@@ -21,8 +21,6 @@ from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp._fully_shard import module_states, named_groups
 from torch_ragged.fsdp.comm._collectives import Collectives, ReduceScatterTraits, Reduction, Work
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
-from torch_ragged.fsdp.offload._offloaded_optimizer import OffloadedOptimizer
-from torch_ragged.fsdp.offload._tiers import TierEvent
 from torch_ragged.fsdp.tools._memory_report import transient_nbytes
 from torch_ragged.fsdp.tools._optimizer_memory import optimizers_of
 from torch_ragged.fsdp.tools._replay import high_water
@@ -109,7 +107,7 @@ class Monitor:
         self._undo: list[Callable[[], None]] = [log.stop for _, log in self._logs]
         self._is_open = True
         self._row: dict[str, float] = {}
-        self._offloaded: list[OffloadedOptimizer] = []
+        self._offloaded: list[Any] = []  # Optimizers that :func:`offloaded` has made.
         self._timeline: Timeline | None = None
         self.restart()
         for name, group in self._groups.items():
@@ -117,7 +115,7 @@ class Monitor:
         for each in optimizers:
             self._undo.append(each.register_step_pre_hook(self._before_optimizer).remove)
             self._undo.append(each.register_step_post_hook(self._after_optimizer).remove)
-        self._offloaded = [each for each in optimizers if isinstance(each, OffloadedOptimizer)]
+        self._offloaded = [each for each in optimizers if hasattr(each, "watch_tiers")]
         self._watch_tiers()
         self._undo += [functools.partial(each.watch_tiers, None) for each in self._offloaded]
 
@@ -164,8 +162,8 @@ class Monitor:
         self._watch_tiers()
 
     def _watch_tiers(self) -> None:
-        # Threads append to it, with the clock of the host.
-        self._tiers: list[TierEvent] = []
+        # Kind, bytes, begin and end by the clock of the host. Threads append to it.
+        self._tiers: list[tuple[str, int, float, float]] = []
         self._host_start = time.perf_counter()
         for optimizer in self._offloaded:
             optimizer.watch_tiers(self._tiers)
@@ -203,7 +201,7 @@ class Monitor:
         for kind in _TIERS if self._offloaded else ():
             row[f"{kind}_s"] = sum(end - begin for name, begin, end in tiers if name == kind)
             if kind != "tier_exposed":
-                row[f"{kind}_bytes"] = sum(event.nbytes for event in events if event.kind == kind)
+                row[f"{kind}_bytes"] = sum(nbytes for name, nbytes, _, _ in events if name == kind)
         row["memory_peak_bytes"], row["memory_reserved_bytes"] = self._memory()
         peak = sum(high_water(self._logs, {"buffers": self._held})[1].values())
         row["buffer_bytes"] = self._sharded + sum(transient_nbytes(group) for group in self._groups.values())
