@@ -107,7 +107,8 @@ class Monitor:
         self._undo: list[Callable[[], None]] = [log.stop for _, log in self._logs]
         self._is_open = True
         self._row: dict[str, float] = {}
-        self._offloaded: list[Any] = []  # Optimizers that :func:`offloaded` has made.
+        # Of optimizers that offloaded() has made: kind, bytes, begin and end by the clock of the host.
+        self._tiers: list[tuple[str, int, float, float]] = []
         self._timeline: Timeline | None = None
         self.restart()
         for name, group in self._groups.items():
@@ -116,8 +117,9 @@ class Monitor:
             self._undo.append(each.register_step_pre_hook(self._before_optimizer).remove)
             self._undo.append(each.register_step_post_hook(self._after_optimizer).remove)
         self._offloaded = [each for each in optimizers if hasattr(each, "watch_tiers")]
-        self._watch_tiers()
-        self._undo += [functools.partial(each.watch_tiers, None) for each in self._offloaded]
+        for each in self._offloaded:
+            each.watch_tiers(self._tiers)
+            self._undo.append(functools.partial(each.watch_tiers, None))
 
     def __enter__(self) -> Monitor:
         return self
@@ -148,6 +150,10 @@ class Monitor:
 
     def restart(self) -> None:
         """Begin the next row now, and drop all numbers since the last row. Call it after an evaluation or a checkpoint."""
+        self._popped_tiers()
+        self._begin_row()
+
+    def _begin_row(self) -> None:
         # Moments are marks of the clock. A collective has its kind, its name, and when it was issued, waited for and ended.
         self._collectives: list[tuple[str, str, Any, Any, Any]] = []
         self._optimizers: list[tuple[Any, Any]] = []
@@ -158,15 +164,7 @@ class Monitor:
             log.start()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._start = self._clock.mark()
-        self._watch_tiers()
-
-    def _watch_tiers(self) -> None:
-        # Kind, bytes, begin and end by the clock of the host. Threads append to it.
-        self._tiers: list[tuple[str, int, float, float]] = []
-        self._host_start = time.perf_counter()
-        for optimizer in self._offloaded:
-            optimizer.watch_tiers(self._tiers)
+        self._start, self._host_start = self._clock.mark(), time.perf_counter()
 
     def step(self, tokens: float | None = None) -> dict[str, float]:
         """End the step. Returns its row, with the keys above, and begins the next row.
@@ -183,7 +181,7 @@ class Monitor:
         seconds = at(self._clock.mark())
         collectives = [(kind, name, at(a), at(b), at(c)) for kind, name, a, b, c in self._collectives]
         optimizers = [(at(begin), at(end)) for begin, end in self._optimizers]
-        events = list(self._tiers)  # Threads may append while it is read.
+        events = self._popped_tiers()
         tiers = [(kind, begin - self._host_start, end - self._host_start) for kind, _, begin, end in events]
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._timeline = timeline_of(seconds, collectives, optimizers, rank, tiers)
@@ -207,8 +205,15 @@ class Monitor:
         row["buffer_bytes"] = self._sharded + sum(transient_nbytes(group) for group in self._groups.values())
         row["buffer_peak_bytes"] = self._sharded + peak
         self._row = {key: float(value) for key, value in row.items()}
-        self.restart()
+        self._begin_row()
         return dict(self._row)
+
+    def _popped_tiers(self) -> list[tuple[str, int, float, float]]:
+        """What tiers did since the last call. Threads append to the list, so that it is never replaced."""
+        count = len(self._tiers)
+        events = self._tiers[:count]
+        del self._tiers[:count]
+        return events
 
     def postfix(self) -> str:
         """The last row in a few words, for a progress bar. Empty before the first row."""
