@@ -1,5 +1,10 @@
 """A model with hard cases for offloaded optimizers, and the comparison with the optimizer without offload."""
 
+import contextlib
+import os
+import tempfile
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -8,9 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torch_ragged.fsdp import Offload, fully_shard, offloaded
+from torch_ragged.fsdp.offload import _offloaded_optimizer
 from torch_ragged.optim import BlockPolicy
 
-__all__ = ["ADAMW", "BLOCKS", "POLICY", "SGD", "assert_equal", "backward", "build", "check", "make", "train"]
+__all__ = ["ADAMW", "BLOCKS", "POLICY", "SGD"]
+__all__ += ["assert_equal", "backward", "build", "check", "chunks_of", "folder_of_ranks", "make", "train"]
 
 POLICY = BlockPolicy((16, 16), min_numel=64)
 BLOCKS = {"orig_param_policy": POLICY}
@@ -122,3 +129,19 @@ def check(optimizer, options, fractions, dtype=torch.float32, how=(), **knobs):
 
 ADAMW = (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1})
 SGD = (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1})
+
+
+@contextlib.contextmanager
+def folder_of_ranks():
+    """A folder that all ranks see. At the end, it must be empty: no scratch file has a name."""
+    name = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(name)
+    yield name[0]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.rmdir(name[0])
+
+
+def chunks_of(numel):
+    """Chunks of at most ``numel`` elements, so that small models have several."""
+    return mock.patch.object(_offloaded_optimizer, "FILE_NUMEL", numel)

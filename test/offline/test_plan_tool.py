@@ -20,7 +20,7 @@ from torch.testing._internal.common_utils import TestCase
 
 from torch_ragged.fsdp import TensorSpec, blocks, elements, plan_layout, rows, tensor
 from torch_ragged.offline import BUILT_IN, Model, ModelPlanner, Parameter, granularity_policy, load_model, main, tensor_specs
-from torch_ragged.offline._memory import Collective, Memory, Precision, collectives, zero_memory
+from torch_ragged.offline._memory import Budget, Collective, Memory, Precision, collectives, offload_fits, zero_memory
 from torch_ragged.offline._model_plan import Sharding
 from torch_ragged.offline._models import module_groups
 from torch_ragged.offline._peers import RowBuffer, fsdp2_shard
@@ -326,6 +326,46 @@ class MemoryTest(TestCase):
         ]
         self.assertEqual(alignments, [32, 64, 128])
 
+    def test_what_fits_with_offload(self):
+        """A shard of 2**30 elements: 2 GiB of parameters, 4 of gradients, 4 of master copies, 8 of Adam's moments."""
+        gib = 2**30
+        sharding = Sharding(4, 4 * gib, ((1, gib),))
+
+        def used(device, host, files):
+            fits = offload_fits(sharding, Precision(), Budget(*(round(each * gib) for each in (device, host, files))))
+            return {kind: fit.policy for kind, fit in fits.items() if fit.used is not None}, fits
+
+        found, fits = used(18, 18, 0)
+        self.assertEqual(
+            found, {"no offload": "None", "optimizer": "Offload(0.0157)", "parameters": "Offload(parameters=True)"}
+        )
+        # Two windows of 2**23 elements with two moments have 1/8 GiB.
+        part = math.ceil(0.0157 * 8 * gib)
+        self.assertEqual(fits["optimizer"].used, Budget(18 * gib - part + gib // 8, part, 0))
+        self.assertEqual(used(17.9, 17.9, 0)[0], {"optimizer": "Offload(0.0282)"})
+        self.assertEqual(used(10.125, 8, 0)[0], {"optimizer": "Offload(1)"})
+        self.assertEqual(used(10.125, 7.9, 0)[0], {})
+        self.assertEqual(used(10, 18, 0)[0], {"parameters": "Offload(parameters=True)"})
+        found, fits = used(1, 17, 8)
+        self.assertEqual(found, {"files": "Offload(parameters=True, to=folder)"})
+        self.assertEqual(fits["files"].used, Budget(0, 10 * gib + 3 * 2**22 * 8, 8 * gib))
+        self.assertEqual(used(1, 17, 7.9)[0], {})
+
+    def test_the_largest_model_with_offload_is_the_largest_that_fits(self):
+        generator = random.Random(0)
+        for _ in range(200):
+            precision = Precision(torch.bfloat16, torch.float32, torch.float32, generator.randrange(1, 4))
+            budget = Budget(*(generator.randrange(2**29, 2**36) for _ in range(3)))
+            numel = generator.randrange(2**20, 2**33)
+            for kind, fit in offload_fits(Sharding(1, numel, ((1, numel),)), precision, budget).items():
+                for change, fits in ((0.999, True), (1.001, False)):
+                    other = int(numel * min(fit.scale, 1e6) * change)
+                    if other > 0 and fit.scale < 1e6:
+                        scaled = offload_fits(Sharding(1, other, ((1, other),)), precision, budget)[kind]
+                        self.assertIs(scaled.used is not None, fits, (kind, precision, budget, numel))
+                        for name, value in vars(scaled.used or Budget(0, 0, 0)).items():
+                            self.assertLessEqual(value, getattr(budget, name) * 1.0002 + 10, (kind, name))
+
     def test_collectives_move_the_padded_buffers(self):
         moved = {"all_gather": Collective(4 * 8 * 2, 72 * 2), "reduce_scatter": Collective(4 * 8 * 4, 72 * 4)}
         self.assertEqual(collectives(self.sharding, Precision()), moved)
@@ -433,6 +473,21 @@ class CommandLineTest(Folder):
         self.assertEqual(two["layouts"]["FSDP2"]["padding"], (2 * chunks - numel) / numel)
         self.assertEqual(found["recommended"], [])
         self.assertTrue(found["advice"])
+
+    def test_offload_shows_what_fits(self):
+        path = self.folder / "plan.json"
+        options = ["--ranks", "2,4,8,16,64", "--offload", "60,200,2000", "--json", path]
+        status, out, error = run("llama-3-70b", *options)
+        self.assertEqual((status, error), (0, ""))
+        table = out[out.index("Offload, ZeRO-3, 60.00 GiB on the device, 200.00 GiB in host memory, 1.95 TiB in files") :]
+        lines = [line.split() for line in table.splitlines()[2:7]]
+        self.assertEqual(lines[0], ["2", "7.2B", "12.9B", "23.9B", "42.9B", "does", "not", "fit"])
+        policies = ["Offload(parameters=True, to=folder)", "Offload(parameters=True)", "Offload(0.4276)", "None"]
+        for line, policy in zip(table.splitlines()[3:7], policies, strict=True):
+            self.assertIn(policy, line)
+        sizes = json.loads(path.read_text())["sizes"]
+        self.assertEqual([size["offload"]["files"]["used"] is None for size in sizes], [True, False, False, False, False])
+        self.assertNotIn("Offload", run("llama-3-70b", "--ranks", 2)[1])
 
     def test_a_config_without_experts_keeps_the_rows_of_all_matrices(self):
         path = self.write(dict(CONFIGS[8_030_261_248], num_hidden_layers=2))
@@ -571,6 +626,10 @@ class BadInputTest(Folder):
             (["--replicas", "0"], "argument --replicas: expected an integer of at least 1, got '0'"),
             (["--states", "x"], "argument --states: expected an integer of at least 0, got 'x'"),
             (["--limit", "nan"], "argument --limit: expected a percentage, got 'nan'"),
+            (
+                ["--offload", "60"],
+                "argument --offload: expected GiB per rank, DEVICE,HOST or DEVICE,HOST,FILES, such as 60,100,1000, got '60'",
+            ),
             (
                 ["--param-dtype", "int8"],
                 "argument --param-dtype: expected a floating-point type of torch, such as bfloat16, got 'int8'",

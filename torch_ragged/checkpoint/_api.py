@@ -31,7 +31,7 @@ from torch_ragged.checkpoint._matching import CheckingPlanner
 from torch_ragged.checkpoint._reader import CheckpointReader
 from torch_ragged.checkpoint._rng import rng_checksums
 from torch_ragged.checkpoint._same import refuse_different
-from torch_ragged.checkpoint._state import Contents, Redistribute, Request, TrainState
+from torch_ragged.checkpoint._state import Contents, Redistribute, Request, TrainState, has_lost
 from torch_ragged.checkpoint._writer import CheckpointWriter, SavePlannerOfViews
 
 __all__ = ["async_save", "load", "save"]
@@ -234,11 +234,12 @@ def load(
     rank, ranks = _rank_of(process_group), dist.get_world_size(process_group) if dist.is_initialized() else 1
     agree(lambda: _check_load(state, functions), what, process_group, own=_REFUSED)
     # Equal on all ranks because rank 0 alone chooses: another rank might already see a newer checkpoint.
-    found = gather(lambda: str(resolve(Path(path))) if rank == 0 else "", what, process_group)[0]
+    answers = gather(lambda: (str(resolve(Path(path))) if rank == 0 else "", has_lost(state)), what, process_group)
+    found = answers[0][0]
     reader = agree(lambda: CheckpointReader(found), what, process_group)
     reader.group = process_group
     metadata = agree(reader.read_metadata, what, process_group)
-    request = Request(state, functions, reader.manifest, rank, ranks, trust)
+    request = Request(state, functions, reader.manifest, rank, ranks, trust, any(lost for _, lost in answers))
     spread = spread and dist.is_initialized() and process_group is None
     planner = CheckingPlanner(reader.manifest, spread=spread, trust=trust)
     try:  # Compare with the model first: reading all bytes of a checkpoint of another model would waste minutes.

@@ -32,7 +32,7 @@ from torch_ragged.checkpoint._manifest import Manifest
 from torch_ragged.checkpoint._rng import DEFAULT, rng_request, rng_states, set_rng
 from torch_ragged.checkpoint._same import bytes_of
 
-__all__ = ["Contents", "Redistribute", "Request", "TrainState"]
+__all__ = ["Contents", "Redistribute", "Request", "TrainState", "has_lost"]
 
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # Parts of names, which DCP leaves out.
 Redistribute = Mapping[str, Callable[[list[Any]], Any] | None]  # See :func:`load`.
@@ -264,11 +264,19 @@ def _initialized(state: TrainState) -> dict[str, Any]:
             parameter.grad = gradient
 
 
+def has_lost(state: TrainState) -> bool:
+    """Whether a scratch file of an offloaded optimizer has lost states on this rank."""
+    return any(getattr(optimizer, "has_failed", False) for optimizer in state.optimizers)
+
+
 class Request:
     """What :func:`load` asks DCP to fill: first ``objects``, then ``tensors``. :meth:`apply` hands both to the ``state``.
 
     :meth:`prepare` and :meth:`unpack` change no parameter. They may give an optimizer initial states; :meth:`forget` undoes
     this.
+
+    Args:
+        is_lost: whether :func:`has_lost` on any rank.
 
     Attributes:
         objects: for ``dcp.load``: pickles and random states. They are filled and checked before any parameter changes.
@@ -276,11 +284,19 @@ class Request:
     """
 
     def __init__(
-        self, state: TrainState, redistribute: Redistribute, manifest: Manifest, rank: int, ranks: int, trust: bool = False
+        self,
+        state: TrainState,
+        redistribute: Redistribute,
+        manifest: Manifest,
+        rank: int,
+        ranks: int,
+        trust: bool = False,
+        is_lost: bool = False,
     ) -> None:
         self.state, self.redistribute, self.manifest, self.rank, self.ranks = state, redistribute, manifest, rank, ranks
         self.trust = trust
         self._before = _Before(state)
+        self._lost = [optimizer for optimizer in state.optimizers if is_lost and hasattr(optimizer, "has_failed")]
 
     def prepare(self, metadata: Metadata) -> dict[str, Any]:
         """Create ``objects`` and ``tensors``. Returns ``tensors``.
@@ -310,6 +326,8 @@ class Request:
             "rng": rng_request(state.rng, self.manifest, metadata, self.rank),
         }
         self.tensors: dict[str, Any] = {"model": get_model_state_dict(state.model), "extra": _tensors_of(state)}
+        for optimizer in self._lost:  # It has no states to fill. Now it is loaded as if it had never stepped.
+            optimizer.state.clear()
         if state.optimizers:
             self.tensors["optimizer"] = self._optimizer_state()
         return self.tensors
@@ -391,6 +409,8 @@ class Request:
     def forget(self) -> None:
         """Restore the optimizers' states from before the load."""
         self._before.restore()
+        for optimizer in self._lost:
+            optimizer.has_failed = True  # type: ignore[attr-defined]
 
 
 def _put(held: dict[str, Any], name: str, value: Any, what: str) -> None:

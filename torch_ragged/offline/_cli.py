@@ -20,7 +20,7 @@ from torch_ragged._command_line import command_name, ends_quietly
 from torch_ragged.fsdp import Granularity, blocks, elements, rows, segments, tensor
 from torch_ragged.fsdp.layout._advice import advise
 from torch_ragged.offline._drawing import draw_svg, draw_text
-from torch_ragged.offline._memory import Precision
+from torch_ragged.offline._memory import Budget, Precision
 from torch_ragged.offline._model_plan import ModelPlan, ModelPlanner, granularity_policy
 from torch_ragged.offline._models import BUILT_IN, Model, load_model
 from torch_ragged.offline._plot import check_plot_path, plot
@@ -39,6 +39,7 @@ examples:
   %(prog)s path/to/config.json --ranks 64,320,1024 --replicas 4 --json plan.json --plot plan.png
   %(prog)s my_package.models:build --granularity blocks:128x128 --apply all
   %(prog)s gpt-oss-120b --granularity rows:128 --ranks 64 --explain block.0 --svg block.svg
+  %(prog)s llama-3-70b --ranks 2,4,8,16 --offload 60,200,2000
 """
 _FORMS: dict[str, Callable[..., Granularity]] = {
     r"elements": elements,
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = "all matrices" if every_matrix else "expert matrices"
     words = granularity.text if granularity.kind == "elements" else f"{granularity.text} on {where}, else elements()"
     words += f"; segments of {len(fused):,} fused weight{'s' * (len(fused) > 1)}" if fused else ""
-    report = Report(model, words, precision, options.replicas, options.limit / 100, plans)
+    report = Report(model, words, precision, options.replicas, options.limit / 100, plans, options.offload)
     if options.explain:
         print(_explain(plans[0], options.explain, report, options.svg))
     else:
@@ -143,6 +144,13 @@ def _parser() -> argparse.ArgumentParser:
         help="optimizer values per parameter (default: 3, Adam's moments and a master copy)",
     )
     add("--limit", type=_percent, default=5.0, help="recommend FSDP sizes with at most this percentage of padding (default: 5)")
+    add(
+        "--offload",
+        type=_budget,
+        metavar="DEVICE,HOST[,FILES]",
+        help="GiB per rank on the device, in host memory and in files: shows how large a model fits under ZeRO-3 by each kind "
+        "of Offload, and the policy that this one needs. Activations and gathered parameters are not counted: subtract them",
+    )
     add("--explain", metavar="GROUP", help="draw the buffer of this group at one FSDP size, instead of the tables")
     add("--svg", metavar="FILE", help="with --explain: also draw the buffer to this file")
     add("--json", metavar="FILE", help="also write all results to this file")
@@ -235,6 +243,15 @@ def _integer(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got {text!r}")
     return int(text)
+
+
+def _budget(text: str) -> Budget:
+    if not re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?){1,2}", text):
+        raise argparse.ArgumentTypeError(
+            f"expected GiB per rank, DEVICE,HOST or DEVICE,HOST,FILES, such as 60,100,1000, got {text!r}"
+        )
+    device, host, files, *_ = [*(int(float(part) * 2**30) for part in text.split(",")), 0]
+    return Budget(device, host, files)
 
 
 def _percent(text: str) -> float:

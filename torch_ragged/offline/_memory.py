@@ -1,17 +1,20 @@
-"""Bytes per collective, and memory per rank under ZeRO-1, 2 and 3.
+"""Bytes per collective, memory per rank under ZeRO-1, 2 and 3, and what fits if a part of it lies in host memory or in files.
 
 It must count padding, because collectives move it and buffers store it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
+from torch_ragged.fsdp.offload._files import FILE_NUMEL, WINDOWS
+from torch_ragged.fsdp.offload._tiers import WINDOW_NUMEL
 from torch_ragged.offline._model_plan import Sharding
 
-__all__ = ["Collective", "Memory", "Precision", "collectives", "zero_memory"]
+__all__ = ["Budget", "Collective", "Fit", "Memory", "Precision", "collectives", "offload_fits", "zero_memory"]
 
 _SHARD_ALIGNMENT_BYTES = 128  # As fully_shard lays buffers out.
 
@@ -96,3 +99,62 @@ def zero_memory(sharding: Sharding, precision: Precision) -> dict[int, Memory]:
         2: Memory(whole * param, shard * reduce, optimizer),
         3: Memory(shard * param, shard * reduce, optimizer),
     }
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The bytes of each rank."""
+
+    device: int
+    host: int
+    files: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A training run under ZeRO-3 and one ``offload_policy``, within a budget.
+
+    Attributes:
+        policy: the ``offload_policy`` of the model as it is.
+        scale: how many times as large the model may be.
+        used: the bytes of each rank, for the model as it is; None if it does not fit.
+    """
+
+    policy: str
+    scale: float
+    used: Budget | None
+
+
+def offload_fits(sharding: Sharding, precision: Precision, budget: Budget) -> dict[str, Fit]:
+    """What fits on an accelerator: without offload, and by each kind of ``Offload``, that of the least traffic first.
+
+    If the optimizer's dtype is wider than the parameters', one of the optimizer's values is the master copy. It is the sharded
+    parameter itself, so it lies where the parameters lie.
+    """
+    memory = zero_memory(sharding, precision)[3]
+    is_mixed = precision.states > 0 and precision.optimizer.itemsize > precision.param.itemsize
+    states = precision.states - is_mixed
+    state_bytes = states * precision.optimizer.itemsize  # Of an element.
+    moved = sharding.shard_numel * state_bytes
+    fixed = memory.total - moved
+    device_windows, file_windows = 2 * WINDOW_NUMEL * state_bytes, WINDOWS * FILE_NUMEL * state_bytes
+    # A part of the states in host memory: what does not fit on the device, beside the two windows through which it is copied.
+    beside = budget.device - device_windows
+    leaving = max(0, fixed + moved - beside)
+    fraction = math.ceil(10_000 * leaving / moved) / 10_000 if moved else 0.0
+    part = math.ceil(fraction * moved)
+    fits = {
+        "no offload": ("None", budget.device / memory.total, Budget(memory.total, 0, 0)),
+        "optimizer": (
+            f"Offload({min(fraction, 1):g})",
+            min((beside + budget.host) / memory.total, beside / fixed),
+            Budget(memory.total - part + device_windows, part, 0),
+        ),
+        "parameters": ("Offload(parameters=True)", budget.host / memory.total, Budget(0, memory.total, 0)),
+        "files": (
+            "Offload(parameters=True, to=folder)",
+            min((budget.host - file_windows) / fixed, budget.files / moved if moved else math.inf),
+            Budget(0, fixed + file_windows, moved),
+        ),
+    }
+    return {kind: Fit(policy, max(0.0, scale), used if scale >= 1 else None) for kind, (policy, scale, used) in fits.items()}

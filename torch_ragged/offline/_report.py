@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from torch_ragged.fsdp.layout._advice import advise
-from torch_ragged.offline._memory import Precision, collectives, zero_memory
+from torch_ragged.offline._memory import Budget, Precision, collectives, offload_fits, zero_memory
 from torch_ragged.offline._model_plan import ModelPlan
 from torch_ragged.offline._models import Model
 
@@ -29,6 +29,7 @@ class Report:
         replicas: the number of replicas of the sharded model (HSDP). The world has ranks * replicas ranks.
         limit: a size is recommended if the padding of the whole model, relative to its parameters, is at most this.
         plans: one plan per FSDP size, in ascending order.
+        budget: the bytes of each rank, for the table of offload; None: no such table.
     """
 
     model: Model
@@ -37,6 +38,7 @@ class Report:
     replicas: int
     limit: float
     plans: tuple[ModelPlan, ...]
+    budget: Budget | None = None
 
     @property
     def recommended(self) -> list[ModelPlan]:
@@ -64,6 +66,10 @@ class Report:
             _table("Bytes per collective: of the largest group, and of all groups together", self._collective_rows()),
             _table("Memory per rank: torch_ragged's, and the totals of the others", self._memory_rows()),
         ]
+        if self.budget is not None:
+            given = ", ".join(f"{bytes_text(value)} {where}" for where, value in self._tiers(self.budget).items())
+            title_of_offload = f"Offload, ZeRO-3, {given} per rank: parameters of the largest model, and what this one needs"
+            tables.append(_table(title_of_offload, self._offload_rows(self.budget)))
         return "\n\n".join(["\n".join(title), *tables, "\n".join([*self._recommendation(), *self.advice])])
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,6 +88,7 @@ class Report:
             "alignment": precision.alignment,
             "replicas": self.replicas,
             "limit": self.limit,
+            "offload_budget": None if self.budget is None else asdict(self.budget),
             "sizes": [self._size_dict(plan) for plan in self.plans],
             "recommended": [plan.ranks for plan in self.recommended],
             "advice": self.advice,
@@ -124,6 +131,23 @@ class Report:
                 rows.append(row)
         return rows
 
+    @staticmethod
+    def _tiers(budget: Budget) -> dict[str, int]:
+        return {"on the device": budget.device, "in host memory": budget.host, "in files": budget.files}
+
+    def _offload_rows(self, budget: Budget) -> list[dict[str, str]]:
+        rows = []
+        for plan in self.plans:
+            fits = offload_fits(plan.ragged, self.precision, budget)
+            row = {"FSDP size": f"{plan.ranks:,}"}
+            row |= {kind: _count_text(fit.scale * self.model.numel) for kind, fit in fits.items()}
+            first = next((fit for fit in fits.values() if fit.used is not None), None)
+            row["offload_policy"] = "does not fit" if first is None else first.policy
+            used = None if first is None else first.used
+            row |= {where: "" if used is None else bytes_text(self._tiers(used)[where]) for where in self._tiers(budget)}
+            rows.append(row)
+        return rows
+
     def _recommendation(self) -> list[str]:
         good = self.recommended
         over = [plan for plan in self.plans if plan not in good]
@@ -162,7 +186,10 @@ class Report:
             }
             for kind, layout in zip(plan.kinds, plan.layouts)
         ]
-        sizes = {"ranks": plan.ranks, "world": plan.ranks * self.replicas, "bound": plan.bound.padding_fraction}
+        sizes: dict[str, Any] = {"ranks": plan.ranks, "world": plan.ranks * self.replicas, "bound": plan.bound.padding_fraction}
+        if self.budget is not None:
+            fits = offload_fits(plan.ragged, self.precision, self.budget)
+            sizes["offload"] = {kind: asdict(fit) for kind, fit in fits.items()}
         return {**sizes, "layouts": schemes, "groups": groups}
 
 
@@ -172,6 +199,11 @@ def bytes_text(count: int) -> str:
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
     return f"{count} B" if units[0] == "B" else f"{value:,.2f} {units[0]}"
+
+
+def _count_text(count: float) -> str:
+    """A number of parameters for people, such as ``70.6B``."""
+    return f"{count / 1e9:,.1f}B" if count >= 1e8 else f"{count / 1e6:,.1f}M"
 
 
 def _dtype(dtype: object) -> str:

@@ -1,96 +1,23 @@
-"""Optimizer states in scratch files: the bits without offload, exact traffic, and errors on all ranks if a file fails."""
+"""Optimizer states in scratch files: the bits without offload, and exact traffic."""
 
-import contextlib
-import copy
-import errno
 import gc
 import os
 import shutil
-import tempfile
 import unittest
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from common import error_of, ranks
-from offload_cases import ADAMW, BLOCKS, POLICY, SGD, assert_equal, backward, build, check, make, train
+from offload_cases import ADAMW, BLOCKS, POLICY, SGD, assert_equal, build, check, chunks_of, folder_of_ranks, make, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torch_ragged import checkpoint
-from torch_ragged.fsdp import Offload, fully_shard, offloaded
+from torch_ragged.fsdp import Offload, fully_shard, monitor, offloaded
 from torch_ragged.fsdp.offload import _files, _offloaded_optimizer
+from torch_ragged.fsdp.offload._tiers import WindowTier
 from torch_ragged.optim import AdamW8bit
-
-
-@contextlib.contextmanager
-def folder_of_ranks():
-    """A folder that all ranks see."""
-    name = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(name)
-    try:
-        yield name[0]
-    finally:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            os.rmdir(name[0])  # It must be empty: no scratch file has a name.
-
-
-def chunks_of(numel):
-    """Chunks of at most ``numel`` elements, so that small models have several."""
-    return mock.patch.object(_offloaded_optimizer, "FILE_NUMEL", numel)
-
-
-@contextlib.contextmanager
-def failing(call, at, error):
-    """The ``at``-th call of ``_preadv`` or ``_pwritev`` from now on fails: by an error, or because it moves too little."""
-    real, count = getattr(_files, call), 0
-
-    def faulty(*arguments):
-        nonlocal count
-        count += 1
-        if count == at:
-            if error is None:
-                return 0
-            raise OSError(error, os.strerror(error))
-        return real(*arguments)
-
-    with mock.patch.object(_files, call, faulty):
-        yield
-
-
-def check_fault(folder, call, at, error, victim):
-    """A fault on one rank in the second step, or in the third: an error on all ranks, and then training from a state dict."""
-    reference = make(plain := build(None), *ADAMW[:1], None, **ADAMW[1])
-    train(plain, reference, steps=1, schedules=False)
-    model = build(Offload(optimizer=0.8, to=folder))
-    optimizer = make(model, ADAMW[0], 0.8, **ADAMW[1])
-    train(model, optimizer, steps=1, schedules=False)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    saved = copy.deepcopy(optimizer.state_dict())  # States on the device change in place.
-    is_victim, texts = dist.get_rank() == victim, []
-    with failing(call, at, error) if is_victim else contextlib.nullcontext():
-        for step in (1, 2, 3):  # What is written behind fails a step later.
-            backward(model, step)
-            texts.append(error_of(optimizer.step))
-            optimizer.zero_grad()
-            if texts[-1]:
-                break
-    what = (
-        "OSError: [Errno "
-        if is_victim
-        else f"RuntimeError: the step of an offloaded optimizer failed on rank {victim}: OSError"
-    )
-    assert texts[-1].startswith(what), (texts, call, at, error)
-    assert os.path.join(folder, f"torch_ragged-offload-rank{victim}-") in texts[-1], texts
-    for use in (optimizer.step, optimizer.state_dict):
-        assert "load a checkpoint into model and optimizer" in error_of(use)
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(saved)
-    train(plain, reference, start=1, steps=2, schedules=False)
-    train(model, optimizer, start=1, steps=2, schedules=False)
-    assert_equal(optimizer, reference)
 
 
 class FilesTest(unittest.TestCase):
@@ -177,6 +104,47 @@ class FilesTest(unittest.TestCase):
             assert moved == {"_preadv": held["files"] * (3 + 1) + one_chunk, "_pwritev": held["files"] * 4}, moved
 
     @ranks(1)
+    def test_a_monitor_shows_what_moves():
+        with folder_of_ranks() as folder, chunks_of(2048):
+            model = nn.Linear(64, 128, bias=False)
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)), offload_policy=Offload(to=folder))
+            optimizer = offloaded(torch.optim.AdamW, model)
+            with monitor(model, optimizer) as watch:
+                rows = []
+                for _ in range(4):
+                    model(torch.ones(1, 64)).sum().backward()
+                    optimizer.step()
+                    rows.append(watch.step())
+                spans = {span.kind for span in watch.timeline.spans}
+                optimizer.state_dict()  # Waits for what is written behind, and reads all states once.
+                rows.append(watch.step())
+            files, one_chunk = optimizer.tier_nbytes()["files"], 2 * 4 * 2048
+            total = {key: sum(row[key] for row in rows) for key in rows[0]}
+            assert total["tier_write_bytes"] == 4 * files and total["tier_read_bytes"] == (3 + 1) * files + one_chunk, total
+            assert {"tier_read", "tier_exposed", "optimizer"} <= spans, spans
+            for row in rows:
+                assert 0 <= row["tier_exposed_s"] <= row["optimizer_s"], row
+                assert (row["tier_read_s"] > 0) is (row["tier_read_bytes"] > 0), row
+            optimizer.step()  # It is watched no longer.
+            gc.collect()
+
+    @ranks(1)
+    def test_a_monitor_shows_copies_through_windows():
+        with mock.patch.multiple(_offloaded_optimizer, tier_of=WindowTier, window_numel=lambda device: 2048):
+            model = nn.Linear(64, 128, bias=False)
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)), offload_policy=Offload(0.5))
+            optimizer = offloaded(torch.optim.AdamW, model)
+        with monitor(model, optimizer) as watch:
+            for _ in range(2):
+                model(torch.ones(1, 64)).sum().backward()
+                optimizer.step()
+            row = watch.step()
+        host = optimizer.tier_nbytes()["host"]
+        assert host > 2 * 4 * 2048 and row["tier_read_bytes"] == row["tier_write_bytes"] == 2 * host, row
+        with monitor(model, torch.optim.SGD(model.parameters(), lr=0.1)) as watch:
+            assert not any("tier" in key for key in watch.step())
+
+    @ranks(1)
     def test_a_file_has_no_name_and_two_jobs_do_not_meet():
         with folder_of_ranks() as folder:
             files = [_files.ScratchFile(folder, 0, 2 * _files.BLOCK) for _ in range(2)]
@@ -194,55 +162,6 @@ class FilesTest(unittest.TestCase):
             )
             for file in files:
                 file.close()
-
-
-class FaultsTest(unittest.TestCase):
-    @ranks(2)
-    def test_a_file_that_fails_is_an_error_on_all_ranks():
-        with folder_of_ranks() as folder, chunks_of(600):
-            for fault in (("_preadv", 2, errno.EIO, 1), ("_preadv", 1, None, 0), ("_pwritev", 3, errno.ENOSPC, 0)):
-                check_fault(folder, *fault)
-            gc.collect()
-
-    @pytest.mark.slow
-    @ranks(2)
-    def test_each_of_many_faults_is_an_error_on_all_ranks():
-        with folder_of_ranks() as folder, chunks_of(600):
-            for call, error in (
-                ("_preadv", errno.EIO),
-                ("_preadv", None),
-                ("_pwritev", errno.ENOSPC),
-                ("_pwritev", errno.EIO),
-                ("_pwritev", None),
-            ):
-                for at in range(1, 11):
-                    for victim in (0, 1):
-                        check_fault(folder, call, at, error, victim)
-                gc.collect()
-
-    @ranks(2)
-    def test_a_folder_that_cannot_be_used_is_an_error_at_construction():
-        rank = dist.get_rank()
-
-        def full(file, offset, nbytes):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        def read_only(*arguments):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-        with folder_of_ranks() as folder:
-            for name, fault in (("_fallocate", full), ("_open", read_only)):
-                model = build(Offload(to=folder))
-                with mock.patch.object(_files, name, fault) if rank == 1 else contextlib.nullcontext():
-                    text = error_of(offloaded, torch.optim.AdamW, model)
-                assert text.startswith("OSError: [Errno" if rank else "RuntimeError: offloaded failed on rank 1: OSError"), text
-                assert f"{folder}/torch_ragged-offload-rank1-" in text, text
-            missing = f"{folder}/missing"
-            text = error_of(offloaded, torch.optim.AdamW, build(Offload(to=missing)))
-            assert "FileNotFoundError: [Errno 2] offload could not create a scratch file: No such file or directory" in text, (
-                text
-            )
-            gc.collect()
 
 
 class PolicyTest(unittest.TestCase):

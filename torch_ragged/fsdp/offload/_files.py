@@ -9,6 +9,7 @@ import contextlib
 import errno
 import mmap
 import os
+import time
 import uuid
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from torch_ragged.fsdp.offload._pieces import Chunk
-from torch_ragged.fsdp.offload._tiers import Memory
+from torch_ragged.fsdp.offload._tiers import Memory, TierEvent
 
 __all__ = ["BLOCK", "FILE_NUMEL", "WINDOWS", "FileTier", "ScratchFile"]
 
@@ -68,7 +69,8 @@ class ScratchFile:
             os.unlink(self.path)
         with self._named(f"reserve {nbytes} bytes for"):
             _fallocate(self._fd, 0, nbytes)
-        self.is_direct = self._becomes_direct()
+        with self._named("write a first block of"):
+            self.is_direct = self._becomes_direct()
 
     def read(self, memory: memoryview, offset: int) -> None:
         """Fill ``memory`` from ``offset`` on."""
@@ -167,6 +169,7 @@ class FileTier:
     """
 
     is_transient = True
+    log: list[TierEvent] | None = None
 
     def __init__(self, chunks: Sequence[Chunk], folder: str, rank: int) -> None:
         self._records: dict[Chunk, _Record] = {}
@@ -206,7 +209,9 @@ class FileTier:
         self.fetch_ahead(chunk)
         window = self._held[chunk]
         assert window.filled is not None
+        begin = time.perf_counter()
         window.filled.result()
+        self._note("tier_exposed", 0, begin)
         return self._memory(chunk, window)
 
     def store(self, chunk: Chunk) -> None:
@@ -223,12 +228,19 @@ class FileTier:
             if write is not None:
                 write.result()
         if not chunk.is_fresh:  # Otherwise the file has nothing yet.
-            record = self._records[chunk]
+            record, begin = self._records[chunk], time.perf_counter()
             self.file.read(memoryview(window.memory)[: record.nbytes], record.offset)
+            self._note("tier_read", record.nbytes, begin)
 
     def _write(self, window: _Window, chunk: Chunk) -> None:
-        record = self._records[chunk]
+        record, begin = self._records[chunk], time.perf_counter()
         self.file.write(memoryview(window.memory)[: record.nbytes], record.offset)
+        self._note("tier_write", record.nbytes, begin)
+
+    def _note(self, kind: str, nbytes: int, begin: float) -> None:
+        log = self.log  # One look: another thread may end the watching.
+        if log is not None:
+            log.append(TierEvent(kind, nbytes, begin, time.perf_counter()))
 
     def _memory(self, chunk: Chunk, window: _Window) -> Memory:
         parts = self._records[chunk].parts.items()
@@ -245,15 +257,19 @@ class FileTier:
             self._flush()
             for held in list(self._held):  # Read ahead for the next step, which reads them again.
                 window = self._held.pop(held)
-                assert window.filled is not None
-                window.filled.result()
                 self._free.append(window)
+                assert window.filled is not None
+                window.filled.exception()  # Wait. The step reads again, and raises if that fails.
             for write in self._writes.values():
                 write.result()
-            window = self._free.pop(0)
-            self._read(window, chunk)
-            self._held[chunk], self._looked = window, chunk
+            self._read(self._free[0], chunk)
+            self._held[chunk], self._looked = self._free.pop(0), chunk
         return self._memory(chunk, self._held[chunk])
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether states could not be written."""
+        return any(write.done() and write.exception() is not None for write in self._writes.values())
 
     def reset(self) -> None:
         """Forget reads and writes that failed, and what they were to bring. All states are set next."""
@@ -275,7 +291,7 @@ class FileTier:
         self._free.append(window)
         if self._is_dirty:
             self._is_dirty = False
-            self._write(window, chunk)
+            window.saved = self._writes[chunk] = self._writer.submit(self._write, window, chunk)
 
 
 def _shut(reader: ThreadPoolExecutor, writer: ThreadPoolExecutor, close: Any) -> None:

@@ -24,7 +24,7 @@ from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import device_of, groups_of
 from torch_ragged.fsdp.offload._files import FILE_NUMEL, FileTier
 from torch_ragged.fsdp.offload._pieces import Chunk, ElementWise, Member, OwnRules, Piece, Rules, increment_versions, leaf_of
-from torch_ragged.fsdp.offload._tiers import DeviceTier, Memory, Tier, host_slabs, tier_of, window_numel
+from torch_ragged.fsdp.offload._tiers import DeviceTier, Memory, Tier, TierEvent, host_slabs, tier_of, window_numel
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
 
@@ -161,6 +161,10 @@ class OffloadedOptimizer(Optimizer):
     ``state`` reads and writes the tiers: ``state[param]`` is a dict of DTensors, as without offload. If the states of a
     parameter lie in two tiers, it has copies of them.
 
+    Attributes:
+        has_failed: whether a scratch file has failed, and no states were loaded since then. After a step, it is equal on all
+            ranks, and ``state`` is empty. If a load fails, it may be true on one rank: the next step raises on all.
+
     Args:
         template: the optimizer that it stands for, without states.
         groups: the groups of the model.
@@ -180,7 +184,7 @@ class OffloadedOptimizer(Optimizer):
         # A file may fail on one rank. Its step raises on all ranks, so that none waits for it in the next collective.
         self._ranks, self._device = _ranks_of(groups)
         self._has_files = any(_folder_of(group) is not None for group in groups)
-        self._has_failed = False
+        self.has_failed = False
         beside, chunked = self._cut()
         self._chunks: list[tuple[Chunk, Tier]] = []
         device_tier = DeviceTier()
@@ -301,7 +305,7 @@ class OffloadedOptimizer(Optimizer):
         nbytes = {"device": 0, "host": 0, "files": 0, "windows": 0}
         for chunk, tier in self._chunks:
             name = "files" if isinstance(tier, FileTier) else "host"
-            nbytes[name] += sum(numel * dtype.itemsize for numel, dtype in chunk.sizes.values())
+            nbytes[name] += chunk.nbytes
             for piece in chunk.pieces:
                 values = chunk.own_states_of(piece).values()
                 nbytes["device"] += sum(
@@ -311,6 +315,11 @@ class OffloadedOptimizer(Optimizer):
             tier.window_nbytes for tier in dict.fromkeys(tier for _, tier in self._chunks) if isinstance(tier, FileTier)
         )
         return nbytes
+
+    def watch_tiers(self, log: list[TierEvent] | None) -> None:
+        """Append what moves between tiers to ``log`` from now on; None: no longer. For :func:`monitor`."""
+        for _, tier in self._chunks:
+            tier.log = log
 
     def state_nbytes(self, tier: str) -> dict[int, int]:
         """By ``id`` of a parameter, the bytes of its states on the ``"device"`` or in ``"host"`` memory: for memory reports.
@@ -363,13 +372,17 @@ class OffloadedOptimizer(Optimizer):
             return loss
         problem = None
         try:
+            self._check_states_are_valid()
             self._step_chunks()
         except Exception as error:
             problem = error
         try:
             agree(self._ranks, self._device, "the step of an offloaded optimizer", "", problem)
         except BaseException:
-            self._has_failed = True
+            # On all ranks: what one rank has stepped does not go with what another one has not. And the optimizer loads as one
+            # that has never stepped, which has equal states on all ranks.
+            self.state.clear()
+            self.has_failed = True
             raise
         return loss
 
@@ -389,7 +402,6 @@ class OffloadedOptimizer(Optimizer):
         increment_versions(stepped)
 
     def _check_step(self) -> None:
-        self._check_states_are_valid()
         for group, buffer in self._buffers:
             group.load_replaced()  # As the next forward would, whose values would replace the result of this step.
             if group.sharded.flat is not buffer:
@@ -400,10 +412,11 @@ class OffloadedOptimizer(Optimizer):
         self._check_sizes(self.param_groups)
 
     def _check_states_are_valid(self) -> None:
-        if self._has_failed:
+        if self.has_failed:
             raise RuntimeError(
-                "an earlier step of this offloaded optimizer failed in a scratch file, so that some parameters have taken the "
-                "step and others have not: load a checkpoint into model and optimizer"
+                "an earlier step of this offloaded optimizer, or a load, failed in a scratch file, so that parameters and "
+                "states are not of one step: load a checkpoint into model and optimizer, by checkpoint.load() or "
+                "load_state_dict(); before torch.distributed.checkpoint, call optimizer.state.clear()"
             )
 
     def _check_sizes(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -416,6 +429,11 @@ class OffloadedOptimizer(Optimizer):
                     f"{sorted(names)}: give offloaded() the options that decide which states there are (momentum, amsgrad), "
                     "and keep them"
                 )
+
+    def _reset(self) -> None:
+        for tier in dict.fromkeys(tier for _, tier in self._chunks):
+            tier.reset()
+        self.has_failed = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise: the memory of states is allocated when the optimizer is made.
@@ -440,7 +458,12 @@ class OffloadedOptimizer(Optimizer):
             OSError: a scratch file cannot be read, or was not written.
         """
         self._check_states_are_valid()
-        return super().state_dict()
+        try:
+            return super().state_dict()
+        except OSError:
+            # A read may go well at the next try. What could not be written is lost.
+            self.has_failed = any(tier.has_lost for _, tier in self._chunks if isinstance(tier, FileTier))
+            raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as ``torch.optim.Optimizer.load_state_dict`` does. States are copied into their tiers.
@@ -479,13 +502,12 @@ class OffloadedOptimizer(Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         self.param_groups = state["param_groups"]
-        for tier in dict.fromkeys(tier for _, tier in self._chunks):
-            tier.reset()
-        self._has_failed = False
         self.state.clear()
+        self.has_failed = self._has_files  # Until all states are set.
         for param, shell in state["state"].items():
             if isinstance(shell, _Shell):
                 self.state[param] = shell.states
+        self.has_failed = False
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an offloaded optimizer cannot be pickled or copied: save its state_dict()")
@@ -511,7 +533,7 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: OffloadedOptimizer,
         parts: Mapping[torch.Tensor, Sequence[_Part]],
         members: Mapping[torch.Tensor, Member],
         rules: Rules,
@@ -576,7 +598,8 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
             part.chunk.set_states(part.piece, None, {})
 
     def clear(self) -> None:
-        """Forget all states."""
+        """Forget all states, and that a step has failed: the optimizer is as before its first step."""
+        self._optimizer._reset()
         for param in list(self):
             del self[param]
 

@@ -292,6 +292,11 @@ class Chunk:
         return [piece.param for piece in stepped if not piece.is_whole]
 
     @property
+    def nbytes(self) -> int:
+        """The bytes of its states in the tier."""
+        return sum(numel * dtype.itemsize for numel, dtype in self.sizes.values())
+
+    @property
     def is_fresh(self) -> bool:
         """Whether no piece has states yet."""
         return not any(piece.has_states for piece in self.pieces)

@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from torch_ragged.fsdp.offload._pieces import Chunk
 
-__all__ = ["DeviceTier", "HostTier", "Memory", "Tier", "WindowTier", "host_slabs", "tier_of", "window_numel"]
+__all__ = [
+    "WINDOW_NUMEL",
+    "DeviceTier",
+    "HostTier",
+    "Memory",
+    "Tier",
+    "TierEvent",
+    "WindowTier",
+    "host_slabs",
+    "tier_of",
+    "window_numel",
+]
 
-_WINDOW = 1 << 23
+WINDOW_NUMEL = 1 << 23
 """The most elements of a chunk that is copied to a device: enough for the full bandwidth of a bus, small beside a model."""
 
 Memory = dict[str, torch.Tensor]
 """By the name of a state, the 1-D tensor that has it for all pieces of a chunk."""
+
+
+class TierEvent(NamedTuple):
+    """What happened in a tier, for a monitor.
+
+    Attributes:
+        kind: ``tier_read`` or ``tier_write``, states that moved; or ``tier_exposed``, a step that waited for them.
+        nbytes: that moved.
+        begin, end: ``time.perf_counter()``. Equal for copies by an accelerator, which the host does not wait for.
+    """
+
+    kind: str
+    nbytes: int
+    begin: float
+    end: float
 
 
 class Tier(Protocol):
@@ -31,9 +58,11 @@ class Tier(Protocol):
 
     Attributes:
         is_transient: whether what :meth:`look` returns is valid until the next call only.
+        log: gets an event for what moves, if it is a list. Threads append to it.
     """
 
     is_transient: bool
+    log: list[TierEvent] | None
 
     def fetch_ahead(self, chunk: Chunk) -> None: ...
 
@@ -50,6 +79,7 @@ class DeviceTier:
     """No tier: the states lie where the optimizer makes them, beside the parameters."""
 
     is_transient = False
+    log: list[TierEvent] | None = None
 
     def fetch_ahead(self, chunk: Chunk) -> None:
         pass
@@ -94,6 +124,7 @@ class HostTier:
     """
 
     is_transient = False
+    log: list[TierEvent] | None = None
 
     def __init__(self, slabs: Mapping[Chunk, Memory]) -> None:
         self._slabs = slabs
@@ -131,6 +162,7 @@ class WindowTier:
     """
 
     is_transient = False
+    log: list[TierEvent] | None = None
 
     def __init__(self, slabs: Mapping[Chunk, Memory], device: torch.device) -> None:
         self._slabs = slabs
@@ -149,7 +181,9 @@ class WindowTier:
         if chunk not in self._held:
             turn, self._turn = self._turn, 1 - self._turn
             self._held[chunk] = turn
+            begin = time.perf_counter()
             self._copies.copy_in(turn, self._window(chunk, turn), self._slabs[chunk])
+            self._note("tier_read", chunk, begin)
 
     def fetch(self, chunk: Chunk) -> Memory:
         self.fetch_ahead(chunk)
@@ -160,7 +194,9 @@ class WindowTier:
     def store(self, chunk: Chunk) -> None:
         turn = self._held.pop(chunk, None)
         if turn is not None:  # Otherwise the slab itself was written, between steps.
+            begin = time.perf_counter()
             self._copies.copy_out(turn, self._slabs[chunk], self._window(chunk, turn))
+            self._note("tier_write", chunk, begin)
 
     def look(self, chunk: Chunk) -> Memory:
         self._held.pop(chunk, None)  # A step that raised has fetched it ahead: the next one must not use that window.
@@ -170,13 +206,18 @@ class WindowTier:
     def reset(self) -> None:
         self._held.clear()
 
+    def _note(self, kind: str, chunk: Chunk, begin: float) -> None:
+        if self.log is not None:
+            end = time.perf_counter() if isinstance(self._copies, _HostCopies) else begin
+            self.log.append(TierEvent(kind, chunk.nbytes, begin, end))
+
     def _window(self, chunk: Chunk, turn: int) -> Memory:
         return {name: self._windows[turn][name, dtype][:numel] for name, (numel, dtype) in chunk.sizes.items()}
 
 
 def window_numel(device: torch.device) -> int | None:
     """The most elements of a chunk for an optimizer that steps on ``device``; None: any number."""
-    return None if device.type == "cpu" else _WINDOW
+    return None if device.type == "cpu" else WINDOW_NUMEL
 
 
 def tier_of(slabs: Mapping[Chunk, Memory], device: torch.device) -> Tier:

@@ -29,6 +29,7 @@ from torch_ragged.fsdp.tools._timeline import Timeline, timeline_of
 __all__ = ["Monitor", "monitor"]
 
 _KINDS = ("all_gather", "reduce_scatter", "other")
+_TIERS = ("tier_read", "tier_write", "tier_exposed")
 
 
 def monitor(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> Monitor:
@@ -75,6 +76,10 @@ class Monitor:
     ``buffer_bytes``              bytes of the groups' buffers now: sharded and gathered parameters, and gradients that
                                   are not reduced yet
     ``buffer_peak_bytes``         most bytes of the groups' buffers at one moment of the step
+    ``tier_<way>_s``              only for offloaded optimizers: seconds in which states were read from files, or written.
+                                  Of copies between host memory and a GPU, only bytes are counted
+    ``tier_<way>_bytes``          bytes of these states; ``<way>`` is ``read`` or ``write``
+    ``tier_exposed_s``            seconds of ``optimizer_s`` in which the step waited for reads
     ============================  ====================================================================================
 
     ``<kind>`` is ``all_gather``, ``reduce_scatter`` or ``other``. ``other`` is all other collectives of the groups, and blocks
@@ -102,6 +107,8 @@ class Monitor:
         self._undo: list[Callable[[], None]] = [log.stop for _, log in self._logs]
         self._is_open = True
         self._row: dict[str, float] = {}
+        # Of optimizers that offloaded() has made: kind, bytes, begin and end by the clock of the host.
+        self._tiers: list[tuple[str, int, float, float]] = []
         self._timeline: Timeline | None = None
         self.restart()
         for name, group in self._groups.items():
@@ -109,6 +116,10 @@ class Monitor:
         for each in optimizers:
             self._undo.append(each.register_step_pre_hook(self._before_optimizer).remove)
             self._undo.append(each.register_step_post_hook(self._after_optimizer).remove)
+        self._offloaded = [each for each in optimizers if hasattr(each, "watch_tiers")]
+        for each in self._offloaded:
+            each.watch_tiers(self._tiers)
+            self._undo.append(functools.partial(each.watch_tiers, None))
 
     def __enter__(self) -> Monitor:
         return self
@@ -139,6 +150,10 @@ class Monitor:
 
     def restart(self) -> None:
         """Begin the next row now, and drop all numbers since the last row. Call it after an evaluation or a checkpoint."""
+        self._popped_tiers()
+        self._begin_row()
+
+    def _begin_row(self) -> None:
         # Moments are marks of the clock. A collective has its kind, its name, and when it was issued, waited for and ended.
         self._collectives: list[tuple[str, str, Any, Any, Any]] = []
         self._optimizers: list[tuple[Any, Any]] = []
@@ -149,7 +164,7 @@ class Monitor:
             log.start()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._start = self._clock.mark()
+        self._start, self._host_start = self._clock.mark(), time.perf_counter()
 
     def step(self, tokens: float | None = None) -> dict[str, float]:
         """End the step. Returns its row, with the keys above, and begins the next row.
@@ -166,10 +181,13 @@ class Monitor:
         seconds = at(self._clock.mark())
         collectives = [(kind, name, at(a), at(b), at(c)) for kind, name, a, b, c in self._collectives]
         optimizers = [(at(begin), at(end)) for begin, end in self._optimizers]
-        self._timeline = timeline_of(seconds, collectives, optimizers, dist.get_rank() if dist.is_initialized() else 0)
+        events = self._popped_tiers()
+        tiers = [(kind, begin - self._host_start, end - self._host_start) for kind, _, begin, end in events]
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._timeline = timeline_of(seconds, collectives, optimizers, rank, tiers)
         row: dict[str, float] = {"step_s": seconds, **dict.fromkeys(("optimizer_s", "exposed_s", "compute_s"), 0.0)}
         for span in self._timeline.spans:
-            if span.kind not in _KINDS:
+            if span.kind not in (*_KINDS, *_TIERS):
                 row[f"{span.kind}_s"] += span.end - span.begin
         if tokens is not None:
             row["tokens_per_s"] = tokens / max(seconds, 1e-9)
@@ -178,13 +196,24 @@ class Monitor:
             row[f"{kind}_s"] = sum(ended - issued for _, _, issued, _, ended in mine)
             row[f"{kind}_exposed_s"] = sum(ended - waited for _, _, _, waited, ended in mine)
             row |= {key: self._counts[key] for key in (f"{kind}_calls", f"{kind}_bytes")}
+        for kind in _TIERS if self._offloaded else ():
+            row[f"{kind}_s"] = sum(end - begin for name, begin, end in tiers if name == kind)
+            if kind != "tier_exposed":
+                row[f"{kind}_bytes"] = sum(nbytes for name, nbytes, _, _ in events if name == kind)
         row["memory_peak_bytes"], row["memory_reserved_bytes"] = self._memory()
         peak = sum(high_water(self._logs, {"buffers": self._held})[1].values())
         row["buffer_bytes"] = self._sharded + sum(transient_nbytes(group) for group in self._groups.values())
         row["buffer_peak_bytes"] = self._sharded + peak
         self._row = {key: float(value) for key, value in row.items()}
-        self.restart()
+        self._begin_row()
         return dict(self._row)
+
+    def _popped_tiers(self) -> list[tuple[str, int, float, float]]:
+        """What tiers did since the last call. Threads append to the list, so that it is never replaced."""
+        count = len(self._tiers)
+        events = self._tiers[:count]
+        del self._tiers[:count]
+        return events
 
     def postfix(self) -> str:
         """The last row in a few words, for a progress bar. Empty before the first row."""

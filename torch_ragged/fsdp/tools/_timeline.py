@@ -22,6 +22,9 @@ _COLOURS = {
     "all_gather": "#edae49",
     "reduce_scatter": "#66a182",
     "other": "#9a9a9a",
+    "tier_read": "#c9a66b",
+    "tier_write": "#7f9c6b",
+    "tier_exposed": "#b5525c",
 }
 _NARROW = 0.06  # Of the width of the picture: the least width of a bar that has a name in it.
 
@@ -32,7 +35,8 @@ class TimelineSpan:
 
     Attributes:
         kind: ``compute``, ``optimizer``, ``exposed`` (a wait for a collective), or the collective from its issue to the end of
-            its wait: ``all_gather``, ``reduce_scatter`` or ``other``.
+            its wait: ``all_gather``, ``reduce_scatter`` or ``other``. Of an offloaded optimizer: ``tier_read`` and
+            ``tier_write``, states that move, and ``tier_exposed``, the part of ``optimizer`` that waits for them.
         name: the name of the group whose collective it is; otherwise empty.
         begin, end: seconds since the step began. A collective that an earlier step issued begins before 0.
     """
@@ -52,6 +56,7 @@ class Timeline:
         exposed         |     ##    |  ##      |     |     the step waits for a collective
         all_gather      |#######    |####      |     |     from the issue to the end of the wait
         reduce_scatter  |           |     #### |     |
+        tier_read       |           |          |###  |     states of an offloaded optimizer
 
     ``compute``, ``optimizer`` and ``exposed`` fill the step without overlap.
 
@@ -163,6 +168,7 @@ def timeline_of(
     collectives: Iterable[tuple[str, str, float, float, float]],
     optimizers: Iterable[tuple[float, float]],
     rank: int,
+    tiers: Iterable[tuple[str, float, float]] = (),
 ) -> Timeline:
     """The timeline of a step. A wait within an optimizer's step is a wait. What is neither is compute.
 
@@ -171,8 +177,9 @@ def timeline_of(
         collectives: kind, name, and the moments of issue, of the begin of the wait, and of its end.
         optimizers: begin and end of each ``optimizer.step()``.
         rank: the global rank.
+        tiers: kind, begin and end of what tiers did.
     """
-    spans, waits = [], []
+    spans, waits = [TimelineSpan(kind, "", begin, end) for kind, begin, end in tiers], []
     for kind, name, issued, waited, ended in collectives:
         spans += [TimelineSpan(kind, name, issued, ended), TimelineSpan("exposed", name, waited, ended)]
         waits.append((waited, ended))
