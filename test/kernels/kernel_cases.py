@@ -131,7 +131,7 @@ def adam8bit(device):
         ((32, 32), "dynamic", torch.float32, torch.float32, None),
     ]
     for place, (block, code, dtype, gradient_dtype, key) in enumerate(configurations):
-        shapes = [(64, 96)] if place == 4 else [(2, 35, 90), (64, 100), (33, 1)]
+        shapes = [(64, 96)] if place == 4 else [(2, 35, 50), (40, 70), (33, 1)]
         policy = BlockPolicy(block, 0)
         regions = [tuple(regions_of(Placed(shape, (), ()), (), policy, most=2000)) for shape in shapes]
         assert len(regions[0]) > 1
