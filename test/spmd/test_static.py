@@ -403,7 +403,40 @@ class Records(nn.Module):
         return Record(self.last(self.inner(x).hidden))
 
 
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 16)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.head(hidden), hidden
+
+
 class OutputTest(unittest.TestCase):
+    @ranks(2)
+    def test_gradients_may_have_other_placements_than_in_the_warm_up():
+        """The warm-up begins at the logits: the gradient of ``first`` is pending a sum. Those of other losses are not."""
+        torch.manual_seed(0)
+        single, x = TwoOutputs(), torch.randn(2, 6, 8)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = Plan().shard(r"head\.(weight|bias)", Shard(0), "tp").shard("<in>", Replicate(), "tp").default(Replicate())
+        model = parallelize(copy.deepcopy(single), plan, mesh, mode="static")
+        for loss in (
+            lambda logits, hidden: logits.square().sum(),
+            lambda logits, hidden: hidden.square().sum(),
+            lambda logits, hidden: (
+                logits.square().sum() + hidden.redistribute(placements=[Shard(2)]).square().sum()
+                if isinstance(hidden, DTensor)
+                else logits.square().sum() + hidden.square().sum()
+            ),
+        ):
+            for each in (single, model):
+                each.zero_grad()
+                loss(*each(x)).backward()
+            torch.testing.assert_close(model.first.weight.grad.full_tensor(), single.first.weight.grad)
+        assert "first" in model.static_modules.report.modules, model.static_modules.report
+
     def static(self, model, prefix=""):
         enter_fake_group(self, 2)
         plan = Plan().shard(rf"{prefix}up\.(weight|bias)", Shard(0), "tp").shard(rf"{prefix}down\.weight", Shard(1), "tp")

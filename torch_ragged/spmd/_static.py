@@ -28,7 +28,7 @@ from torch_ragged._register._torch import backward_id, current_autograd_node, ne
 from torch_ragged.random._tape import read_state, write_state
 from torch_ragged.spmd._boundary import Redistribution
 from torch_ragged.spmd._gradients import Leaf, PendingGradients, has_hooks
-from torch_ragged.spmd._move import Move, Placed, can_move, clean, differentiable_once, is_even, make_dtensor
+from torch_ragged.spmd._move import Move, Placed, can_move, clean, differentiable_once, is_even, make_dtensor, move_dtensor
 from torch_ragged.spmd._resolved import Resolved
 from torch_ragged.tensor.placement_types import has_ragged, whole_shape
 
@@ -768,5 +768,5 @@ class _FromLocal(torch.autograd.Function):
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         ctx.region.collect()
         if gradient.placements != ctx.grads:
-            gradient = gradient.redistribute(placements=ctx.grads)
+            gradient = move_dtensor(gradient, ctx.grads)  # Perhaps to a sum that is pending, which DTensor's method refuses.
         return gradient._local_tensor, None, None, None
