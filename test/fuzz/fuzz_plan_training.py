@@ -286,7 +286,7 @@ class Training:
     def _set_buffers(self, values: list[torch.Tensor]) -> None:
         with torch.no_grad():
             for buffer, value in zip(self.plain.buffers(), values, strict=True):
-                buffer.copy_(value)
+                buffer.data.copy_(value)  # Not a write that the graph of this step would notice.
 
     def compare(self, found: torch.Tensor, expected: torch.Tensor, what: str, scale: float, rounded: Any = None) -> None:
         """Raise if they differ by more than ``SLACK`` roundings of ``scale``, and than what ``rounded`` says."""

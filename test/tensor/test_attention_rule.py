@@ -103,6 +103,26 @@ class AttentionRuleTest(unittest.TestCase):
                 expected.square().sum().backward()
                 torch.testing.assert_close(ours.grad.full_tensor(), single.grad)
 
+    @ranks(4)
+    def test_a_rank_without_positions_or_heads_does_not_end():
+        """Of 5 positions over 4 ranks, the last one has none: torch's kernel would divide by zero."""
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        parallelize(nn.Linear(1, 1), Plan().default(Replicate()), mesh)
+        for shape, cut in (
+            ((2, 2, 5, 4), Shard(2)),
+            ((2, 2, 6, 4), Shard(1)),
+            ((3, 2, 6, 4), Shard(0)),
+            ((2, 2, 3, 4), Shard(2)),
+        ):
+            x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+            for is_causal in (False, True):
+                single, ours = x.clone().requires_grad_(), distribute_tensor(x, mesh, [cut]).requires_grad_()
+                expected, found = (F.scaled_dot_product_attention(t, t, t, is_causal=is_causal) for t in (single, ours))
+                torch.testing.assert_close(found.full_tensor(), expected)
+                expected.square().sum().backward()
+                found.square().sum().backward()
+                torch.testing.assert_close(ours.grad.full_tensor(), single.grad)
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -256,13 +256,14 @@ def _attention_by_rows(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs:
     are: DTensor redistributes no tensor that is passed by keyword. What the rule redistributes is done here, because DTensor
     would give the result the strides of queries before it.
     """
+    filled = _without_empty_parts(args)
+    if filled is not None:  # torch's kernel divides by the number of rows, which ends the process of a rank without any.
+        args = tuple(filled)
     is_backward = len(args) > 5  # Its first argument is the gradient of the output.
     query, key = args[is_backward : is_backward + 2]
     if not isinstance(query, DTensor) or not isinstance(key, DTensor):
         return _by_torch(op, args, kwargs)
     cut = [dim for dim, placement in enumerate(query.placements) if placement == Shard(2)]
-    if query.shape[2] < math.prod([query.device_mesh.size(dim) for dim in cut]):  # The rule does not cut these.
-        return _attention_of_whole_sequences(op, args, kwargs)
     arguments = list(args)
     for index, tensor in enumerate(args):
         if isinstance(tensor, DTensor) and cut:
