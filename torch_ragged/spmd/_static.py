@@ -140,10 +140,8 @@ class StaticModules:
                 has_gradients = self._step(args, kwargs)
         except Exception as error:
             restore_all()
-            if not _cannot_be_named(
-                error
-            ):  # The model's own, perhaps on this rank alone: another try would leave others alone.
-                raise
+            if not _cannot_be_named(error):
+                raise  # The model's own, perhaps on this rank alone: a further try would leave the others waiting.
             self.report = StaticReport((), {"": f"watching it raises {_first_line(error)}"})
             return
         if not has_gradients:

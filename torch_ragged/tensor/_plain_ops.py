@@ -50,6 +50,7 @@ _EXTREMES = frozenset(
     getattr(_aten, name) for name in ("amax", "amin", "max", "min", "linalg_vector_norm", "_foreach_norm", "_foreach_max")
 )
 _torchs_handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
+"""Those of a torch that :func:`plain_handlers` has not changed yet."""
 
 
 def plain_handlers() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
@@ -96,6 +97,7 @@ def _sort(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _arg_extreme(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An extreme and where it is, by torch's own handler if it has one: that computes on the local tensors at once."""
     if (found := _of_extension(op, args, kwargs)) is not NotImplemented:
         return found
     given = _without_empty_parts(args)
@@ -104,10 +106,8 @@ def _arg_extreme(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
 
 def _without_empty_parts(args: Sequence[Any]) -> list[Any] | None:
     """Arguments whose tensors are replicated where cuts leave a rank without elements. None: each rank has some of each."""
-    is_changed = False
 
     def filled(leaf: Any) -> Any:
-        nonlocal is_changed
         if not isinstance(leaf, DTensor) or extension_of(leaf.placements) is not None:
             return leaf
         cuts: dict[int, list[int]] = {}
@@ -115,12 +115,10 @@ def _without_empty_parts(args: Sequence[Any]) -> list[Any] | None:
             if isinstance(placement, (Shard, _StridedShard)):
                 cuts.setdefault(placement.dim, []).append(leaf.device_mesh.size(mesh_dim))
         empty = [dim for dim, ranks in cuts.items() if _leaves_a_rank_empty(leaf.shape[dim], tuple(ranks))]
-        if not empty:
-            return leaf
-        is_changed = True
         return _placed(leaf, tuple([Replicate() if getattr(p, "dim", None) in empty else p for p in leaf.placements]))
 
     given = pytree.tree_map(filled, list(args))
+    is_changed = any(new is not old for new, old in zip(pytree.tree_leaves(given), pytree.tree_leaves(list(args))))
     return given if is_changed else None
 
 
