@@ -20,6 +20,13 @@ from torch_ragged.fsdp.offload._tiers import WindowTier
 from torch_ragged.optim import AdamW8bit
 
 
+def layer_with_files(folder):
+    """A layer on one rank, and an optimizer whose states lie in ``folder``."""
+    model = nn.Linear(64, 128, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), offload_policy=Offload(to=folder))
+    return model, offloaded(torch.optim.AdamW, model)
+
+
 class FilesTest(unittest.TestCase):
     @ranks(2)
     def test_files_change_no_bit_and_leave_nothing_behind():
@@ -78,9 +85,7 @@ class FilesTest(unittest.TestCase):
     @ranks(1)
     def test_a_step_reads_and_writes_each_state_once():
         with folder_of_ranks() as folder, chunks_of(2048):
-            model = nn.Linear(64, 128, bias=False)
-            fully_shard(model, mesh=init_device_mesh("cpu", (1,)), offload_policy=Offload(to=folder))
-            optimizer = offloaded(torch.optim.AdamW, model)
+            model, optimizer = layer_with_files(folder)
             held = optimizer.tier_nbytes()
             assert held == {"device": 0, "host": 0, "files": 2 * 4 * 64 * 128, "windows": 3 * 2 * 4 * 2048}, held
             moved = {"_preadv": 0, "_pwritev": 0}
@@ -106,9 +111,7 @@ class FilesTest(unittest.TestCase):
     @ranks(1)
     def test_a_monitor_shows_what_moves():
         with folder_of_ranks() as folder, chunks_of(2048):
-            model = nn.Linear(64, 128, bias=False)
-            fully_shard(model, mesh=init_device_mesh("cpu", (1,)), offload_policy=Offload(to=folder))
-            optimizer = offloaded(torch.optim.AdamW, model)
+            model, optimizer = layer_with_files(folder)
             with monitor(model, optimizer) as watch:
                 rows = []
                 for _ in range(4):
