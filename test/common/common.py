@@ -9,6 +9,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import itertools
 import os
 import sys
 import time
@@ -29,6 +30,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 _TIMEOUT = datetime.timedelta(seconds=60)
 _LONGEST = 200.0  # seconds for a whole call; a rank that waits for another one gives up after _TIMEOUT
 _MOST_THREADS = 300  # in a process of the pool, which is replaced then
+# c10d looks up the name of each new connection. Where no server answers, glibc would try for 5 or 10 seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def as_before() -> None:
@@ -39,19 +42,18 @@ def as_before() -> None:
             getattr(module, function)(*arguments)
 
 
-def _worker(rank: int, pipe: Connection) -> None:
+def _worker(rank: int, pipe: Connection, port: int) -> None:
     faulthandler.enable()  # A rank that a signal ends says where it was.
     torch.set_num_threads(1)
+    client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT)
     modules = 0
     while True:
         task = pipe.recv()
         if task is None:
             return
-        function, arguments, size, store = task
+        function, arguments, size, call = task
         try:
-            client = dist.TCPStore("127.0.0.1", store, is_master=False, timeout=_TIMEOUT)
-            init_ranks(client, rank, size, _TIMEOUT)
-            del client
+            init_ranks(dist.PrefixStore(f"call {call}", client), rank, size, _TIMEOUT)
             dist.barrier()  # Or a function without a collective ends while another rank is still connecting.
             torch.manual_seed(0)
             answer = (True, on_cpu(function(*arguments)))
@@ -68,7 +70,7 @@ def _worker(rank: int, pipe: Connection) -> None:
             if len(sys.modules) > modules:
                 gc.freeze()  # Later collections need not look at modules.
                 modules = len(sys.modules)
-        pipe.send(answer)  # At last: the store is closed then.
+        pipe.send(answer)
 
 
 class _Pool:
@@ -76,6 +78,8 @@ class _Pool:
 
     def __init__(self) -> None:
         self.workers: list[tuple[Any, Connection]] = []
+        self.store: dist.TCPStore | None = None  # One for all calls, each under its own prefix: connections may take seconds.
+        self.calls = itertools.count()
         atexit.register(self.stop)
 
     def stop(self) -> None:
@@ -83,18 +87,21 @@ class _Pool:
             process.kill()
             process.join()
         self.workers.clear()
+        self.store = None
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], size: int, timeout: float) -> list[Any]:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = mp.get_context("spawn")
+        if self.store is None:
+            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # At a free port.
         while len(self.workers) < size:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_worker, args=(len(self.workers), theirs), daemon=True)
+            process = context.Process(target=_worker, args=(len(self.workers), theirs, self.store.port), daemon=True)
             process.start()
             self.workers.append((process, ours))
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # At a free port.
+        call = next(self.calls)
         for _, pipe in self.workers[:size]:
-            pipe.send((function, arguments, size, store.port))
+            pipe.send((function, arguments, size, call))
         answers, deadline = [], time.monotonic() + timeout
         for rank, (process, pipe) in enumerate(self.workers[:size]):
             if not pipe.poll(max(deadline - time.monotonic(), 0)):
