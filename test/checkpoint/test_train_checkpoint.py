@@ -52,12 +52,13 @@ def resume(path, dropout):
     return loaded, losses, values(state), train_before
 
 
-def resume_running(path):
+def resume_running(path, default_device="cpu"):
     """Load into a run that has trained: its own states and gradients are replaced."""
     state = make_state(2)
     train(state, 2)
     state.model(torch.arange(4)).sum().backward()
-    checkpoint.load(path, state)
+    with torch.device(default_device):
+        checkpoint.load(path, state)
     return values(state)
 
 
@@ -328,7 +329,8 @@ class ResumeTest(unittest.TestCase):
                 loaded, again, end, _ = run_ranks(ranks, resume, path, 0.0)[0]
                 assert_same(loaded, saved)
                 torch.testing.assert_close(again, losses, rtol=1e-5, atol=1e-6)
-            assert_same(run_ranks(2, resume_running, path)[0], saved)
+            for default_device in ("cpu", "meta"):
+                assert_same(run_ranks(2, resume_running, path, default_device)[0], saved)
             with contextlib.redirect_stdout(io.StringIO()):
                 self.assertEqual(_cli.main(["verify", path]), 0)
             assert_same(resume(path, 0.0)[0], saved)  # One process, no process group.

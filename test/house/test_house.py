@@ -239,6 +239,21 @@ class ImportsTest(unittest.TestCase):
         found = {(short(name), text) for name in SOURCES if part(name) != "_register" for text in assigned_to_torch(name)}
         self.assertEqual(found, ASSIGNED)
 
+    def test_a_tensor_is_made_on_a_device_that_is_named(self):
+        """A program may set another default device: torch.set_default_device("cuda")."""
+        calls = [(name, node) for name in SOURCES for node in ast.walk(TREES[name]) if isinstance(node, ast.Call)]
+        made = [(name, node) for name, node in calls if ast.unparse(node.func).removeprefix("torch.") in FACTORIES]
+        made = [(name, node) for name, node in made if ast.unparse(node.func).startswith("torch.")]
+        self.assertGreater(len(made), 50)
+        unnamed = {
+            (short(name), ast.unparse(node)) for name, node in made if not {k.arg for k in node.keywords} & {"device", None}
+        }
+        self.assertEqual(unnamed, set())
+
+
+# The functions of torch that make a tensor of no other tensor.
+FACTORIES = {"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint"}
+FACTORIES |= {"randn", "randperm", "tensor", "zeros"}
 
 # Private names of FSDP2 that torch's pipeline schedules and other programs read of a state: tests use them as these do.
 NAMES_OF_FSDP2 = {"_state_ctx", "_comm_ctx", "_mp_policy", "_fsdp_param_group", "_root_post_backward_final_callback"}

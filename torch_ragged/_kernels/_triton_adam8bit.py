@@ -186,8 +186,8 @@ def step_regions(
     device = books[0].device
     columns, blocks = INTEGERS.index("columns") - 1, INTEGERS.index("blocks") - 1
     programs, owners = _programs(tuple(-(-region[blocks] // PER_PROGRAM) for region in integers), device)
-    table = torch.tensor([(program, *region) for program, region in zip(programs, integers)], dtype=torch.int64)
-    numbers = torch.tensor(floats, dtype=torch.float32)
+    table = torch.tensor([(program, *region) for program, region in zip(programs, integers)], dtype=torch.int64, device="cpu")
+    numbers = torch.tensor(floats, dtype=torch.float32, device="cpu")
     divisible = (region[i] % 16 for region in integers for i in (0, 1, 2, 4, columns))
     tile = triton.next_power_of_2(block[0]), triton.next_power_of_2(block[1])
     step_kernel[(len(owners),)](
@@ -225,5 +225,5 @@ def warps(tile: tuple[int, int]) -> int:
 @lru_cache(maxsize=16)
 def _programs(counts: tuple[int, ...], device: torch.device) -> tuple[tuple[int, ...], torch.Tensor]:
     """The first program of each region, and the region (int32) of each program."""
-    owners = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+    owners = torch.arange(len(counts), dtype=torch.int32, device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
     return tuple(itertools.accumulate(counts, initial=0)), owners.to(device)

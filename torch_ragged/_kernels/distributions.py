@@ -102,4 +102,4 @@ def dropout(p: float, dtype: torch.dtype, vector: int) -> tuple[Distribution, fl
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
-    return torch.tensor(number, dtype=dtype).item()
+    return torch.tensor(number, dtype=dtype, device="cpu").item()

@@ -98,6 +98,7 @@ class TileTable:
             for run in self.runs:
                 numbers.append((sum(counts), run.values, run.codes, run.scales, *run.sizes[1:]))
                 counts.append(math.prod(run.grid(self.program)))
-            owners = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
-            self._on[device] = owners.to(device), torch.tensor(numbers, dtype=torch.int64).view(-1, 6).to(device)
+            repeats = torch.tensor(counts, device="cpu")
+            owners = torch.arange(len(counts), dtype=torch.int32, device="cpu").repeat_interleave(repeats)
+            self._on[device] = owners.to(device), torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1, 6).to(device)
         return self._on[device]

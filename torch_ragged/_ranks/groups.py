@@ -117,7 +117,7 @@ def end_messages(group: dist.ProcessGroup, device: torch.device) -> None:
     # from a dead peer fails at once, and closes none.
     for peer in [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]:
         with contextlib.suppress(RuntimeError):
-            work = dist.irecv(torch.empty(1), peer, group=group, tag=_UNUSED_TAG)
+            work = dist.irecv(torch.empty(1, device="cpu"), peer, group=group, tag=_UNUSED_TAG)
             assert work is not None
             work.wait(timedelta(milliseconds=1))
 

@@ -142,7 +142,7 @@ def _value_difference(name: str, record: TensorRecord, folders: Sequence[Path]) 
     for folder in folders:
         reader = CheckpointReader(folder, verify=False)
         reader.read_metadata()  # First: it checks that the files have the bytes that the manifest promises.
-        tensor = {name: torch.empty(record.shape, dtype=dtype)}
+        tensor = {name: torch.empty(record.shape, dtype=dtype, device="cpu")}
         with raise_on_all(f"reading {folder}"):
             dcp.load(tensor, storage_reader=reader, planner=ObjectPlanner(), no_dist=True)
         tensors.append(tensor[name])

@@ -61,7 +61,7 @@ def rng_request(
     for name in manifest.rng:
         stored = metadata.state_dict_metadata.get(f"rng.{source}.{name}")
         if isinstance(stored, TensorStorageMetadata) and (name in DEFAULT or name in generators):
-            wanted[name] = torch.empty(stored.size, dtype=torch.uint8)
+            wanted[name] = torch.empty(stored.size, dtype=torch.uint8, device="cpu")
     return {str(source): wanted}
 
 

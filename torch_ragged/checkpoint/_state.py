@@ -435,4 +435,4 @@ def _empty_like(metadata: Metadata, name: str) -> torch.Tensor:
     stored = metadata.state_dict_metadata.get(name)
     if not isinstance(stored, TensorStorageMetadata):
         raise CheckpointError(f"the checkpoint holds no {name!r}")
-    return torch.empty(stored.size, dtype=stored.properties.dtype)
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")

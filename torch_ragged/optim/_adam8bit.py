@@ -301,7 +301,7 @@ class Adam8bit(RaggedOptimizer):
         )
 
     def _init_state(self, param: torch.Tensor, state: dict[str, Any], layout: _Layout) -> None:
-        state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         if layout.run is not None:
             whole, start, stop = layout.run
             for name, (numel, dtype) in self.piece_states(whole, start, stop).items():

@@ -215,7 +215,7 @@ def add_scaled(param: torch.Tensor, update: torch.Tensor, alpha: float, rounds_p
     if param.device.type != "cpu" or param.dtype not in (torch.bfloat16, torch.float16) or update.dtype != param.dtype:
         param.add_(update, alpha=alpha)
         return
-    alpha = torch.tensor(alpha, dtype=param.dtype).item()
+    alpha = torch.tensor(alpha, dtype=param.dtype, device="cpu").item()
     if rounds_product:
         param.copy_(param.float().add_((update.float() * alpha).to(param.dtype)))
     else:
@@ -238,7 +238,7 @@ def adamw_step(
     states = [optimizer.state[param] for param, _ in active]
     for (param, _), state in zip(active, states):
         if "exp_avg" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
     beta1, beta2 = group["betas"]
     adamw(

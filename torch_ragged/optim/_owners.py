@@ -67,7 +67,7 @@ class MuonPolicy(GroupPolicy):
         under the model.
         """
         without = plan([None] * len(params))
-        loads = self._loads.setdefault(ranks, _Loads(torch.zeros(ranks, dtype=torch.float64)))
+        loads = self._loads.setdefault(ranks, _Loads(torch.zeros(ranks, dtype=torch.float64, device="cpu")))
         # A parameter that tensor parallelism cuts has no whole matrix on any rank.
         mine = [
             len(value.shape) in (2, 3) and without.tensors[i].shape == tuple(value.shape) and self.takes(name, value)
@@ -111,8 +111,8 @@ class MuonPolicy(GroupPolicy):
         for index, (shape, flag) in enumerate(zip(shapes, whole)):
             if flag:
                 cost, size = self._cost(shape), math.prod(shape[-2:])
-                offsets = layout.offsets[index] + size * torch.arange(math.prod(shape[:-2]))
-                owned.index_add_(0, offsets // shard, torch.full((len(offsets),), cost, dtype=torch.float64))
+                offsets = layout.offsets[index] + size * torch.arange(math.prod(shape[:-2]), device="cpu")
+                owned.index_add_(0, offsets // shard, torch.full((len(offsets),), cost, dtype=torch.float64, device="cpu"))
         costs = [self._cost(shape) for shape in cut]
         of_cut = sum(cost * math.prod(shape[:-2]) for cost, shape in zip(costs, cut))
         first = 0

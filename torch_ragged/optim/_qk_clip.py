@@ -215,7 +215,7 @@ class QKClip:
         if given is not None or self._watched is None:
             return given
         return [
-            torch.full((layer.heads,), -torch.inf) if noted is None else noted
+            torch.full((layer.heads,), -torch.inf, device="cpu") if noted is None else noted
             for layer, noted in zip(self.layers, self._watched)
         ]
 

@@ -25,7 +25,7 @@ def code_book(kind: str, signed: bool, device: torch.device) -> torch.Tensor:
     as many values as the decade below. This gives relative precision for large values and range for small values.
     """
     if kind == "linear":
-        steps = torch.arange(256, dtype=torch.float64)
+        steps = torch.arange(256, dtype=torch.float64, device="cpu")
         return ((steps - 127) / 128 if signed else steps / 255).float().to(device)
     values = [0.0, 1.0]
     for decade in range(7):

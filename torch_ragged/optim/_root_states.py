@@ -174,7 +174,7 @@ class FactoredOptimizer(RootStateOptimizer):
     def _send(self, param: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
         state = self.state[param]
         if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         self._place_states(param, group)
         state["step"] += 1
         return gradient

@@ -73,7 +73,7 @@ def deferred_init(function: Callable[..., Module], *args: Any, **kwargs: Any) ->
         if not isinstance(module, nn.Module):
             raise TypeError(f"deferred_init: {function} returned {type(module).__name__}, expected a torch.nn.Module")
         parts = {id(tensor): recorder.part(tensor) for tensor in _fake_tensors(module)}
-        ordinary = {*vars(torch.empty(0)), "_is_param"}
+        ordinary = {*vars(torch.empty(0, device="cpu")), "_is_param"}
     metas: dict[int, torch.Tensor] = {}
     for each in module.modules():
         record: dict[str, tuple[Tape, Part]] = {}

@@ -357,7 +357,7 @@ class _Run:
         shape, stride, boxes = draw.part.shape, draw.part.stride, layout.boxes
         if local is None:
             local = torch.empty(0, dtype=draw.part.dtype, device=self.tape.devices[draw.part.storage])
-            values = [torch.empty(0, dtype=part.dtype) for part in draw.values]
+            values = [torch.empty(0, dtype=part.dtype, device="cpu") for part in draw.values]
         else:
             values = [self.memory[part.storage] for part in draw.values]
             if not self.is_base(draw.part):

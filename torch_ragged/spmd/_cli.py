@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "check":
             print(records)
             return 0
-        ids = torch.zeros(options.batch or math.prod(mesh.sizes), options.sequence, dtype=torch.int64)
+        ids = torch.zeros(options.batch or math.prod(mesh.sizes), options.sequence, dtype=torch.int64, device="cpu")
         try:
             found = explain(plan, model, mesh, input_ids=ids, labels=ids)
         except Exception as error:  # Any error of the model's code, or of an op that cannot take its placements.

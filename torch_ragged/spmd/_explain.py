@@ -184,7 +184,7 @@ class _Step:
 
         @functools.cache
         def run_bytes(shape: tuple[int, ...], dtype: torch.dtype, placements: tuple[Placement, ...]) -> int:
-            return _local_bytes(distribute_tensor(torch.empty(shape, dtype=dtype), self._mesh, placements))
+            return _local_bytes(distribute_tensor(torch.empty(shape, dtype=dtype, device="cpu"), self._mesh, placements))
 
         for record in self._resolved.tensors:
             value, run, dtype = values[record.name], run_placements(record), self._dtypes[record.name]
@@ -239,8 +239,8 @@ def _fake_input(value: Any, recorder: Recorder) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.is_floating_point() or value.is_complex():
-        return torch.empty(value.shape, dtype=value.dtype).requires_grad_(value.requires_grad)
-    return torch.zeros(value.shape, dtype=value.dtype) if value.is_meta else value.cpu()
+        return torch.empty(value.shape, dtype=value.dtype, device="cpu").requires_grad_(value.requires_grad)
+    return torch.zeros(value.shape, dtype=value.dtype, device="cpu") if value.is_meta else value.cpu()
 
 
 def _loss_of(output: Any) -> Optional[torch.Tensor]:

@@ -106,7 +106,7 @@ def own_storage(view: torch.Tensor) -> torch.Tensor:
         return view
     start = view.storage_offset() * view.element_size()
     part = storage[start : start + view.nbytes]
-    return torch.empty(0, dtype=view.dtype).set_(part, 0, view.shape, view.stride())
+    return torch.empty(0, dtype=view.dtype, device="cpu").set_(part, 0, view.shape, view.stride())
 
 
 ragged_extension.checkpoint = RaggedCheckpoint()

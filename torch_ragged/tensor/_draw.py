@@ -98,7 +98,8 @@ def _is_serial(op: torch._ops.OpOverload, dtype: torch.dtype) -> bool:
     """Whether two halves of a tensor get the numbers of the whole: a trial of 32 elements with a generator of its own."""
     if op not in _TRIALS:
         return True
-    whole, halves, generator = torch.empty(32, dtype=dtype), torch.empty(32, dtype=dtype), torch.Generator()
+    whole, halves = torch.empty(2, 32, dtype=dtype, device="cpu")
+    generator = torch.Generator()
     op(whole, _TRIALS[op], generator=generator.manual_seed(0))
     generator.manual_seed(0)
     for half in halves.chunk(2):

@@ -100,7 +100,7 @@ class Ranks:
             return mesh
         if isinstance(mesh, DeviceMesh):
             mesh = mesh.mesh
-        table = torch.as_tensor(mesh, dtype=torch.int64)
+        table = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
         ranks = tuple(table.flatten().tolist())
         if len(set(ranks)) < len(ranks) or min(ranks, default=-1) < 0:
             raise ValueError(f"a mesh of the ranks {ranks}: give at least one rank, and each rank once")
@@ -292,7 +292,7 @@ class _Layout:
     @functools.cached_property
     def replica_ranks(self) -> tuple[tuple[int, ...], ...]:
         """For each index over the mesh dimensions that cut, in row-major order: the ranks that hold that piece."""
-        table = torch.tensor(self.mesh.ranks).view(self.mesh.shape)
+        table = torch.tensor(self.mesh.ranks, device="cpu").view(self.mesh.shape)
         whole = [i for i in range(len(self.cuts)) if i not in self._cut_dims]
         pieces = math.prod(self.mesh.shape[i] for i in self._cut_dims)
         return tuple(tuple(sorted(row)) for row in table.permute(*self._cut_dims, *whole).reshape(pieces, -1).tolist())

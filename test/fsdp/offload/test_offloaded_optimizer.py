@@ -51,6 +51,16 @@ class BitsTest(unittest.TestCase):
         check(*ADAMW, (0.5,), shard_placement_fn=lambda p: Shard(p.ndim - 1))
         check(*ADAMW, (0.5,), reshard_after_forward=False)
 
+    @ranks(1)
+    def test_another_default_device_changes_no_bit():
+        plain, model = build(None), build(0.5)
+        reference = make(plain, ADAMW[0], None, **ADAMW[1])
+        with torch.device("meta"):
+            mine = make(model, ADAMW[0], 0.5, **ADAMW[1])
+        train(plain, reference)
+        train(model, mine)
+        assert_equal(mine, reference)
+
     @ranks(4)
     def test_hsdp_and_tensor_parallelism_change_no_bit():
         check(*ADAMW, (0.5,), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))

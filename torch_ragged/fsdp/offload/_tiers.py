@@ -108,7 +108,9 @@ def host_slabs(chunks: Sequence[Chunk], is_pinned: bool) -> dict[Chunk, Memory]:
         for name, (numel, dtype) in chunk.sizes.items():
             totals[name] = (totals.get(name, (0, dtype))[0] + numel, dtype)
     # Zeros touch each page now, so that a process without enough memory fails here and not in a step.
-    rest = {name: torch.zeros(numel, dtype=dtype, pin_memory=is_pinned) for name, (numel, dtype) in totals.items()}
+    rest = {
+        name: torch.zeros(numel, dtype=dtype, pin_memory=is_pinned, device="cpu") for name, (numel, dtype) in totals.items()
+    }
     parts: dict[Chunk, Memory] = {}
     for chunk in chunks:
         parts[chunk] = {name: rest[name][:numel] for name, (numel, _) in chunk.sizes.items()}

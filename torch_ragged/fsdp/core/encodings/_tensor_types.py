@@ -167,7 +167,7 @@ class TypeEncoding(Encoding):
 
     def compute_tensor(self, index: int) -> torch.Tensor:
         """An empty tensor: the type makes the tensor to compute with in the first :meth:`decode`."""
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @torch.no_grad()
     def all_gather(self, shards: Shards, collectives: Collectives) -> Work:
