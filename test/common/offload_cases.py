@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tested_device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -17,7 +18,7 @@ from torch_ragged.fsdp.offload import _offloaded_optimizer
 from torch_ragged.optim import BlockPolicy
 
 __all__ = ["ADAMW", "BLOCKS", "POLICY", "SGD"]
-__all__ += ["assert_equal", "backward", "build", "check", "chunks_of", "folder_of_ranks", "make", "train"]
+__all__ += ["assert_equal", "backward", "build", "check", "chunks_of", "folder_of_ranks", "in_files", "make", "train"]
 
 POLICY = BlockPolicy((16, 16), min_numel=64)
 BLOCKS = {"orig_param_policy": POLICY}
@@ -52,6 +53,11 @@ def build(fraction, dtype=torch.float32, mesh=None, tp=False, **knobs):
         knobs["offload_policy"] = fraction if isinstance(fraction, Offload) else Offload(optimizer=fraction)
     fully_shard(model.tail, mesh=mesh, **knobs)
     return fully_shard(model, mesh=mesh, **knobs)
+
+
+def in_files(folder, fraction=1.0):
+    """States in files are stepped on the CPU, so parameters must be in host memory."""
+    return Offload(fraction, parameters=DEVICE != "cpu", to=folder)
 
 
 def _groups_of(model, **options):
@@ -90,7 +96,7 @@ def train(model, optimizer, start=0, steps=3, passes=1, clip=None, schedules=Tru
 
 def _bits(tensor):
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach().contiguous().reshape(-1).view(torch.uint8)
+    return local.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def assert_equal(optimizer, plain):

@@ -9,7 +9,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from common import error_of, ranks
-from offload_cases import ADAMW, BLOCKS, POLICY, SGD, assert_equal, build, check, chunks_of, folder_of_ranks, make, train
+from offload_cases import (
+    ADAMW,
+    BLOCKS,
+    POLICY,
+    SGD,
+    assert_equal,
+    build,
+    check,
+    chunks_of,
+    folder_of_ranks,
+    in_files,
+    make,
+    train,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -23,7 +36,7 @@ from torch_ragged.optim import AdamW8bit
 def layer_with_files(folder):
     """A layer on one rank, and an optimizer whose states lie in ``folder``."""
     model = nn.Linear(64, 128, bias=False)
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), offload_policy=Offload(to=folder))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), offload_policy=in_files(folder))
     return model, offloaded(torch.optim.AdamW, model)
 
 
@@ -32,10 +45,10 @@ class FilesTest(unittest.TestCase):
     def test_files_change_no_bit_and_leave_nothing_behind():
         with folder_of_ranks() as folder:
             with chunks_of(300):
-                check(*ADAMW, (Offload(0.5, to=folder), Offload(1, to=folder)))
-                check(*SGD, (Offload(0.9, parameters=False, to=folder), Offload(parameters=True, to=folder)))
-                check(AdamW8bit, {"lr": 0.05, "policy": POLICY}, (Offload(0.7, to=folder),), **BLOCKS)
-            check(*ADAMW, (Offload(0.7, to=folder),), how={"passes": 2, "clip": 0.1})
+                check(*ADAMW, (in_files(folder, 0.5), in_files(folder, 1)))
+                check(*SGD, (in_files(folder, 0.9), Offload(parameters=True, to=folder)))
+                check(AdamW8bit, {"lr": 0.05, "policy": POLICY}, (in_files(folder, 0.7),), **BLOCKS)
+            check(*ADAMW, (in_files(folder, 0.7),), how={"passes": 2, "clip": 0.1})
             gc.collect()
 
     @ranks(2)
@@ -44,7 +57,7 @@ class FilesTest(unittest.TestCase):
             plain = build(None)
             reference = make(plain, torch.optim.AdamW, None, lr=0.05)
             train(plain, reference)
-            policies = (Offload(0.8, to=folder), Offload(0.3), Offload(0.5, to=folder), Offload(1, to=folder))
+            policies = (in_files(folder, 0.8), Offload(0.3), in_files(folder, 0.5), in_files(folder, 1))
             weights = states = None
             for policy in policies:
                 model = build(policy)
@@ -62,7 +75,7 @@ class FilesTest(unittest.TestCase):
             plain = build(None)
             reference = make(plain, torch.optim.AdamW, None, lr=0.05)
             train(plain, reference, schedules=False)
-            policies = (Offload(0.8, to=folder), Offload(0.3), None)
+            policies = (in_files(folder, 0.8), Offload(0.3), None)
             for number, policy in enumerate(policies):
                 model = build(policy)
                 optimizer = make(model, torch.optim.AdamW, policy, lr=0.05)
