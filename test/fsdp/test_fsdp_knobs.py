@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from common import error_of, ranks
 from fsdp_blocks import WIDTH, Block, assert_same_gradients, assert_same_training, batch, both, build, full_gradients
+from tested_device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, register_fsdp_forward_method
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -41,6 +42,19 @@ class Counting:
         self.calls += 1
         options = {} if op is None else {"op": op}
         return self.collective(output_tensor, input_tensor, group=group, async_op=async_op, **options)
+
+
+class OffloadTest(unittest.TestCase):
+    @ranks(2)
+    def test_shards_in_host_memory_train_as_fsdp2s():
+        """Parameters and gradients are in host memory; on a mesh of GPUs, the model computes on these."""
+        for pins in (False, True) if DEVICE != "cpu" else (False,):
+            models = both(init_device_mesh("cpu", (2,)), offload_policy=CPUOffloadPolicy(pin_memory=pins))
+            assert_same_training(models)
+            for model in models:
+                model(batch(0)).sum().backward()
+                found = {tensor.to_local().device.type for p in model.parameters() for tensor in (p, p.grad)}
+                assert found == {"cpu"}, found
 
 
 class ReplicaTest(unittest.TestCase):

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_ragged._kernels._choice import device_of, runs_triton
+from torch_ragged._register._torch import dtensor_of
 from torch_ragged.optim._base import (
     STEP_NBYTES,
     RaggedOptimizer,
@@ -264,9 +265,7 @@ class Adam8bit(RaggedOptimizer):
             return
         assert isinstance(param, DTensor)
         whole_blocks: Any = param.detach().redistribute(placements=layout.aligned)
-        source = DTensor.from_local(
-            gradient, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
+        source = dtensor_of(gradient, param.device_mesh, param.placements, param.shape, param.stride())
         moved: Any = source.redistribute(placements=layout.aligned)
         self._update_blocks(local(whole_blocks).view(-1), local(moved), state, numbers, layout, updates)
         updates.run()  # The parameter must be updated before it is redistributed back.
@@ -315,8 +314,8 @@ class Adam8bit(RaggedOptimizer):
             if isinstance(param, DTensor):
                 placements = layout.aligned or param.placements
                 mesh = param.device_mesh
-                codes: torch.Tensor = zeros_placed(tuple(param.shape), torch.uint8, mesh, placements)
-                scales: torch.Tensor = zeros_placed(grid, torch.float32, mesh, layout.grid)
+                codes: torch.Tensor = zeros_placed(tuple(param.shape), torch.uint8, mesh, placements, param)
+                scales: torch.Tensor = zeros_placed(grid, torch.float32, mesh, layout.grid, param)
             else:
                 codes = torch.zeros(param.shape, dtype=torch.uint8, device=param.device)
                 scales = torch.zeros(grid, dtype=torch.float32, device=param.device)
@@ -356,7 +355,7 @@ class Adam8bit(RaggedOptimizer):
                 f"{type(self).__name__} has no state {name} of shape {tuple(shape)} for a parameter of {tuple(param.shape)} in "
                 f"blocks of {self.policy.block}"
             )
-        return zeros_placed(shape, dtype, param.device_mesh, placements)
+        return zeros_placed(shape, dtype, param.device_mesh, placements, param)
 
     # -- pieces: runs of a parameter's local tensor whose states lie in different memories, for ``fsdp.offloaded`` --------
 

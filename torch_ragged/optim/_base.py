@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.adamw import adamw
 
 from torch_ragged._ranks.peers import peers_named
+from torch_ragged._register._torch import dtensor_of
 from torch_ragged.optim._gather import Placed
 from torch_ragged.tensor._redistribute import mesh_group
 from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
@@ -65,19 +66,19 @@ def placed_of(param: torch.Tensor, placements: Sequence[Placement] | None = None
     return Placed(tuple(param.shape), mesh_shape, cuts_of(normalized))
 
 
-def zeros_placed(shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """A DTensor of zeros of global ``shape``. No communication."""
+def zeros_placed(
+    shape: tuple[int, ...], dtype: torch.dtype, mesh: DeviceMesh, placements: Sequence[Placement], param: torch.Tensor
+) -> DTensor:
+    """A DTensor of zeros of global ``shape``, on the device of ``param``, which offload may have moved. No communication."""
     numel = math.prod(local_shape_placed(shape, mesh, placements))
-    return from_flat(torch.zeros(numel, dtype=dtype, device=mesh.device_type), shape, mesh, placements)
+    return from_flat(torch.zeros(numel, dtype=dtype, device=param.device), shape, mesh, placements)
 
 
 def from_flat(flat: torch.Tensor, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """The DTensor of global ``shape`` whose local tensor is a view of the 1-D tensor ``flat``. No communication."""
     normalized = normalize_placements(tuple(placements), shape, tuple(mesh.shape))
     values = flat.view(local_shape_placed(shape, mesh, normalized))
-    return DTensor.from_local(
-        values, mesh, normalized, run_check=False, shape=torch.Size(shape), stride=torch.empty(shape, device="meta").stride()
-    )
+    return dtensor_of(values, mesh, normalized, shape)
 
 
 def local_shape_placed(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:

@@ -78,7 +78,7 @@ class RootStateOptimizer(MatrixOptimizer):
             elif mesh is None:
                 held[name] = torch.zeros(shape, dtype=torch.float32, device=param.device)
             else:
-                held[name] = zeros_placed(shape, torch.float32, self._flat(mesh), placement)
+                held[name] = zeros_placed(shape, torch.float32, self._flat(mesh), placement, param)
 
     def _flat(self, mesh: DeviceMesh) -> DeviceMesh:
         """The 1-D mesh of all ranks of ``mesh``, in row-major order."""
@@ -122,7 +122,7 @@ class RootStateOptimizer(MatrixOptimizer):
             )
         if name not in self._root_states(param, group):
             return super().empty_state(param, group, name, shape, dtype)
-        return zeros_placed(shape, dtype, self._flat(param.device_mesh), [Shard(0)])
+        return zeros_placed(shape, dtype, self._flat(param.device_mesh), [Shard(0)], param)
 
 
 class FactoredOptimizer(RootStateOptimizer):

@@ -16,12 +16,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torch_ragged._register._torch import local_tensor
+from torch_ragged._register._torch import dtensor_of, local_tensor
 from torch_ragged.fsdp.core._fsdp_api import InvalidArgument, Offload
 from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._spmd_types import AnnotatedParam, is_annotated
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity, Segments, elements
+from torch_ragged.tensor._ownership import row_major
 from torch_ragged.tensor._redistribute import mesh_group
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard
@@ -211,8 +212,7 @@ class Distribution:
         ragged: RaggedShard | StridedRaggedShard = layout.placement(index)
         if 0 in (cuts := self._cuts()):
             ragged = StridedRaggedShard(ragged.dims, ragged.units, split_factor=math.prod(cuts[0]))
-        placements = [ragged if placement is None else placement for placement in self._template]
-        return DTensor.from_local(local, self.mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
+        return dtensor_of(local, self.mesh, [placement or ragged for placement in self._template], self.shape)
 
     def local(self, flat: torch.Tensor) -> torch.Tensor:
         """The local tensor of a sharded parameter, as a view of ``flat``."""
@@ -228,15 +228,14 @@ class Distribution:
         """The DTensor cut along ``shard_dim`` with the local tensor ``local``."""
         split = math.prod(self._cuts().get(self.shard_dim, ()))  # type: ignore[arg-type]
         shard = _StridedShard(self.shard_dim, split_factor=split) if split > 1 else Shard(self.shard_dim)  # type: ignore[arg-type]
-        placements = [shard if placement is None else placement for placement in self._template]
-        return DTensor.from_local(local, self.mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
+        return dtensor_of(local, self.mesh, [placement or shard for placement in self._template], self.shape)
 
     def gathered(self, view: torch.Tensor) -> torch.Tensor:
         """The tensor that the model computes with, given a ``view`` of all elements in ``local_shape``."""
         if not self.is_dtensor or self._annotated is not None:
             return view
         mesh, placements = self._model_mesh, self._model_placements
-        return DTensor.from_local(view, mesh, placements, shape=self.shape, stride=_strides(self.shape), run_check=False)
+        return DTensor.from_local(view, mesh, placements, shape=self.shape, stride=row_major(self.shape), run_check=False)
 
     def gradient(self, gradient: torch.Tensor, before: tuple[int, ...] | None = None) -> tuple[torch.Tensor, tuple[int, ...]]:
         """This rank's piece of a gradient in the order of the buffer, and the model's mesh dimensions that it is pending on.
@@ -355,10 +354,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     return local_tensor(tensor)
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 _owners: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()

@@ -20,7 +20,7 @@ from torch.overrides import is_tensor_like
 
 from torch_ragged._ranks.agreement import agree
 from torch_ragged._ranks.peers import PeerError
-from torch_ragged._register._torch import dtensor_like, is_wrapper, waited
+from torch_ragged._register._torch import dtensor_like, dtensor_of, is_wrapper, waited
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam, has_extension, local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, map_tensors, state_of, tensors_in
@@ -411,7 +411,7 @@ class OptimizerStates:
             return torch.empty_like(param.detach(), dtype=was.dtype, device=was.device_type)
         assert was.is_replicated
         mesh, values = param.device_mesh, torch.empty(was.shape, dtype=was.dtype, device=was.device_type)
-        return DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return dtensor_of(values, mesh, [Replicate()] * mesh.ndim, was.shape)
 
     # -- on all ranks ----------------------------------------------------------------------------------------------
 
