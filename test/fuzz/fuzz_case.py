@@ -54,6 +54,7 @@ REFUSALS = (
     "Cannot unflatten",
     "would remove or reshape sharded dimension",
     "view size is not compatible with input tensor's size and stride",
+    "would be cut over the .* ranks of mesh dimensions",
     "in-place operations that require placement changes are not supported",
     "MaskBuffer has been materialized with conflicting data",
     "is not supported on a DTensor with InterleavedShard placements",

@@ -108,6 +108,17 @@ class NoRuleTest(unittest.TestCase):
             assert found._local_tensor.data_ptr() == tensor._local_tensor.data_ptr()
             assert_same(found, whole.flatten(0, 1), [_StridedShard(0, split_factor=2), R])
 
+    @ranks(4)
+    def test_a_view_that_two_mesh_dimensions_cut_too_finely_is_an_error_on_all_ranks():
+        whole = torch.arange(40.0).view(2, 5, 4)
+        with as_one_device():
+            tensor = distribute_tensor(whole, mesh_of(2, 2), [Shard(2), Shard(2)])
+            text = error_of(tensor.view, 2, 5, 2, 2)
+            assert "to (2, 5, 2, 2): its dimension 2 of 2 would be cut over the 4 ranks" in text, text
+            assert_same(tensor.view(2, 5, 4, 1), whole.view(2, 5, 4, 1), [Shard(2), Shard(2)])
+            rows = distribute_tensor(whole, mesh_of(2, 2), [Shard(1), Shard(1)])  # Uneven, and stays as it is.
+            assert_same(rows.view(2, 5, 2, 2), whole.view(2, 5, 2, 2), [Shard(1), Shard(1)])
+
     @ranks(3)
     def test_extremes_of_a_tensor_of_which_a_rank_has_nothing():
         mesh, whole = mesh_of(3), torch.arange(6.0).view(2, 3) - 2

@@ -49,6 +49,7 @@ _GPU_ATTENTION = """
 _EXTREMES = frozenset(
     getattr(_aten, name) for name in ("amax", "amin", "max", "min", "linalg_vector_norm", "_foreach_norm", "_foreach_max")
 )
+_VIEWS = frozenset((_aten.view, _aten._unsafe_view))
 _torchs_handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
 """Those of a torch that :func:`plain_handlers` has not changed yet."""
 
@@ -151,6 +152,8 @@ class _AllOps:
             if not needs_whole_tensors(op, args, error):
                 raise
         else:
+            if op.overloadpacket in _VIEWS and isinstance(args[0], DTensor):
+                _check_view(op, args[0], sharding.output_spec)
             if not needs_whole_tensors(op, args, sharding):
                 return sharding
         return on_whole_tensors(op, args, kwargs)
@@ -207,6 +210,27 @@ def _without_idle_cuts(args: Sequence[Any]) -> list[Any] | None:
                     each._local_tensor, mesh, placements, run_check=False, shape=each.shape, stride=each.stride()
                 )
     return given if any(new is not old for new, old in zip(given, args)) else None
+
+
+def _check_view(op: torch._ops.OpOverload, tensor: DTensor, result: Any) -> None:
+    """Raise on all ranks if ``result``, the spec of a view by torch's rule, has parts that ``tensor`` does not have.
+
+    The rule looks at one mesh dimension at a time: 2 heads may be cut over 2 ranks, twice.
+    """
+    for dim, size in enumerate(result.shape):
+        cuts = [i for i, placement in enumerate(result.placements) if type(placement) is Shard and placement.dim == dim]
+        ranks = math.prod(tensor.device_mesh.size(i) for i in cuts)
+        if len(cuts) < 2 or size % ranks == 0:
+            continue
+        before, after = ([n for n in shape if n != 1] for shape in (tensor.shape, result.shape[: dim + 1]))
+        if before[: len(after)] != after:  # Not a dimension that stays as it is.
+            names = tensor.device_mesh.mesh_dim_names
+            over = " and ".join(repr(names[i]) if names else str(i) for i in cuts)
+            raise RuntimeError(
+                f"{op} of {tuple(tensor.shape)}, placed as {tensor.placements}, to {tuple(result.shape)}: its dimension {dim} of "
+                f"{size} would be cut over the {ranks} ranks of mesh dimensions {over}, which {size} is no multiple of: cut the "
+                "tensor over fewer of them in the plan"
+            )
 
 
 @functools.cache
