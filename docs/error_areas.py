@@ -140,7 +140,14 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
         """,
     ),
     "Operators": (
-        ("tensor._dispatch", "tensor._ops", "tensor._random", "tensor._single_device", "tensor._placement_extension"),
+        (
+            "tensor._dispatch",
+            "tensor._ops",
+            "tensor._plain_ops",
+            "tensor._random",
+            "tensor._single_device",
+            "tensor._placement_extension",
+        ),
         """
         The op has no answer on shards. The message begins with the op and its placements, then has one of these
         reasons, and ends with the placement to redistribute to, mostly `x.redistribute(placements=[Replicate()])`.

@@ -227,9 +227,9 @@ def _check_view(op: torch._ops.OpOverload, tensor: DTensor, result: Any) -> None
             names = tensor.device_mesh.mesh_dim_names
             over = " and ".join(repr(names[i]) if names else str(i) for i in cuts)
             raise RuntimeError(
-                f"{op} of {tuple(tensor.shape)}, placed as {tensor.placements}, to {tuple(result.shape)}: its dimension {dim} of "
-                f"{size} would be cut over the {ranks} ranks of mesh dimensions {over}, which {size} is no multiple of: cut the "
-                "tensor over fewer of them in the plan"
+                f"{op} of {tuple(tensor.shape)}, placed as {tensor.placements}, to {tuple(result.shape)}: its dimension {dim} "
+                f"of {size} would be cut over the {ranks} ranks of mesh dimensions {over}, which {size} is no multiple of: cut "
+                "the tensor over fewer of them in the plan"
             )
 
 
