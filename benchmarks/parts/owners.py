@@ -13,16 +13,16 @@ exchanges, relative to the mean work, when all matrices are whole and when some 
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from benchmarks.common.measure import print_table, write_json
-from torch_ragged.fsdp import elements, plan_layout
-from torch_ragged.offline._models import BUILT_IN
-from torch_ragged.optim import Muon, muon_policy
+from torch_ragged.fsdp import elements
+from torch_ragged.offline._models import BUILT_IN, Model
+from torch_ragged.offline._muon import muon_plan
+from torch_ragged.optim import Muon
 from torch_ragged.optim._gather import Placed
 from torch_ragged.optim._roots import assign_roots
 from torch_ragged.tensor._ownership import Run
@@ -32,33 +32,18 @@ ALIGNMENT = 64  # 128 bytes of bfloat16.
 
 
 def row_of(model: str, ranks: int) -> dict[str, Any]:
-    """The plan of a model under the policy, beside the plan without one."""
-    policy = muon_policy(lambda name, _: not name.endswith("bias"))
-    padding = numel = matrices = 0
-    for group, parameters in BUILT_IN[model]().items():
-        if group == "rest":
-            continue
-
-        def plan(chosen: Any, parameters: Any = parameters) -> Any:
-            specs = [(choice or elements()).tensor_spec(one.name, one.shape) for one, choice in zip(parameters, chosen)]
-            return plan_layout(specs, ranks, ALIGNMENT)
-
-        layout = policy.choose([(one.name, one) for one in parameters], ranks, plan)
-        padding, numel = padding + layout.padding_numel, numel + sum(math.prod(one.shape) for one in parameters)
-        taken = {*policy.groups[-1].whole, *policy.groups[-1].cut}
-        matrices += sum(math.prod(one.shape) for one in parameters if one.name in taken)
-    imbalance, bound = policy.imbalance(ranks)
-    flights = sum(group.flight_time for group in policy.groups)
+    """The plan of a model under the policy, beside the plan without one: as ``torch-ragged-plan --muon`` shows it."""
+    plan = muon_plan(Model(model, BUILT_IN[model]()), ranks, lambda _: elements(), ALIGNMENT)
     return {
         "model": model,
         "ranks": ranks,
-        "flights without": 1e3 * 4 * matrices * (ranks - 1) / ranks**2 / policy.bandwidth,
-        "flights": 1e3 * flights,
-        "padding": 1e3 * sum(group.padding_time for group in policy.groups),
-        "padding %": 100 * padding / numel,
-        "cut": "all" if not any(group.whole for group in policy.groups) else "some" if flights else "none",
-        "imbalance": imbalance,
-        "bound": bound,
+        "flights without": 1e3 * plan.flight_time_without,
+        "flights": 1e3 * plan.flight_time,
+        "padding": 1e3 * plan.padding_time,
+        "padding %": 100 * plan.padding_fraction,
+        "cut": "all" if not plan.whole else "some" if plan.cut else "none",
+        "imbalance": plan.imbalance,
+        "bound": plan.bound,
     }
 
 

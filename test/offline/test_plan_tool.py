@@ -489,6 +489,26 @@ class CommandLineTest(Folder):
         self.assertEqual([size["offload"]["files"]["used"] is None for size in sizes], [True, False, False, False, False])
         self.assertNotIn("Offload", run("llama-3-70b", "--ranks", 2)[1])
 
+    def test_muon_shows_what_stays_whole_and_the_balance(self):
+        path = self.folder / "plan.json"
+        status, out, error = run("llama-3-70b", "--ranks", "8,512", "--muon", "--json", path)
+        self.assertEqual((status, error), (0, ""))
+        table = out[out.index("Muon's matrices under muon_policy") :].splitlines()
+        self.assertRegex(table[1], r"FSDP size +whole +cut .* most loaded rank +bound")
+        few, many = (size["muon"] for size in json.loads(path.read_text())["sizes"])
+        for line, plan in zip(table[2:4], (few, many), strict=True):
+            size, whole, cut, *_, imbalance, bound = line.split()
+            self.assertEqual((int(size), int(whole), int(cut)), (plan["ranks"], plan["whole"], plan["cut"]))
+            self.assertEqual((imbalance, bound), (f"{plan['imbalance']:.2f}", f"{plan['bound']:.2f}"))
+            self.assertEqual(plan["whole"] + plan["cut"], 80 * 7)  # Seven matrices in each block; embeddings are left out.
+            self.assertLessEqual(plan["bound"], plan["imbalance"])
+            # Never worse than without a policy, under the model.
+            self.assertLessEqual(plan["flight_time"] + plan["padding_time"], plan["flight_time_without"] * (1 + 1e-9))
+        # The matrices of 8192 x 28672 are most of the work: on 512 ranks, one is more than the mean share.
+        self.assertGreater(many["bound"], 1.5)
+        self.assertLess(few["imbalance"], 1.05)
+        self.assertNotIn("Muon", run("llama-3-70b", "--ranks", 8)[1])
+
     def test_a_config_without_experts_keeps_the_rows_of_all_matrices(self):
         path = self.write(dict(CONFIGS[8_030_261_248], num_hidden_layers=2))
         status, out, _ = run(path, "--granularity", "rows:16", "--ranks", 512, "--json", self.folder / "plan.json")

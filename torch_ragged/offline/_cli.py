@@ -23,6 +23,7 @@ from torch_ragged.offline._drawing import draw_svg, draw_text
 from torch_ragged.offline._memory import Budget, Precision
 from torch_ragged.offline._model_plan import ModelPlan, ModelPlanner, granularity_policy
 from torch_ragged.offline._models import BUILT_IN, Model, load_model
+from torch_ragged.offline._muon import muon_plan
 from torch_ragged.offline._plot import check_plot_path, plot
 from torch_ragged.offline._report import Report
 
@@ -40,6 +41,7 @@ examples:
   %(prog)s my_package.models:build --granularity blocks:128x128 --apply all
   %(prog)s gpt-oss-120b --granularity rows:128 --ranks 64 --explain block.0 --svg block.svg
   %(prog)s llama-3-70b --ranks 2,4,8,16 --offload 60,200,2000
+  %(prog)s deepseek-v3 --ranks 64,512 --muon
 """
 _FORMS: dict[str, Callable[..., Granularity]] = {
     r"elements": elements,
@@ -71,12 +73,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     every_matrix = options.apply == "all"
-    planner = ModelPlanner(model, granularity_policy(granularity, every_matrix, fused), precision.alignment)
+    policy = granularity_policy(granularity, every_matrix, fused)
+    planner = ModelPlanner(model, policy, precision.alignment)
     plans = tuple(planner.plan(ranks) for ranks in options.ranks)
+    of_muon = (
+        tuple(muon_plan(model, ranks, policy, precision.alignment) for ranks in options.ranks)
+        if options.muon and not options.explain
+        else None
+    )
     where = "all matrices" if every_matrix else "expert matrices"
     words = granularity.text if granularity.kind == "elements" else f"{granularity.text} on {where}, else elements()"
     words += f"; segments of {len(fused):,} fused weight{'s' * (len(fused) > 1)}" if fused else ""
-    report = Report(model, words, precision, options.replicas, options.limit / 100, plans, options.offload)
+    report = Report(model, words, precision, options.replicas, options.limit / 100, plans, options.offload, of_muon)
     if options.explain:
         print(_explain(plans[0], options.explain, report, options.svg))
     else:
@@ -150,6 +158,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DEVICE,HOST[,FILES]",
         help="GiB per rank on the device, in host memory and in files: shows how large a model fits under ZeRO-3 by each kind "
         "of Offload, and the policy that this one needs. Activations and gathered parameters are not counted: subtract them",
+    )
+    add(
+        "--muon",
+        action="store_true",
+        help="also show Muon's matrices of the blocks under muon_policy: how many stay whole, what the others and the padding "
+        "cost, and the balance of the work, all modelled",
     )
     add("--explain", metavar="GROUP", help="draw the buffer of this group at one FSDP size, instead of the tables")
     add("--svg", metavar="FILE", help="with --explain: also draw the buffer to this file")

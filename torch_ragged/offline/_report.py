@@ -14,6 +14,7 @@ from torch_ragged.fsdp.layout._advice import advise
 from torch_ragged.offline._memory import Budget, Precision, collectives, offload_fits, zero_memory
 from torch_ragged.offline._model_plan import ModelPlan
 from torch_ragged.offline._models import Model
+from torch_ragged.offline._muon import MuonPlan
 
 __all__ = ["Report", "bytes_text"]
 
@@ -30,6 +31,7 @@ class Report:
         limit: a size is recommended if the padding of the whole model, relative to its parameters, is at most this.
         plans: one plan per FSDP size, in ascending order.
         budget: the bytes of each rank, for the table of offload; None: no such table.
+        muon: Muon's matrices at each FSDP size; None: no such table.
     """
 
     model: Model
@@ -39,6 +41,7 @@ class Report:
     limit: float
     plans: tuple[ModelPlan, ...]
     budget: Budget | None = None
+    muon: tuple[MuonPlan, ...] | None = None
 
     @property
     def recommended(self) -> list[ModelPlan]:
@@ -70,6 +73,9 @@ class Report:
             given = ", ".join(f"{bytes_text(value)} {where}" for where, value in self._tiers(self.budget).items())
             title_of_offload = f"Offload, ZeRO-3, {given} per rank: parameters of the largest model, and what this one needs"
             tables.append(_table(title_of_offload, self._offload_rows(self.budget)))
+        if self.muon is not None:
+            title_of_muon = "Muon's matrices under muon_policy, blocks only, modelled: ms per step, work relative to the mean"
+            tables.append(_table(title_of_muon, self._muon_rows(self.muon)))
         return "\n\n".join(["\n".join(title), *tables, "\n".join([*self._recommendation(), *self.advice])])
 
     def as_dict(self) -> dict[str, Any]:
@@ -148,6 +154,23 @@ class Report:
             rows.append(row)
         return rows
 
+    @staticmethod
+    def _muon_rows(plans: Sequence[MuonPlan]) -> list[dict[str, str]]:
+        return [
+            {
+                "FSDP size": f"{plan.ranks:,}",
+                "whole": f"{plan.whole:,}",
+                "cut": f"{plan.cut:,}",
+                "flights if all are cut": f"{1e3 * plan.flight_time_without:,.2f}",
+                "flights": f"{1e3 * plan.flight_time:,.2f}",
+                "padding": f"{1e3 * plan.padding_time:,.2f}",
+                "padding %": f"{100 * plan.padding_fraction:,.2f}",
+                "most loaded rank": f"{plan.imbalance:,.2f}",
+                "bound": f"{plan.bound:,.2f}",
+            }
+            for plan in plans
+        ]
+
     def _recommendation(self) -> list[str]:
         good = self.recommended
         over = [plan for plan in self.plans if plan not in good]
@@ -190,6 +213,8 @@ class Report:
         if self.budget is not None:
             fits = offload_fits(plan.ragged, self.precision, self.budget)
             sizes["offload"] = {kind: asdict(fit) for kind, fit in fits.items()}
+        if self.muon is not None:
+            sizes["muon"] = next(asdict(each) for each in self.muon if each.ranks == plan.ranks)
         return {**sizes, "layouts": schemes, "groups": groups}
 
 
