@@ -56,8 +56,8 @@ def build(fraction, dtype=torch.float32, mesh=None, tp=False, **knobs):
 
 
 def in_files(folder, fraction=1.0):
-    """States in files are stepped on the CPU, so parameters must be in host memory."""
-    return Offload(fraction, parameters=DEVICE != "cpu", to=folder)
+    """States in files are stepped on the CPU, so parameters must be in host memory, and all states, too."""
+    return Offload(fraction, to=folder) if DEVICE == "cpu" else Offload(parameters=True, to=folder)
 
 
 def _groups_of(model, **options):

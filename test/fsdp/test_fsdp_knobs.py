@@ -57,6 +57,24 @@ class OffloadTest(unittest.TestCase):
                 assert found == {"cpu"}, found
 
 
+class StepTest(unittest.TestCase):
+    @ranks(2)
+    def test_the_next_forward_notices_the_step_of_any_kernel():
+        """Without resharding after backward. Foreach and fused kernels do not change the version counters of DTensors."""
+        for kernels in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+            losses = []
+            for stays in (False, True):
+                model = build(fully_shard, init_device_mesh("cpu", (2,)))
+                model.set_reshard_after_backward(not stays)
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **kernels)
+                for step in range(3):
+                    losses.append(model(batch(step)).pow(2).mean())
+                    losses[-1].backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert losses[:3] == losses[3:] and losses[0] != losses[2], (kernels, losses)
+
+
 class ReplicaTest(unittest.TestCase):
     @ranks(4)
     def test_replicas_of_shards_train_as_fsdp2s():

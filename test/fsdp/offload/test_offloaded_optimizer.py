@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 from common import error_of, ranks
 from offload_cases import ADAMW, BLOCKS, POLICY, SGD, assert_equal, backward, build, check, make, train
+from tested_device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -66,6 +67,7 @@ class BitsTest(unittest.TestCase):
         check(*ADAMW, (0.5,), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
         check(*ADAMW, (0.5,), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), tp=True)
 
+    @unittest.skipUnless(DEVICE == "cpu", "threads of the CPU step what lies in host memory only")
     @ranks(1)
     def test_threads_of_the_cpu_change_no_bit():
         """Threads share out a tensor at elements that are no multiples of a vector register."""

@@ -1,7 +1,7 @@
 """Warnings and errors of parameters that a step would not train, or would train differently on each rank. FSDP2 is silent.
 
-Nothing here changes a module, a parameter or an optimizer, or communicates. It looks at the first forward of a root, at the
-first steps of an optimizer, and when a root's state dict is made.
+Nothing here changes a module, the values of a parameter or an optimizer, or communicates. It looks at the first forward of a
+root, at the steps of an optimizer, and when a root's state dict is made.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged._register._torch import backward_id
-from torch_ragged.fsdp.core._fsdp_param import FoundParam, local_of
+from torch_ragged.fsdp.core._fsdp_param import FoundParam, local_of, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
 
 __all__ = ["note_ignored", "note_replaced", "note_root", "sharded_originals", "warn_of_unsharded", "watch_optimizers"]
@@ -82,9 +82,22 @@ def warn_of_unsharded(roots: Sequence[nn.Module], groups: Sequence[FSDPParamGrou
 
 
 def watch_optimizers() -> None:
-    """From now on, look at each optimizer of this process before its first steps."""
+    """From now on, look at each optimizer of this process before its first steps, and count each step as a write."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Fused kernels, foreach kernels of DTensors and offload write to parameters without a change of their version counters, by
+    which the next forward sees that gathered ones are outdated.
+
+    All parameters with gradients count, also those without elements on this rank: ranks must all-gather alike.
+    """
+    if torch.compiler.is_compiling():
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    torch.autograd.graph.increment_version([param for param in params if owner_of(param) is not None])
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -23,7 +23,7 @@ from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import device_of, groups_of
 from torch_ragged.fsdp.offload._files import FILE_NUMEL, FileTier
-from torch_ragged.fsdp.offload._pieces import Chunk, ElementWise, Member, OwnRules, Piece, Rules, increment_versions, leaf_of
+from torch_ragged.fsdp.offload._pieces import Chunk, ElementWise, Member, OwnRules, Piece, Rules, leaf_of
 from torch_ragged.fsdp.offload._tiers import DeviceTier, Memory, Tier, TierEvent, host_slabs, tier_of, window_numel
 
 __all__ = ["OffloadedOptimizer", "offloaded"]
@@ -388,7 +388,6 @@ class OffloadedOptimizer(Optimizer):
 
     def _step_chunks(self) -> None:
         scaling: dict[str, Any] = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
-        stepped: dict[torch.Tensor, None] = {}
         chunks = [(chunk, tier) for chunk, tier in self._chunks if chunk.has_gradients]
         # After the last chunk, the first one of the next step: it is read while the next forward and backward run.
         for (chunk, tier), (next_chunk, next_tier) in zip(chunks, [*chunks[1:], *chunks[:1]]):
@@ -396,10 +395,9 @@ class OffloadedOptimizer(Optimizer):
             if next_chunk is not chunk:
                 next_tier.fetch_ahead(next_chunk)
             try:
-                stepped |= dict.fromkeys(chunk.step(self.param_groups, memory, scaling))
+                chunk.step(self.param_groups, memory, scaling)
             finally:
                 tier.store(chunk)
-        increment_versions(stepped)
 
     def _check_step(self) -> None:
         for group, buffer in self._buffers:

@@ -7,7 +7,7 @@ a parameter and for its pieces, if these are cut where the loops over vector reg
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch_ragged._register._torch import dtensor_like, local_tensor
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 
-__all__ = ["Chunk", "ElementWise", "Member", "OwnRules", "Piece", "Rules", "StateSizes", "increment_versions", "leaf_of"]
+__all__ = ["Chunk", "ElementWise", "Member", "OwnRules", "Piece", "Rules", "StateSizes", "leaf_of"]
 
 CUT = 64
 """Pieces begin at multiples of so many elements of their parameter: whole vector registers, and the unit of fused kernels."""
@@ -245,18 +245,13 @@ class Chunk:
                 piece.offsets[name], _ = self.sizes.get(name, (0, dtype))
                 self.sizes[name] = (piece.offsets[name] + -(-numel // CUT) * CUT, dtype)
 
-    def step(
-        self, groups: Sequence[Mapping[str, Any]], memory: Mapping[str, torch.Tensor], scaling: Mapping[str, Any]
-    ) -> list[torch.Tensor]:
+    def step(self, groups: Sequence[Mapping[str, Any]], memory: Mapping[str, torch.Tensor], scaling: Mapping[str, Any]) -> None:
         """One step of the pieces whose parameters have gradients.
 
         Args:
             groups: the parameter groups of the user's optimizer, with the options of this step.
             memory: a 1-D tensor for each of ``sizes``, with the states.
             scaling: what ``GradScaler`` has set on the user's optimizer.
-
-        Returns:
-            the parameters that were stepped and are not leaves themselves.
         """
         optimizer, states = self._optimizer, self._optimizer.state
         for mine, number in zip(optimizer.param_groups, self._groups):
@@ -289,7 +284,6 @@ class Chunk:
                 if not piece.has_states:  # The optimizer has made it in this step. From now on it lies in the tier.
                     view.copy_(made.view(-1))
             piece.has_states = True
-        return [piece.param for piece in stepped if not piece.is_whole]
 
     @property
     def nbytes(self) -> int:
@@ -342,8 +336,3 @@ def _local_gradient(param: torch.Tensor) -> torch.Tensor:
 def leaf_of(member: Member, start: int, stop: int) -> nn.Parameter:
     """A parameter that is a view of a run of ``member``, in the memory of its group."""
     return nn.Parameter(member.group.sharded.tensor(member.index)[start:stop])
-
-
-def increment_versions(params: Iterable[torch.Tensor]) -> None:
-    """Parameters were written to through other tensors: what looks at their version counters must see it."""
-    torch.autograd.graph.increment_version(list(params))
