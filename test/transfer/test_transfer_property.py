@@ -10,9 +10,9 @@ import torch
 from oracle import SIZES, local_of, random_placement
 from torch.distributed.tensor import Partial, Replicate
 
-from torch_ragged import StridedRaggedShard
+from torch_ragged import GlobalLayout, StridedRaggedShard
 from torch_ragged.tensor.placement_types import normalize_placements
-from torch_ragged.transfer import Spec
+from torch_ragged.transfer import BoxSpec, Spec
 from torch_ragged.transfer._rounds import rounds_of, slices_of
 from torch_ragged.transfer._sides import TensorSide
 
@@ -36,19 +36,60 @@ def random_spec(rng, shape, partial=False):
             continue
 
 
+def random_boxes(rng, shape):
+    """Boxes that cover the tensor, on random ranks, some of which are replicas. Local tensors have padding, or none."""
+    regions = [((0,) * len(shape), shape)]
+    for _ in range(rng.randint(0, 6) if shape else 0):
+        i, dim = rng.randrange(len(regions)), rng.randrange(len(shape))
+        offsets, sizes = regions[i]
+        if sizes[dim] > 1:
+            at = rng.randint(1, sizes[dim] - 1)
+            moved = tuple(o + at * (d == dim) for d, o in enumerate(offsets))
+            low, high = (tuple(n if d == dim else size for d, size in enumerate(sizes)) for n in (at, sizes[dim] - at))
+            regions[i : i + 1] = [(offsets, low), (moved, high)]
+    rng.shuffle(regions)
+    ranks = rng.sample(range(WORLD), rng.randint(1, WORLD))
+    held = {rank: [] for rank in ranks}
+    for region in regions if math.prod(shape) else ():
+        held[rng.choice(ranks)].append(region)
+    for rank in set(range(WORLD)) - set(ranks):
+        if rng.random() < 0.3:
+            held[rank] = rng.sample(of := held[rng.choice(ranks)], len(of))  # A replica, perhaps in another order.
+    specs = []
+    for rank, own in held.items():
+        flat, end, at = rng.random() < 0.3, rng.choice((0, 0, 1)), []
+        for _, sizes in own:
+            at.append((end,) if flat else (end, *(0,) * (len(shape) - 1)) if shape else ())
+            end += math.prod(sizes) if flat or not shape else sizes[0]
+            end += rng.choice((0, 0, 2))
+        layout = GlobalLayout(shape, tuple(o for o, _ in own), tuple(at), tuple(n for _, n in own))
+        local_shape = (end,) if flat else (end, *shape[1:]) if shape else layout.local_shape
+        specs.append(BoxSpec.of_local(torch.empty(local_shape), layout, rank))
+    spec = BoxSpec(shape, torch.float32, tuple(sorted(held for spec in specs for held in spec.held)))
+    assert spec.problem() is None
+    return spec
+
+
 def random_case(rng):
     """Some tensors whose source and target lie anywhere."""
     pairs = {}
     for i in range(rng.choice((1, 1, 2, 3))):
         shape = tuple(0 if rng.random() < 0.03 else rng.choice(SIZES) for _ in range(rng.choice((0, 1, 2, 2, 3, 3))))
-        pairs[f"t{i}"] = (random_spec(rng, shape, rng.random() < 0.3), random_spec(rng, shape))
+        source, target = random_spec(rng, shape, rng.random() < 0.3), random_spec(rng, shape)
+        source = random_boxes(rng, shape).as_source() if rng.random() < 0.25 else source
+        pairs[f"t{i}"] = (source, random_boxes(rng, shape) if rng.random() < 0.25 else target)
     return pairs
 
 
 def locals_of(spec, full):
     """The flat local tensor of each rank of a mesh."""
     result = {}
-    for index, rank in enumerate(spec.mesh.ranks):
+    for rank, local_shape, boxes in spec.held if isinstance(spec, BoxSpec) else ():
+        result[rank] = torch.full((math.prod(local_shape),), -1)
+        for box in boxes:
+            held = full[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+            result[rank].as_strided(box.sizes, box.local_strides, box.local_offset).copy_(held)
+    for index, rank in enumerate(() if isinstance(spec, BoxSpec) else spec.mesh.ranks):
         coordinate = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), spec.mesh.shape))
         result[rank] = local_of(full, spec.mesh.shape, spec.placements, coordinate).reshape(-1).clone()
     return result
@@ -149,6 +190,8 @@ def check_stretches(slice_, rank, is_staged, spec):
 
 def groups_of(spec):
     """The ranks of ``spec`` that reduce with each other."""
+    if isinstance(spec, BoxSpec):
+        return [[each.rank] for each in spec.held]
     table = torch.tensor(spec.mesh.ranks).view(spec.mesh.shape)
     pending = [i for i, p in enumerate(spec.placements) if isinstance(p, Partial)]
     others = [i for i in range(table.ndim) if i not in pending]
@@ -174,7 +217,7 @@ def check(seed):
         gains = 0
         for name in pairs:
             have, want = (set(side[name].get(rank, torch.empty(0)).tolist()) for side in (before, wanted))
-            gains += len(want - have)
+            gains += len(want - have - {-1})  # -1: padding.
         assert simulation.received[rank] == gains, (
             f"seed {seed}: rank {rank} received {simulation.received[rank]}, gains {gains}"
         )
