@@ -83,6 +83,10 @@ class BoxTensor(torch.Tensor):
         with as_plain_tensors():  # Results are plain: of most operators, the layout would be wrong.
             return func(*args, **(kwargs or {}))
 
+    def size(self, dim: Any = None) -> Any:
+        """Without ``dim``, the global shape, as DTensor has it: before torch 2.15, DCP compares it with the saved one."""
+        return torch.Size(self.global_shape) if dim is None else self.shape[dim]
+
     def _boxes(self) -> tuple[Box, ...]:
         if 0 in self.global_shape:  # Of equal chunks of several ranks, one is written: the checkpoint contains the tensor.
             shape = self.global_shape

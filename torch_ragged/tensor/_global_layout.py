@@ -137,6 +137,10 @@ class GlobalLayout:
         if not isinstance(source, DTensor) and all(hasattr(source, name) for name in _FIELDS):
             shape, *fields = (getattr(source, name) for name in _FIELDS)
             return cls(_ints(shape, "global_shape"), *(_tuples(rows, name) for name, rows in zip(_FIELDS[1:], fields)))
+        if not isinstance(source, (DTensor, Sequence)):
+            raise TypeError(
+                f"GlobalLayout.of takes a DTensor, a shape, or an object with {', '.join(_FIELDS)}, got {type(source).__name__}"
+            )
         shape = tuple(source.shape if isinstance(source, DTensor) else source)
         part = owned_part(source, mesh_shape, placements, coordinate)
         boxes = [box for box in part.boxes if box.numel] if part is not None else []
