@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from torch_ragged._register._torch import as_plain_tensors
 from torch_ragged.tensor._checkpoint import chunks_of, shard_at, write_items_of
 from torch_ragged.tensor._global_layout import GlobalLayout
 from torch_ragged.tensor._ownership import Box, row_major
@@ -80,8 +79,8 @@ class BoxTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with as_plain_tensors():  # Results are plain: of most operators, the layout would be wrong.
-            return func(*args, **(kwargs or {}))
+        # Results are plain: of most operators, the layout would be wrong.
+        return torch.Tensor.__torch_function__(func, (torch.Tensor,), args, kwargs or {})
 
     def size(self, dim: Any = None) -> Any:
         """Without ``dim``, the global shape, as DTensor has it: before torch 2.15, DCP compares it with the saved one."""
