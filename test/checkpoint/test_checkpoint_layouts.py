@@ -5,6 +5,7 @@ import tempfile
 import unittest
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -167,6 +168,17 @@ class CheckpointLayoutsTest(unittest.TestCase):
             dcp.load({"w": value}, checkpoint_id=path / "dcp", process_group=group)
         assert torch.equal(target.full_tensor(), whole("w", 7))
         assert torch.equal(padded[1:4, 2:], whole("w", 7)[3 * rank : 3 * rank + 3]) and int((padded == -1).sum()) == 20
+
+    @pytest.mark.slow
+    def test_a_process_that_saves_gets_the_layouts(self):
+        layout = GlobalLayout((2, 3), ((0, 0), (1, 0)), ((1, 0), (0, 0)), ((1, 3), (1, 3)))
+        local = torch.arange(6.0).view(2, 3)
+        with tempfile.TemporaryDirectory() as path:
+            state = checkpoint.TrainState(nn.Linear(2, 2), extra={"x": with_layout(local, layout)})
+            checkpoint.async_save(path, state, kind="process").result()
+            state.extra["x"] = torch.zeros(2, 3)
+            checkpoint.load(path, state)
+        self.assertTrue(torch.equal(state.extra["x"], local.flip(0)))
 
     @ranks(2)
     def test_layouts_that_are_no_whole_tensor_are_refused_on_every_rank():

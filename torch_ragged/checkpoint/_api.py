@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch_ragged.checkpoint._data import ObjectPlanner
 from torch_ragged.checkpoint._errors import CheckpointError, agree, gather, raise_on_all
 from torch_ragged.checkpoint._folder import folder_of, refuse_other_folders, resolve
-from torch_ragged.checkpoint._layouts import boxes_of, refuse_gaps, relaid
+from torch_ragged.checkpoint._layouts import boxes_of, plain, refuse_gaps, relaid
 from torch_ragged.checkpoint._manifest import Manifest
 from torch_ragged.checkpoint._matching import CheckingPlanner
 from torch_ragged.checkpoint._reader import CheckpointReader
@@ -151,7 +151,7 @@ def async_save(
     _being_written.add(_key(folder))
     try:
         # Staged here and not by DCP: if staging failed inside dcp.async_save on one rank, the other ranks would hang.
-        staged: Any = agree(lambda: relaid(stager.stage(tensors), tensors), what, process_group)
+        staged: Any = agree(lambda: relaid(stager.stage(plain(tensors)), tensors), what, process_group)
         with _quiet():
             future: Any = dcp.async_save(
                 staged,
