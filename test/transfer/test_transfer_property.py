@@ -8,13 +8,14 @@ import unittest
 import pytest
 import torch
 from oracle import SIZES, local_of, random_placement
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torch_ragged import GlobalLayout, StridedRaggedShard
 from torch_ragged.tensor.placement_types import normalize_placements
 from torch_ragged.transfer import BoxSpec, Spec
 from torch_ragged.transfer._rounds import rounds_of, slices_of
 from torch_ragged.transfer._sides import TensorSide
+from torch_ragged.transfer._tiles import tiles_of
 
 WORLD = 8
 MESHES = ((1,), (2,), (3,), (4,), (5,), (6,), (8,), (2, 2), (2, 3), (2, 4), (4, 2), (2, 2, 2), (1, 4))
@@ -93,6 +94,10 @@ def locals_of(spec, full):
         coordinate = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), spec.mesh.shape))
         result[rank] = local_of(full, spec.mesh.shape, spec.placements, coordinate).reshape(-1).clone()
     return result
+
+
+def slices(starts, sizes):
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def view(flat, part):
@@ -223,10 +228,53 @@ def check(seed):
         )
 
 
+def parts_of(side, tile):
+    """Each rank of a side of a tile, the box of the tensor that it holds, and the view of its flat local tensor."""
+    (one, other), shards = side.mesh_shape, [p for p in side.placements if isinstance(p, Shard)]
+    assert len(shards) <= 1 and len(side.local_offsets) == one * other == len(side.ranks)
+    for i, rank in enumerate(side.ranks):
+        starts, sizes = list(tile.offsets), list(tile.sizes)
+        if shards:
+            dim, index = shards[0].dim, i // other if side.placements[0] == shards[0] else i % other
+            sizes[dim] = side.local_shape[dim]
+            starts[dim] += index * sizes[dim]
+            assert sizes[dim] * (one if side.placements[0] == shards[0] else other) == tile.sizes[dim]
+        assert tuple(sizes) == side.local_shape
+        yield rank, slices(starts, sizes), (tuple(sizes), side.local_strides, side.local_offsets[i])
+
+
+def check_tiles(seed):
+    """Regular tiles write each element of each rank's target once, and say which tensors have none."""
+    rng = random.Random(seed)
+    pairs = random_case(rng)
+    sides = [TensorSide({name: pair[i] for name, pair in pairs.items()}) for i in (0, 1)]
+    found = tiles_of(*sides, {name: pair[0].shape for name, pair in pairs.items()}, 2)
+    for name, (source, target) in pairs.items():
+        assert (name in found.refused) == (source.has_partial or len(source.shape) not in (1, 2)), (seed, pairs[name])
+        whole = torch.arange(math.prod(source.shape)).view(source.shape)
+        before, wanted = locals_of(source, whole), locals_of(target, whole)
+        after = {rank: torch.full_like(t, -1) for rank, t in wanted.items()}
+        for tile in (tile for tile in found.tiles if tile.name == name):
+            assert tile.is_local or set(tile.source.ranks).isdisjoint(tile.target.ranks)
+            box = whole.new_full(source.shape, -2)
+            for rank, where, view_of in parts_of(tile.source, tile):
+                box[where] = before[rank].as_strided(*view_of)
+            for rank, where, view_of in parts_of(tile.target, tile):
+                assert (after[rank].as_strided(*view_of) == -1).all(), (seed, "written twice")
+                after[rank].as_strided(*view_of).copy_(box[where])
+        if name not in found.refused:
+            for rank, tensor in wanted.items():
+                assert torch.equal(after[rank], tensor), (seed, name, rank, pairs[name])
+
+
 class TransferPropertyTest(unittest.TestCase):
     def test_random_plans_move_each_gained_element_once(self):
         for seed in range(300):
             check(seed)
+
+    def test_random_plans_are_regular_tiles(self):
+        for seed in range(300):
+            check_tiles(seed)
 
     @pytest.mark.slow
     def test_five_thousand_random_plans_move_each_gained_element_once(self):

@@ -21,6 +21,7 @@ from torch_ragged.transfer._execution import Execution
 from torch_ragged.transfer._rounds import Slice, rounds_of, slices_of
 from torch_ragged.transfer._sides import AnySpec, RelocatedSide, Side, TensorSide
 from torch_ragged.transfer._staging import Staged
+from torch_ragged.transfer._tiles import Tiles, tiles_of
 from torch_ragged.transfer._watch import Watch, end_messages
 
 __all__ = ["Plan", "plan"]
@@ -156,6 +157,29 @@ class Plan:
     def slices_of(self, rank: int) -> list[Slice]:
         """What a rank sends, receives and copies of each tensor, or piece of a large one, in the order of the plan."""
         return self._slices_of(rank, self._schedules[False].finer, self._partial)
+
+    def tiles(self, max_dims: int = 3) -> Tiles:
+        """The plan as regular tiles, for many-to-many collectives: NVIDIA's M2N (nccl-extensions) takes a tile per call.
+
+        ::
+
+            for tile in plan.tiles().tiles:             # equal on all ranks
+                if not tile.is_local:
+                    reshard(tile.source, tile.target)   # meshes of consecutive ranks, Shard and Replicate, equal local shapes
+
+        A tensor is one tile if both sides are such meshes, and have no rank in common. Otherwise it is cut: by the boxes of the
+        source, and these by the boxes of the target. Tiles of few elements are slow: ragged sides that cut rows have many.
+
+        Args:
+            max_dims: the most dimensions of a tensor. M2N takes up to 3.
+
+        Returns:
+            the tiles, and by name why other tensors have none: a Partial source, another dtype in the target, a dtype that is
+            not moved, or too many dimensions. ``Plan.run`` moves these, too. The tiles do not know ``max_bytes``.
+
+        Issues no collective.
+        """
+        return tiles_of(self.source, self.target, self.shapes, max_dims)
 
     def _slices_of(self, rank: int, finer: int, staged: Collection[str]) -> list[Slice]:
         return slices_of(self.source, self.target, self.shapes, rank, max(self.max_bytes // 2, 1), finer, staged)
