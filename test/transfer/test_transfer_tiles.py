@@ -42,6 +42,16 @@ class TransferTilesTest(unittest.TestCase):
         self.assertEqual((tile.target.mesh_shape, tile.target.placements), ((2, 2), (Shard(1), Replicate())))
         self.assertEqual((list(tile.source.ranks), list(tile.target.ranks)), (TRAINER, ENGINE))
 
+    def test_too_many_shards_for_one_call_are_several_tiles(self):
+        """M2N feeds a shard of the target by at most 16 of the source, and a shard of the source feeds at most 64."""
+        many, few = list(range(32)), list(range(32, 36))
+        self.assertEqual(len(tiles(spec((32, 8), many, Shard(0)), spec((32, 8), few, Shard(1))).tiles), 32)
+        self.assertEqual(len(tiles(spec((32, 8), many, Shard(0)), spec((32, 8), few, Shard(0))).tiles), 1)  # 8 feed one.
+        self.assertEqual(len(tiles(spec((32, 8), many, Shard(0)), spec((32, 8), [32], Shard(0))).tiles), 32)
+        wide = list(range(1, 129))
+        self.assertEqual(len(tiles(spec((2, 128), [0], Shard(0)), spec((2, 128), wide, Shard(1))).tiles), 128)
+        self.assertEqual(len(tiles(spec((2, 128), [0], Shard(0)), spec((2, 128), wide[:64], Shard(1))).tiles), 1)
+
     def test_ragged_rows_are_one_tile_per_owner(self):
         source = spec((8, 6), TRAINER, RaggedShard((0,), (3, 0, 0, 5)))
         found = tiles(source, spec((8, 6), [4, 5], Shard(1)))
@@ -49,6 +59,12 @@ class TransferTilesTest(unittest.TestCase):
         self.assertEqual([(list(t.source.ranks), t.target.local_shape) for t in found.tiles], [([0], (3, 3)), ([3], (5, 3))])
         self.assertEqual([t.target.local_offsets for t in found.tiles], [(0, 0), (9, 9)])
         self.assertEqual({t.target.mesh_shape for t in found.tiles}, {(1, 2)})
+        self.assertEqual({t.source.placements for t in found.tiles}, {(Replicate(), Shard(0))})  # Over one rank.
+        self.assertTrue(all(t.source.is_contiguous and t.target.is_contiguous for t in found.tiles))
+        columns = spec((8, 6), [0, 1], Shard(1))
+        self.assertFalse(
+            tiles(columns, spec((8, 6), [4, 5], RaggedShard((0,), (1, 7)))).tiles[0].source.local_strides == (6, 1)
+        )
 
     def test_other_cuts_are_pairs_of_ranks_with_replicas_in_one_tile(self):
         """Uneven target rows; a target whose ranks are not consecutive; a rank of both sides copies."""

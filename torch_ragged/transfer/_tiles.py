@@ -9,7 +9,8 @@
     1       rows 3 to 7          rank 1, (5, 6)              ranks 2, 3 as (1, 2), Shard(1), (5, 3) each
 
 NVIDIA's M2N (nccl-extensions) moves one tensor between two disjoint meshes of consecutive ranks. On each side one mesh
-dimension shards evenly along a tensor dimension, and the other one replicates. A tile is a box of a tensor with two of them.
+dimension shards evenly along a tensor dimension, and the other one replicates. A tile is a box of a tensor with two of them. A
+box that each rank holds whole counts as sharded over one rank, as M2N has it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged.tensor._ownership import Box
+from torch_ragged.tensor._ownership import Box, row_major
 from torch_ragged.transfer._sides import Holder, Side, TensorSide
 
 __all__ = ["Tile", "TileSide", "Tiles", "tiles_of"]
@@ -33,6 +34,9 @@ _MOVED = {
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
 """The dtypes of M2N."""
+
+_MOST_SOURCES, _MOST_TARGETS = 16, 64
+"""So many shards of the source may feed one shard of the target, and so many of the target be fed by one, in M2N 0.1.0."""
 
 
 class _Piece(NamedTuple):
@@ -50,7 +54,7 @@ class TileSide:
     Attributes:
         start_rank: the first rank. The others follow it, in row-major order of ``mesh_shape``.
         mesh_shape: two dimensions.
-        placements: one ``Shard(dim)`` and one ``Replicate()``, or ``Replicate()`` twice.
+        placements: one ``Shard(dim)`` and one ``Replicate()``.
         local_shape: of the part of the tile that each rank holds.
         local_offsets: of the first element in the flat local tensor, one per rank, in elements.
         local_strides: in the flat local tensor, equal on all ranks.
@@ -69,6 +73,18 @@ class TileSide:
     def ranks(self) -> range:
         """The global ranks."""
         return range(self.start_rank, self.start_rank + math.prod(self.mesh_shape))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether each rank's part is one stretch of memory. M2N takes others only as copies."""
+        pairs = zip(self.local_shape, self.local_strides, row_major(self.local_shape))
+        return all(size == 1 or stride == wanted for size, stride, wanted in pairs)
+
+    @property
+    def shards(self) -> tuple[int, int]:
+        """The tensor dimension that is sharded, and over how many ranks."""
+        axis = next(i for i, placement in enumerate(self.placements) if isinstance(placement, Shard))
+        return self.placements[axis].dim, self.mesh_shape[axis]  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -153,7 +169,7 @@ def _tiles_of_tensor(name: str, shape: tuple[int, ...], sources: Sequence[_Piece
     """One tile, or one per source box and regular target, or one per box that a source and a target have in common."""
     whole = Box((0,) * len(shape), shape, 0, (0,) * len(shape))
     before, after = _mesh_of(whole, sources), _mesh_of(whole, targets)
-    if before is not None and after is not None and set(before.ranks).isdisjoint(after.ranks):
+    if before is not None and after is not None and set(before.ranks).isdisjoint(after.ranks) and _fits(shape, before, after):
         yield Tile(name, whole.offsets, whole.sizes, before, after)
         return
     for i, piece in enumerate(sources):
@@ -161,8 +177,9 @@ def _tiles_of_tensor(name: str, shape: tuple[int, ...], sources: Sequence[_Piece
         here = [(_within(each, piece.box), each) for each in targets]
         shared = [_Piece(box, each.ranks, each.key) for box, each in here if box is not None]
         after = _mesh_of(piece.box, shared)
-        if after is not None and set(piece.ranks).isdisjoint(after.ranks):
-            yield Tile(name, piece.box.offsets, piece.box.sizes, _single(piece.box, (sender,), piece.key), after)
+        before = _single(piece.box, (sender,), piece.key)
+        if after is not None and set(piece.ranks).isdisjoint(after.ranks) and _fits(piece.box.sizes, before, after):
+            yield Tile(name, piece.box.offsets, piece.box.sizes, before, after)
             continue
         for box, ranks, key in shared:
             part = _within(piece, box)
@@ -171,6 +188,23 @@ def _tiles_of_tensor(name: str, shape: tuple[int, ...], sources: Sequence[_Piece
                 yield Tile(name, box.offsets, box.sizes, _single(part, (rank,), piece.key), _single(box, (rank,), key))
             for run in _consecutive([rank for rank in ranks if rank not in piece.ranks]):
                 yield Tile(name, box.offsets, box.sizes, _single(part, (sender,), piece.key), _single(box, run, key))
+
+
+def _fits(sizes: Sequence[int], source: TileSide, target: TileSide) -> bool:
+    """Whether no shard shares elements with more shards of the other side than M2N takes."""
+    (dim, sources), (other, targets) = source.shards, target.shards
+    feeding, fed = (
+        (_overlaps(sizes[dim], targets, sources), _overlaps(sizes[dim], sources, targets))
+        if dim == other
+        else (sources, targets)
+    )
+    return feeding <= _MOST_SOURCES and fed <= _MOST_TARGETS
+
+
+def _overlaps(size: int, parts: int, others: int) -> int:
+    """The most of ``others`` even parts of a dimension that one of ``parts`` even parts overlaps."""
+    step, other = size // parts, size // others
+    return max((start + step - 1) // other - start // other + 1 for start in range(0, size, step))
 
 
 def _within(piece: _Piece, box: Box) -> Box | None:
@@ -187,7 +221,7 @@ def _within(piece: _Piece, box: Box) -> Box | None:
 def _single(box: Box, ranks: Sequence[int], key: str | None) -> TileSide:
     """Consecutive ranks that all hold the whole tile."""
     offsets = (box.local_offset,) * len(ranks)
-    return TileSide(ranks[0], (len(ranks), 1), (Replicate(), Replicate()), box.sizes, offsets, box.local_strides, key)
+    return TileSide(ranks[0], (len(ranks), 1), (Replicate(), Shard(0)), box.sizes, offsets, box.local_strides, key)
 
 
 def _consecutive(ranks: Sequence[int]) -> Iterator[list[int]]:
