@@ -86,6 +86,18 @@ class TransferBoxesTest(unittest.TestCase):
         wanted = WHOLE[:, 2 * rank - 2 : 2 * rank] if rank else torch.zeros(6, 2)
         assert torch.equal(given["w"], wanted) and int(given["steps"]) == 7 * (rank == 1)
 
+    @ranks(3)
+    def test_replicas_in_other_layouts_are_read_once():
+        """Ranks 0 and 1 hold all, rank 1 with padding: rank 2 gets each element from one of them."""
+        rank = dist.get_rank()
+        source = {"w": boxed([((0, 0), SHAPE)] if rank < 2 else [], rank, whole=WHOLE)}
+        target = {"w": boxed([((0, 0), SHAPE)] if rank == 2 else [])}
+        plan = transfer.plan(source, target)
+        plan.run(source, target)
+        sent = torch.tensor(plan.last_sent_bytes)
+        dist.all_reduce(sent)
+        assert int(sent) == WHOLE.nbytes and (rank < 2 or torch.equal(target["w"], WHOLE))
+
     @ranks(2)
     def test_a_source_with_any_strides_and_an_engine_as_the_target():
         rank = dist.get_rank()
