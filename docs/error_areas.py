@@ -123,6 +123,8 @@ AREAS: dict[str, tuple[tuple[str, ...], str]] = {
             "tensor._ownership",
             "tensor._units",
             "tensor._owned_boxes",
+            "tensor._global_layout",
+            "tensor._box_tensor",
             "tensor.placement_types",
             "tensor.strided_placement_types",
             "tensor.interleaved_placement_types",

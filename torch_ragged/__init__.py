@@ -6,6 +6,8 @@ register()
 
 from torch_ragged import debug  # noqa: E402
 from torch_ragged._ranks.peers import PeerError  # noqa: E402
+from torch_ragged.tensor._box_tensor import with_layout  # noqa: E402
+from torch_ragged.tensor._global_layout import GlobalLayout  # noqa: E402
 from torch_ragged.tensor._owned_boxes import owned_boxes  # noqa: E402
 from torch_ragged.tensor._ownership import Box  # noqa: E402
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard  # noqa: E402
@@ -14,6 +16,7 @@ from torch_ragged.tensor.strided_placement_types import StridedRaggedShard, fsdp
 
 __all__ = [
     "Box",
+    "GlobalLayout",
     "InterleavedShard",
     "PeerError",
     "RaggedShard",
@@ -22,5 +25,6 @@ __all__ = [
     "fsdp_placement",
     "owned_boxes",
     "registration_report",
+    "with_layout",
 ]
 __version__ = "0.1.0"

@@ -108,7 +108,13 @@ SERIES = (
     ),
     Step(
         "0005-ragged-shard-checkpoint",
-        ("tensor/_checkpoint.py", "tensor/_hf_storage.py"),
+        (
+            "tensor/_checkpoint.py",
+            "tensor/_hf_storage.py",
+            "tensor/_owned_boxes.py",
+            "tensor/_global_layout.py",
+            "tensor/_box_tensor.py",
+        ),
         ("checkpoint/test_checkpoint.py",),
     ),
     Step(

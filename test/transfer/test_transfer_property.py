@@ -8,13 +8,14 @@ import unittest
 import pytest
 import torch
 from oracle import SIZES, local_of, random_placement
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial, Replicate, Shard
 
-from torch_ragged import StridedRaggedShard
+from torch_ragged import GlobalLayout, StridedRaggedShard
 from torch_ragged.tensor.placement_types import normalize_placements
-from torch_ragged.transfer import Spec
+from torch_ragged.transfer import BoxSpec, Spec
 from torch_ragged.transfer._rounds import rounds_of, slices_of
 from torch_ragged.transfer._sides import TensorSide
+from torch_ragged.transfer._tiles import tiles_of
 
 WORLD = 8
 MESHES = ((1,), (2,), (3,), (4,), (5,), (6,), (8,), (2, 2), (2, 3), (2, 4), (4, 2), (2, 2, 2), (1, 4))
@@ -36,22 +37,67 @@ def random_spec(rng, shape, partial=False):
             continue
 
 
+def random_boxes(rng, shape):
+    """Boxes that cover the tensor, on random ranks, some of which are replicas. Local tensors have padding, or none."""
+    regions = [((0,) * len(shape), shape)]
+    for _ in range(rng.randint(0, 6) if shape else 0):
+        i, dim = rng.randrange(len(regions)), rng.randrange(len(shape))
+        offsets, sizes = regions[i]
+        if sizes[dim] > 1:
+            at = rng.randint(1, sizes[dim] - 1)
+            moved = tuple(o + at * (d == dim) for d, o in enumerate(offsets))
+            low, high = (tuple(n if d == dim else size for d, size in enumerate(sizes)) for n in (at, sizes[dim] - at))
+            regions[i : i + 1] = [(offsets, low), (moved, high)]
+    rng.shuffle(regions)
+    ranks = rng.sample(range(WORLD), rng.randint(1, WORLD))
+    held = {rank: [] for rank in ranks}
+    for region in regions if math.prod(shape) else ():
+        held[rng.choice(ranks)].append(region)
+    for rank in set(range(WORLD)) - set(ranks):
+        if rng.random() < 0.3:
+            held[rank] = rng.sample(of := held[rng.choice(ranks)], len(of))  # A replica, perhaps in another order.
+    specs = []
+    for rank, own in held.items():
+        flat, end, at = rng.random() < 0.3, rng.choice((0, 0, 1)), []
+        for _, sizes in own:
+            at.append((end,) if flat else (end, *(0,) * (len(shape) - 1)) if shape else ())
+            end += math.prod(sizes) if flat or not shape else sizes[0]
+            end += rng.choice((0, 0, 2))
+        layout = GlobalLayout(shape, tuple(o for o, _ in own), tuple(at), tuple(n for _, n in own))
+        local_shape = (end,) if flat else (end, *shape[1:]) if shape else layout.local_shape
+        specs.append(BoxSpec.of_local(torch.empty(local_shape), layout, rank))
+    spec = BoxSpec(shape, torch.float32, tuple(sorted(held for spec in specs for held in spec.held)))
+    assert spec.problem() is None
+    return spec
+
+
 def random_case(rng):
     """Some tensors whose source and target lie anywhere."""
     pairs = {}
     for i in range(rng.choice((1, 1, 2, 3))):
         shape = tuple(0 if rng.random() < 0.03 else rng.choice(SIZES) for _ in range(rng.choice((0, 1, 2, 2, 3, 3))))
-        pairs[f"t{i}"] = (random_spec(rng, shape, rng.random() < 0.3), random_spec(rng, shape))
+        source, target = random_spec(rng, shape, rng.random() < 0.3), random_spec(rng, shape)
+        source = random_boxes(rng, shape).as_source() if rng.random() < 0.25 else source
+        pairs[f"t{i}"] = (source, random_boxes(rng, shape) if rng.random() < 0.25 else target)
     return pairs
 
 
 def locals_of(spec, full):
     """The flat local tensor of each rank of a mesh."""
     result = {}
-    for index, rank in enumerate(spec.mesh.ranks):
+    for rank, local_shape, boxes in spec.held if isinstance(spec, BoxSpec) else ():
+        result[rank] = torch.full((math.prod(local_shape),), -1)
+        for box in boxes:
+            held = full[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+            result[rank].as_strided(box.sizes, box.local_strides, box.local_offset).copy_(held)
+    for index, rank in enumerate(() if isinstance(spec, BoxSpec) else spec.mesh.ranks):
         coordinate = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), spec.mesh.shape))
         result[rank] = local_of(full, spec.mesh.shape, spec.placements, coordinate).reshape(-1).clone()
     return result
+
+
+def slices(starts, sizes):
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def view(flat, part):
@@ -149,6 +195,8 @@ def check_stretches(slice_, rank, is_staged, spec):
 
 def groups_of(spec):
     """The ranks of ``spec`` that reduce with each other."""
+    if isinstance(spec, BoxSpec):
+        return [[each.rank] for each in spec.held]
     table = torch.tensor(spec.mesh.ranks).view(spec.mesh.shape)
     pending = [i for i, p in enumerate(spec.placements) if isinstance(p, Partial)]
     others = [i for i in range(table.ndim) if i not in pending]
@@ -174,16 +222,59 @@ def check(seed):
         gains = 0
         for name in pairs:
             have, want = (set(side[name].get(rank, torch.empty(0)).tolist()) for side in (before, wanted))
-            gains += len(want - have)
+            gains += len(want - have - {-1})  # -1: padding.
         assert simulation.received[rank] == gains, (
             f"seed {seed}: rank {rank} received {simulation.received[rank]}, gains {gains}"
         )
+
+
+def parts_of(side, tile):
+    """Each rank of a side of a tile, the box of the tensor that it holds, and the view of its flat local tensor."""
+    (one, other), shards = side.mesh_shape, [p for p in side.placements if isinstance(p, Shard)]
+    assert len(shards) <= 1 and len(side.local_offsets) == one * other == len(side.ranks)
+    for i, rank in enumerate(side.ranks):
+        starts, sizes = list(tile.offsets), list(tile.sizes)
+        if shards:
+            dim, index = shards[0].dim, i // other if side.placements[0] == shards[0] else i % other
+            sizes[dim] = side.local_shape[dim]
+            starts[dim] += index * sizes[dim]
+            assert sizes[dim] * (one if side.placements[0] == shards[0] else other) == tile.sizes[dim]
+        assert tuple(sizes) == side.local_shape
+        yield rank, slices(starts, sizes), (tuple(sizes), side.local_strides, side.local_offsets[i])
+
+
+def check_tiles(seed):
+    """Regular tiles write each element of each rank's target once, and say which tensors have none."""
+    rng = random.Random(seed)
+    pairs = random_case(rng)
+    sides = [TensorSide({name: pair[i] for name, pair in pairs.items()}) for i in (0, 1)]
+    found = tiles_of(*sides, {name: pair[0].shape for name, pair in pairs.items()}, 2)
+    for name, (source, target) in pairs.items():
+        assert (name in found.refused) == (source.has_partial or len(source.shape) not in (1, 2)), (seed, pairs[name])
+        whole = torch.arange(math.prod(source.shape)).view(source.shape)
+        before, wanted = locals_of(source, whole), locals_of(target, whole)
+        after = {rank: torch.full_like(t, -1) for rank, t in wanted.items()}
+        for tile in (tile for tile in found.tiles if tile.name == name):
+            assert tile.is_local or set(tile.source.ranks).isdisjoint(tile.target.ranks)
+            box = whole.new_full(source.shape, -2)
+            for rank, where, view_of in parts_of(tile.source, tile):
+                box[where] = before[rank].as_strided(*view_of)
+            for rank, where, view_of in parts_of(tile.target, tile):
+                assert (after[rank].as_strided(*view_of) == -1).all(), (seed, "written twice")
+                after[rank].as_strided(*view_of).copy_(box[where])
+        if name not in found.refused:
+            for rank, tensor in wanted.items():
+                assert torch.equal(after[rank], tensor), (seed, name, rank, pairs[name])
 
 
 class TransferPropertyTest(unittest.TestCase):
     def test_random_plans_move_each_gained_element_once(self):
         for seed in range(300):
             check(seed)
+
+    def test_random_plans_are_regular_tiles(self):
+        for seed in range(300):
+            check_tiles(seed)
 
     @pytest.mark.slow
     def test_five_thousand_random_plans_move_each_gained_element_once(self):

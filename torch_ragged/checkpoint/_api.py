@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch_ragged.checkpoint._data import ObjectPlanner
 from torch_ragged.checkpoint._errors import CheckpointError, agree, gather, raise_on_all
 from torch_ragged.checkpoint._folder import folder_of, refuse_other_folders, resolve
+from torch_ragged.checkpoint._layouts import boxes_of, plain, refuse_gaps, relaid
 from torch_ragged.checkpoint._manifest import Manifest
 from torch_ragged.checkpoint._matching import CheckingPlanner
 from torch_ragged.checkpoint._reader import CheckpointReader
@@ -150,7 +151,7 @@ def async_save(
     _being_written.add(_key(folder))
     try:
         # Staged here and not by DCP: if staging failed inside dcp.async_save on one rank, the other ranks would hang.
-        staged: Any = agree(lambda: stager.stage(tensors), what, process_group)
+        staged: Any = agree(lambda: relaid(stager.stage(plain(tensors)), tensors), what, process_group)
         with _quiet():
             future: Any = dcp.async_save(
                 staged,
@@ -243,7 +244,12 @@ def load(
     spread = spread and dist.is_initialized() and process_group is None
     planner = CheckingPlanner(reader.manifest, spread=spread, trust=trust)
     try:  # Compare with the model first: reading all bytes of a checkpoint of another model would waste minutes.
-        agree(lambda: planner.set_up_planner(request.prepare(metadata), metadata), what, process_group)
+
+        def compare() -> dict[str, Any]:
+            planner.set_up_planner(request.prepare(metadata), metadata)
+            return boxes_of(request.tensors)
+
+        refuse_gaps(gather(compare, what, process_group), what)
         _fill(request, reader, planner, what)
     except BaseException:
         request.forget()
@@ -306,7 +312,14 @@ def _prepare(path: Path, state: TrainState, group: dist.ProcessGroup | None) -> 
     what, rank = f"saving to {path}", _rank_of(group)
     refuse_other_folders(gather(lambda: _check_save(path, state), what, group, own=_REFUSED), what)
     steps = sum(map(_steps_of, state.optimizers))  # Before the states are taken: DCP may make them by a step.
-    contents = agree(lambda: Contents(state, rank), what, group)
+    collected: list[Contents] = []
+
+    def collect() -> dict[str, Any]:
+        collected.append(Contents(state, rank))
+        return boxes_of(collected[0].state_dict)
+
+    refuse_gaps(gather(collect, what, group), what)
+    contents = collected[0]
     refuse_different(contents.shared, what, group)
     folder = folder_of(path, state.step)
     agree(lambda: _refuse_busy(folder), f"saving {folder}", group)

@@ -27,6 +27,7 @@ import torch_ragged
 from torch_ragged.checkpoint import _disk
 from torch_ragged.checkpoint._errors import CheckpointError
 from torch_ragged.checkpoint._files import FileRecord
+from torch_ragged.tensor._global_layout import layout_of
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
 from torch_ragged.tensor.placement_types import RaggedShard
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
@@ -278,7 +279,8 @@ def describe(tensor: torch.Tensor) -> TensorRecord:
     """The record of a tensor. No communication."""
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     if not isinstance(tensor, DTensor):
-        return TensorRecord(shape, dtype)
+        layout = layout_of(tensor)
+        return TensorRecord(shape if layout is None else layout.global_shape, dtype)
     return TensorRecord(shape, dtype, tuple(map(_placement_text, tensor.placements)), *_mesh(tensor.device_mesh))
 
 

@@ -28,13 +28,20 @@ from torch.distributed.tensor import DTensor
 
 from torch_ragged.checkpoint._data import load_object
 from torch_ragged.checkpoint._errors import CheckpointError
+from torch_ragged.checkpoint._layouts import (
+    layouts_of_model,
+    name_in_checkpoint,
+    optimizer_with_layouts,
+    plain,
+    tensors_with_layouts,
+)
 from torch_ragged.checkpoint._manifest import Manifest
 from torch_ragged.checkpoint._rng import DEFAULT, rng_request, rng_states, set_rng
 from torch_ragged.checkpoint._same import bytes_of
+from torch_ragged.tensor._box_tensor import BoxTensor
 
 __all__ = ["Contents", "Redistribute", "Request", "TrainState", "has_lost"]
 
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # Parts of names, which DCP leaves out.
 Redistribute = Mapping[str, Callable[[list[Any]], Any] | None]  # See :func:`load`.
 
 
@@ -60,6 +67,10 @@ class TrainState:
             ``load_state_dict``, or picklable values. The names are equal on all ranks. Each rank loads what the same rank
             saved, with tensors on the CPU. If the number of ranks differs, :func:`load` needs ``redistribute``. Saved names
             that are not in ``per_rank`` are not loaded.
+        layouts: for a model whose parameters are plain local tensors, as those of FlexShard: what this rank holds of each, by
+            the names of parameters and buffers: a :class:`~torch_ragged.GlobalLayout`, or an object with its four fields.
+            States of the optimizer that have the parameter's shape lie like it. Tensors that carry the four fields, in the
+            model or in ``extra``, need no entry.
     """
 
     model: nn.Module
@@ -71,6 +82,7 @@ class TrainState:
     rng: Mapping[str, torch.Generator] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, Any] = field(default_factory=dict)
+    layouts: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         """Check the types and values of all fields.
@@ -101,6 +113,8 @@ class TrainState:
         for field_name, held in (("extra", self.extra), ("per_rank", self.per_rank)):
             if not isinstance(held, dict) or not all(isinstance(name, str) for name in held):
                 raise TypeError(f"TrainState.{field_name} must be a dict whose keys are str, got {reprlib.repr(held)}")
+        if not isinstance(self.layouts, Mapping) or not all(isinstance(name, str) for name in self.layouts):
+            raise TypeError(f"TrainState.layouts must map names of parameters to layouts, got {reprlib.repr(self.layouts)}")
         try:
             same = json.loads(json.dumps(self.data_position))
         except (TypeError, ValueError) as error:
@@ -154,19 +168,23 @@ class Contents:
         self.shared = {
             **{name: getattr(state, name) for name in ("step", "consumed_tokens", "data_position")},
             **objects,
-            **{f"extra.{name}": value for name, value in _tensors_of(state).items() if not isinstance(value, DTensor)},
+            **{
+                f"extra.{name}": value
+                for name, value in _tensors_of(state).items()
+                if not isinstance(value, (DTensor, BoxTensor))
+            },
             "the list of objects": self.names,
             "the list of generators in rng": sorted(state.rng),
         }
         self.state_dict: dict[str, Any] = {
-            "model": get_model_state_dict(state.model),
+            "model": _model_state(state),
             "extra": _tensors_of(state),
             "objects": _pickled(objects, ", ".join(objects)),
             "per_rank": {str(rank): own},
             "rng": {str(rank): self.rng},
         }
         if state.optimizers:
-            self.state_dict["optimizer"] = _optimizer_state(state)
+            self.state_dict["optimizer"] = optimizer_with_layouts(_optimizer_state(state), self.state_dict["model"])
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
@@ -174,9 +192,9 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
     first: dict[nn.Parameter, str] = {}
     tied = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        parts = ["model", *(part for part in name.split(".") if part not in _WRAPPERS)]
-        if first.setdefault(param, ".".join(parts)) != ".".join(parts):
-            tied[".".join(parts)] = first[param]
+        saved = f"model.{name_in_checkpoint(name)}"
+        if first.setdefault(param, saved) != saved:
+            tied[saved] = first[param]
     return tied
 
 
@@ -193,7 +211,12 @@ def _value_of(value: Any, name: str) -> Any:
 
 
 def _tensors_of(state: TrainState) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in state.extra.items() if isinstance(value, torch.Tensor)}
+    return tensors_with_layouts({name: value for name, value in state.extra.items() if isinstance(value, torch.Tensor)}, {})
+
+
+def _model_state(state: TrainState) -> dict[str, Any]:
+    """The model's state dict; its plain local tensors have their layouts."""
+    return tensors_with_layouts(get_model_state_dict(state.model), layouts_of_model(state.model, state.layouts))
 
 
 def _pickled(value: Any, name: str) -> torch.Tensor:
@@ -325,11 +348,11 @@ class Request:
             "per_rank": own,
             "rng": rng_request(state.rng, self.manifest, metadata, self.rank),
         }
-        self.tensors: dict[str, Any] = {"model": get_model_state_dict(state.model), "extra": _tensors_of(state)}
+        self.tensors: dict[str, Any] = {"model": _model_state(state), "extra": _tensors_of(state)}
         for optimizer in self._lost:  # It has no states to fill. Now it is loaded as if it had never stepped.
             optimizer.state.clear()
         if state.optimizers:
-            self.tensors["optimizer"] = self._optimizer_state()
+            self.tensors["optimizer"] = optimizer_with_layouts(self._optimizer_state(), self.tensors["model"])
         return self.tensors
 
     def _sources(self, name: str) -> list[int]:
@@ -390,10 +413,10 @@ class Request:
     def apply(self) -> None:
         """Set the model, the optimizers, the scheduler, ``extra``, ``per_rank`` and the generators to the loaded values."""
         state, manifest = self.state, self.manifest
-        set_model_state_dict(state.model, self.tensors["model"])
+        set_model_state_dict(state.model, plain(self.tensors["model"]))
         if state.optimizers:
             options = StateDictOptions(strict=False)  # A parameter without a saved state gets none.
-            set_optimizer_state_dict(state.model, state.optimizers, self.tensors["optimizer"], options=options)
+            set_optimizer_state_dict(state.model, state.optimizers, plain(self.tensors["optimizer"]), options=options)
         if state.scheduler is not None:
             with _named("scheduler.load_state_dict"):
                 state.scheduler.load_state_dict(self._values["scheduler"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
@@ -24,7 +25,16 @@ from torch_ragged.tensor._ownership import has_single_boxes, owned, row_major
 from torch_ragged.tensor._placement_extension import PlacementExtension
 from torch_ragged.tensor._redistribute import REDUCTIONS, broadcast_local, redistribute_local
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
-from torch_ragged.tensor.placement_types import _Ragged, cuts_of, has_ragged, normalize_placements, whole_shape
+from torch_ragged.tensor.placement_types import (
+    _Ragged,
+    block_local_shape,
+    cuts_of,
+    has_ragged,
+    is_block_shard,
+    normalize_placements,
+    whole_shape,
+    with_blocks_ragged,
+)
 
 __all__ = ["RaggedExtension", "ragged_extension", "spec_of"]
 
@@ -122,6 +132,7 @@ class RaggedExtension(PlacementExtension):
                 f"cannot redistribute a DTensor on a mesh of {given[0]} to a mesh of {given[1]}: use the tensor's own mesh"
             )
         normalized = normalize_placements(tuple(placements), tensor.shape, own.shape)
+        normalized = tuple(given if is_block_shard(given) else found for given, found in zip(placements, normalized))
         return _RaggedRedistribute.apply(tensor, normalized, *_options(**options))
 
     def redistribute_local_tensor(
@@ -133,6 +144,10 @@ class RaggedExtension(PlacementExtension):
         if mesh.get_coordinate() is None or (old == new and shape == target.shape):
             return local
         with _recorded(local, old, new, is_explicit):
+            mesh_shape = tuple(mesh.shape)
+            if any(map(is_block_shard, old)):  # Its local tensor is a matrix of the elements that a flat one has.
+                local, old = local.reshape(-1), with_blocks_ragged(old, shape, mesh_shape)
+            given, new = new, with_blocks_ragged(new, shape, mesh_shape)
             if shape != target.shape:
                 return broadcast_local(local, mesh, target.shape, new)
             view = next((p for p in (*old, *new) if isinstance(p, _Ragged) and p.redistribute_view is not None), None)
@@ -143,6 +158,9 @@ class RaggedExtension(PlacementExtension):
                     local, old = _reduced(local, mesh, dim, placement), (*old[:dim], Replicate(), *old[dim + 1 :])
             is_async = async_op and not _are_we_tracing()
             pending = redistribute_local(local, mesh, shape, old, new, is_async)
+            rows = block_local_shape(given, shape, math.prod(pending.local_shape))
+            if rows is not None:
+                pending.local_shape = rows
             return async_local(pending) if is_async and pending.in_flight else pending.wait()
 
     def to_local_gradient(

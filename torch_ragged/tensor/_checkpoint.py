@@ -8,6 +8,7 @@ writes from it and reads into it. The view is contiguous, except if the tensor a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -19,7 +20,7 @@ from torch_ragged.tensor._ownership import Box, owned, row_major
 from torch_ragged.tensor._placement_extension import CheckpointExtension
 from torch_ragged.tensor.placement_types import cuts_of
 
-__all__ = ["RaggedCheckpoint", "chunk_boxes", "own_storage"]
+__all__ = ["RaggedCheckpoint", "chunk_boxes", "chunks_of", "own_storage", "shard_at", "write_items_of"]
 
 
 def chunk_boxes(tensor: DTensor) -> tuple[Box, ...]:
@@ -43,20 +44,10 @@ class RaggedCheckpoint(CheckpointExtension):
     """DCP's protocol for ragged DTensors: one chunk per box, each a view of the local tensor."""
 
     def create_chunk_list(self, tensor: DTensor) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in chunk_boxes(tensor)]
+        return chunks_of(chunk_boxes(tensor))
 
     def create_write_items(self, fqn: str, tensor: DTensor) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(tensor.detach().to_local())
-        if hasattr(properties, "strides"):  # Since torch 2.15. Those of a flat local tensor mean nothing here.
-            properties.strides = None
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
-            )
-            for chunk in self.create_chunk_list(tensor)
-        ]
+        return write_items_of(fqn, chunk_boxes(tensor), tensor.detach().to_local(), tensor.size())
 
     def get_tensor_shard(self, tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
         """The view of the local tensor for the chunk ``index``.
@@ -64,11 +55,7 @@ class RaggedCheckpoint(CheckpointExtension):
         Raises:
             ValueError: this rank holds no box at ``index.offset``.
         """
-        local = tensor.detach().to_local()
-        for box in chunk_boxes(tensor):
-            if index.offset is None or tuple(index.offset) == box.offsets:
-                return own_storage(_view(local, box))
-        raise ValueError(f"{index.fqn}: this rank holds no chunk at offset {index.offset} of {tuple(tensor.shape)}")
+        return shard_at(index, chunk_boxes(tensor), tensor.detach().to_local(), tensor.shape)
 
     def from_full(self, tensor: DTensor, full: torch.Tensor, device: torch.device) -> DTensor:
         if tensor.is_meta:
@@ -78,6 +65,38 @@ class RaggedCheckpoint(CheckpointExtension):
             part = full[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))]
             _view(local, box).copy_(part)
         return tensor
+
+
+def chunks_of(boxes: Sequence[Box]) -> list[ChunkStorageMetadata]:
+    """DCP's chunk of each box."""
+    return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+
+
+def write_items_of(fqn: str, boxes: Sequence[Box], local: torch.Tensor, size: torch.Size) -> list[WriteItem]:
+    """DCP's write item of each box of a tensor of global ``size``. ``local`` is the local tensor without gradients."""
+    properties = TensorProperties.create_from_tensor(local)
+    if hasattr(properties, "strides"):  # Since torch 2.15. Those of a local tensor mean nothing for the whole one.
+        properties.strides = None
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+        )
+        for chunk in chunks_of(boxes)
+    ]
+
+
+def shard_at(index: MetadataIndex, boxes: Sequence[Box], local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The view of ``local`` for the box at ``index.offset``; of the first box if there is no offset.
+
+    Raises:
+        ValueError: no box is there.
+    """
+    for box in boxes:
+        if index.offset is None or tuple(index.offset) == box.offsets:
+            return own_storage(_view(local, box))
+    raise ValueError(f"{index.fqn}: this rank holds no chunk at offset {index.offset} of {tuple(shape)}")
 
 
 def _view(local: torch.Tensor, box: Box) -> torch.Tensor:

@@ -8,10 +8,10 @@ from typing import Optional, Union
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged.tensor._ownership import Box, owned
+from torch_ragged.tensor._ownership import Box, Owned, owned
 from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
 
-__all__ = ["owned_boxes"]
+__all__ = ["owned_boxes", "owned_part"]
 
 
 def owned_boxes(
@@ -47,6 +47,17 @@ def owned_boxes(
         TypeError: some, but not all, arguments of the second form are given.
         ValueError: the placements have no meaning together, or the coordinate is not in the mesh.
     """
+    part = owned_part(tensor, mesh_shape, placements, coordinate)
+    return () if part is None else tuple(box for box in part.boxes if box.numel)
+
+
+def owned_part(
+    tensor: Union[DTensor, Sequence[int]],
+    mesh_shape: Optional[Sequence[int]] = None,
+    placements: Optional[Sequence[Placement]] = None,
+    coordinate: Optional[Sequence[int]] = None,
+) -> Optional[Owned]:
+    """As :func:`owned_boxes`, with the shape of the local tensor; None if the rank is not in the mesh."""
     rest = (mesh_shape, placements, coordinate)
     if isinstance(tensor, DTensor):
         if any(each is not None for each in rest):
@@ -54,7 +65,7 @@ def owned_boxes(
         mesh_shape, placements = tuple(tensor.device_mesh.shape), tensor.placements
         coordinate, shape = tensor.device_mesh.get_coordinate(), tuple(tensor.shape)
         if coordinate is None:
-            return ()
+            return None
     else:
         shape = tuple(tensor)
     if mesh_shape is None or placements is None or coordinate is None:
@@ -63,4 +74,4 @@ def owned_boxes(
     if len(coordinate) != len(mesh_shape) or any(not 0 <= i < size for i, size in zip(coordinate, mesh_shape)):
         raise ValueError(f"owned_boxes: the coordinate {coordinate} is not in a mesh of shape {mesh_shape}")
     cuts = cuts_of(normalize_placements(tuple(placements), shape, mesh_shape))
-    return tuple(box for box in owned(shape, mesh_shape, cuts, coordinate).boxes if box.numel)
+    return owned(shape, mesh_shape, cuts, coordinate)

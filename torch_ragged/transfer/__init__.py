@@ -3,7 +3,9 @@
 ==================  ==============================================================================
 ``plan()``          how tensors get from some ranks and placements to any others; ``Plan.run()``
 ``EngineLayout``    what an inference engine holds, as the target of a plan
-``Spec``            what a plan must know of a tensor
+``Spec``            what a plan must know of a tensor on a mesh
+``BoxSpec``         the same of a tensor that ranks hold as boxes
+``Plan.tiles()``    the plan as regular tiles, for many-to-many collectives: ``Tiles``, ``Tile``, ``TileSide``
 ``stream()``        the whole tensors of a sharded model one after another, in bounded memory
 ``visualize()``     who sends how many bytes to whom
 ==================  ==============================================================================
@@ -15,8 +17,22 @@ from torch_ragged.transfer._background import Handle
 from torch_ragged.transfer._engine_layout import EngineLayout
 from torch_ragged.transfer._errors import TransferError
 from torch_ragged.transfer._plan import Plan, plan
-from torch_ragged.transfer._sides import Spec
+from torch_ragged.transfer._sides import BoxSpec, Spec
 from torch_ragged.transfer._stream import stream
+from torch_ragged.transfer._tiles import Tile, Tiles, TileSide
 from torch_ragged.transfer._visualize import visualize
 
-__all__ = ["EngineLayout", "Handle", "Plan", "Spec", "TransferError", "plan", "stream", "visualize"]
+__all__ = [
+    "BoxSpec",
+    "EngineLayout",
+    "Handle",
+    "Plan",
+    "Spec",
+    "Tile",
+    "TileSide",
+    "Tiles",
+    "TransferError",
+    "plan",
+    "stream",
+    "visualize",
+]

@@ -12,13 +12,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from torch_ragged._register._torch import local_tensor, waited
+from torch_ragged.tensor._box_tensor import BoxTensor
+from torch_ragged.tensor._global_layout import layout_of
 from torch_ragged.tensor._ownership import owned
 from torch_ragged.tensor.placement_types import cuts_of
 from torch_ragged.transfer._engine_layout import EngineLayout, EngineSide
-from torch_ragged.transfer._sides import RelocatedSide, Side, Spec, TensorSide, merged_specs, named_values, specs_of
+from torch_ragged.transfer._sides import (
+    BoxSpec,
+    RelocatedSide,
+    Side,
+    Spec,
+    TensorSide,
+    merged_specs,
+    named_values,
+    specs_of,
+)
 from torch_ragged.transfer._staging import Staged, check_reductions, reductions_of
 
-__all__ = ["check_memory", "checked_shapes", "completed", "local_tensors", "side_of"]
+__all__ = ["check_memory", "checked_shapes", "completed", "local_tensors", "read_once", "side_of"]
 
 Readable = Union[torch.Tensor, Staged]
 """A flat local tensor, or a source that cannot be read in place."""
@@ -36,6 +47,8 @@ def side_of(given: object, name: str) -> Side | None:
         return EngineSide(given)
     side = TensorSide(specs_of(given, name))
     for key, spec in side.specs.items():
+        if isinstance(spec, BoxSpec):
+            continue
         if name == "target" and spec.has_partial:
             raise ValueError(f"plan(target=): {key} has placements {spec.placements}: a target cannot be Partial")
         check_reductions(f"plan({name}=): {key}", spec.dtype, spec.placements)
@@ -103,10 +116,15 @@ def checked_shapes(source: Side, target: Side, ranks: Sequence[int], strict: boo
     """The shape of each tensor of the plan, in the order of the source.
 
     Raises:
-        ValueError: names or shapes differ, or a rank is not among ``ranks``.
+        ValueError: names or shapes differ, a rank is not among ``ranks``, or the boxes of all ranks are not one whole tensor.
         TypeError: a dtype cannot be cast.
     """
     assert isinstance(source, TensorSide)
+    for side, which in ((source, "source"), (target, "target")):
+        for name, spec in side.specs.items() if isinstance(side, TensorSide) else ():
+            problem = spec.problem() if isinstance(spec, BoxSpec) else None
+            if problem is not None:
+                raise ValueError(f"plan({which}=): {name} of shape {spec.shape}: {problem}")
     missing = [name for name in target.names if name not in source.specs]
     if missing:
         raise ValueError(f"plan(): the target has {_some(missing)}, which the source does not have")
@@ -137,6 +155,13 @@ def checked_shapes(source: Side, target: Side, ranks: Sequence[int], strict: boo
     return shapes
 
 
+def read_once(source: Side) -> Side:
+    """The source, in which each element that ranks hold as boxes is read in one layout."""
+    if type(source) is not TensorSide or not any(isinstance(spec, BoxSpec) for spec in source.specs.values()):
+        return source
+    return TensorSide({name: s.as_source() if isinstance(s, BoxSpec) else s for name, s in source.specs.items()})
+
+
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
 
@@ -155,22 +180,43 @@ def local_tensors(given: object, side: Side, which: str) -> dict[str, Readable]:
         return {key: _flat(value, f"run({which}=): {key}", is_written=False) for key, value in pairs.items()}
     rank, found = dist.get_rank(), {}
     for name, spec in side.specs.items():
-        if rank not in spec.mesh.ranks:
+        if rank not in spec.ranks:
             continue
         if name not in pairs:
             raise ValueError(f"run({which}=): {name} is missing, of which this rank {rank} is planned to hold a part")
         value = pairs[name]
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"run({which}=): {name} is {type(value).__name__}, expected a tensor")
+        what = f"run({which}=): {name}"
+        if isinstance(spec, BoxSpec):
+            found[name] = _flat_boxes(value, spec, rank, what, is_written=which == "target")
+            continue
         now = Spec.of(value) if isinstance(value, DTensor) else _replicated(value, spec)
         if not spec.describes(now):
-            raise ValueError(f"run({which}=): {name} has {now}, and was planned with {spec}: make a new plan")
-        found[name] = _flat_of(value, spec, f"run({which}=): {name}", is_written=which == "target")
+            raise ValueError(f"{what} has {now}, and was planned with {spec}: make a new plan")
+        found[name] = _flat_of(value, spec, what, is_written=which == "target")
     return found
 
 
 def _replicated(value: torch.Tensor, spec: Spec) -> Spec:
     return Spec(tuple(value.shape), value.dtype, spec.mesh, [Replicate()] * len(spec.mesh.shape))
+
+
+def _flat_boxes(value: torch.Tensor, spec: BoxSpec, rank: int, what: str, is_written: bool) -> Readable:
+    """The flat local tensor of a tensor that ranks hold as boxes. It may come with its layout, or without."""
+    held = spec.of_rank(rank)
+    assert held is not None
+    if isinstance(value, DTensor):
+        raise TypeError(f"{what} is a DTensor, and was planned as boxes: give the local tensor")
+    layout = layout_of(value)
+    boxes = held.boxes if layout is None else layout.boxes(value.shape)
+    if (tuple(value.shape), value.dtype, boxes) != (held.local_shape, spec.dtype, held.boxes):
+        with_boxes = "" if boxes == held.boxes else ", with other boxes"
+        raise ValueError(
+            f"{what} has a local tensor of shape {tuple(value.shape)} and {value.dtype}{with_boxes}, and was planned with "
+            f"{held.local_shape} and {spec.dtype}: make a new plan"
+        )
+    return _flat(value, what, is_written)
 
 
 def _engine_tensors(pairs: Mapping[str, torch.Tensor], side: EngineSide) -> Iterator[tuple[str, Readable]]:
@@ -208,7 +254,7 @@ def _flat_of(value: torch.Tensor, spec: Spec, what: str, is_written: bool) -> Re
 
 
 def _flat(local: torch.Tensor, what: str, is_written: bool) -> Readable:
-    if type(local) not in (torch.Tensor, nn.Parameter):
+    if type(local) not in (torch.Tensor, nn.Parameter, BoxTensor):
         raise TypeError(f"{what} has a local tensor of type {type(local).__name__}: expected plain tensors")
     if local.is_meta:
         raise ValueError(f"{what} is on the meta device: it has no memory")

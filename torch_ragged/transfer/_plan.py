@@ -15,18 +15,19 @@ from torch_ragged._ranks.agreement import agree
 from torch_ragged._ranks.groups import device_of_messages, group_of, timeout_of
 from torch_ragged.transfer._background import Handle, in_background, in_turn
 from torch_ragged.transfer._changes import DELTAS, Delta
-from torch_ragged.transfer._check import Readable, check_memory, checked_shapes, completed, local_tensors, side_of
+from torch_ragged.transfer._check import Readable, check_memory, checked_shapes, completed, local_tensors, read_once, side_of
 from torch_ragged.transfer._engine_layout import EngineLayout
 from torch_ragged.transfer._execution import Execution
 from torch_ragged.transfer._rounds import Slice, rounds_of, slices_of
-from torch_ragged.transfer._sides import RelocatedSide, Side, Spec, TensorSide
+from torch_ragged.transfer._sides import AnySpec, RelocatedSide, Side, TensorSide
 from torch_ragged.transfer._staging import Staged
+from torch_ragged.transfer._tiles import Tiles, tiles_of
 from torch_ragged.transfer._watch import Watch, end_messages
 
 __all__ = ["Plan", "plan"]
 
 Tensors = Union[nn.Module, Mapping[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
-Described = Union[nn.Module, Mapping[str, Union[torch.Tensor, Spec]], Iterable[tuple[str, Union[torch.Tensor, Spec]]]]
+Described = Union[nn.Module, Mapping[str, Union[torch.Tensor, AnySpec]], Iterable[tuple[str, Union[torch.Tensor, AnySpec]]]]
 
 _counts = {"plans": 0, "failures": 0}
 """Of this process. After a failure, collectives may still be in flight on its group: later plans use a new group."""
@@ -53,8 +54,10 @@ def plan(
     Args:
         source: a module, whose ``state_dict()`` is taken; a mapping of names to DTensors or specs; or pairs of them, such as
             ``model.named_parameters()``. Meshes may exclude this rank. A tensor may lie on another mesh on other ranks, without
-            common ranks, as under tensor parallelism: each mesh has all of it. A Partial is reduced when the plan runs. Plain
-            tensors count as replicated on all ranks of the DTensors. Extra states of modules are left out.
+            common ranks, as under tensor parallelism: each mesh has all of it. A Partial is reduced when the plan runs. A plain
+            local tensor may carry its layout (:func:`~torch_ragged.with_layout`): then each rank gives its own boxes, which
+            are joined. Other plain tensors count as replicated on all ranks of the DTensors, or, if there are none, on all
+            ranks that give them. Extra states of modules are left out.
         target: the same, without Partial; or an :class:`EngineLayout`. A dtype may differ from the source's: a cast to fewer
             bytes is made before elements travel, others after.
         max_bytes: the most bytes of buffers on one rank while the plan runs, copies of sources that are not contiguous or
@@ -65,7 +68,8 @@ def plan(
 
     Raises:
         ValueError: names or shapes differ; no rank gives a side; ranks give different sides; a rank of a mesh is not in the
-            group; ``max_bytes`` is too small; a target has a Partial. On all ranks.
+            group; ``max_bytes`` is too small; a target has a Partial; boxes of ranks overlap in part, are not in the tensor,
+            or leave elements out. On all ranks.
         TypeError: a dtype cannot be cast, or a value is no tensor. On all ranks, or a RuntimeError on others.
 
     Collectives: three all-reduces of 24 bytes, an all-gather of 32 bytes, an all-gather of 8 bytes per tensor and rank, and a
@@ -96,7 +100,7 @@ def plan(
     except Exception as error:
         problem = error
     agree([group], device, "transfer.plan", "", problem)
-    return Plan(sides[0], sides[1], shapes, max_bytes, group, timeout)
+    return Plan(read_once(sides[0]), sides[1], shapes, max_bytes, group, timeout)
 
 
 class _Schedule(NamedTuple):
@@ -153,6 +157,29 @@ class Plan:
     def slices_of(self, rank: int) -> list[Slice]:
         """What a rank sends, receives and copies of each tensor, or piece of a large one, in the order of the plan."""
         return self._slices_of(rank, self._schedules[False].finer, self._partial)
+
+    def tiles(self, max_dims: int = 3) -> Tiles:
+        """The plan as regular tiles, for many-to-many collectives: NVIDIA's M2N (nccl-extensions) takes a tile per call.
+
+        ::
+
+            for tile in plan.tiles().tiles:             # equal on all ranks
+                if not tile.is_local:
+                    reshard(tile.source, tile.target)   # meshes of consecutive ranks, Shard and Replicate, equal local shapes
+
+        A tensor is one tile if both sides are such meshes, and have no rank in common. Otherwise it is cut: by the boxes of the
+        source, and these by the boxes of the target. Tiles of few elements are slow: ragged sides that cut rows have many.
+
+        Args:
+            max_dims: the most dimensions of a tensor. M2N takes up to 3.
+
+        Returns:
+            the tiles, and by name why other tensors have none: a Partial source, another dtype in the target, a dtype that is
+            not moved, or too many dimensions. ``Plan.run`` moves these, too. The tiles do not know ``max_bytes``.
+
+        Issues no collective.
+        """
+        return tiles_of(self.source, self.target, self.shapes, max_dims)
 
     def _slices_of(self, rank: int, finer: int, staged: Collection[str]) -> list[Slice]:
         return slices_of(self.source, self.target, self.shapes, rank, max(self.max_bytes // 2, 1), finer, staged)

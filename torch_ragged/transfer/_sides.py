@@ -13,19 +13,23 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Union
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_ragged.tensor._ownership import Cut, Owned, Whole, owned, owned_near
+from torch_ragged.tensor._global_layout import GlobalLayout, coverage_problem, layout_of
+from torch_ragged.tensor._ownership import Box, Cut, Owned, Whole, owned, owned_near
 from torch_ragged.tensor._redistribute import warn_of_order
 from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
 
 __all__ = [
+    "AnySpec",
+    "BoxSpec",
     "Holder",
     "Ranks",
     "RelocatedSide",
@@ -145,6 +149,11 @@ class Spec:
         return Spec(tuple(tensor.shape), tensor.dtype, _ranks_of(tensor.device_mesh), tensor.placements)
 
     @property
+    def ranks(self) -> frozenset[int]:
+        """The global ranks of the mesh."""
+        return frozenset(self.mesh.ranks)
+
+    @property
     def has_partial(self) -> bool:
         """Whether a placement is Partial: the value is a reduction over ranks."""
         return any(isinstance(placement, Partial) for placement in self.placements)
@@ -164,6 +173,91 @@ class Spec:
     def __str__(self) -> str:
         return f"shape {self.shape}, {self.dtype}, {self.mesh}, {self.placements}"
 
+
+class _Held(NamedTuple):
+    """What a rank holds of a tensor: the boxes in a local tensor of this shape."""
+
+    rank: int
+    local_shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    @property
+    def regions(self) -> frozenset[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Offsets and sizes of the boxes in the whole tensor."""
+        return frozenset((box.offsets, box.sizes) for box in self.boxes)
+
+
+@dataclass(frozen=True)
+class BoxSpec:
+    """What a plan must know of a tensor that ranks hold as boxes, without a mesh and placements. Any rank can write it.
+
+    ::
+
+        transfer.BoxSpec.of(torch.float32, {4: layout_of_rank_4, 5: layout_of_rank_5})
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of the local tensors.
+        held: the boxes of each rank, by ascending ranks.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    held: tuple[_Held, ...]
+    has_partial = False
+
+    @staticmethod
+    def of(dtype: torch.dtype, layouts: Mapping[int, GlobalLayout]) -> BoxSpec:
+        """The spec of local tensors without padding.
+
+        Args:
+            layouts: what each global rank holds: a :class:`~torch_ragged.GlobalLayout` or an object with its four fields. Ranks
+                that are not named hold nothing. A rank that knows only its own layout may give only that: ``plan()`` joins the
+                specs of all ranks.
+
+        Raises:
+            ValueError: there is no layout, layouts are of different global shapes, or a layout is none.
+            TypeError: ``layouts`` is no mapping of ranks to layouts.
+        """
+        if not isinstance(layouts, Mapping):
+            raise TypeError(f"BoxSpec.of takes a mapping of global ranks to layouts, got {type(layouts).__name__}")
+        found = {rank: GlobalLayout.of(layout) for rank, layout in sorted(layouts.items())}
+        shapes = {layout.global_shape for layout in found.values()}
+        if len(shapes) != 1:
+            raise ValueError(f"BoxSpec.of takes layouts of one global shape, got {len(found)} layouts of {sorted(shapes)}")
+        held = tuple(_Held(rank, layout.local_shape, layout.boxes()) for rank, layout in found.items())
+        return BoxSpec(shapes.pop(), dtype, held)
+
+    @staticmethod
+    def of_local(tensor: torch.Tensor, layout: GlobalLayout, rank: int) -> BoxSpec:
+        """The spec of one rank's local tensor."""
+        held = _Held(rank, tuple(tensor.shape), layout.boxes(tensor.shape))
+        return BoxSpec(layout.global_shape, tensor.dtype, (held,))
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The global ranks that hold elements."""
+        return frozenset(each.rank for each in self.held if each.boxes)
+
+    def of_rank(self, rank: int) -> _Held | None:
+        """What ``rank`` holds; None if it has no part in the tensor."""
+        return next((each for each in self.held if each.rank == rank), None)
+
+    def problem(self) -> str | None:
+        """Why the boxes of all ranks are not one whole tensor; None if they are."""
+        return coverage_problem(self.shape, {each.rank: each.boxes for each in self.held})
+
+    def as_source(self) -> BoxSpec:
+        """Without ranks whose elements another rank holds in a local tensor that is laid out differently: it is read once."""
+        first: dict[object, tuple[Box, ...]] = {}
+        kept = tuple(each for each in self.held if first.setdefault(each.regions, each.boxes) == each.boxes)
+        return self if len(kept) == len(self.held) else BoxSpec(self.shape, self.dtype, kept)
+
+    def __str__(self) -> str:
+        return f"shape {self.shape}, {self.dtype}, boxes {[tuple(each) for each in self.held]}"
+
+
+AnySpec = Union[Spec, BoxSpec]
 
 _of_mesh: dict[int, tuple[DeviceMesh, Ranks]] = {}
 
@@ -196,34 +290,49 @@ def named_values(given: object, what: str) -> dict[str, Any]:
     return {name: value for name, value in pairs if not is_extra_state(name)}
 
 
-def specs_of(given: object, side: str) -> dict[str, Spec]:
+def specs_of(given: object, side: str) -> dict[str, AnySpec]:
     """The spec of each tensor. Plain tensors, such as buffers, count as replicated on all ranks of the DTensors beside them.
+
+    If there are no DTensors beside them, but local tensors with layouts, they count as replicated on all ranks that give them.
 
     Raises:
         TypeError: a value is neither a tensor nor a spec.
-        ValueError: there are plain tensors, and no mesh of the DTensors beside them has all ranks of these DTensors.
+        ValueError: there are plain tensors, and no mesh of the DTensors beside them has all ranks of these DTensors; or the
+            four fields of a tensor are no layout.
     """
-    specs: dict[str, Spec] = {}
+    specs: dict[str, AnySpec] = {}
     plain: dict[str, torch.Tensor] = {}
     for name, value in (pairs := named_values(given, f"plan({side}=)")).items():
-        if isinstance(value, Spec):
-            specs[name] = value
-        elif isinstance(value, DTensor):
-            try:
+        try:
+            layout = layout_of(value)
+            if layout is not None:
+                specs[name] = BoxSpec.of_local(value, layout, dist.get_rank())
+            elif isinstance(value, DTensor):
                 specs[name] = Spec.of(value)
-            except ValueError as error:
-                raise ValueError(f"plan({side}=): {name}: {error}") from error
-        elif isinstance(value, torch.Tensor):
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"plan({side}=): {name}: {error}") from error
+        if isinstance(value, (Spec, BoxSpec)):
+            specs[name] = value
+        elif not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"plan({side}=): {name} is {type(value).__name__}, expected a DTensor, with_layout(tensor, layout) or a "
+                "transfer.Spec"
+            )
+        elif name not in specs:
             plain[name] = value
-        else:
-            raise TypeError(f"plan({side}=): {name} is {type(value).__name__}, expected a DTensor or a transfer.Spec")
     if plain:
-        meshes = {spec.mesh for spec in specs.values()}
+        meshes = {spec.mesh for spec in specs.values() if isinstance(spec, Spec)}
+        if not meshes and specs:
+            for name, value in plain.items():
+                whole = GlobalLayout.of(tuple(value.shape), (1,), [Replicate()], (0,))
+                specs[name] = BoxSpec.of_local(value, whole, dist.get_rank())
+            return {name: specs[name] for name in pairs}
         ranks = sorted({rank for mesh in meshes for rank in mesh.ranks})
         if not any(len(mesh.ranks) == len(ranks) for mesh in meshes):
             raise ValueError(
                 f"plan({side}=): {next(iter(plain))} is a plain tensor, and of {len(meshes)} meshes of the DTensors, none "
-                "has all ranks: give a DTensor or a transfer.Spec, so that the ranks that hold it are known"
+                "has all ranks: give a DTensor, with_layout(tensor, layout), or a transfer.Spec, so that the ranks that hold "
+                "it are known"
             )
         mesh = meshes.pop() if len(meshes) == 1 else Ranks(tuple(ranks), (len(ranks),))
         for name, value in plain.items():
@@ -231,7 +340,7 @@ def specs_of(given: object, side: str) -> dict[str, Spec]:
     return {name: specs[name] for name in pairs}
 
 
-def merged_specs(given: Mapping[int, Mapping[str, Spec]], side: str) -> dict[str, Spec]:
+def merged_specs(given: Mapping[int, Mapping[str, AnySpec]], side: str) -> dict[str, AnySpec]:
     """One spec of each tensor, from what different ranks give.
 
     A model with tensor parallelism has a mesh of its own on each rank: ``mesh["tp"]``, or ``mesh["dp"]`` for parameters
@@ -240,6 +349,8 @@ def merged_specs(given: Mapping[int, Mapping[str, Spec]], side: str) -> dict[str
         ranks 0, 1 give      mesh (0, 1)             (Shard(0),)
         ranks 2, 3 give      mesh (2, 3)             (Shard(0),)
         merged               mesh ((0, 1), (2, 3))   (Replicate(), Shard(0))
+
+    Of a tensor that ranks hold as boxes, each rank gives its own: these are joined.
 
     Args:
         given: specs by the first rank that gives them.
@@ -256,25 +367,46 @@ def merged_specs(given: Mapping[int, Mapping[str, Spec]], side: str) -> dict[str
                     f"plan({side}=): {name} is given on rank {has}, and not on rank {lacks}, which gives other tensors: "
                     "give equal names on all ranks, or None"
                 )
-    merged = {}
+    merged: dict[str, AnySpec] = {}
     for name in given[first]:
-        owners: dict[Spec, int] = {}
+        owners: dict[AnySpec, int] = {}
         for rank in sorted(given):
             owners.setdefault(given[rank][name], rank)
-        copies = list(owners)
+        if len(owners) == 1:
+            merged[name] = next(iter(owners))
+            continue
+        boxes = [spec for spec in owners if isinstance(spec, BoxSpec)]
+        if len(boxes) == len(owners):
+            merged[name] = _joined(boxes, list(owners.values()), f"plan({side}=): {name}")
+            continue
+        copies = [spec for spec in owners if isinstance(spec, Spec)]
         ranks = tuple(rank for spec in copies for rank in spec.mesh.ranks)
         alike = {(spec.shape, spec.dtype, spec.placements, spec.mesh.shape) for spec in copies}
-        if len(alike) > 1 or len(set(ranks)) < len(ranks):
+        if boxes or len(alike) > 1 or len(set(ranks)) < len(ranks):
             (one, here), (other, there) = list(owners.items())[:2]
             raise ValueError(
                 f"plan({side}=): {name} differs between ranks: rank {here} has {one}, rank {there} has {other}: give equal "
                 "tensors on all ranks, or tensors that lie alike on meshes without common ranks"
             )
-        merged[name] = copies[0]
-        if len(copies) > 1:
-            mesh = Ranks(ranks, (len(copies), *copies[0].mesh.shape))
-            merged[name] = Spec(copies[0].shape, copies[0].dtype, mesh, (Replicate(), *copies[0].placements))
+        mesh = Ranks(ranks, (len(copies), *copies[0].mesh.shape))
+        merged[name] = Spec(copies[0].shape, copies[0].dtype, mesh, (Replicate(), *copies[0].placements))
     return merged
+
+
+def _joined(specs: Sequence[BoxSpec], givers: Sequence[int], what: str) -> BoxSpec:
+    """One spec of what the ranks ``givers`` say of a tensor, each of other ranks, or equal of the same ones."""
+    for spec, giver in zip(specs, givers):
+        if (spec.shape, spec.dtype) != (specs[0].shape, specs[0].dtype):
+            raise ValueError(
+                f"{what} differs between ranks: rank {givers[0]} has shape {specs[0].shape} and {specs[0].dtype}, rank {giver} "
+                f"has shape {spec.shape} and {spec.dtype}: give layouts of one global tensor"
+            )
+    held: dict[int, _Held] = {}
+    for spec, giver in zip(specs, givers):
+        for each in spec.held:
+            if held.setdefault(each.rank, each) != each:
+                raise ValueError(f"{what}: rank {giver} gives other boxes of rank {each.rank} than another rank does")
+    return BoxSpec(specs[0].shape, specs[0].dtype, tuple(held[rank] for rank in sorted(held)))
 
 
 @dataclass(frozen=True)
@@ -332,12 +464,49 @@ def _layout_of(shape: tuple[int, ...], mesh: Ranks, placements: tuple[Placement,
     return _Layout(shape, mesh, cuts_of(placements))
 
 
-class TensorSide:
-    """A side of DTensors."""
+class _BoxLayout:
+    """Where the elements of a tensor lie that ranks hold as boxes."""
 
-    def __init__(self, specs: Mapping[str, Spec]) -> None:
+    def __init__(self, spec: BoxSpec) -> None:
+        ranks_of: dict[tuple[Box, ...], list[int]] = {}
+        for each in spec.held:
+            if each.boxes:
+                ranks_of.setdefault(each.boxes, []).append(each.rank)
+        self._holders = [
+            Holder(tuple(ranks), None, Owned((sum(box.numel for box in boxes),), boxes, flat=True))
+            for boxes, ranks in ranks_of.items()
+        ]
+
+    @property
+    def replica_ranks(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(sorted((holder.ranks for holder in self._holders), key=len, reverse=True)) or ((),)
+
+    def held_by(self, rank: int) -> Iterator[Holder]:
+        return (holder for holder in self._holders if rank in holder.ranks)
+
+    def near(self, piece: Owned) -> Iterator[Holder]:
+        return (holder for holder in self._holders if any(_touch(a, b) for a in holder.owned.boxes for b in piece.boxes))
+
+
+def _touch(one: Box, other: Box) -> bool:
+    return all(a < b + m and b < a + n for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes))
+
+
+@functools.lru_cache(maxsize=65536)
+def _box_layout_of(shape: tuple[int, ...], held: tuple[_Held, ...]) -> _BoxLayout:
+    """Tensors that lie alike have one layout. It has no dtype."""
+    return _BoxLayout(BoxSpec(shape, torch.float32, held))
+
+
+class TensorSide:
+    """A side of DTensors, and of local tensors with layouts."""
+
+    def __init__(self, specs: Mapping[str, AnySpec]) -> None:
         self.specs = dict(specs)
-        self._layouts = {name: _layout_of(s.shape, s.mesh, s.placements) for name, s in self.specs.items()}
+        self._layouts: dict[str, _Layout | _BoxLayout] = {
+            name: _layout_of(s.shape, s.mesh, s.placements) if isinstance(s, Spec) else _box_layout_of(s.shape, s.held)
+            for name, s in self.specs.items()
+        }
 
     @property
     def names(self) -> Sequence[str]:
@@ -345,7 +514,9 @@ class TensorSide:
 
     @functools.cached_property
     def ranks(self) -> frozenset[int]:
-        return frozenset(rank for mesh in {spec.mesh for spec in self.specs.values()} for rank in mesh.ranks)
+        meshes = {spec.mesh for spec in self.specs.values() if isinstance(spec, Spec)}
+        boxes = (spec.ranks for spec in self.specs.values() if isinstance(spec, BoxSpec))
+        return frozenset().union(*(mesh.ranks for mesh in meshes), *boxes)
 
     def dtype(self, name: str) -> torch.dtype:
         return self.specs[name].dtype

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from torch_ragged._ranks.groups import is_gloo
 from torch_ragged._register._torch import local_tensor, waited
+from torch_ragged.tensor._global_layout import layout_of
 from torch_ragged.tensor._redistribute import copy_into, part_view, plan, warn_of_order
 from torch_ragged.tensor._route import Gather, Part
 from torch_ragged.transfer._sides import is_extra_state
@@ -195,6 +196,11 @@ class _Gather:
 def _gathers(tensor: torch.Tensor) -> list[Gather] | None:
     """The all-gathers that make a tensor whole; None if it takes other steps, too."""
     if not isinstance(tensor, DTensor):
+        if layout_of(tensor) is not None:
+            raise ValueError(
+                f"stream() gets a local tensor with a layout, of the global shape {tuple(tensor.global_shape)}: "  # type: ignore
+                "only a plan knows what other ranks hold, so use transfer.plan"
+            )
         return []
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()

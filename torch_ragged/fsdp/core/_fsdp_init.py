@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
@@ -26,13 +27,14 @@ from torch_ragged.fsdp.layout._advice import PADDING_LIMIT
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._planner import plan_layout
 from torch_ragged.fsdp.layout._rows_layout import RowsLayout, rows_layout
-from torch_ragged.granularity import Granularity, GroupPolicy, OrigParamPolicy, elements
+from torch_ragged.granularity import Granularity, GroupPolicy, OrigParamPolicy, elements, rows
+from torch_ragged.tensor.placement_types import block_split, is_block_shard
 
 __all__ = ["RegisteredNames", "ShardPlacementFn", "find_params", "layout_of", "make_group", "plan_groups"]
 
 RegisteredNames = list[tuple[nn.Module, str]]
 ShardPlacementFn = Callable[[nn.Parameter], Optional[Union[Shard, Granularity, Any]]]
-"""parameter -> ``Shard``, a granularity, FSDP2's result with ``placement`` and ``mesh_info``, or None."""
+"""parameter -> ``Shard``, torch's ``BlockShard``, a granularity, FSDP2's result with ``placement`` and ``mesh_info``, None."""
 
 _SHARD_ALIGNMENT_BYTES = 128
 _logger = logging.getLogger("torch_ragged.fsdp")
@@ -192,6 +194,12 @@ def _cut_of(
         dp, placement = DataParallelMesh.of_info(placement.mesh_info), placement.placement
     if placement is None:
         return granularity or elements(), dp
+    if is_block_shard(placement):  # Its blocks stay whole; the planner chooses their owners, so that shards are equal.
+        try:
+            split = block_split(placement, param.shape)
+        except ValueError as error:
+            raise ValueError(f"shard_placement_fn for {fqn}: {error}") from error
+        placement = elements() if split == param.ndim else rows(math.prod(param.shape[split:-1]))
     if not isinstance(placement, (Shard, Granularity)):
         raise ValueError(
             f"Invalid shard_placement_fn result: {placement} for {fqn}; expected Shard(d), elements(), rows(n), blocks(h, w), "
