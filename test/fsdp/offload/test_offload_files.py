@@ -140,9 +140,8 @@ class FilesTest(unittest.TestCase):
             assert total["tier_write_bytes"] == 4 * files and total["tier_read_bytes"] == (3 + 1) * files + one_chunk, total
             assert {"tier_read", "tier_exposed", "optimizer"} <= spans, spans
             for row in rows:
-                assert 0 <= row["tier_exposed_s"] <= row["optimizer_s"] or DEVICE != "cpu", (
-                    row
-                )  # There, one is the host's time.
+                if DEVICE == "cpu":  # Elsewhere, the one is the host's time, and the other one the device's.
+                    assert 0 <= row["tier_exposed_s"] <= row["optimizer_s"], row
                 assert (row["tier_read_s"] > 0) is (row["tier_read_bytes"] > 0), row
             optimizer.step()  # It is watched no longer.
             gc.collect()
