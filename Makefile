@@ -11,9 +11,16 @@ OUT ?= out
 VENVS ?= $(OUT)/venvs
 CLIENTS ?= $(OUT)/clients/venvs
 REHEARSAL ?= $(OUT)/rehearsal
-REHEARSED = test/fsdp/test_fsdp.py test/fsdp/test_fsdp_placements.py test/fsdp/test_fsdp_knobs.py test/fsdp/core/test_dbuffer.py \
-	test/fsdp/core/test_fsdp_core.py test/fsdp/core/test_fsdp_gradients.py test/fsdp/core/test_persistent_buffers.py \
-	test/fsdp/core/test_weight_gradient.py test/fsdp/core/test_fsdp_backward.py test/tensor/test_redistribute.py
+REHEARSED = test/tensor/test_redistribute.py test/transfer/test_transfer.py test/transfer/test_transfer_delta.py \
+	test/checkpoint/test_checkpoint.py test/checkpoint/test_checkpoint_interop.py test/checkpoint/test_train_checkpoint.py \
+	test/fsdp/test_fsdp.py test/fsdp/test_fsdp_as_fsdp2.py test/fsdp/test_fsdp_composition.py test/fsdp/test_fsdp_knobs.py \
+	test/fsdp/test_fsdp_placements.py test/fsdp/test_fsdp_segments.py test/fsdp/core/test_dbuffer.py \
+	test/fsdp/core/test_fsdp_backward.py test/fsdp/core/test_fsdp_core.py test/fsdp/core/test_fsdp_distribution.py \
+	test/fsdp/core/test_fsdp_extension.py test/fsdp/core/test_fsdp_gradients.py test/fsdp/core/test_fsdp_init.py \
+	test/fsdp/core/test_fsdp_optional.py test/fsdp/core/test_optimizer_states.py test/fsdp/core/test_persistent_buffers.py \
+	test/fsdp/core/test_weight_gradient.py test/fsdp/offload/test_offload_files.py \
+	test/fsdp/offload/test_offloaded_optimizer.py test/optim/test_adam8bit.py test/optim/test_optim_gradients.py \
+	test/optim/test_owners.py test/optim/test_qk_clip.py test/optim/test_shampoo.py test/optim/test_soap.py
 PROGRAMS = pipelining accelerate transformers peft lightning trl torchao
 TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 

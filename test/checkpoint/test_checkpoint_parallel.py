@@ -5,6 +5,7 @@ import unittest
 from collections import Counter
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from common import run_ranks
@@ -117,9 +118,13 @@ class ParallelCheckpointTest(unittest.TestCase):
                 with self.subTest(optimizer=optimizer, source=source, target=(ranks, kind)):
                     run_ranks(ranks, load, kind, optimizer, path, saved, after)
 
-    def test_tensor_parallel_checkpoints_load_as_replicas_and_shards(self):
-        self.round_trip("adamw", (4, "tensor"), (2, "shards"), (4, "replicas"), (4, "hierarchical"))
+    def test_tensor_parallel_checkpoints_load_as_shards_and_back(self):
+        self.round_trip("adamw", (4, "tensor"), (2, "shards"))
         self.round_trip("adamw", (4, "hierarchical"), (4, "tensor"))
+
+    @pytest.mark.slow
+    def test_tensor_parallel_checkpoints_load_as_replicas(self):
+        self.round_trip("adamw", (4, "tensor"), (4, "replicas"), (4, "hierarchical"))
 
     def test_replicas_read_a_share_each(self):
         with tempfile.TemporaryDirectory() as path:

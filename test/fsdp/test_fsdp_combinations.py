@@ -219,11 +219,11 @@ class CombinationsTest(unittest.TestCase):
         run_ranks(4, check_while_looked_at, 16, 100)
 
     def test_some_combinations_of_knobs_train_as_one_process(self):
-        run_ranks(4, check_combinations, 0, 16)
+        run_ranks(4, check_combinations, 0, 8)
 
     @pytest.mark.slow
     def test_many_combinations_of_knobs_train_as_one_process(self):
-        for first in range(16, 416, 50):
+        for first in range(8, 408, 50):
             run_ranks(4, check_combinations, first, 50)
 
     @ranks(2)

@@ -144,11 +144,18 @@ def check_expert_parallel(is_moe):
 
 
 EVERYDAY = {
-    False: [check_mixed_precision, check_tensor_parallel],
     True: [check_expert_parallel],
 }
 OTHERS = {
-    False: [check_replicas, check_offload, check_accumulation, check_compile, check_checkpointing],
+    False: [
+        check_replicas,
+        check_offload,
+        check_accumulation,
+        check_mixed_precision,
+        check_compile,
+        check_checkpointing,
+        check_tensor_parallel,
+    ],
     True: [
         check_replicas,
         check_offload,

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from unittest import mock
 
 import expecttest
+import pytest
 import torch
 import torch.nn.functional as F
-from common import enter_fake_group, error_of, ranks
+from common import enter_fake_group, error_of, ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -116,6 +117,22 @@ class Inside(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def check_bias(cases):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for sequence, unit, is_zero in cases:
+        plan = plan_of(sequence)
+        plan = plan.unit(BLOCK, "dp") if unit else plan.default(Replicate())
+        model = make(bias=True)
+        for block in model.blocks:  # The warm-up does not see how often a bias of zeros is added.
+            (nn.init.zeros_ if is_zero else nn.init.normal_)(block.down.bias)
+        eager = parallelize(copy.deepcopy(model), plan, mesh)
+        static = parallelize(copy.deepcopy(model), plan, mesh, mode="static")
+        found = losses_of(static, accumulate=2)
+        assert found == losses_of(eager, accumulate=2), (sequence, unit, is_zero)
+        torch.testing.assert_close(found, losses_of(model, accumulate=2), rtol=0, atol=1e-5)
+        assert {"blocks.0", "blocks.1"} <= set(static.static_modules.report.modules), static.static_modules.report
+
+
 class StaticTest(unittest.TestCase):
     @ranks(4)
     def test_static_blocks_have_the_bits_of_eager_mode_and_no_dtensor_inside():
@@ -158,21 +175,12 @@ class StaticTest(unittest.TestCase):
         static.eval(), eager.eval()
         assert static(torch.arange(24).view(4, 6)).item() == eager(torch.arange(24).view(4, 6)).item()
 
-    @ranks(4)
-    def test_the_bias_of_a_row_parallel_layer_is_added_once():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        for sequence, unit, is_zero in itertools.product((True, False), repeat=3):
-            plan = plan_of(sequence)
-            plan = plan.unit(BLOCK, "dp") if unit else plan.default(Replicate())
-            model = make(bias=True)
-            for block in model.blocks:  # The warm-up does not see how often a bias of zeros is added.
-                (nn.init.zeros_ if is_zero else nn.init.normal_)(block.down.bias)
-            eager = parallelize(copy.deepcopy(model), plan, mesh)
-            static = parallelize(copy.deepcopy(model), plan, mesh, mode="static")
-            found = losses_of(static, accumulate=2)
-            assert found == losses_of(eager, accumulate=2), (sequence, unit, is_zero)
-            torch.testing.assert_close(found, losses_of(model, accumulate=2), rtol=0, atol=1e-5)
-            assert {"blocks.0", "blocks.1"} <= set(static.static_modules.report.modules), static.static_modules.report
+    def test_the_bias_of_a_row_parallel_layer_is_added_once(self):
+        run_ranks(4, check_bias, [(True, True, True), (False, False, False)])
+
+    @pytest.mark.slow
+    def test_the_bias_of_a_row_parallel_layer_is_added_once_in_all_combinations(self):
+        run_ranks(4, check_bias, [*itertools.product((True, False), repeat=3)])
 
     @ranks(2)
     def test_tied_and_frozen_parameters():

@@ -488,6 +488,9 @@ class RandomTest(ExpectTestCase):
 
     def test_nn_init_draws_the_numbers_of_one_process(self):
         run_ranks(3, check_init, (3,))
+
+    @pytest.mark.slow
+    def test_nn_init_draws_the_numbers_of_one_process_on_two_mesh_dimensions(self):
         run_ranks(4, check_init, (2, 2))
 
     def test_modules_built_on_the_meta_device_have_the_same_numbers(self):

@@ -113,12 +113,14 @@ def loss_and_gradient(function, inputs, placement, mesh, reduction, targets=None
 def check_losses(takes_all):
     """On whole rows: what a single device computes, with no more collectives than under Shard(0).
 
-    For each loss, with all units and placements of targets; or with one pair of them, the next pair for the next loss.
+    For each loss, with all reductions, units and placements of targets; or its average, with one pair of units and placements,
+    the next pair for the next loss.
     """
     mesh, inputs = init_device_mesh("cpu", (4,)), loss_inputs()
     pairs = list(itertools.product(TOKENS, (None, Replicate())))
     of_losses = itertools.cycle(pairs)
-    for (name, function), reduction in itertools.product(LOSSES.items(), ("none", "sum", "mean")):
+    reductions = ("none", "sum", "mean") if takes_all else ("mean",)
+    for (name, function), reduction in itertools.product(LOSSES.items(), reductions):
         x = inputs[0].clone().requires_grad_()
         want = function(x, *inputs[1:], reduction)
         (want_gradient,) = torch.autograd.grad(want, x, torch.ones_like(want))
