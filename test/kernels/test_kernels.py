@@ -26,19 +26,30 @@ has_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 FOLDER = Path(__file__).parent
 
 
-def _answers(script, **environment):
+def _answers(script, *arguments, **environment):
     """What a script of this folder prints, as JSON: a process chooses once whether Triton interprets."""
-    command = [sys.executable, "-W", "ignore", str(FOLDER / script)]
+    command = [sys.executable, "-W", "ignore", str(FOLDER / script), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=570)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout)
 
 
+def _check_by_the_interpreter(*names):
+    answers = _answers("kernel_cases.py", *names, TRITON_INTERPRET="1")
+    assert list(answers) == list(names)
+    assert not any(answers.values()), "\n".join(f"{name}: {text}" for name, text in answers.items() if text)
+
+
 @has_triton
 def test_kernels_equal_their_twins_by_the_interpreter():
-    answers = _answers("kernel_cases.py", TRITON_INTERPRET="1")
-    assert list(answers) == list(kernel_cases.CASES)
-    assert not any(answers.values()), "\n".join(f"{name}: {text}" for name, text in answers.items() if text)
+    """Training runs those of float8 and of 8-bit Adam, too."""
+    _check_by_the_interpreter("casts", "adam8bit_codes", "symmetric", "training")
+
+
+@has_triton
+@pytest.mark.slow
+def test_all_kernels_equal_their_twins_by_the_interpreter():
+    _check_by_the_interpreter(*kernel_cases.CASES)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
