@@ -172,7 +172,7 @@ class CountTest(unittest.TestCase):
         kinds = {"gather": "all_gather", "reduce": "reduce_scatter", "all_reduce": "all_reduce", "agree": "all_reduce"}
         groups = [GroupCost(1, 2, 1, 1, all_reduce=1)] * 4 + [GroupCost(1, 2, 1, 1, all_reduce=1, stays=True)]
         for package, schedule in (("torch_ragged", RAGGED), ("FSDP2", FSDP2)):
-            for shards in (None, 4) if package == "torch_ragged" else (4,):
+            for shards in (None, 4):
                 _, log, _, _, _ = self.step(package, 16, shards)
                 used = [dataclasses.replace(group, all_reduce=float(shards is not None)) for group in groups]
                 issued = [kinds[what] for what, _ in play(used, schedule).issued]

@@ -244,7 +244,7 @@ def parts_of(side, tile):
 
 
 def check_tiles(seed):
-    """Regular tiles write each element of each rank's target once, and say which tensors have none."""
+    """On each rank of the target, each element is in one tile. Tensors without tiles are named."""
     rng = random.Random(seed)
     pairs = random_case(rng)
     sides = [TensorSide({name: pair[i] for name, pair in pairs.items()}) for i in (0, 1)]

@@ -19,11 +19,8 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, debug
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-from torch_ragged.tensor._ownership import row_major
 
 __all__ = [
     "GradientUse",
@@ -146,26 +143,18 @@ def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(list(meshes))
 
 
+def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """The DTensor of ``local`` and ``spec``, unchecked and without gradients, on the device of ``local``. (2.11 to 2.15)
+
+    ``DTensor.from_local`` would copy a shard in host memory to the device of its mesh.
+    """
+    # Not DTensor(...): its __init__ serves torch.export only, and takes twice the time of the rest. Each .grad is made anew.
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """The DTensor of ``local`` with the spec of ``like`` (mesh, placements, shape, dtype), unchecked. (2.11 to 2.15)"""
-    # Not DTensor(...): its __init__ serves torch.export only, and takes twice the time of the rest. Each .grad is made anew.
-    return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)
-
-
-def dtensor_of(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: Sequence[int],
-    stride: tuple[int, ...] | None = None,
-) -> DTensor:
-    """The DTensor of ``local``, with normalized placements, unchecked; row-major without a ``stride``. (2.11 to 2.15)
-
-    It stays where it is: ``DTensor.from_local`` would copy a shard in host memory to the device of its mesh.
-    """
-    meta = TensorMeta(torch.Size(shape), row_major(shape) if stride is None else stride, local.dtype)
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return dtensor_of(local, like._spec)
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:

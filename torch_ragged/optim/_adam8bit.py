@@ -43,6 +43,7 @@ from torch_ragged.optim._blocks import (
     regions_within,
 )
 from torch_ragged.optim._quantize import BOOKS, code_book, dequantize, hash32, quantize, round_to_bfloat16
+from torch_ragged.tensor._api import spec_of
 
 __all__ = ["Adam8bit", "AdamStep", "AdamW8bit", "Moments", "update_region"]
 
@@ -265,7 +266,8 @@ class Adam8bit(RaggedOptimizer):
             return
         assert isinstance(param, DTensor)
         whole_blocks: Any = param.detach().redistribute(placements=layout.aligned)
-        source = dtensor_of(gradient, param.device_mesh, param.placements, param.shape, param.stride())
+        spec = spec_of(param.device_mesh, param.placements, param.shape, gradient.dtype, param.stride())
+        source = dtensor_of(gradient, spec)
         moved: Any = source.redistribute(placements=layout.aligned)
         self._update_blocks(local(whole_blocks).view(-1), local(moved), state, numbers, layout, updates)
         updates.run()  # The parameter must be updated before it is redistributed back.

@@ -20,6 +20,7 @@ from torch.optim.adamw import adamw
 from torch_ragged._ranks.peers import peers_named
 from torch_ragged._register._torch import dtensor_of
 from torch_ragged.optim._gather import Placed
+from torch_ragged.tensor._api import spec_of
 from torch_ragged.tensor._redistribute import mesh_group
 from torch_ragged.tensor.placement_types import cuts_of, normalize_placements
 
@@ -78,7 +79,7 @@ def from_flat(flat: torch.Tensor, shape: tuple[int, ...], mesh: DeviceMesh, plac
     """The DTensor of global ``shape`` whose local tensor is a view of the 1-D tensor ``flat``. No communication."""
     normalized = normalize_placements(tuple(placements), shape, tuple(mesh.shape))
     values = flat.view(local_shape_placed(shape, mesh, normalized))
-    return dtensor_of(values, mesh, normalized, shape)
+    return dtensor_of(values, spec_of(mesh, normalized, torch.Size(shape), values.dtype))
 
 
 def local_shape_placed(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:

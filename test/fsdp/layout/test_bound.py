@@ -82,7 +82,7 @@ class BoundTest(unittest.TestCase):
         for shard in range(lowest, bound, alignment):
             self.assertFalse(fits(group, ranks, shard), shard)
 
-    @settings(max_examples=600, deadline=None)
+    @settings(max_examples=2000, deadline=None)
     @given(groups(), st.integers(1, 24), st.sampled_from((1, 1, 2, 4)), st.integers(1, 40))
     def test_a_rule_excludes_only_sizes_that_do_not_fit(self, group, ranks, alignment, multiple):
         kinds, start = kinds_of(group), Bound(multiple * alignment, "")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged._register._torch import dtensor_of, local_tensor
 from torch_ragged.fsdp.core._fsdp_api import InvalidArgument, Offload
@@ -22,6 +22,7 @@ from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._spmd_types import AnnotatedParam, is_annotated
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity, Segments, elements
+from torch_ragged.tensor._api import spec_of
 from torch_ragged.tensor._ownership import row_major
 from torch_ragged.tensor._redistribute import mesh_group
 from torch_ragged.tensor.interleaved_placement_types import InterleavedShard
@@ -212,7 +213,7 @@ class Distribution:
         ragged: RaggedShard | StridedRaggedShard = layout.placement(index)
         if 0 in (cuts := self._cuts()):
             ragged = StridedRaggedShard(ragged.dims, ragged.units, split_factor=math.prod(cuts[0]))
-        return dtensor_of(local, self.mesh, [placement or ragged for placement in self._template], self.shape)
+        return self._dtensor(local, ragged)
 
     def local(self, flat: torch.Tensor) -> torch.Tensor:
         """The local tensor of a sharded parameter, as a view of ``flat``."""
@@ -228,7 +229,12 @@ class Distribution:
         """The DTensor cut along ``shard_dim`` with the local tensor ``local``."""
         split = math.prod(self._cuts().get(self.shard_dim, ()))  # type: ignore[arg-type]
         shard = _StridedShard(self.shard_dim, split_factor=split) if split > 1 else Shard(self.shard_dim)  # type: ignore[arg-type]
-        return dtensor_of(local, self.mesh, [placement or shard for placement in self._template], self.shape)
+        return self._dtensor(local, shard)
+
+    def _dtensor(self, local: torch.Tensor, placement: Placement) -> DTensor:
+        """The DTensor with ``placement`` over the shards."""
+        placements = tuple([placement if each is None else each for each in self._template])
+        return dtensor_of(local, spec_of(self.mesh, placements, self.shape, local.dtype))
 
     def gathered(self, view: torch.Tensor) -> torch.Tensor:
         """The tensor that the model computes with, given a ``view`` of all elements in ``local_shape``."""

@@ -25,6 +25,7 @@ from torch_ragged.fsdp.core._fsdp_param import FSDPParam, has_extension, local_o
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState, map_tensors, state_of, tensors_in
 from torch_ragged.fsdp.core._mesh import device_of, groups_of
+from torch_ragged.tensor._api import spec_of
 from torch_ragged.tensor._redistribute import broadcast_local
 
 __all__ = ["OptimizerStates", "Told", "before_load", "take_parts"]
@@ -411,7 +412,7 @@ class OptimizerStates:
             return torch.empty_like(param.detach(), dtype=was.dtype, device=was.device_type)
         assert was.is_replicated
         mesh, values = param.device_mesh, torch.empty(was.shape, dtype=was.dtype, device=was.device_type)
-        return dtensor_of(values, mesh, [Replicate()] * mesh.ndim, was.shape)
+        return dtensor_of(values, spec_of(mesh, (Replicate(),) * mesh.ndim, values.shape, values.dtype))
 
     # -- on all ranks ----------------------------------------------------------------------------------------------
 
