@@ -174,8 +174,8 @@ class Plan:
             max_dims: the most dimensions of a tensor. M2N takes up to 3.
 
         Returns:
-            the tiles, and by name the reason for each tensor without tiles: a Partial source, another dtype in the target, a dtype that is
-            not moved, or too many dimensions. ``Plan.run`` moves these, too. The tiles do not know ``max_bytes``.
+            the tiles, and by name the reason for each tensor without tiles: a Partial source, another dtype in the target, a
+            dtype that is not moved, or too many dimensions. ``Plan.run`` moves these, too. The tiles do not know ``max_bytes``.
 
         Issues no collective.
         """
