@@ -29,6 +29,7 @@ from torch_ragged.fsdp._fsdp_module import FSDPModule, share_comm_ctx
 from torch_ragged.fsdp._fully_shard import buffer_layouts, fully_shard
 from torch_ragged.fsdp.core._dbuffer import DBuffer
 from torch_ragged.fsdp.core._fsdp_api import HIERARCHICAL, ZERO1, ZERO2, ZERO3, BufferPlacements, Offload
+from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core.encodings._float8 import Float8Policy
 from torch_ragged.fsdp.elastic._neighbour_copies import NeighbourCopies
 from torch_ragged.fsdp.elastic._reshard_to import reshard_to
@@ -56,6 +57,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "BufferLayout",
     "DBuffer",
+    "FSDPGrad",
     "FSDPModule",
     "Float8Policy",
     "Granularity",

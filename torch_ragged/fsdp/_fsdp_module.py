@@ -167,8 +167,33 @@ class FSDPModule(TorchFSDPModule):
         handle.wait()
         return None
 
+    def synchronize_gradients(self) -> None:
+        """Reduce the gradients of backward passes without gradient sync now, and set ``.grad``. Call it on every rank.
+
+        Example::
+
+            model.set_requires_gradient_sync(False)
+            for batch in micro_batches:
+                model(batch).sum().backward()       # .grad is an FSDPGrad
+            model.synchronize_gradients()           # .grad is a DTensor
+            optimizer.step()
+
+        It is for loops that do not know in advance which micro-batch is the last. Bits are those of a backward with gradient
+        sync. Settings stay as they are. The method's name is that of torch's FSDP, and its collectives are those of a backward
+        with gradient sync, for modules with such gradients; none if there are none.
+
+        Raises:
+            RuntimeError: this is not the root, or a forward or backward runs.
+        """
+        state = self._ragged_states(recurse=False)[0]
+        _check_root(state, "synchronize_gradients must be called on the root FSDP module")
+        state.context.synchronize_gradients()
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. If not, they accumulate in the gradient buffer, without communication."""
+        """Whether backward reduces gradients. If not, they accumulate in the gradient buffer, without communication.
+
+        After such a backward, ``.grad`` is an :class:`FSDPGrad`, and an optimizer's step raises.
+        """
         for state in self._ragged_states(recurse):
             state.requires_gradient_sync = requires_gradient_sync
 

@@ -256,12 +256,12 @@ class MeshTest(unittest.TestCase):
             self.assertEqual((dp.has_replicas, dp.has_shards, dp.ranks, dp.rank, dp.spmd_dims), (False, True, 8, 5, []))
             self.assertIs(dp.shard_group, dp.mesh.get_group(0))
             self.assertIsNone(dp.replicate_group)
-            self.assertEqual(dp.place(None), (dp.mesh, [None]))
+            self.assertEqual(dp.place(None), (dp.mesh, [None], [True]))
             mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
             dp = DataParallelMesh.of(mesh)
             self.assertEqual((dp.has_replicas, dp.has_shards, dp.ranks, dp.rank, dp.spmd_dims), (True, True, 4, 1, []))
             self.assertEqual((dp.shard_group, dp.replicate_group), (mesh.get_group(1), mesh.get_group(0)))
-            self.assertEqual(dp.place(None), (mesh, [Replicate(), None]))
+            self.assertEqual(dp.place(None), (mesh, [Replicate(), None], [True, True]))
             self.assertEqual(dp.shard_mesh, mesh["shard"])
             self.assertEqual(DataParallelMesh.of(mesh["shard"]).shard_mesh, mesh["shard"])
             self.assertEqual(DataParallelMesh.of(init_device_mesh("cpu", (4, 2))).shard_mesh.shape, (4, 2))
@@ -297,8 +297,10 @@ class MeshTest(unittest.TestCase):
                     dp = DataParallelMesh.of(mesh, given)
                     self.assertEqual((dp.has_shards, dp.has_replicas), (bool(given.shard_names), bool(given.replicate_names)))
                     self.assertEqual((dp.spmd_dims, dp.ranks), (data, ranks))
-                    found, mine = dp.place(weight)
+                    found, mine, is_dp = dp.place(weight)
                     self.assertEqual((found.mesh_dim_names, mine), (names, placements))
+                    ours = {*given.shard_names, *given.replicate_names}
+                    self.assertEqual(is_dp, [not ours.isdisjoint(name.split("_")) for name in names])
                     self.assertEqual(dp.shard_group is None, not given.shard_names)
                     self.assertEqual(dp.replicate_group is None, not given.replicate_names)
                     self.assertEqual(dp.mesh.ndim, dp.has_shards + dp.has_replicas)
@@ -307,8 +309,9 @@ class MeshTest(unittest.TestCase):
         with fake_group(8):
             mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
             dp = DataParallelMesh.of(mesh["replicate", "shard"])
-            found, placements = dp.place(distribute_tensor(whole(4, 2), mesh["tp"], [Shard(1)], src_data_rank=None))
+            found, placements, is_dp = dp.place(distribute_tensor(whole(4, 2), mesh["tp"], [Shard(1)], src_data_rank=None))
             self.assertEqual((found.mesh_dim_names, placements), (mesh.mesh_dim_names, [Replicate(), None, Shard(1)]))
+            self.assertEqual(is_dp, [True, True, False])
 
     def test_a_mesh_of_torch_may_be_given_for_one_parameter(self):
         with fake_group(4):

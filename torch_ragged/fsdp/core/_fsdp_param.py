@@ -100,7 +100,7 @@ class Distribution:
             )
         self.local_shape = tuple(local_of(param).shape)
         try:
-            self.mesh, self._template = dp.place(param if isinstance(param, DTensor) else None)
+            self.mesh, self._template, self._is_dp = dp.place(param if isinstance(param, DTensor) else None)
         except RuntimeError as error:
             raise ValueError(
                 f"{fqn} is a DTensor on {self._model_mesh}, which cannot be joined with the mesh of fully_shard, {dp.mesh}: "
@@ -235,6 +235,28 @@ class Distribution:
         """The DTensor with ``placement`` over the shards."""
         placements = tuple([placement if each is None else each for each in self._template])
         return dtensor_of(local, spec_of(self.mesh, placements, self.shape, local.dtype))
+
+    def unreduced(self, view: torch.Tensor, pending: tuple[int, ...], sums: Placement) -> DTensor:
+        """This rank's own gradient, given its ``view`` in the buffer, as a DTensor. A copy if the buffer has another order.
+
+        Args:
+            pending: the model's mesh dimensions on which it is pending a sum.
+            sums: how the group reduces it: ``Partial``.
+        """
+        if self.shard_dim:
+            view = torch.cat(self.pieces(view.reshape(-1)), self.shard_dim)
+        elif view.shape != self.local_shape:  # Rows that are padded for each rank.
+            view = view.reshape(-1, *self.local_shape[1:])[: self.local_shape[0]]
+        names = [self._model_mesh.mesh_dim_names[dim] for dim in pending] if pending else []  # type: ignore[index]
+        own = zip(self._template, self._is_dp, self.mesh.mesh_dim_names or ("",) * self.mesh.ndim)
+        placements = tuple([sums if is_dp else Partial() if name in names else each for each, is_dp, name in own])
+        return dtensor_of(view, spec_of(self.mesh, placements, self.shape, view.dtype))  # type: ignore[arg-type]
+
+    def partial(self, flat: torch.Tensor, like: DTensor, sums: Placement) -> DTensor:
+        """A gradient that is not reduced over replicas, given this rank's elements ``flat``; ``like`` is the parameter."""
+        ours = zip(self._template, self._is_dp, like.placements)
+        placements = tuple([sums if is_dp and each is not None else own for each, is_dp, own in ours])
+        return dtensor_of(self.local(flat), spec_of(self.mesh, placements, self.shape, flat.dtype))
 
     def gathered(self, view: torch.Tensor) -> torch.Tensor:
         """The tensor that the model computes with, given a ``view`` of all elements in ``local_shape``."""

@@ -28,6 +28,7 @@ from torch_ragged._register._torch import (
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, GroupMemory, MemoryPool
+from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, GroupPlan, ShardedState, has_extension, local_of, owner_of
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer
 from torch_ragged.fsdp.core._grad_reduction import GradientState, GradReduction, ReductionSettings
@@ -480,8 +481,14 @@ class FSDPParamGroup:
         """Whether there are gradients that are not in ``.grad`` yet."""
         return self.reduction.state is not GradientState.EMPTY
 
+    @property
+    def is_unsynchronized(self) -> bool:
+        """Between passes: whether gradients wait for a later reduction. Equal on all ranks."""
+        return self.needs_reduction or self.reduction.holds_kept
+
     def expect_gradients(self, accumulates: bool = False) -> None:
         """Backward has reached the group, on this rank or on another one: all ranks will reduce, or accumulate."""
+        self.reduction.take_back()
         # What ranks do next depends on this, not on gradients: one of them may get none.
         self.was_reached, self._reached_in = True, backward_id()
         self.needs_reduction |= self.is_trainable
@@ -494,6 +501,7 @@ class FSDPParamGroup:
     def before_gradient(self) -> None:
         """A gradient is about to be written: drop those of a pass that raised, and let nothing read the gradient buffer."""
         if self._reached_in != backward_id():  # Mostly, pre-backward has started this pass.
+            self.reduction.take_back()
             root = None if self._root is None else self._root()
             if self.was_reached or self.is_unhooked:
                 if root is None:
@@ -560,6 +568,7 @@ class FSDPParamGroup:
             self.needs_reduction = False
             # An earlier reduction of this group: results are added in the order of the reductions.
             self.reduction.finish()
+            self.reduction.take_back()
             # Equal on all ranks: if gradients may have accumulated, or if parameters stay gathered, so that ranks may have run
             # different numbers of passes since the last reduction, all ranks send the wide dtype.
             is_one_pass = not self.may_hold_sum and self.keeper is None
@@ -569,9 +578,11 @@ class FSDPParamGroup:
             self.reduction.start(sends_narrow=is_narrow and allow_narrow(self.collectives, self.device))
             self.may_hold_sum = False
 
-    def end_pass(self, is_accumulating: bool) -> None:
-        """A backward pass has ended."""
+    def end_pass(self, is_accumulating: bool, publishes: bool = True) -> None:
+        """A backward pass has ended. If ``publishes``, gradients that wait are shown as FSDPGrads."""
         self.was_reached, self.is_accumulating = False, is_accumulating
+        if publishes and self.is_unsynchronized:
+            self.reduction.publish(self.needs_reduction)
 
     def drop_gradients(self) -> bool:
         """Drop the gradients that are not in ``.grad`` yet; return whether there were any."""
@@ -736,7 +747,9 @@ class FSDPParamGroup:
         with torch.no_grad():
             if (probe.dtype, probe.device) == (self.orig_dtype, self.sharded.flat.device):
                 tensors = [param.sharded for param in self.params]
-                tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
+                grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
+                grads = [grad.reduced if isinstance(grad, FSDPGrad) else grad for grad in grads]
+                tensors += [grad for grad in grads if grad is not None]
                 for tensor, value in [(tensor, function(tensor)) for tensor in tensors]:
                     if value is not tensor:
                         tensor.copy_(value)

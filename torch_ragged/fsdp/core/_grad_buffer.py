@@ -228,6 +228,37 @@ class GradBuffer:
             self._widened.tensor(index).add_(gradient)
         self._wide.clear()
 
+    def accumulated(self, index: int) -> torch.Tensor | None:
+        """Between passes: the view of a parameter's sum over passes, to read or write; None if this rank has none."""
+        param = self._params[index]
+        if not (param.has_gradient or param.was_used):
+            return None
+        if self._widened is not None and self._widened.is_allocated:
+            return self._widened.tensor(index)
+        if not param.has_gradient:
+            return None
+        views = self.views()  # The buffer's own memory: a borrowed gradient is a hook's, which must not change.
+        self._copy_small()
+        self._gather_streams(current_stream(self._device))
+        return views[index]
+
+    def forget(self, index: int) -> None:
+        """Between passes: drop the gradient of one parameter."""
+        param = self._params[index]
+        if (view := self.accumulated(index)) is not None:
+            view.zero_()
+        param.has_gradient = param.was_used = False
+        param.pending = None
+
+    def copied(self) -> torch.Tensor:
+        """Between passes: a copy of the buffer in ``reduce_dtype``, with zeros where this rank has no gradient."""
+        flat = torch.zeros(self._layout.numel, dtype=self.reduce_dtype, device=self._device)
+        copy = DBuffer(self._layout, Partial(), self._rank, self.reduce_dtype, self._device, borrowed=flat)
+        for index in range(len(self._params)):
+            if (view := self.accumulated(index)) is not None:
+                copy.tensor(index).copy_(view)
+        return flat
+
     def completed(self, widens: bool) -> DBuffer:
         """The buffer to reduce. A parameter without a gradient on this rank contributes zeros.
 
@@ -259,12 +290,18 @@ class GradBuffer:
         return wide
 
     def popped_pending(self) -> dict[tuple[int, ...], list[int]]:
-        """The parameters whose gradients are pending a sum, by the mesh dimensions of the model. It is forgotten here."""
+        """:meth:`pending`, which is forgotten here."""
+        found = self.pending()
+        for param in self._params:
+            param.pending = None
+        return found
+
+    def pending(self) -> dict[tuple[int, ...], list[int]]:
+        """The parameters whose gradients are pending a sum, by the mesh dimensions of the model."""
         found: dict[tuple[int, ...], list[int]] = {}
         for index, param in enumerate(self._params):
             if param.pending:
                 found.setdefault(param.pending, []).append(index)
-            param.pending = None
         return found
 
     def _close(self) -> None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from torch_ragged._kernels.casts import scaled_copy_
 from torch_ragged._register._torch import dtensor_like, profiler_range
 from torch_ragged.fsdp.comm._collectives import NamedCollectives, Reduction, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog
+from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer
 
@@ -110,6 +112,9 @@ class GradReduction:
         self._kept: DBuffer | None = None  # Reduced within each replica only.
         self._has_failed = False  # Whether the last reduce-scatter failed: its gradients are in no buffer.
         self._pending: dict[tuple[int, ...], list[int]] = {}  # What the output is pending on: see GradBuffer.popped_pending.
+        self._published: dict[int, FSDPGrad] = {}  # Which ``.grad`` are FSDPGrads, by parameter. Equal on all ranks.
+        self._holds_unreduced = False  # Whether they have unreduced parts on any rank. Equal on all ranks.
+        self._copy: DBuffer | None = None  # What reading one of them has reduced.
 
     @property
     def state(self) -> GradientState:
@@ -135,6 +140,11 @@ class GradReduction:
     def was_reduced(self) -> bool:
         """Whether this backward pass reduced gradients over all ranks."""
         return not (self._output is self._all_reduce is self._reduced is None)
+
+    @property
+    def holds_kept(self) -> bool:
+        """Whether shards wait that are reduced within each replica only. Equal on all ranks."""
+        return self._kept is not None
 
     def start(self, sends_narrow: bool) -> None:
         """Issue one reduce-scatter. A parameter without a gradient on this rank contributes zeros.
@@ -177,7 +187,17 @@ class GradReduction:
         output, self._output = self._output, None
         if output is None:
             return
-        self._reduce_pending(output)
+        self._reduce_pending(output, self._pending)
+        self._pending = {}
+        self._add_output(output)
+
+    def reduce_kept(self) -> None:
+        """Issue the all-reduce of shards that wait for it, if no reduce-scatter comes before it. Equal on all ranks."""
+        output, self._kept = self._kept, None
+        if output is not None:
+            self._add_output(output)
+
+    def _add_output(self, output: DBuffer) -> None:
         # The all-reduce of an earlier reduction of this group: results are added in the order of the reductions.
         if self._all_reduce is not None:
             self._finish_all_reduce()
@@ -195,18 +215,17 @@ class GradReduction:
                 # In flight while other groups compute. All ranks issue it in one order, see ModuleState.reduce_gradients.
                 self._all_reduce = (self._collectives.all_reduce(output.flat, self._settings.reduction), output)
 
-    def _reduce_pending(self, output: DBuffer) -> None:
+    def _reduce_pending(self, output: DBuffer, pending: dict[tuple[int, ...], list[int]]) -> None:
         """Add what is pending over mesh dimensions of the model: one all-reduce of all such shards in this group.
 
         Ranks along these dimensions have the same shards, and run the same program. If a shard has no element of these
         parameters, its ranks issue the all-reduce, too: all ranks count the same collectives.
         """
-        for dims, indices in self._pending.items():
+        for dims, indices in pending.items():
             views = [output.flat[begin:end] for begin, end in (self._intervals[index] for index in indices)]
             flat = torch.cat(views)
             self._collectives.all_reduce_sum(flat, self._params[indices[0]].distribution.group_over(dims)).wait()
             torch._foreach_copy_(views, flat.split([view.numel() for view in views]))
-        self._pending = {}
 
     def _finish_all_reduce(self) -> None:
         assert self._all_reduce is not None
@@ -253,6 +272,7 @@ class GradReduction:
 
     def drop(self) -> bool:
         """Drop the gradients that are not in ``.grad`` yet; return whether there were any."""
+        self.take_back()
         had_any = self.state is not GradientState.EMPTY
         # Forget everything before the waits: waiting for a collective that failed raises.
         in_flight = [self._reduce_scatter, None if self._all_reduce is None else self._all_reduce[0]]
@@ -269,3 +289,87 @@ class GradReduction:
         finally:
             self._buffer.free()
         return had_any
+
+    # -- gradients that stay unreduced -----------------------------------------------------------------------------
+
+    def publish(self, holds_unreduced: bool) -> None:
+        """The pass is over, and some gradients are not reduced: from now on, ``.grad`` is an :class:`FSDPGrad`.
+
+        A parameter that this rank has not used gets one, too: another rank may have used it, and reading is collective.
+
+        Args:
+            holds_unreduced: whether gradients in the buffer wait, on any rank. Equal on all ranks.
+        """
+        self._holds_unreduced = holds_unreduced
+        for index, param in enumerate(self._params):
+            sharded: Any = param.sharded
+            if sharded.requires_grad and index not in self._published:
+                sharded.grad = self._published[index] = FSDPGrad(self, index, sharded, sharded.grad)
+
+    def take_back(self) -> None:
+        """``.grad`` has what is reduced again. If a program has set it since :meth:`publish`, its parts here are dropped."""
+        self._copy = None
+        if not self._published:
+            return
+        published, self._published = self._published, {}
+        for index, grad in published.items():
+            sharded: Any = self._params[index].sharded
+            now = sharded.grad
+            if isinstance(now, FSDPGrad) and now.reads(self, index):
+                sharded.grad = grad.reduced
+                continue
+            self._buffer.forget(index)
+            if self._kept is not None:
+                begin, end = self._intervals[index]
+                self._kept.flat[begin:end].zero_()
+
+    def is_published(self, index: int) -> bool:
+        """Part of ``GradSource``, as the methods below."""
+        return index in self._published
+
+    def local_components(self, index: int) -> dict[str, torch.Tensor]:
+        parts = {}
+        if (unreduced := self._buffer.accumulated(index)) is not None:
+            parts["unreduced"] = unreduced
+        if self._kept is not None:
+            begin, end = self._intervals[index]
+            parts["partial"] = self._kept.flat[begin:end]
+        return parts
+
+    def component(self, index: int, name: str) -> DTensor | None:
+        part, param = self.local_components(index).get(name), self._params[index]
+        if part is None:
+            return None
+        sums = Partial("avg" if self._settings.reduction.divisor is None else "sum")
+        if name == "unreduced":
+            return param.distribution.unreduced(part, param.pending or (), sums)
+        return param.distribution.partial(part, param.sharded, sums)  # type: ignore[arg-type]
+
+    def note_change(self) -> None:
+        self._copy = None
+
+    def reduced_copy(self, index: int) -> DTensor:
+        if self._settings.reduce_hook is not None:
+            raise RuntimeError(
+                "reading a gradient that is not synchronized would call the hook of set_all_reduce_hook, or leave it out: call "
+                "synchronize_gradients() on every rank first"
+            )
+        like = self._sharded
+        if self._copy is None:
+            # As start() and finish() do it, so that bits are those of the reduction that follows.
+            copy = DBuffer(like.layout, Shard(0), like.rank, self._buffer.reduce_dtype, self._device)
+            if self._holds_unreduced:
+                source = self._buffer.copied()
+                self._collectives.reduce_scatter(copy.flat, source, self._settings.reduction).wait()
+                self._reduce_pending(copy, self._buffer.pending())
+            else:
+                copy.flat.zero_()
+            if self._kept is not None:
+                copy.flat.add_(self._kept.flat)
+            if self._has_replicas:
+                self._collectives.all_reduce(copy.flat, self._settings.reduction).wait()
+            self._copy = copy
+        begin, end = self._intervals[index]
+        param = self._params[index]
+        flat = self._copy.flat[begin:end].to(like.flat.device, like.flat.dtype, copy=True)
+        return dtensor_like(param.distribution.local(flat), param.sharded)  # type: ignore[arg-type]

@@ -163,19 +163,21 @@ class DataParallelMesh:
         parts = [flatten(mesh[part]) for part in (dims.replicate_names, dims.shard_names) if part]
         return DataParallelMesh(concatenate(parts), bool(dims.replicate_names), bool(dims.shard_names), mesh, dims)
 
-    def place(self, param: DTensor | None) -> tuple[DeviceMesh, list[Placement | None]]:
-        """The mesh and placements of a sharded parameter. The placement of the shards is None.
+    def place(self, param: DTensor | None) -> tuple[DeviceMesh, list[Placement | None], list[bool]]:
+        """The mesh and placements of a sharded parameter, and which of them are data-parallel. That of the shards is None.
 
         Args:
             param: the DTensor as the model has distributed it; None for a plain tensor.
         """
         mine: list[Placement | None] = [Replicate()] * self.has_replicas + [None] * self.has_shards
         if param is None:
-            return self.mesh, mine
+            return self.mesh, mine, [True] * len(mine)
         if self.spmd is None:
-            return concatenate([self.mesh, param.device_mesh]), [*mine, *param.placements]
+            is_mine = [True] * len(mine) + [False] * len(param.placements)
+            return concatenate([self.mesh, param.device_mesh]), [*mine, *param.placements], is_mine
         meshes: list[DeviceMesh] = []
         placements: list[Placement | None] = []
+        is_mine = []
         for name, placement in zip(self.spmd.mesh_dim_names or (), param.placements):
             part: tuple[str, ...] = ()  # If it is a shard or replicate dimension, all names of this kind.
             ours: Placement | None = None
@@ -186,5 +188,6 @@ class DataParallelMesh:
             if part == () or part[0] == name:  # Flattened dimensions take the index of the first one.
                 meshes.append(flatten(self.spmd[part or (name,)]))
                 placements.append(placement if part == () else ours)
+                is_mine.append(part != ())
         is_flattened = len(meshes) < self.spmd.ndim
-        return (concatenate(meshes) if is_flattened else self.spmd), placements
+        return (concatenate(meshes) if is_flattened else self.spmd), placements, is_mine

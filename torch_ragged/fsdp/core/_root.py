@@ -432,7 +432,7 @@ class FSDPStateContext:
             state.post_backward(is_last=True)
         # Even if gradients were reduced: the next pass uses the same parameters, so resident ones stay.
         for group in self.groups:
-            group.end_pass(is_accumulating=True)
+            group.end_pass(is_accumulating=True, publishes=False)  # Not in the middle of a schedule.
         # Not running: the next backward queues a callback of its own.
         self.awaits_finalize, self._running, self.orders = True, None, []
 
@@ -487,6 +487,38 @@ class FSDPStateContext:
                 raise
             # Last: if anything above raises, the gradients of this pass are dropped before the next one.
             self.awaits_finalize, self._running, self.orders = False, None, []
+
+    def synchronize_gradients(self) -> None:
+        """Reduce all gradients that wait, and set ``.grad``. The settings that made them wait are as before afterwards.
+
+        Collectives: those of a backward with gradient sync, for groups with such gradients. None if there are none.
+        """
+        if self.in_forward or backward_id() != -1:
+            raise RuntimeError("synchronize_gradients must be called outside of forward and backward")
+        self.drop_raised_backward()
+        for group in self.groups:
+            group.reduction.take_back()
+        if not any(group.is_unsynchronized for group in self.groups):
+            return
+        root, before = self.states[0], [(state, state.requires_gradient_sync) for state in self.states]
+        is_last, needed = root.is_last_backward, [(group.settings, group.settings.requires_all_reduce) for group in self.groups]
+        try:
+            root.is_last_backward = True
+            for state in self.states:
+                state.requires_gradient_sync = True
+            for settings, _ in needed:
+                settings.requires_all_reduce = True
+            self.start_reductions()
+            for group in self.groups:
+                group.reduction.finish()
+                group.reduction.reduce_kept()
+            self.end_backward()
+        finally:
+            root.is_last_backward = is_last
+            for state, requires_sync in before:
+                state.requires_gradient_sync = requires_sync
+            for settings, requires_all_reduce in needed:
+                settings.requires_all_reduce = requires_all_reduce
 
     def drop_raised_backward(self) -> None:
         """If the last backward raised, drop its gradients: the next pass must not add to them."""

@@ -104,6 +104,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # Every step of every optimizer calls this: it must cost nothing after the first two. torch.compile traces it.
     if torch.compiler.is_compiling():
         return
+    waiting = [group for group in all_groups if group.is_unsynchronized]
+    if waiting and backward_id() == -1:  # Optimizers that step in backward do so while other groups reduce.
+        _refuse_unsynchronized(optimizer, waiting)
     (count, looks), groups = _seen.get(optimizer, (0, 0)), len(optimizer.param_groups)
     if count == groups and not looks:
         return
@@ -117,18 +120,31 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
     texts += _of_detached(params) + _of_alone(optimizer, params)
     pending: dict[int, tuple[nn.Module, str]] = {}
-    if backward_id() == -1:  # Optimizers that step in backward do so while other groups reduce.
-        waiting = (param for group in all_groups if group.is_pending for param in group.params)
-        pending = {id(param.sharded): param.registered_names[0] for param in waiting}
+    if backward_id() == -1:
+        alone = (param for group in all_groups if group.is_pending for param in group.params)
+        pending = {id(param.sharded): param.registered_names[0] for param in alone}
     if names := _names(pending[id(param)] for param in params if id(param) in pending):
         texts.append(
             f"makes a step while gradients of its parameters are not reduced: {_listed(names)}. They are not in .grad, so that "
-            "this step does not use them. Call set_requires_gradient_sync(True) before the last backward of a step (if you use "
-            "them, also set_requires_all_reduce(True), set_is_last_backward(True) or finalize_backward())"
+            "this step does not use them. A backward used parameters that unshard() has gathered, outside of a forward: the "
+            "next backward of their modules reduces them"
         )
     _seen[optimizer] = groups, 0 if texts else (looks if count == groups else _LOOKS) - 1
     for text in texts:
         warnings.warn(f"{type(optimizer).__name__} {text}", stacklevel=3)
+
+
+def _refuse_unsynchronized(optimizer: Optimizer, waiting: Sequence[FSDPParamGroup]) -> None:
+    """An error on all ranks, at every step: without it, a step would leave gradients out, or use a part of them."""
+    found = {id(param.sharded): param.registered_names[0] for group in waiting for param in group.params}
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    if names := _names(found[id(param)] for param in params if id(param) in found):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} makes a step while gradients of its parameters are not synchronized: "
+            f"{_listed(names)}. Call synchronize_gradients() of the root module before the step; or, before the last backward "
+            "of a step, set_requires_gradient_sync(True) (if you use them, also set_requires_all_reduce(True) and "
+            "set_is_last_backward(True)), and finalize_backward() after a pipeline schedule"
+        )
 
 
 def _refuse_unsharded(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_ragged.fsdp._fully_shard import module_states, named_groups
+from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._fsdp_state import FSDPState
 from torch_ragged.fsdp.tools._optimizer_memory import (
@@ -170,8 +171,10 @@ def _row_of(name: str, group: FSDPParamGroup, held: dict[int, int], hosted: dict
     resident = {kind: sum(b.resident_nbytes for b in buffers) for kind, buffers in group.buffers().items()}
     grads = {}  # By storage: gradients are views of one buffer, unless the user has set them.
     for param in group.params:
-        if param.sharded.grad is not None:
-            storage = _local(param.sharded.grad).untyped_storage()
+        grad = param.sharded.grad
+        grad = grad.reduced if isinstance(grad, FSDPGrad) else grad
+        if grad is not None:
+            storage = _local(grad).untyped_storage()
             grads[storage.data_ptr()] = storage.nbytes()
     return MemoryRow(
         name,
