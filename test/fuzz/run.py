@@ -18,7 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "common"), str(HERE.parent.parent)]
-BATCH = 150  # Seeds in a row, of which those of one size share a process group.
+BATCH = 50  # Seeds in a row, of which those of one size share a process group. Each mesh adds groups, whose threads poll.
 
 
 def batches_of(kind: str, seeds: list[int]) -> list[tuple[str, int, list[int]]]:

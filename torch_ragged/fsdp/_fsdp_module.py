@@ -168,7 +168,7 @@ class FSDPModule(TorchFSDPModule):
         return None
 
     def synchronize_gradients(self) -> None:
-        """Reduce the gradients of backward passes without gradient sync now, and set ``.grad``. Call it on every rank.
+        """Reduce the gradients of backward passes without gradient sync, set ``.grad`` and reshard. Call it on every rank.
 
         Example::
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from common import error_of, ranks
+from common import collectives_seen, error_of, ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -153,6 +153,29 @@ class SynchronizeTest(unittest.TestCase):
         models[1].synchronize_gradients()
         assert_same(*models)
         assert torch.equal(read, models[0].weight.grad.full_tensor())
+
+    @ranks(2)
+    def test_parameters_that_stay_gathered_are_gathered_once_in_a_step():
+        """The recipe of docs/recipes.md: one all-gather of a group in a step, and the bits of the loop without it."""
+        kept, other = sharded(), sharded()
+        kept.set_reshard_after_forward(False)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (kept, other)]
+        for _ in range(2):
+            for model, optimizer in zip((kept, other), optimizers, strict=True):
+                model.set_requires_gradient_sync(False)
+                model.set_reshard_after_backward(model is other)
+                gathers = []
+                for step in range(3):
+                    with CommDebugMode() as mode:
+                        backward(model, step, uses_other=True)
+                    gathers.append(collectives_seen(mode))
+                model.synchronize_gradients()
+                assert all(isinstance(param, DTensor) for param in model.parameters())  # What the step changes.
+                optimizer.step()
+                optimizer.zero_grad()
+                assert gathers == ([(3, 0), (0, 0), (0, 0)] if model is kept else [(5, 0)] * 3), gathers
+        for mine, theirs in zip(kept.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine.to_local(), theirs.to_local())
 
 
 class UseTest(unittest.TestCase):

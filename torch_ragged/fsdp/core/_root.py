@@ -489,7 +489,7 @@ class FSDPStateContext:
             self.awaits_finalize, self._running, self.orders = False, None, []
 
     def synchronize_gradients(self) -> None:
-        """Reduce all gradients that wait, and set ``.grad``. The settings that made them wait are as before afterwards.
+        """Reduce all gradients that wait, set ``.grad`` and reshard. The settings that made them wait are as before afterwards.
 
         Collectives: those of a backward with gradient sync, for groups with such gradients. None if there are none.
         """
@@ -498,8 +498,14 @@ class FSDPStateContext:
         self.drop_raised_backward()
         for group in self.groups:
             group.reduction.take_back()
-        if not any(group.is_unsynchronized for group in self.groups):
-            return
+        if any(group.is_unsynchronized for group in self.groups):
+            self._reduce_waiting()
+        # The step follows: gathered parameters would be out of date, and model.parameters() must be what it changes.
+        for state in self.states:
+            state.reshard()
+
+    def _reduce_waiting(self) -> None:
+        """Run the end of a backward pass with gradient sync, whatever the settings are."""
         root, before = self.states[0], [(state, state.requires_gradient_sync) for state in self.states]
         is_last, needed = root.is_last_backward, [(group.settings, group.settings.requires_all_reduce) for group in self.groups]
         try:
