@@ -24,6 +24,7 @@ from torch_ragged.fsdp import (
     ZERO2,
     DBuffer,
     Float8Policy,
+    FSDPGrad,
     MemoryRow,
     buffer_layouts,
     elements,
@@ -50,7 +51,9 @@ class Resident:
 
     def sample(self):
         held = [buffer.flat.untyped_storage() for buffer in self.buffers]
-        grads = [p.grad.to_local().untyped_storage() for g in groups_of(self.model).values() for p in grads_of(g)]
+        grads = [p.grad for g in groups_of(self.model).values() for p in grads_of(g)]
+        grads = [grad.reduced if isinstance(grad, FSDPGrad) else grad for grad in grads]
+        grads = [grad.to_local().untyped_storage() for grad in grads if grad is not None]
         sizes = {s.data_ptr(): s.nbytes() for s in held + grads if s.nbytes()}
         beside = sum(group.kept_nbytes for group in groups_of(self.model).values())
         self.peak = max(self.peak, sum(sizes.values()) + beside)
