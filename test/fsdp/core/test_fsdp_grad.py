@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 import re
+import tempfile
 import unittest
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard
+from torch_ragged.checkpoint import TrainState, save
 from torch_ragged.fsdp import ZERO1, FSDPGrad, MixedPrecisionPolicy, fully_shard
 from torch_ragged.optim import Muon
 
@@ -270,6 +272,23 @@ class UseTest(unittest.TestCase):
         assert all(param.grad is None for param in model.parameters())
         model.synchronize_gradients()
         assert all(param.grad is None for param in model.parameters())
+
+    @ranks(2)
+    def test_a_checkpoint_between_micro_batches_changes_nothing():
+        """States of an optimizer that has never stepped are made by a step with other gradients."""
+        model, expected = sharded(), sharded()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for each in (model, expected):
+            each.set_requires_gradient_sync(False)
+            backward(each, 0, uses_other=True)
+        with tempfile.TemporaryDirectory() as folder:
+            folders = [folder]
+            dist.broadcast_object_list(folders)
+            save(folders[0], TrainState(model, optimizer))
+        for each in (model, expected):
+            backward(each, 1, uses_other=True)
+            each.synchronize_gradients()
+        assert_same(model, expected)
 
     @ranks(2)
     def test_grad_scaler_sees_infinities_of_other_ranks():

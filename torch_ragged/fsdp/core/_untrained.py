@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_ragged._register._torch import backward_id
+from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import FoundParam, local_of, owner_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup, all_groups
 
@@ -135,8 +136,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_unsynchronized(optimizer: Optimizer, waiting: Sequence[FSDPParamGroup]) -> None:
-    """An error on all ranks, at every step: without it, a step would leave gradients out, or use a part of them."""
-    found = {id(param.sharded): param.registered_names[0] for group in waiting for param in group.params}
+    """An error on all ranks, at every step: without it, a step would leave gradients out, or use a part of them.
+
+    If a program has set ``.grad`` since then, the step uses what it has set: DCP makes an optimizer's states by such a step.
+    """
+    found = {
+        id(param.sharded): param.registered_names[0]
+        for group in waiting
+        for index, param in enumerate(group.params)
+        if isinstance(param.sharded.grad, FSDPGrad) or not group.reduction.is_published(index)
+    }
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     if names := _names(found[id(param)] for param in params if id(param) in found):
         raise RuntimeError(
