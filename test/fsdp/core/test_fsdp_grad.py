@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ragged import RaggedShard
 from torch_ragged.checkpoint import TrainState, save
-from torch_ragged.fsdp import ZERO1, FSDPGrad, MixedPrecisionPolicy, fully_shard
+from torch_ragged.fsdp import ZERO1, FSDPGrad, MixedPrecisionPolicy, fully_shard, reshard_to
 from torch_ragged.optim import Muon
 
 
@@ -339,6 +339,42 @@ class UseTest(unittest.TestCase):
         refused(model.double, "RuntimeError: .*not in .grad yet")
         model.synchronize_gradients()
         assert_same(model, expected)
+
+
+class DtypeTest(unittest.TestCase):
+    @ranks(2)
+    def test_gradients_may_have_a_wider_dtype_than_the_parameter():
+        """257 has no bfloat16: sums over passes keep it only if ``.grad`` is float32."""
+        mesh = init_device_mesh("cpu", (2,))
+        for after in (False, True):
+            model = nn.Linear(1, 2).to(torch.bfloat16)
+            if not after:
+                model.weight.grad_dtype = torch.float32
+            fully_shard(model, mesh=mesh)
+            if after:
+                model.weight.grad_dtype = torch.float32
+            weight = model.weight
+            for syncs in ((True, True), (True, False), (False, False)):
+                for sync, value in zip(syncs, (256.0, 1.0), strict=True):
+                    model.set_requires_gradient_sync(sync)
+                    model(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
+                assert (weight.grad.dtype, weight.grad.placements if syncs[1] else None) == (
+                    torch.float32,
+                    weight.placements if syncs[1] else None,
+                )
+                # Passes without sync add up in reduce_dtype, which is bfloat16 here.
+                expected = torch.full((2, 1), 257.0 if syncs[0] else 256.0)
+                assert torch.equal(weight.grad.full_tensor(), expected), (syncs, weight.grad.full_tensor())
+                model.synchronize_gradients()
+                assert torch.equal(weight.grad.full_tensor(), expected)
+                assert model.bias.grad.dtype == torch.bfloat16
+                model.zero_grad()
+            model.set_requires_gradient_sync(True)
+            model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+            reshard_to(model, None, init_device_mesh("cpu", (2,)))
+            assert model.weight.grad_dtype == model.weight.grad.dtype == torch.float32
+            model.to(torch.float16)
+            assert (model.weight.grad_dtype, model.bias.grad_dtype) == (torch.float32, torch.float16)
 
 
 if __name__ == "__main__":

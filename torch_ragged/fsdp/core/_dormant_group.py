@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam
+from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, keep_grad_dtype
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import device_of
 from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of
@@ -33,6 +33,7 @@ class DormantGroup(FSDPParamGroup):
         device = torch.device("cpu") if self.plan.offloads_params else device_of(self.dp.mesh)
         nothing = torch.empty(0, dtype=found.value.dtype, device=device)
         sharded = nn.Parameter(found.distribution.sharded(nothing, self.layout, index), found.value.requires_grad)
+        keep_grad_dtype(found.value, sharded)
         vars(sharded).update(attributes_of(found.value))
         return FSDPParam(found.fqn, found.registered_names, found.distribution, sharded, requires_grad=sharded.requires_grad)
 

@@ -29,7 +29,7 @@ class GradSource(Protocol):
     def component(self, index: int, name: str) -> DTensor | None:
         """ "unreduced" or "partial" as a DTensor; None if there is none."""
 
-    def reduced_copy(self, index: int) -> DTensor:
+    def reduced_copy(self, index: int, dtype: torch.dtype) -> DTensor:
         """Collective: what is pending, reduced over all ranks."""
 
     def note_change(self) -> None:
@@ -50,14 +50,14 @@ class FSDPGrad(DTensor):
     ==============  =====================================  =======================  ================================
     component       it is                                  dtype                    placements (HSDP)
     ==============  =====================================  =======================  ================================
-    ``reduced``     ``.grad`` before the first such pass   of the parameter         of the parameter
+    ``reduced``     ``.grad`` before the first such pass   ``grad_dtype``           of the parameter
     ``unreduced``   this rank's sum over such passes       ``reduce_dtype``         ``(Partial, Partial)``
     ``partial``     reduced within the replica             ``reduce_dtype``         ``(Partial, RaggedShard)``
     ==============  =====================================  =======================  ================================
 
     Partial is ``Partial("avg")``, or ``Partial("sum")`` if a gradient divide factor is set. A component is None if there is no
-    such part on this rank. The gradient is the sum of all three, reduced. Its shape, dtype
-    and device are those of the parameter.
+    such part on this rank. The gradient is the sum of all three, reduced. Its shape and
+    device are those of the parameter; its dtype is the parameter's ``grad_dtype``.
 
     - **Read it** on every rank: ``materialize()``, ``full_tensor()``, ``redistribute()``, ``clone()``, and operations without
       side effects (norms) reduce a copy. They issue the collectives of the group's reduction once; later reads in the group
@@ -80,9 +80,9 @@ class FSDPGrad(DTensor):
     _sharded: DTensor
 
     @staticmethod
-    def __new__(cls, source: GradSource, index: int, sharded: DTensor, reduced: DTensor | None) -> FSDPGrad:
+    def __new__(cls, source: GradSource, index: int, sharded: DTensor, dtype: torch.dtype, reduced: DTensor | None) -> FSDPGrad:
         self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, sharded.shape, strides=sharded.stride(), dtype=sharded.dtype, device=sharded.device, requires_grad=False
+            cls, sharded.shape, strides=sharded.stride(), dtype=dtype, device=sharded.device, requires_grad=False
         )
         self._source, self._index, self._sharded, self.reduced = source, index, sharded, reduced
         return self
@@ -121,7 +121,7 @@ class FSDPGrad(DTensor):
     def materialize(self) -> DTensor:
         """The complete gradient, placed as the parameter, in new memory. Collective: see the class."""
         with torch.no_grad():
-            pending = self._live().reduced_copy(self._index)
+            pending = self._live().reduced_copy(self._index, self.dtype)
             if self.reduced is None:
                 return pending
             result: Any = self.reduced.clone().add_(pending)
@@ -185,7 +185,7 @@ class FSDPGrad(DTensor):
         name, kwargs = func._schema.name, kwargs or {}
         if name in _ALIASES:
             grad = args[0]
-            return FSDPGrad(grad._source, grad._index, grad._sharded, grad.reduced)
+            return FSDPGrad(grad._source, grad._index, grad._sharded, grad.dtype, grad.reduced)
         if name == "aten::detach_":
             return args[0]
         is_foreach = name.startswith("aten::_foreach")

@@ -377,6 +377,12 @@ def has_extension(param: torch.Tensor) -> bool:
     return pre
 
 
+def keep_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Give ``target`` the ``grad_dtype`` that a user has set on ``source``. By default, it is the tensor's own dtype."""
+    if source.grad_dtype != source.dtype:
+        target.grad_dtype = source.grad_dtype
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor; a plain tensor is returned detached."""
     if not isinstance(tensor, DTensor):

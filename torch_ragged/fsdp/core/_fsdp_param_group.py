@@ -29,7 +29,16 @@ from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, ProcessGroupCollectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, GroupMemory, MemoryPool
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
-from torch_ragged.fsdp.core._fsdp_param import FoundParam, FSDPParam, GroupPlan, ShardedState, has_extension, local_of, owner_of
+from torch_ragged.fsdp.core._fsdp_param import (
+    FoundParam,
+    FSDPParam,
+    GroupPlan,
+    ShardedState,
+    has_extension,
+    keep_grad_dtype,
+    local_of,
+    owner_of,
+)
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer
 from torch_ragged.fsdp.core._grad_reduction import GradientState, GradReduction, ReductionSettings
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter, allows_split_backward
@@ -209,6 +218,7 @@ class FSDPParamGroup:
         sharded = nn.Parameter(self.shards.dtensor(index, found.distribution), requires_grad=found.value.requires_grad)
         # What the user has set on the parameter stays, such as a mark for an optimizer.
         vars(sharded).update(attributes_of(found.value))
+        keep_grad_dtype(found.value, sharded)
         return FSDPParam(found.fqn, found.registered_names, found.distribution, sharded, requires_grad=sharded.requires_grad)
 
     def _init_unsharded_params(self) -> None:
@@ -690,6 +700,7 @@ class FSDPParamGroup:
         # Optimizers hold the parameter as an object. So the object stays, and its contents are swapped.
         inside = nn.Parameter(self.shards.dtensor(index, self.params[index].distribution), parameter.requires_grad)
         vars(inside).update(vars(parameter))
+        keep_grad_dtype(parameter, inside)
         gradient, parameter.grad = parameter.grad, None  # It would be swapped, too.
         torch.utils.swap_tensors(parameter, inside)
         parameter.grad = gradient
@@ -762,7 +773,9 @@ class FSDPParamGroup:
             for index, param in enumerate(self.params):
                 gradient, param.sharded.grad = param.sharded.grad, None
                 self._put(index, param.sharded)
-                param.sharded.grad = None if gradient is None else function(gradient)
+                if gradient is not None and gradient.dtype != param.sharded.grad_dtype:  # Otherwise the user has chosen it.
+                    gradient = function(gradient)
+                param.sharded.grad = gradient
 
     def load_converted(self) -> None:
         """:meth:`load_replaced`, also if all parameters have a new dtype. If only some have it, nothing is copied yet."""

@@ -14,12 +14,13 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from torch_ragged._kernels.casts import scaled_copy_
-from torch_ragged._register._torch import dtensor_like, profiler_range
+from torch_ragged._register._torch import dtensor_like, dtensor_of, profiler_range
 from torch_ragged.fsdp.comm._collectives import NamedCollectives, Reduction, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer
+from torch_ragged.tensor._api import spec_of
 
 __all__ = ["GradReduction", "GradientState", "ReductionSettings"]
 
@@ -251,24 +252,34 @@ class GradReduction:
         reduced, self._reduced = self._reduced, None
         assert reduced is not None
         like = self._sharded
-        if (reduced.flat.dtype, reduced.flat.device) != (like.flat.dtype, like.flat.device):
-            placing = (like.layout, Shard(0), like.rank, like.flat.dtype, like.flat.device, like.is_pinned)
-            moved = DBuffer(*placing, log=self._log)
+        dtypes = [param.sharded.grad_dtype or reduced.flat.dtype for param in self._params]
+        shards: dict[torch.dtype, DBuffer] = {}
+        for dtype in dict.fromkeys(dtypes):  # Mostly one.
+            if (reduced.flat.dtype, reduced.flat.device) == (dtype, like.flat.device):
+                shards[dtype] = reduced
+                continue
+            moved = DBuffer(like.layout, Shard(0), like.rank, dtype, like.flat.device, like.is_pinned, log=self._log)
             scaled_copy_(moved.flat, reduced.flat)  # This blocks: an optimizer on the CPU may read it at once.
+            shards[dtype] = moved
+        if reduced not in shards.values():
             self._log.note(-reduced.nbytes)
-            reduced = moved
-        for param, (begin, end), is_used in zip(self._params, self._intervals, used_anywhere):
+        for param, (begin, end), dtype, is_used in zip(self._params, self._intervals, dtypes, used_anywhere):
             param.was_used = False
             sharded = param.sharded
             if not is_used:
                 continue
             # Each gradient has its own version counter, as a tensor of the optimizer.
-            mine = param.distribution.local(reduced.flat.data[begin:end])
-            gradient = dtensor_like(mine, sharded)  # type: ignore[arg-type]
+            gradient = self._gradient(param, shards[dtype].flat.data[begin:end])
             sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
             # Autograd would run these for a leaf. Optimizers that step in backward are such hooks.
             for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
                 hook(sharded)
+
+    def _gradient(self, param: FSDPParam, flat: torch.Tensor) -> DTensor:
+        local, like = param.distribution.local(flat), param.sharded
+        if flat.dtype == like.dtype:
+            return dtensor_like(local, like)  # type: ignore[arg-type]
+        return dtensor_of(local, spec_of(like.device_mesh, like.placements, like.shape, flat.dtype))  # type: ignore
 
     def drop(self) -> bool:
         """Drop the gradients that are not in ``.grad`` yet; return whether there were any."""
@@ -304,7 +315,8 @@ class GradReduction:
         for index, param in enumerate(self._params):
             sharded: Any = param.sharded
             if sharded.requires_grad and index not in self._published:
-                sharded.grad = self._published[index] = FSDPGrad(self, index, sharded, sharded.grad)
+                dtype = sharded.grad_dtype or self._buffer.reduce_dtype
+                sharded.grad = self._published[index] = FSDPGrad(self, index, sharded, dtype, sharded.grad)
 
     def take_back(self) -> None:
         """``.grad`` has what is reduced again. If a program has set it since :meth:`publish`, its parts here are dropped."""
@@ -348,7 +360,7 @@ class GradReduction:
     def note_change(self) -> None:
         self._copy = None
 
-    def reduced_copy(self, index: int) -> DTensor:
+    def reduced_copy(self, index: int, dtype: torch.dtype) -> DTensor:
         if self._settings.reduce_hook is not None:
             raise RuntimeError(
                 "reading a gradient that is not synchronized would call the hook of set_all_reduce_hook, or leave it out: call "
@@ -370,6 +382,4 @@ class GradReduction:
                 self._collectives.all_reduce(copy.flat, self._settings.reduction).wait()
             self._copy = copy
         begin, end = self._intervals[index]
-        param = self._params[index]
-        flat = self._copy.flat[begin:end].to(like.flat.device, like.flat.dtype, copy=True)
-        return dtensor_like(param.distribution.local(flat), param.sharded)  # type: ignore[arg-type]
+        return self._gradient(self._params[index], self._copy.flat[begin:end].to(like.flat.device, dtype, copy=True))

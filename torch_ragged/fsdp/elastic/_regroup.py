@@ -15,7 +15,7 @@ from torch import nn
 from torch_ragged.fsdp.comm._hierarchical import HierarchicalCollectives, Levels
 from torch_ragged.fsdp.core._fsdp_api import Offload
 from torch_ragged.fsdp.core._fsdp_init import layout_of
-from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, FSDPParam, GroupPlan
+from torch_ragged.fsdp.core._fsdp_param import Distribution, FoundParam, FSDPParam, GroupPlan, keep_grad_dtype
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import DataParallelMesh, device_of
 from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of
@@ -114,6 +114,7 @@ def _stand_in(param: FSDPParam, device: torch.device) -> nn.Parameter:
     """A parameter of zeros without memory of its own, in the position of the one that the user gave to ``fully_shard``."""
     zero = torch.zeros((), dtype=param.sharded.dtype, device=device)
     like = nn.Parameter(zero.expand(param.distribution.shape), requires_grad=param.sharded.requires_grad)
+    keep_grad_dtype(param.sharded, like)
     vars(like).update(attributes_of(param.sharded))
     return like
 
