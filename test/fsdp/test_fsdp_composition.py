@@ -188,7 +188,8 @@ class CallOrderTest(unittest.TestCase):
                     model.set_reshard_after_backward(last)
                 for each in (model, alone):
                     each(data(step)).pow(2).sum().backward()
-                assert isinstance(sharded.grad, FSDPGrad) != last and isinstance(sharded.grad, DTensor)
+                assert isinstance(sharded.grad, FSDPGrad) != last
+                assert isinstance(sharded.grad, DTensor) == last
             reduce(alone)
             assert_same(model, alone)
 

@@ -256,7 +256,6 @@ FACTORIES = {"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", 
 FACTORIES |= {"randn", "randperm", "tensor", "zeros"}
 
 # Private names of FSDP2 that torch's pipeline schedules and other programs read of a state: tests use them as these do.
-NAMES_OF_DTENSOR = {"_spec", "_local_tensor"}  # FSDPGrad is one.
 NAMES_OF_FSDP2 = {"_state_ctx", "_comm_ctx", "_mp_policy", "_fsdp_param_group", "_root_post_backward_final_callback"}
 
 
@@ -292,9 +291,7 @@ class TestFilesTest(unittest.TestCase):
         nodes = [node for name in SOURCES if name.startswith(f"{FSDP}.core") for node in ast.walk(TREES[name])]
         named = [node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"]
         named += [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
-        private = (
-            {name for name in named if re.match(r"_[^_]", name)} - NAMES_OF_FSDP2 - {"_spec", "_local_tensor"}
-        )  # FSDPGrad has DTensor's.
+        private = {name for name in named if re.match(r"_[^_]", name)} - NAMES_OF_FSDP2
         self.assertGreater(len(private), 50)
         found = {
             (name, ast.unparse(node))

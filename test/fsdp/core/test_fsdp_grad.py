@@ -198,8 +198,6 @@ class UseTest(unittest.TestCase):
             for _ in range(3):
                 refused(optimizer.step, "RuntimeError: .* not synchronized: .*weight.*synchronize_gradients")
         for use in (
-            lambda: weight.data.add_(grad, alpha=-0.1),  # By hand, without an optimizer.
-            lambda: torch._foreach_add_([weight.data], [grad]),
             lambda: weight.data.sub_(grad.to_local()),
             lambda: grad.add_(1),
             lambda: grad.clamp_(max=1),
@@ -209,12 +207,18 @@ class UseTest(unittest.TestCase):
             lambda: grad.view(-1),
             lambda: grad[0],
             lambda: grad.placements,
-            lambda: grad._local_tensor,
             lambda: grad.untyped_storage(),
             lambda: pickle.dumps(grad),
             lambda: copy.deepcopy(grad),
         ):
             refused(use, "RuntimeError: .* not synchronized.*synchronize_gradients")
+        for use in (  # By hand, without an optimizer.
+            lambda: weight.data.add_(grad, alpha=-0.1),
+            lambda: torch._foreach_add_([weight.data], [grad]),
+            lambda: weight.data.copy_(grad),
+            lambda: weight.data.lerp_(grad, 0.1),
+        ):
+            refused(use, "RuntimeError: .*(not synchronized|mixed torch.Tensor and DTensor)")
         assert "unreduced (7, 5)" in repr(grad)
         assert torch.equal(weight.full_tensor(), before)
         model.synchronize_gradients()

@@ -36,7 +36,7 @@ class GradSource(Protocol):
         """A component was changed."""
 
 
-class FSDPGrad(DTensor):
+class FSDPGrad(torch.Tensor):
     """A gradient of which a part is not reduced over all ranks yet. It is ``.grad`` after a backward without gradient sync.
 
     Example::
@@ -70,8 +70,8 @@ class FSDPGrad(DTensor):
 
     An FSDPGrad that a program keeps is out of date when the next backward begins, and raises then.
 
-    The class and its words are those that torch's FSDP has in its main branch (2026); there, ``to_local()`` reads by a
-    collective.
+    The class and its words are those that torch's FSDP has in its main branch (2026). There, it is a DTensor, and
+    ``to_local()`` reads by a collective. Here it is not: torch 2.11 sends some operations on subclasses to DTensor's own code.
     """
 
     reduced: DTensor | None
@@ -144,15 +144,7 @@ class FSDPGrad(DTensor):
     # -- what cannot be said of several components -----------------------------------------------------------------
 
     @property
-    def _spec(self) -> Any:  # type: ignore[override]
-        return self._sharded._spec
-
-    @property
-    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]
-        raise _refusal("its local tensor")
-
-    @property
-    def placements(self) -> Any:  # type: ignore[override]
+    def placements(self) -> Any:
         raise _refusal("placements")
 
     def to_local(self, *args: Any, **kwargs: Any) -> torch.Tensor:
