@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+from torch.utils import _pytree as pytree
 
 __all__ = ["FSDPGrad", "GradSource"]
 
@@ -56,8 +56,8 @@ class FSDPGrad(torch.Tensor):
     ==============  =====================================  =======================  ================================
 
     Partial is ``Partial("avg")``, or ``Partial("sum")`` if a gradient divide factor is set. A component is None if there is no
-    such part on this rank. The gradient is the sum of all three, reduced. Its shape and
-    device are those of the parameter; its dtype is the parameter's ``grad_dtype``.
+    such part on this rank. The gradient is the sum of all three, reduced. Its shape and device are those of
+    the parameter; its dtype is the parameter's ``grad_dtype``.
 
     - **Read it** on every rank: ``materialize()``, ``full_tensor()``, ``redistribute()``, ``clone()``, and operations without
       side effects (norms) reduce a copy. They issue the collectives of the group's reduction once; later reads in the group
@@ -198,7 +198,7 @@ class FSDPGrad(torch.Tensor):
                 copies[id(value)] = value.materialize()
             return copies.get(id(value), value)
 
-        args, kwargs = tree_map(read, (args, kwargs))
+        args, kwargs = pytree.tree_map(read, (args, kwargs))
         return func(*args, **kwargs)
 
 

@@ -505,7 +505,7 @@ class FSDPStateContext:
             state.reshard()
 
     def _reduce_waiting(self) -> None:
-        """Run the end of a backward pass with gradient sync, whatever the settings are."""
+        """End a backward pass as if gradient sync, and the reduction over replicas, were on."""
         root, before = self.states[0], [(state, state.requires_gradient_sync) for state in self.states]
         is_last, needed = root.is_last_backward, [(group.settings, group.settings.requires_all_reduce) for group in self.groups]
         try:

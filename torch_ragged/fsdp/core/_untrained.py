@@ -102,7 +102,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # Every step of every optimizer calls this: it must cost nothing after the first two. torch.compile traces it.
+    # Every step of every optimizer calls this: after the first two, it asks each group one question. torch.compile traces it.
     if torch.compiler.is_compiling():
         return
     waiting = [group for group in all_groups if group.is_unsynchronized]
