@@ -28,6 +28,7 @@ from torch_ragged.fsdp.core._root import GradientReductionHandle
 from torch_ragged.fsdp.core._state_dict import before_load
 from torch_ragged.fsdp.core._untrained import warn_of_unsharded
 from torch_ragged.fsdp.core.keepers._neighbours import Neighbours
+from torch_ragged.fsdp.layout._weighted import WeightedLayout
 
 __all__ = ["FSDPModule", "check_reshard_after_forward", "make_fsdp_module", "share_comm_ctx"]
 
@@ -404,7 +405,8 @@ class FSDPModule(TorchFSDPModule):
             the chosen name for each process group of shards, in the order of modules.
 
         Raises:
-            ValueError: the name is unknown, or ranks pass different names. Nothing is changed.
+            ValueError: the name is unknown, ranks pass different names, or shards have ``weights`` and the name is not
+                ``nccl`` or ``auto``. Nothing is changed.
             AssertionError: a custom collective is set.
             RuntimeError: as in :meth:`set_persistent_buffers`; or another rank raised.
         """
@@ -417,8 +419,11 @@ class FSDPModule(TorchFSDPModule):
             check_name(name)
             _check_no_custom_collectives(groups)
             check_ready(groups)
+            if name != "auto" and name != "nccl":
+                _check_equal_shards(groups, f"set_collectives({name!r})")
             claim.append(f"collectives {name}")
-        chosen = {shards: choose(name, shards, _traffic_of(mine)) for shards, mine in members.items()}
+        names = {shards: "nccl" if any(map(_is_weighted, mine)) else name for shards, mine in members.items()}
+        chosen = {shards: choose(names[shards], shards, _traffic_of(mine)) for shards, mine in members.items()}
         allocators = {}
         for shards, implementation in chosen.items():
             for group in members[shards]:
@@ -478,7 +483,9 @@ class FSDPModule(TorchFSDPModule):
 
         It is called among neighbours (``reshard_after_forward=k``), and within and across nodes (``HIERARCHICAL``), too.
         """
-        for group in self._ragged_groups(recurse=False):
+        groups = self._ragged_groups(recurse=False)
+        _check_equal_shards(groups, "set_custom_all_gather")
+        for group in groups:
             group.process_groups.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
@@ -486,7 +493,9 @@ class FSDPModule(TorchFSDPModule):
 
         Its ``allocate`` is not called. ``HIERARCHICAL`` calls ``comm`` for each reduction within a node, then across.
         """
-        for group in self._ragged_groups(recurse=False):
+        groups = self._ragged_groups(recurse=False)
+        _check_equal_shards(groups, "set_custom_reduce_scatter")
+        for group in groups:
             for reducer in group.process_groups.reducers:
                 reducer.custom_reduce_scatter = comm
 
@@ -529,6 +538,21 @@ def _traffic_of(groups: list[FSDPParamGroup]) -> Traffic:
     gathered = max(group.layout.shard_numel * group.param_dtype.itemsize for group in groups)
     reduced = max(group.layout.numel * group.reduce_dtype.itemsize for group in groups)
     return Traffic(groups[0].device, [group.process_groups for group in groups], gathered, reduced)
+
+
+def _is_weighted(group: FSDPParamGroup) -> bool:
+    return isinstance(group.layout, WeightedLayout)
+
+
+def _check_equal_shards(groups: list[FSDPParamGroup], what: str) -> None:
+    """Raise if a group has shards of other sizes than its collectives can move.
+
+    Raises:
+        ValueError: it has ``weights``.
+    """
+    for group in groups:
+        if isinstance(group.layout, WeightedLayout):
+            raise ValueError(f"{group.names} has weights {group.layout.weights}, and {what} needs equal shards")
 
 
 def _check_no_custom_collectives(groups: list[FSDPParamGroup]) -> None:

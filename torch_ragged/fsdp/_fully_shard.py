@@ -52,6 +52,7 @@ def fully_shard(
     orig_param_policy: OrigParamPolicy | None = None,
     placements: BufferPlacements | None = None,
     optional: bool = False,
+    weights: Sequence[int] | None = None,
 ) -> Any:
     """Keep only a shard of the parameters on each rank, and all-gather them for the module's forward and backward (FSDP2)::
 
@@ -113,6 +114,9 @@ def fully_shard(
             ``ZERO3`` on a 1-D mesh, HSDP on a 2-D mesh. See :class:`BufferPlacements`.
         optional: ranks may skip ``module`` in forward, as a vision tower if their batch has text only. It costs votes, which
             the host waits for: see "Modules that some ranks skip" in docs/fsdp.md.
+        weights: an integer per rank of the shards, at least 0, as ``[3, 2, 0]``. Shards are in proportion to them: the last
+            rank holds nothing, but gathers, computes and reduces like the others. None: equal shards. See "Unequal ranks" in
+            docs/meshes.md.
 
     Returns:
         ``module``.
@@ -123,7 +127,9 @@ def fully_shard(
             sharded already, by this function or torch's, is a DTensor on another device than the mesh's, on a dimension of
             ``mesh``, or on a mesh that cannot be joined with ``mesh``, is tied to a sharded parameter, is cut unevenly by model
             parallelism, or is a trainable integer; ``reshard_after_forward`` does not divide the number of shards;
-            ``mp_policy`` is a ``Float8Policy`` and ``placements`` keep parameters gathered; or ranks disagree.
+            ``mp_policy`` is a ``Float8Policy`` and ``placements`` keep parameters gathered; ``weights`` are not one integer per
+            rank, at least 0, or meet a placement ``Shard``, neighbours, ``HIERARCHICAL``, float8 or a ``GroupPolicy``; or ranks
+            disagree.
         TypeError: ``module`` is not an ``nn.Module``, ``mesh`` is not a ``DeviceMesh``, ``reshard_after_forward`` is not a
             bool, int or None, ``placements`` are no ``BufferPlacements``, ``mp_policy`` is no ``MixedPrecisionPolicy`` of
             floating-point dtypes, ``offload_policy`` is no ``OffloadPolicy``, ``ignored_params`` has something other than
@@ -140,6 +146,8 @@ def fully_shard(
         modules, ignored = _root_modules(module), _parameters(ignored_params)
         _check_offload_policy(offload_policy)
         check_bool("fully_shard", "optional", optional)
+        if weights is not None:
+            _check_weights(weights, reshard_after_forward, placements)
         if optional and len(modules) > 1:
             raise ValueError(f"optional=True expects one module, got {len(modules)}: call fully_shard for each of them")
         ranks += _model_groups(modules, mesh)
@@ -155,11 +163,12 @@ def fully_shard(
     with agreement(ranks, device, "fully_shard") as claim:
         dp, levels = _with_levels(DataParallelMesh.of(mesh, dp_mesh_dims), placements)
         found = _check_modules(modules, mesh, reshard_after_forward, dp, ignored)
-        plans = plan_groups(found, dp, mp_policy, offload_policy, orig_param_policy, shard_placement_fn)
+        plans = plan_groups(found, dp, mp_policy, offload_policy, orig_param_policy, shard_placement_fn, weights)
         casts: list[Any] = [mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype]
         casts += [mp_policy.tile] if isinstance(mp_policy, Float8Policy) else []
         casts.append(mp_policy.cast_forward_inputs)
         casts += ["optional"] if optional else []
+        casts += [f"weights {tuple(weights)}"] if weights is not None else []
         claim += _claim(plans, list(found), reshard_after_forward, tuple(casts), offload_policy, placements)
     _move(modules, found if dp.is_member else {}, device)
     note_ignored(ignored)
@@ -432,6 +441,23 @@ def _claim(plans: Sequence[GroupPlan], names: Sequence[str], *options: Any) -> l
         lines.append(f"a buffer of {layout.tensors[0].name} and others with {casts}, in {where}{names}")
         lines += [f"{spec.name} {spec.shape} at {offset}" for spec, offset in zip(layout.tensors, layout.offsets)]
     return lines
+
+
+def _check_weights(weights: Any, reshard_after_forward: Any, placements: BufferPlacements | None) -> None:
+    """Raise if ``weights`` are no sequence, or if something else needs equal shards.
+
+    Raises:
+        TypeError, ValueError: they are not, or it does.
+    """
+    if not isinstance(weights, Sequence) or isinstance(weights, (str, bytes)):
+        raise TypeError(f"weights={weights!r} is no list: pass an integer per rank of the shards, as weights=[3, 2, 0]")
+    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        raise ValueError(
+            f"weights={weights!r} does not support reshard_after_forward={reshard_after_forward}, whose neighbours keep equal "
+            "parts: pass True or False"
+        )
+    if placements is not None and len(placements.optimizer) == 2:
+        raise ValueError(f"weights={weights!r} does not support HIERARCHICAL: use a 1-D mesh, or HSDP")
 
 
 _EXAMPLES = {

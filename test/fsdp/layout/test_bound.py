@@ -102,7 +102,7 @@ class BoundTest(unittest.TestCase):
                 tensors = [Kind.of(one) for one in kind.tensors]
                 trivial = -(-sum(one.numel for one in tensors) // (64 * ranks)) * 64
                 bound = lower_bound(tensors, ranks, 64).shard
-                for _, order in planner._sorted_orders(tensors):
+                for _, order in planner.sorted_orders(tensors):
                     shard = planner.smallest_shard([tensors[i] for i in order], ranks, 64, trivial)
                     self.assertGreaterEqual(shard, bound, (model, granularity, ranks))
 

@@ -209,7 +209,7 @@ class PlannerTest(unittest.TestCase):
         kinds = tuple(map(Kind.of, tensors))
         layout = plan_layout(tensors, 256, 64)
         self.assertEqual(layout.order, "interleaved")
-        for _, order in planner._sorted_orders(kinds):
+        for _, order in planner.sorted_orders(kinds):
             shard = planner.smallest_shard([kinds[i] for i in order], 256, 64, layout.lower_bound)
             self.assertGreater(shard, layout.shard_numel)
 
@@ -256,9 +256,9 @@ class PlannerTest(unittest.TestCase):
             "block ascending, size descending": [0, 3, 1, 2],
         }
         four = [Kind.of(spec(*one)) for one in ((5, 1), (9, 3), (7, 3), (8, 2))]
-        self.assertEqual(list(planner._sorted_orders(four)), list(orders.items()))
+        self.assertEqual(list(planner.sorted_orders(four)), list(orders.items()))
         twice = [Kind.of(spec(*one)) for one in ((5, 1), (9, 3), (5, 1))]
-        self.assertEqual(list(planner._distinct_orders(twice)), [[0, 2, 1], [0, 1, 2], [1, 0, 2]])
+        self.assertEqual(list(planner.distinct_orders(twice)), [[0, 2, 1], [0, 1, 2], [1, 0, 2]])
         self.assertEqual((planner._permutations(twice), planner._permutations(four)), (3, 24))
 
     def test_placements_own_what_the_layout_says(self):

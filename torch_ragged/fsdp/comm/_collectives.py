@@ -32,6 +32,7 @@ __all__ = [
     "ProcessGroupCollectives",
     "ReduceScatterTraits",
     "Reduction",
+    "ScaledWork",
     "Work",
     "as_real",
     "division_of",
@@ -88,7 +89,7 @@ class Collectives(Protocol):
     """
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> Work:
-        """Fill ``output`` (ranks * S elements) with every rank's ``shard`` (S elements).
+        """Fill ``output`` (ranks * S elements) with every rank's ``shard`` (S elements; with weights, each rank has its own S).
 
         Args:
             output: gets the shards in the order of ranks.
@@ -146,7 +147,7 @@ class ProcessGroupCollectives:
             output, shard = output.view(torch.uint8), shard.view(torch.uint8)
         # Broadcasts do not match an all-gather of another rank. All ranks decide alike: their shards have the same size.
         if custom is None and self._over_gloo[group, shard.device.type] and _gloo.is_worth_broadcasts(shard, group):
-            return _gloo.all_gather(as_real(output), as_real(shard), group)
+            return _gloo.all_gather(as_real(output).chunk(group.size()), as_real(shard), group)
         return self._issue(_all_gather, custom, output, shard, group=group)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
@@ -160,7 +161,7 @@ class ProcessGroupCollectives:
         if custom is None and self._over_gloo[group, buffer.device.type]:
             return _gloo.reduce_scatter(as_real(output), as_real(buffer), group, how.after)
         work = self._issue(_reduce_scatter, custom, output, buffer, op=how.op, group=group)
-        return work if how.after == 1 else _ScaledWork(work, output, how.after)
+        return work if how.after == 1 else ScaledWork(work, output, how.after)
 
     def reduce_scatter_traits(self, device: torch.device) -> ReduceScatterTraits:
         """Over gloo, a reduce-scatter is an all-to-all and a local sum: see ``_gloo.reduce_scatter``."""
@@ -198,7 +199,7 @@ class ProcessGroupCollectives:
         if how.before > 1:
             tensor.div_(how.before)
         work = self._issue(dist.all_reduce, None, tensor, op=how.op, group=self._replicas)
-        return work if how.after == 1 else _ScaledWork(work, tensor, how.after)
+        return work if how.after == 1 else ScaledWork(work, tensor, how.after)
 
     def all_reduce_sum(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Work:
         return self._issue(dist.all_reduce, None, tensor, group=group) if group.size() > 1 else done
@@ -213,15 +214,16 @@ class ProcessGroupCollectives:
         return work or done
 
     def _issue(
-        self, collective: Any, custom: CustomCollective | None, *tensors: torch.Tensor, group: dist.ProcessGroup, **options: Any
+        self, collective: Any, custom: CustomCollective | None, *tensors: Any, group: dist.ProcessGroup, **options: Any
     ) -> Work:
-        """Issue ``custom`` if it is set, otherwise ``collective``. Complex tensors are sent as pairs of real numbers."""
-        tensors = tuple(map(as_real, tensors))
+        """Issue ``custom`` if it is set, otherwise ``collective``. Tensors are real, or complex: those are sent as pairs."""
+        tensors = tuple(as_real(each) if isinstance(each, torch.Tensor) else each for each in tensors)
         if custom is not None:
             return custom(*tensors, **options, group=group, async_op=True) or done  # A synchronous one returns None.
         work: dist.Work | None = collective(*tensors, **options, group=group, async_op=True)
         assert work is not None, "this rank is not part of the collective's process group"
-        return _GlooWork(work) if self._over_gloo[group, tensors[0].device.type] else work
+        device = next(each.device.type for each in tensors if isinstance(each, torch.Tensor))
+        return _GlooWork(work) if self._over_gloo[group, device] else work
 
 
 class Division(NamedTuple):
@@ -286,7 +288,7 @@ def wait_all(works: Sequence[Work]) -> Work:
     return _All(works)
 
 
-class _ScaledWork:
+class ScaledWork:
     """A collective whose output is divided when the collective has finished."""
 
     def __init__(self, work: Work, output: torch.Tensor, divisor: float) -> None:

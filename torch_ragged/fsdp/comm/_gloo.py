@@ -50,28 +50,40 @@ def is_worth_broadcasts(shard: torch.Tensor, group: dist.ProcessGroup) -> bool:
     return shard.nbytes >= _SMALLEST_BROADCAST and group.size() <= _MOST_BROADCASTS
 
 
-def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Assisted:
-    """Fill ``output`` (ranks * S elements) with every rank's ``shard`` (S elements): one broadcast per rank.
+def all_gather(parts: Sequence[torch.Tensor], shard: torch.Tensor, group: dist.ProcessGroup) -> Assisted:
+    """Fill ``parts``, one per rank, with every rank's ``shard``: one broadcast per rank whose part is not empty.
 
-    A broadcast writes to the shard's offset in ``output``. gloo's all-gather fills its own memory and copies it to ``output``.
+    A broadcast writes to the part itself. gloo's all-gather fills its own memory and copies it.
     """
-    parts, rank = output.chunk(group.size()), group.rank()
+    rank = group.rank()
     # All ranks issue the broadcasts in the order of source ranks, so that they match. This rank sends ``shard``, not its copy
     # in ``output``. So the copy can be made while the broadcasts are in flight.
     works = [
         _issued(dist.broadcast, shard if source == rank else part, group=group, group_src=source)
         for source, part in enumerate(parts)
+        if part.numel()
     ]
     return Assisted(works, _copy, parts[rank], shard, needs_works=False)
 
 
-def reduce_scatter(output: torch.Tensor, buffer: torch.Tensor, group: dist.ProcessGroup, divisor: float) -> Assisted:
+def reduce_scatter(
+    output: torch.Tensor,
+    buffer: torch.Tensor,
+    group: dist.ProcessGroup,
+    divisor: float,
+    sizes: Sequence[int] | None = None,
+) -> Assisted:
     """Sum ``buffer`` (ranks * S elements) over ranks, divide it, and write this rank's slice to ``output`` (S elements).
+
+    ``sizes``: the elements of each rank's slice, if they differ.
 
     ``output`` may have a wider dtype. This takes one or two all-to-alls and a local sum. gloo's reduce-scatter is an all-reduce
     of a copy of the buffer and sends twice the bytes. Until ``wait()``, a receive buffer is allocated: ranks - 1 parts if parts
     are large, otherwise as much as ``buffer``.
     """
+    if sizes is not None:
+        works, parts = _exchange_unequal(buffer, group, sizes)
+        return Assisted(works, _sum, parts, output, divisor, needs_works=True)
     # Equal on all ranks, because parts have one size: one all-to-all does not match two.
     exchange = _exchange_with_others if output.numel() * buffer.element_size() >= _SMALLEST_PAIR else _exchange
     works, parts = exchange(buffer, group)
@@ -83,6 +95,16 @@ def _exchange(buffer: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[dist
     received = torch.empty_like(buffer)
     work = _issued(dist.all_to_all_single, received, buffer, group=group)
     return [work], list(received.chunk(group.size()))
+
+
+def _exchange_unequal(
+    buffer: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int]
+) -> tuple[list[dist.Work], list[torch.Tensor]]:
+    """Receive this rank's part, of ``sizes[rank]`` elements, from all ranks."""
+    ranks, own = group.size(), sizes[group.rank()]
+    received = buffer.new_empty(ranks * own)
+    work = _issued(dist.all_to_all_single, received, buffer, [own] * ranks, list(sizes), group=group)
+    return [work], list(received.view(ranks, own))
 
 
 def _exchange_with_others(buffer: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[dist.Work], list[torch.Tensor]]:

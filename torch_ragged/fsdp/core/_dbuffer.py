@@ -137,7 +137,8 @@ class DBuffer:
     :meth:`free` orders this stream behind the current one. If the buffer was used on further streams, the current stream must
     be ordered behind them first.
 
-    In a :class:`RowsLayout`, a whole tensor has the sizes (ranks, rows of a shard, ...), and its rows may be padded.
+    In a :class:`WeightedLayout`, each rank has its own S, which may be 0. In a :class:`RowsLayout`, a whole tensor has the
+    sizes (ranks, rows of a shard, ...), and its rows may be padded.
 
     Args:
         layout: the offset of each tensor.
@@ -169,7 +170,8 @@ class DBuffer:
             raise ValueError(f"DBuffer placement must be Shard(0), Replicate() or Partial(), got {placement}")
         self.layout, self.placement, self.rank, self.is_pinned = layout, placement, rank, is_pinned
         self.is_sharded = isinstance(placement, Shard)
-        numel = layout.shard_numel if self.is_sharded else layout.numel
+        start, stop = layout.shard_range(rank) if self.is_sharded else (0, layout.numel)
+        numel = stop - start
         self.pool, self._log = pool, log
         self.nbytes = numel * dtype.itemsize
         if log is not None and log.is_recording:  # Mostly not.
@@ -270,12 +272,12 @@ class DBuffer:
         """This rank's shard: the whole of a sharded buffer, or a slice of another one. No copy."""
         if self.is_sharded:
             return self.flat
-        start = self.rank * self.layout.shard_numel
-        return self.flat[start : start + self.layout.shard_numel]
+        start, stop = self.layout.shard_range(self.rank)
+        return self.flat[start:stop]
 
     def zero_padding(self) -> None:
         """Fill the padding with zeros, so that reductions do not read undefined values."""
-        start = self.rank * self.layout.shard_numel if self.is_sharded else 0
+        start = self.layout.shard_range(self.rank)[0] if self.is_sharded else 0
         for begin, end in self.layout.gaps:
             begin, end = max(begin - start, 0), min(end - start, self.flat.numel())
             if begin < end:

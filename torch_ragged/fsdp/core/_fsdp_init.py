@@ -27,6 +27,7 @@ from torch_ragged.fsdp.layout._advice import PADDING_LIMIT
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._planner import plan_layout
 from torch_ragged.fsdp.layout._rows_layout import RowsLayout, rows_layout
+from torch_ragged.fsdp.layout._weighted import check_weights
 from torch_ragged.granularity import Granularity, GroupPolicy, OrigParamPolicy, elements, rows
 from torch_ragged.tensor.placement_types import block_split, is_block_shard
 
@@ -71,6 +72,7 @@ def plan_groups(
     offload: OffloadPolicy,
     policy: OrigParamPolicy | None,
     shard_placement_fn: ShardPlacementFn | None,
+    weights: Sequence[int] | None = None,
 ) -> list[GroupPlan]:
     """One plan for each mesh, dtype and compute dtype.
 
@@ -109,15 +111,37 @@ def plan_groups(
         sizes = [dtype.itemsize for dtype in (key[1], key[2], reduce_dtype) if dtype is not None]
         alignment = max(1, _SHARD_ALIGNMENT_BYTES // (min(sizes) if tile is None else 1))
         specs = [param.distribution.tensor_spec(granularity) for param, granularity in members]
+        if weights is not None:
+            _check_weighted(params[0], weights, dp.ranks, policy, tile)
         if has_extension(params[0].value):
             layout: BufferLayout = rows_layout([param.distribution.rows_spec() for param in params], dp.ranks)
         elif isinstance(policy, GroupPolicy) and params[0].distribution.shard_dim is None:
             plan = functools.partial(_planned, members, dp.ranks, alignment)
             layout = policy.choose([(param.fqn, param.value) for param in params], dp.ranks, plan)
         else:
-            layout = layout_of(params[0].distribution, specs, dp.ranks, alignment)
+            layout = layout_of(params[0].distribution, specs, dp.ranks, alignment, weights)
         plans.append(GroupPlan(params, dp, layout, key[2], reduce_dtype, offload, mp_policy, tile))
     return plans
+
+
+def _check_weighted(
+    first: FoundParam, weights: Sequence[int], ranks: int, policy: OrigParamPolicy | None, tile: tuple[int, int] | None
+) -> None:
+    """Raise if parameters as the ``first`` one cannot be in shards of ``weights``.
+
+    Raises:
+        ValueError: weights are not one per rank; or the parameters have equal shards always.
+    """
+    check_weights(weights, ranks)
+    reasons = {
+        "is placed as Shard": first.distribution.shard_dim is not None,
+        "is of a type with its own all-gather": has_extension(first.value),
+        "is all-gathered as float8": tile is not None,
+        f"has the policy {type(policy).__name__}, which plans equal shards": isinstance(policy, GroupPolicy),
+    }
+    why = next((reason for reason, is_so in reasons.items() if is_so), None)
+    if why is not None:
+        raise ValueError(f"{first.fqn} {why}, which weights={weights!r} does not support: leave weights out")
 
 
 def _planned(
@@ -161,15 +185,18 @@ def _tile_of(
     return policy.tile if all(policy.quantizes(spec, dtype) for dtype in (param.value.dtype, compute_dtype)) else None
 
 
-def layout_of(first: Distribution, specs: Sequence[TensorSpec], ranks: int, alignment: int) -> BufferLayout:
+def layout_of(
+    first: Distribution, specs: Sequence[TensorSpec], ranks: int, alignment: int, weights: Sequence[int] | None = None
+) -> BufferLayout:
     """The layout of parameters over ``ranks``: of ``specs`` or, if the ``first`` one is cut by ``Shard``, of this one alone.
 
     Args:
         alignment: in elements, so that the bytes of a shard are a multiple of 128 in every dtype.
+        weights: one per rank, if shards are in proportion to them.
     """
     if first.shard_dim is not None:
         return first.even_layout(ranks)
-    layout = plan_layout(specs, ranks, alignment)
+    layout = plan_layout(specs, ranks, alignment, weights=weights)
     if layout.granularity_fraction > PADDING_LIMIT and dist.get_rank() == 0:
         padding, bound = 100 * layout.padding_fraction, 100 * layout.bound_fraction
         _logger.warning(

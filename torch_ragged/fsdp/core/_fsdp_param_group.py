@@ -27,6 +27,7 @@ from torch_ragged._register._torch import (
 )
 from torch_ragged.fsdp.comm._call_log import CallLog
 from torch_ragged.fsdp.comm._collectives import Collectives, NamedCollectives, ProcessGroupCollectives, Work
+from torch_ragged.fsdp.comm._unequal import UnequalCollectives
 from torch_ragged.fsdp.core._dbuffer import DBuffer, GroupMemory, MemoryPool
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core._fsdp_param import (
@@ -45,6 +46,7 @@ from torch_ragged.fsdp.core._weight_gradient import ComputeParameter, allows_spl
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of, untyped
 from torch_ragged.fsdp.core.keepers._keeper import Keeper
+from torch_ragged.fsdp.layout._weighted import WeightedLayout
 
 __all__ = ["FSDPCommContext", "FSDPParamGroup", "all_groups"]
 
@@ -153,7 +155,7 @@ class FSDPParamGroup:
         self.shards, self.encoding, self.memory = shards, encoding, GroupMemory()
         self.keeper: Keeper | None = None
         self._keeps_buffer = False  # Whether the keeper keeps the gathered buffer itself.
-        self.process_groups = ProcessGroupCollectives(plan.dp.shard_group, plan.dp.replicate_group)
+        self.process_groups = self._process_groups()
         self.settings = ReductionSettings()
         self.fqn, self.comm = "", FSDPCommContext()
         self._root: Callable[[], Root | None] | None = None
@@ -180,6 +182,12 @@ class FSDPParamGroup:
         all_groups.add(self)
 
     # -- construction ----------------------------------------------------------------------------------------------
+
+    def _process_groups(self) -> ProcessGroupCollectives:
+        shards, replicas = self.dp.shard_group, self.dp.replicate_group
+        if isinstance(self.layout, WeightedLayout) and shards is not None:
+            return UnequalCollectives(shards, replicas, self.layout.weights)
+        return ProcessGroupCollectives(shards, replicas)
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate buffers for parameters of ``dtype``, for a computation on ``device``."""

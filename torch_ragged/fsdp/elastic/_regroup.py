@@ -93,7 +93,7 @@ def check_movable(group: FSDPParamGroup) -> None:
         )
 
 
-def plan_on(group: FSDPParamGroup, dp: DataParallelMesh) -> GroupPlan:
+def plan_on(group: FSDPParamGroup, dp: DataParallelMesh, weights: Sequence[int] | None = None) -> GroupPlan:
     """The plan of the same parameters on another mesh. The planner runs; no memory is allocated.
 
     Raises:
@@ -106,7 +106,7 @@ def plan_on(group: FSDPParamGroup, dp: DataParallelMesh) -> GroupPlan:
         distribution = Distribution(param.fqn, like, dp, param.distribution.shard_dim)
         found.append(FoundParam(param.fqn, param.registered_names, like, distribution))
     # Blocks depend on shapes and granularity, not on the mesh. So the old specs are those of the new layout.
-    layout = layout_of(found[0].distribution, group.layout.tensors, dp.ranks, group.layout.alignment)
+    layout = layout_of(found[0].distribution, group.layout.tensors, dp.ranks, group.layout.alignment, weights)
     return dataclasses.replace(group.plan, params=found, dp=dp, layout=layout)
 
 
@@ -134,13 +134,26 @@ def kept_by(group: FSDPParamGroup) -> Kept:
     return "all" if isinstance(group.keeper, Resident) else None
 
 
-def check_kept(group: FSDPParamGroup, dp: DataParallelMesh) -> None:
-    """Raise if what stays gathered does not fit to the mesh ``dp``.
+def check_kept(group: FSDPParamGroup, dp: DataParallelMesh, weights: Sequence[int] | None = None) -> None:
+    """Raise if what stays gathered, or a placement, does not fit to the mesh ``dp``, or to ``weights``.
 
     Raises:
-        ValueError: the number of neighbours does not divide the number of shards, or ``ZERO1`` and ``ZERO2`` meet HSDP.
+        ValueError: a parameter placed as ``Shard``, float8 or neighbours meet ``weights``; the number of neighbours does not
+            divide the number of shards, or ``ZERO1`` and ``ZERO2`` meet HSDP.
     """
     kept = kept_by(group)
+    if weights is not None:
+        reasons = {
+            "is placed as Shard": group.params[0].distribution.shard_dim is not None,
+            "is all-gathered as float8": group.plan.tile is not None,
+            f"has reshard_after_forward={kept}": isinstance(kept, int),
+            "has a custom collective": bool(
+                group.process_groups.custom_all_gather or group.process_groups.custom_reduce_scatter
+            ),
+        }
+        why = next((reason for reason, is_so in reasons.items() if is_so), None)
+        if why is not None:
+            raise ValueError(f"{group.names} {why}, which weights={tuple(weights)} do not support: leave weights out")
     if isinstance(kept, int) and dp.ranks % kept:
         raise ValueError(
             f"{group.names} has reshard_after_forward={kept}, which does not divide {dp.ranks} shards: call "

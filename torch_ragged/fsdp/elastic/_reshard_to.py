@@ -33,6 +33,7 @@ from torch_ragged.fsdp.elastic._regroup import (
     mesh_of_groups,
     plan_on,
 )
+from torch_ragged.fsdp.layout._weighted import check_weights
 
 __all__ = ["Description", "Move", "checked_states", "reshard_to"]
 
@@ -45,6 +46,7 @@ def reshard_to(
     mesh: DeviceMesh,
     *,
     group: dist.ProcessGroup | None = None,
+    weights: Sequence[int] | None = None,
 ) -> None:
     """Move a model that :func:`fully_shard` has sharded, and its optimizers, to another mesh, without a checkpoint.
 
@@ -53,6 +55,7 @@ def reshard_to(
         whole, fewer = init_device_mesh("cpu", (8,)), DeviceMesh("cpu", list(range(7)))    # on all 8 ranks
         reshard_to(model, optimizer, fewer)     # rank 7 leaves: it keeps a model without shards, and trains no more
         reshard_to(model, optimizer, whole)     # rank 7 has shards again
+        reshard_to(model, optimizer, whole, weights=[2] * 4 + [1] * 4)      # the first ranks have more memory
 
     Parameters, gradients and all states of the optimizers move; the buffers of groups are planned for the new mesh. Call it
     between steps, on the root module. The parameters become other objects: those in the optimizers' groups and states are
@@ -73,6 +76,8 @@ def reshard_to(
         mesh: the new mesh: 1-D, or 2-D for HSDP, of the same device type. It may have any number of ranks.
         group: the process group of all ranks that call; None: the default group. It must have all ranks of both meshes. If
             ranks that left have ended, pass a group without them, such as ``mesh.get_group()`` of the present mesh.
+        weights: an integer per rank of the new shards, to which they are in proportion, as for :func:`fully_shard`; None: equal
+            shards, also if the old ones were not. ``mesh`` may be the present one.
 
     Memory: until the call ends, old and new shards exist together.
 
@@ -81,7 +86,8 @@ def reshard_to(
 
     Raises:
         ValueError: ``model`` is not sharded, or is sharded with tensor parallelism, ``dp_mesh_dims``, ``HIERARCHICAL``, a
-            tensor type with its own all-gather, persistent buffers or other collectives than the mesh's; ``mesh`` does not fit;
+            tensor type with its own all-gather, persistent buffers or other collectives than the mesh's; ``mesh`` or
+            ``weights`` do not fit;
             an optimizer holds another parameter, or a state of unknown placement; or ranks disagree.
         TypeError: ``mesh`` is not a ``DeviceMesh``, or ``optimizer`` is not an optimizer.
         RuntimeError: a forward or backward runs; there are gradients that are not in ``.grad`` yet; parameters are on the meta
@@ -97,7 +103,7 @@ def reshard_to(
         states = checked_states(model)
         old = mesh_of_groups([group for state in states for group in state.groups])
         new = _checked_mesh(mesh, old, dist.get_process_group_ranks(world))
-        move = Move(model, states, optimizer, old, new)
+        move = Move(model, states, optimizer, old, new, weights)
         own = move.description() if old.is_member else None
         claim += move.lines()
     told = _from_lowest_rank(own, old, world, device)
@@ -146,13 +152,20 @@ class Move:
     """
 
     def __init__(
-        self, model: nn.Module, states: Sequence[FSDPState], optimizer: Any, old: DataParallelMesh, new: DataParallelMesh
+        self,
+        model: nn.Module,
+        states: Sequence[FSDPState],
+        optimizer: Any,
+        old: DataParallelMesh,
+        new: DataParallelMesh,
+        weights: Sequence[int] | None = None,
     ) -> None:
         self._model, self._states, self._old, self._new = model, states, old, new
+        self._weights = weights if weights is None else check_weights(weights, new.ranks)
         self._groups = [group for state in states for group in state.groups]
         for group in self._groups:
             check_movable(group)
-            check_kept(group, new)
+            check_kept(group, new, self._weights)
         for state in states:
             state.reshard()
         for group in self._groups:
@@ -172,11 +185,12 @@ class Move:
 
     @functools.cached_property
     def _plans(self) -> list[GroupPlan]:
-        return [plan_on(group, self._new) for group in self._groups]
+        return [plan_on(group, self._new, self._weights) for group in self._groups]
 
     def lines(self) -> list[str]:
         """The move in lines that must be equal on all ranks, also on those without shards."""
         lines = [f"{which} {_mesh_text(dp)}" for which, dp in (("from", self._old), ("to", self._new))]
+        lines.append(f"weights {self._weights}")
         for group, plan in zip(self._groups, self._plans):
             lines.append(f"group of {group.names}, {group.param_dtype}: shards of {plan.layout.shard_numel}")
             lines += [f"{self._names[p.sharded]} {tuple(p.sharded.shape)} {p.sharded.dtype}" for p in group.params]

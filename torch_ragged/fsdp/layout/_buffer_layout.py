@@ -102,7 +102,11 @@ class BufferLayout:
     @functools.cached_property  # Asked of each buffer, as ``gaps`` is.
     def numel(self) -> int:
         """Elements of the whole buffer."""
-        return self.ranks * self.shard_numel
+        return self._numel_with(self.shard_numel)
+
+    def _numel_with(self, shard: int) -> int:
+        """Elements of a buffer whose largest shard has ``shard`` elements."""
+        return self.ranks * shard
 
     @property
     def padding_numel(self) -> int:
@@ -118,33 +122,46 @@ class BufferLayout:
     def bound_fraction(self) -> float:
         """The padding at the lower bound, which no layout of these tensors avoids, relative to their elements."""
         used = self.numel - self.padding_numel
-        return (self.ranks * self.lower_bound - used) / max(1, used)
+        return (self._numel_with(self.lower_bound) - used) / max(1, used)
 
     @property
     def granularity_fraction(self) -> float:
         """The padding beyond that of single elements in aligned shards, relative to the elements of the tensors."""
-        used = self.numel - self.padding_numel
-        smallest = max(1, -(-used // (self.ranks * self.alignment))) * self.alignment
-        return self.ranks * (self.shard_numel - smallest) / max(1, used)
+        used, smallest = self.numel - self.padding_numel, self._smallest_numel
+        return (self.numel - max(1, -(-used // smallest)) * smallest) / max(1, used)
+
+    @property
+    def _smallest_numel(self) -> int:
+        """Elements of the smallest buffer. All others are multiples of it."""
+        return self.ranks * self.alignment
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """The interval of the buffer that is the shard of ``rank``: start and stop, in elements."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def local_range(self, index: int, rank: int) -> tuple[int, int]:
         """The part of tensor ``index`` that ``rank`` holds: start and stop, in elements of the tensor."""
         offset, numel = self.offsets[index], self.tensors[index].numel
-        start = rank * self.shard_numel - offset
-        return min(max(start, 0), numel), min(max(start + self.shard_numel, 0), numel)
+        start, stop = self.shard_range(rank)
+        return min(max(start - offset, 0), numel), min(max(stop - offset, 0), numel)
 
     def local_offset(self, index: int, rank: int) -> int:
         """Where the part of tensor ``index`` that ``rank`` holds starts in its shard."""
-        return max(self.offsets[index] - rank * self.shard_numel, 0)
+        return max(self.offsets[index] - self.shard_range(rank)[0], 0)
 
     def placement(self, index: int) -> RaggedShard:
         """The RaggedShard of tensor ``index``: the number of slices along the sharded dimensions that each rank holds."""
         tensor = self.tensors[index]
         if not tensor.numel:  # Any units describe an empty tensor. A single unit divides the slices of every tensor.
             return RaggedShard(tensor.dims, Units([(1, 1), (0, self.ranks - 1)]))
-        shards = Units([(self.shard_numel, self.ranks)])
+        shards = self._shards
         unit, offset = math.prod(tensor.shape[len(tensor.dims) :]), self.offsets[index]
         return RaggedShard(tensor.dims, shards.within(offset, offset + tensor.numel).scaled(1, unit))
+
+    @property
+    def _shards(self) -> Units:
+        """The elements of each rank's shard."""
+        return Units([(self.shard_numel, self.ranks)])
 
     @functools.cached_property
     def free_boundaries(self) -> tuple[int, ...]:

@@ -13,27 +13,34 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from torch_ragged.fsdp.layout._bound import Bound, lower_bound
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.fsdp.layout._interleave import interleaved_order
+from torch_ragged.fsdp.layout._orders import distinct_orders, first_that_works, permutations, sorted_orders
 from torch_ragged.fsdp.layout._packing import Kind, fits, last_cut, may_span, place
+from torch_ragged.fsdp.layout._weighted import check_weights, plan_weighted
 
 __all__ = ["plan_layout", "smallest_shard"]
 
 _MAX_SUBSET_BLOCKS = 5  # For more blocks, the search tries prefixes of the ascending blocks instead of all subsets.
-_MAX_PERMUTED, _MAX_PERMUTATIONS = 64, 720  # Up to so many tensors with up to so many distinct orders, all orders are tried.
+_MAX_PERMUTATIONS = 720  # Up to so many distinct orders, all are tried.
 _MAX_MIXED = 6  # The number of shard sizes for which the planner looks for interleaved orders.
 _MAX_UNEVEN = 32  # The number of shard sizes for which the planner looks whether a tensor with segments can contain shards.
 _CLOSE = 1e-4  # If the shard size is within this fraction of the bound, the planner does not look for interleaved orders.
 
 
 def plan_layout(
-    tensors: Sequence[TensorSpec], ranks: int, alignment: int = 1, *, order: str = "auto", threshold: float = 0.0
+    tensors: Sequence[TensorSpec],
+    ranks: int,
+    alignment: int = 1,
+    *,
+    order: str = "auto",
+    threshold: float = 0.0,
+    weights: Sequence[int] | None = None,
 ) -> BufferLayout:
     """Lay ``tensors`` out over ``ranks`` equal shards. Every rank computes the same layout, without communication.
 
@@ -43,7 +50,9 @@ def plan_layout(
         alignment: the shard size is a multiple of it, in elements.
         order: ``"auto"`` uses another order if it makes shards smaller by more than ``threshold``. ``"default"`` keeps the
             user's order, so that the buffer has the order of the module.
-        threshold: a fraction of the shard size in the user's order.
+        threshold: a fraction of the shard size in the user's order. With ``weights``, it must be 0.
+        weights: an integer per rank, at least 0: shards are in proportion to them. A rank of weight 0 has no elements. The
+            smallest shards of an order are then found near the bound only, so they may be larger than necessary.
 
     Returns:
         A validated layout, with a lower bound on the shard size of any layout and its reason. Groups with the same sizes and
@@ -54,6 +63,10 @@ def plan_layout(
     """
     tensors = tuple(tensors)
     _check(tensors, ranks, alignment, order, threshold)
+    if threshold and weights is not None:
+        raise ValueError(f"plan_layout: threshold={threshold!r} with weights={weights!r} is not supported: leave one out")
+    if weights is not None and len(set(check_weights(weights, ranks))) > 1:
+        return plan_weighted(tensors, check_weights(weights, ranks), alignment, order)
     plan = _plan(tuple(Kind.of(tensor) for tensor in tensors), ranks, alignment, order, threshold)
     bound = plan.bound
     forced_by = bound.explain(tensors)
@@ -104,15 +117,15 @@ def _improvements(
     kinds: tuple[Kind, ...], ranks: int, alignment: int, bound: int, below: int
 ) -> Iterator[tuple[str, list[int], int]]:
     """Orders with shards smaller than ``below``, each smaller than the last: (name, order, shard size). Stops at the bound."""
-    for name, order in _sorted_orders(kinds):
+    for name, order in sorted_orders(kinds):
         shard = smallest_shard([kinds[i] for i in order], ranks, alignment, bound, below)
         if shard is not None:
             yield name, order, shard
             below = shard
         if below == bound:
             return
-    if len(kinds) <= _MAX_PERMUTED and _permutations(kinds) <= _MAX_PERMUTATIONS:
-        for candidate in _distinct_orders(kinds):
+    if permutations(kinds) <= _MAX_PERMUTATIONS:
+        for candidate in distinct_orders(kinds):
             shard = smallest_shard([kinds[i] for i in candidate], ranks, alignment, bound, below)
             if shard is not None:
                 yield "permuted", candidate, shard
@@ -127,40 +140,6 @@ def _improvements(
         if mixed is not None:
             yield "interleaved", mixed, shard
             return
-
-
-def _sorted_orders(kinds: Sequence[Kind]) -> Iterator[tuple[str, list[int]]]:
-    indices = range(len(kinds))
-    yield "block ascending", sorted(indices, key=lambda i: kinds[i].block)
-    yield "block descending", sorted(indices, key=lambda i: -kinds[i].block)
-    yield "size descending", sorted(indices, key=lambda i: -kinds[i].numel)
-    yield "size ascending", sorted(indices, key=lambda i: kinds[i].numel)
-    yield "block ascending, size descending", sorted(indices, key=lambda i: (kinds[i].block, -kinds[i].numel))
-
-
-def _permutations(kinds: Sequence[Kind]) -> int:
-    """The number of orders that differ."""
-    return math.factorial(len(kinds)) // math.prod(map(math.factorial, Counter(kinds).values()))
-
-
-def _distinct_orders(kinds: Sequence[Kind]) -> Iterator[list[int]]:
-    """All orders. Of orders that only swap equal tensors, it yields one."""
-    if not kinds:
-        yield []
-        return
-
-    def orders(left: dict[Kind, list[int]]) -> Iterator[list[int]]:
-        if not left:
-            yield []
-        for kind, (first, *others) in left.items():
-            rest = {k: others if k == kind else v for k, v in left.items()}
-            for tail in orders({k: v for k, v in rest.items() if v}):
-                yield [first, *tail]
-
-    grouped: dict[Kind, list[int]] = {}
-    for index, kind in enumerate(kinds):
-        grouped.setdefault(kind, []).append(index)
-    yield from orders(grouped)
 
 
 def _round_shards(kinds: Iterable[Kind], alignment: int, bound: int, below: int) -> list[int]:
@@ -184,7 +163,7 @@ def smallest_shard(kinds: Sequence[Kind], ranks: int, alignment: int, bound: int
         spans = {kind: step % kind.unit == 0 for kind, _ in runs}
         low = -(-bound // step)
         high = max(low, -(-enough // step)) if best is None else (best - 1) // step
-        found = _first(lambda multiple: fits(runs, ranks, multiple * step, spans), low, high)
+        found = first_that_works(lambda multiple: fits(runs, ranks, multiple * step, spans), low, high)
         if found is not None:
             best = found * step
         if best == bound:
@@ -225,22 +204,3 @@ def _steps(kinds: Iterable[Kind], alignment: int, bound: int) -> list[int]:
     else:
         subsets = [tuple(units[:n]) for n in range(len(units) + 1)]
     return sorted({math.lcm(alignment, *subset) for subset in subsets})
-
-
-def _first(works: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The first number from ``low`` to ``high`` for which ``works`` is true; None if there is none.
-
-    If ``works`` is true for a number, it must be true for all larger ones. The search is fast if the answer is near ``low``.
-    """
-    if low > high or not works(high):
-        return None
-    failed, reach = low - 1, 1
-    while low < high and not works(low):
-        failed, low, reach = low, min(low + reach, high), 2 * reach
-    while low - failed > 1:
-        middle = (failed + low) // 2
-        if works(middle):
-            low = middle
-        else:
-            failed = middle
-    return low
