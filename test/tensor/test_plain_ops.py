@@ -1,6 +1,7 @@
 """Ops on plain DTensors, after ``parallelize`` has given the dispatcher its handlers: results are those of one device."""
 
 import contextlib
+import itertools
 import math
 import unittest
 from unittest import mock
@@ -288,6 +289,36 @@ class GroupedMmTest(unittest.TestCase):
                 found = F.grouped_mm(F.silu(gate) * features, down, offs=ends)
             assert comms.get_total_counts() == 0, comms.get_comm_counts()
             assert found.placements == (Partial(),)
+
+
+class StridedTest(unittest.TestCase):
+    @ranks(4)
+    def test_cuts_that_share_a_dimension_are_undone_one_by_one():
+        """A view of two cut dimensions as one makes them. torch alone gives other elements, or raises."""
+        mesh, whole = mesh_of(2, 2), torch.arange(32.0).view(4, 4, 2)
+        count = 0
+        with as_one_device():
+            for cuts in itertools.product((Shard(0), Shard(1)), repeat=2):
+                flat = distribute_tensor(whole, mesh, cuts).view(16, 2)
+                if not any(isinstance(placement, _StridedShard) for placement in flat.placements):
+                    continue
+                for chosen in itertools.product((None, R, Shard(1)), repeat=2):
+                    target = [placement or own for placement, own in zip(chosen, flat.placements)]
+                    if target.count(Shard(1)) < 2:
+                        moved = flat.redistribute(placements=target)
+                        assert_same(moved, whole.view(16, 2), target)
+                        assert_same(moved.redistribute(placements=flat.placements), whole.view(16, 2), flat.placements)
+                        count += 1
+        assert count == 24, count
+
+    @ranks(4)
+    def test_a_product_after_such_a_view_has_the_values_of_one_device():
+        mesh, whole = mesh_of(2, 2), torch.arange(32.0, dtype=torch.float64).view(4, 4, 2)
+        weight = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        with as_one_device():
+            tensor = distribute_tensor(whole, mesh, [Shard(1), Shard(1)])
+            found = tensor @ distribute_tensor(weight, mesh, [R, InterleavedShard(1, 2)])
+            torch.testing.assert_close(found.full_tensor(), whole @ weight)
 
 
 if __name__ == "__main__":

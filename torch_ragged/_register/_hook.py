@@ -63,7 +63,9 @@ def has(function: Any, *parameters: str) -> bool:
     return callable(function) and set(parameters) <= set(inspect.signature(function).parameters)
 
 
-def extend_in_place(function: Any, guard: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def extend_in_place(
+    function: Any, guard: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], **asked: Callable[..., bool]
+) -> None:
     """Send calls for which ``guard`` holds to ``make(original)``, also in modules that imported the function's name before.
 
     The function object keeps its identity, signature and defaults. Its code becomes::
@@ -73,14 +75,16 @@ def extend_in_place(function: Any, guard: str, make: Callable[[Callable[..., Any
         return original(...)
 
     Args:
-        guard: an expression in the function's parameters and ``extension_of``. Other calls pay only for a frame and the guard.
+        guard: an expression in the function's parameters, ``extension_of`` and the names of ``asked``. Other calls pay only for
+            a frame and the guard.
+        asked: functions that the guard calls.
     """
     original = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     original.__kwdefaults__ = function.__kwdefaults__
     names = {f"_torch_ragged_{function.__name__}": make(original), f"_torch_{function.__name__}": original}
-    function.__globals__.update(names, _extension_of=extension_of)
+    function.__globals__.update(names, _extension_of=extension_of, **asked)
     ours, theirs = names
     signature = inspect.signature(original)
     bare = signature.replace(

@@ -210,12 +210,20 @@ def _install_redistribute() -> None:
 )
 def _install_redistribute_local_tensor() -> None:
     def redistribute_local_tensor(local_tensor, current_spec, target_spec, *, async_op=False, is_explicit=False, **_):  # type: ignore
-        extension = _extension(target_spec.placements, current_spec.placements)
+        extension = _extension(target_spec.placements, current_spec.placements, [RaggedShard])
         options = {"async_op": async_op, "is_explicit": is_explicit}
         return extension.redistribute_local_tensor(local_tensor, current_spec, target_spec, **options)
 
-    guard = "(extension_of(target_spec.placements) or extension_of(current_spec.placements)) is not None"
-    extend_in_place(dtensor_redistribute.redistribute_local_tensor, guard, lambda original: redistribute_local_tensor)
+    guard = (
+        "(extension_of(target_spec.placements) or extension_of(current_spec.placements)) is not None "
+        "or _torch_ragged_shares_dim(current_spec, target_spec)"
+    )
+    extend_in_place(
+        dtensor_redistribute.redistribute_local_tensor,
+        guard,
+        lambda original: redistribute_local_tensor,
+        _torch_ragged_shares_dim=all_ops.shares_dim,
+    )
 
 
 @hook(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 
@@ -137,6 +138,20 @@ class _AllOps:
     that function asks here."""
 
     run = False
+
+    def shares_dim(self, current: DTensorSpec, target: DTensorSpec) -> bool:
+        """Whether a redistribution is one that torch gets wrong: a strided shard shares its dimension with another cut.
+
+        If torch 2.13 undoes one of these cuts only, it takes the whole dimension for what the other cuts leave. The result has
+        other elements, or another shape.
+        """
+        if not self.run or current.mesh != target.mesh or current.mesh.ndim < 2:
+            return False
+        for placements in (current.placements, target.placements):
+            strided = [p.dim for p in placements if isinstance(p, _StridedShard)]
+            if strided and any(sum(getattr(p, "dim", None) == dim for p in placements) > 1 for dim in strided):
+                return True
+        return False
 
     def propagate(self, torchs: Callable[..., Any], op: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
         """The sharding of an op by ``torchs`` function; or the op's results, if that has none."""
