@@ -3,6 +3,7 @@
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torch_ragged import checkpoint
-from torch_ragged.fsdp import HIERARCHICAL, ZERO1, ZERO2, buffer_layouts, fully_shard, reshard_to
+from torch_ragged.fsdp import HIERARCHICAL, ZERO1, ZERO2, buffer_layouts, fully_shard, reshard_to, token_scale
+from torch_ragged.fsdp.comm import _gloo
 from torch_ragged.optim import Adam8bit, BlockPolicy, Muon, matrix_groups
 
 DIM = 12
@@ -62,9 +64,17 @@ def assert_same(ours, theirs):
 class WeightsTest(unittest.TestCase):
     @ranks(3)
     def test_training_has_the_bits_of_equal_shards():
-        for options in ({}, {"placements": ZERO1}, {"placements": ZERO2}, {"reshard_after_forward": False}):
+        large = _gloo._SMALLEST_BROADCAST
+        for options, broadcast in (
+            ({}, large),
+            ({}, 0),  # The way of large shards: broadcasts in place of an all-gather of padded ones.
+            ({"placements": ZERO1}, large),
+            ({"placements": ZERO2}, large),
+            ({"reshard_after_forward": False}, 0),
+        ):
             models = [sharded(weights, **options) for weights in (None, [3, 2, 0], [1, 0, 7])]
-            losses = [train(model, micro_batches=2) for model in models]
+            with mock.patch.object(_gloo, "_SMALLEST_BROADCAST", broadcast):
+                losses = [train(model, micro_batches=2) for model in models]
             for model, curve in zip(models[1:], losses[1:]):
                 assert curve == losses[0], (options, curve, losses[0])
                 assert_same(whole(model), whole(models[0]))
@@ -157,6 +167,28 @@ class WeightsTest(unittest.TestCase):
             assert_same(whole(model), whole(steady))
         assert train(model, optimizer=optimizer) == train(steady, optimizer=other)
         assert_same(whole(model), whole(steady))
+
+    @ranks(3)
+    def test_token_scale_gives_the_mean_over_all_tokens():
+        """Batches of 7, 0 and 2 rows in the first micro-batch, and of 1, 0 and 3 in the second; also with HSDP's two dimensions."""
+        single, rank = make(), dist.get_rank()
+        data = torch.randn(13, DIM, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        parts = [part.split([1, 0, 3] if index else [7, 0, 2]) for index, part in enumerate(data.split([9, 4]))]
+        single(data).pow(2).mean(-1).mean().backward()
+        for shape in ((3,), (3, 1)):
+            mesh = init_device_mesh("cpu", shape)
+            model = sharded([1, 1, 4] if shape == (3,) else None, mesh)
+            scale = token_scale(sum(len(part[rank]) for part in parts), mesh)
+            for index, part in enumerate(parts):
+                model.set_requires_gradient_sync(index == 1)
+                (model(part[rank]).pow(2).mean(-1).sum() * scale).backward()
+            for (name, param), plain in zip(model.named_parameters(), single.parameters(), strict=True):
+                torch.testing.assert_close(param.grad.full_tensor(), plain.grad, msg=lambda m, n=name: f"{n}: {m}")
+        assert token_scale(torch.tensor(2)) == 3 / 6
+        for wrong in (-1, 1.5, True, None, torch.ones(1)):
+            mine = error_of(token_scale, wrong if rank == 1 else 3)
+            assert "tokens must be" in mine, (wrong, mine)
+        assert "no rank has tokens" in error_of(token_scale, 0)
 
     def test_wrong_weights_are_refused_on_all_ranks(self):
         for messages in zip(*run_ranks(2, refusals), strict=True):

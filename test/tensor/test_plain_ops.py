@@ -314,7 +314,7 @@ class StridedTest(unittest.TestCase):
     @ranks(4)
     def test_a_product_after_such_a_view_has_the_values_of_one_device():
         mesh, whole = mesh_of(2, 2), torch.arange(32.0, dtype=torch.float64).view(4, 4, 2)
-        weight = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        weight = torch.randn(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         with as_one_device():
             tensor = distribute_tensor(whole, mesh, [Shard(1), Shard(1)])
             found = tensor @ distribute_tensor(weight, mesh, [R, InterleavedShard(1, 2)])

@@ -9,7 +9,7 @@
                    ``encodings/`` (what an all-gather sends), ``keepers/`` (what stays gathered), ``optional/``
 ``offload/``       ``offloaded``: optimizers whose states lie in host memory, by the policy ``Offload``
 ``elastic/``       ``reshard_to``: moves a model that trains to another mesh; ``NeighbourCopies``
-``tools/``         ``monitor`` and ``memory_report``
+``tools/``         ``monitor``, ``memory_report`` and ``token_scale``
 =================  =========================================================================================
 
 Imports point one way: ``layout <- comm <- core <- _fsdp_module <- _fully_shard <- elastic, offload, tools``. The offline
@@ -40,6 +40,7 @@ from torch_ragged.fsdp.offload._offloaded_optimizer import OffloadedOptimizer, o
 from torch_ragged.fsdp.tools._memory_report import MemoryReport, MemoryRow, memory_report
 from torch_ragged.fsdp.tools._monitor import Monitor, monitor
 from torch_ragged.fsdp.tools._timeline import Timeline, TimelineSpan
+from torch_ragged.fsdp.tools._token_scale import token_scale
 from torch_ragged.granularity import Granularity, OrigParamPolicy, Segments, blocks, elements, rows, segments, tensor
 
 __all__ = [
@@ -84,4 +85,5 @@ __all__ = [
     "rows",
     "segments",
     "tensor",
+    "token_scale",
 ]

@@ -259,7 +259,7 @@ class PlannerTest(unittest.TestCase):
         self.assertEqual(list(planner.sorted_orders(four)), list(orders.items()))
         twice = [Kind.of(spec(*one)) for one in ((5, 1), (9, 3), (5, 1))]
         self.assertEqual(list(planner.distinct_orders(twice)), [[0, 2, 1], [0, 1, 2], [1, 0, 2]])
-        self.assertEqual((planner._permutations(twice), planner._permutations(four)), (3, 24))
+        self.assertEqual((planner.permutations(twice), planner.permutations(four)), (3, 24))
 
     def test_placements_own_what_the_layout_says(self):
         rng = random.Random(2)

@@ -34,6 +34,7 @@ __all__ = [
     "Reduction",
     "ScaledWork",
     "Work",
+    "all_gather_single",
     "as_real",
     "division_of",
     "done",
@@ -46,7 +47,7 @@ CustomCollective = Callable[..., Optional[dist.Work]]
 """FSDP2's ``AllGather`` and ``ReduceScatter``: called as torch's collectives of the same name; None if synchronous."""
 
 # torch 2.13 renamed the two and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -148,7 +149,7 @@ class ProcessGroupCollectives:
         # Broadcasts do not match an all-gather of another rank. All ranks decide alike: their shards have the same size.
         if custom is None and self._over_gloo[group, shard.device.type] and _gloo.is_worth_broadcasts(shard, group):
             return _gloo.all_gather(as_real(output).chunk(group.size()), as_real(shard), group)
-        return self._issue(_all_gather, custom, output, shard, group=group)
+        return self._issue(all_gather_single, custom, output, shard, group=group)
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, reduction: Reduction) -> Work:
         group, custom = self.separate_group or self._group, self.custom_reduce_scatter
