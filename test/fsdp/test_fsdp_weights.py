@@ -170,7 +170,7 @@ class WeightsTest(unittest.TestCase):
 
     @ranks(3)
     def test_token_scale_gives_the_mean_over_all_tokens():
-        """Batches of 7, 0 and 2 rows in the first micro-batch, and of 1, 0 and 3 in the second; also with HSDP's two dimensions."""
+        """Batches of 7, 0 and 2 rows in one micro-batch, of 1, 0 and 3 in another; on a 1-D and on a 2-D mesh."""
         single, rank = make(), dist.get_rank()
         data = torch.randn(13, DIM, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
         parts = [part.split([1, 0, 3] if index else [7, 0, 2]) for index, part in enumerate(data.split([9, 4]))]

@@ -377,9 +377,9 @@ class ModelPlanTest(TestCase):
     def test_groups_of_equal_shapes_are_planned_once(self):
         calls = []
 
-        def counting(tensors, *arguments):
+        def counting(tensors, *arguments, **options):
             calls.append(tensors)
-            return plan_layout(tensors, *arguments)
+            return plan_layout(tensors, *arguments, **options)
 
         model = load_model("gpt-oss-120b")
         with mock.patch("torch_ragged.offline._model_plan.plan_layout", counting):
@@ -440,6 +440,24 @@ class CommandLineTest(Folder):
             advice.startswith("Recommended FSDP sizes: 8, 64. Their padding is within 5%; 64 needs the least memory")
         )
         self.assertIn("\nblock.0 and 35 more: padding ", advice)
+
+    def test_weights_show_the_memory_of_each_rank(self):
+        """18 bytes per parameter in proportion to the weights: 4 x 141 + 4 x 80 shares."""
+        path = self.folder / "plan.json"
+        status, out, error = run("llama-3-70b", "--weights", "141,80,141,80,141,80,141,80", "--json", path)
+        self.assertEqual((status, error), (0, ""))
+        title, _, largest, smallest = out.split("\n\n")[-1].splitlines()
+        self.assertEqual(title, "Memory of each rank, ZeRO-3, in proportion to weights")
+        for line, weight, ranks in ((largest, 141, "0, 2, 4, 6"), (smallest, 80, "1, 3, 5, 7")):
+            expected = 70_553_706_496 * 18 * weight / 884 / 2**30
+            self.assertIn(f"{weight}  {ranks}", line)
+            self.assertAlmostEqual(float(line.split()[-2]), expected, delta=0.01 * expected)
+        size = json.loads(path.read_text())["sizes"][0]
+        totals = {int(weight): each["total"] for weight, each in size["memory_bytes_by_weight"].items()}
+        self.assertEqual(totals[141] * 80, totals[80] * 141)
+        self.assertEqual(size["layouts"]["torch_ragged"]["memory_bytes"]["zero3"]["total"], totals[141])
+        whole = size["layouts"]["torch_ragged"]["collective_bytes"]["all_gather"]["total"]
+        self.assertLess(abs(whole / (2 * 70_553_706_496) - 1), 0.001)
 
     def test_advice_is_for_the_smallest_size_that_is_not_recommended(self):
         _, out, _ = run("gpt-oss-120b", "--granularity", "rows:128", "--ranks", "64,256,512", "--limit", 0.1)
@@ -676,6 +694,13 @@ class BadInputTest(Folder):
                 ["--segments", "qkv.weight=4096,1024", "--segments", "block.1.attn.qkv.weight=5120"],
                 "--segments 'block.1.attn.qkv.weight=5120': block.1.attn.qkv.weight matches twice: give each parameter its "
                 "segments once",
+            ),
+            (["--weights", "3,-1"], "argument --weights: expected an integer of at least 0, got '-1'"),
+            (["--weights", "3,1", "--ranks", "2"], "--weights and --ranks do not go together: leave one out"),
+            (
+                ["--weights", "0,0"],
+                "--weights: weights=[0, 0] must be 2 integers, one per rank of the shards, at least 0 and not all 0: pass "
+                "weights=[2, 1] for a first rank with twice the shard of the others",
             ),
             (["--nonsense"], "unrecognized arguments: --nonsense"),
         ):

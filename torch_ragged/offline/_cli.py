@@ -19,6 +19,7 @@ import torch
 from torch_ragged._command_line import command_name, ends_quietly
 from torch_ragged.fsdp import Granularity, blocks, elements, rows, segments, tensor
 from torch_ragged.fsdp.layout._advice import advise
+from torch_ragged.fsdp.layout._weighted import check_weights
 from torch_ragged.offline._drawing import draw_svg, draw_text
 from torch_ragged.offline._memory import Budget, Precision
 from torch_ragged.offline._model_plan import ModelPlan, ModelPlanner, granularity_policy
@@ -42,6 +43,7 @@ examples:
   %(prog)s gpt-oss-120b --granularity rows:128 --ranks 64 --explain block.0 --svg block.svg
   %(prog)s llama-3-70b --ranks 2,4,8,16 --offload 60,200,2000
   %(prog)s deepseek-v3 --ranks 64,512 --muon
+  %(prog)s llama-3-70b --weights 141,141,141,141,80,80,80,80
 """
 _FORMS: dict[str, Callable[..., Granularity]] = {
     r"elements": elements,
@@ -75,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     every_matrix = options.apply == "all"
     policy = granularity_policy(granularity, every_matrix, fused)
     planner = ModelPlanner(model, policy, precision.alignment)
-    plans = tuple(planner.plan(ranks) for ranks in options.ranks)
+    plans = tuple(planner.plan(ranks, options.weights) for ranks in options.ranks)
     of_muon = (
         tuple(muon_plan(model, ranks, policy, precision.alignment) for ranks in options.ranks)
         if options.muon and not options.explain
@@ -117,6 +119,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", help=f"{', '.join(BUILT_IN)}; or a Hugging Face config.json; or module:callable, built on the meta device")
     add("--ranks", type=_sizes, help="FSDP sizes, separated by commas (default: 8 to 1024, powers of two)")
+    add(
+        "--weights",
+        type=_weights,
+        metavar="W,W,...",
+        help="an integer per rank, at least 0: shards in proportion to them, as by fully_shard(weights=...). The FSDP size is "
+        "their number; FSDP2 and LCM are shown with equal shards",
+    )
     add("--replicas", type=_positive, default=1, help="HSDP replicas: the world is FSDP size * replicas (default: 1)")
     add(
         "--granularity",
@@ -193,6 +202,8 @@ def _check(options: argparse.Namespace) -> tuple[Granularity, Fused, Precision, 
             raise ValueError(f"--{option} {path}: expected the path of a file in an existing folder")
     if options.plot:
         check_plot_path(options.plot)
+    if options.weights:
+        _check_weights(options)
     options.ranks = options.ranks or [2**n for n in range(3, 11)]
     model = load_model(options.model, options.experts)
     if options.apply == "experts" and not model.has_experts:
@@ -202,6 +213,18 @@ def _check(options: argparse.Namespace) -> tuple[Granularity, Fused, Precision, 
         close = difflib.get_close_matches(options.explain, model.groups, 3, 0.5) or [*model.groups][:3]
         raise ValueError(f"{model.name} has no group {options.explain!r}; close names: {', '.join(close)}")
     return granularity, _fused(options.segments, model), precision, model
+
+
+def _check_weights(options: argparse.Namespace) -> None:
+    """Check ``--weights``, and take the FSDP size from it."""
+    others = [name for name in ("ranks", "explain", "offload", "muon", "plot") if getattr(options, name)]
+    if others:
+        raise ValueError(f"--weights and --{others[0]} do not go together: leave one out")
+    try:
+        check_weights(options.weights, len(options.weights))
+    except ValueError as error:
+        raise ValueError(f"--weights: {error}") from None
+    options.ranks = [len(options.weights)]
 
 
 def _fused(texts: Sequence[str], model: Model) -> Fused:
@@ -243,6 +266,10 @@ def _granularity(option: str, text: str) -> Granularity:
 
 def _sizes(text: str) -> list[int]:
     return sorted({_positive(part) for part in text.split(",")})
+
+
+def _weights(text: str) -> list[int]:
+    return [_natural(part) for part in text.split(",")]
 
 
 def _positive(text: str) -> int:

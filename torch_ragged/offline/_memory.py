@@ -14,7 +14,17 @@ from torch_ragged.fsdp.offload._files import FILE_NUMEL, WINDOWS
 from torch_ragged.fsdp.offload._tiers import WINDOW_NUMEL
 from torch_ragged.offline._model_plan import Sharding
 
-__all__ = ["Budget", "Collective", "Fit", "Memory", "Precision", "collectives", "offload_fits", "zero_memory"]
+__all__ = [
+    "Budget",
+    "Collective",
+    "Fit",
+    "Memory",
+    "Precision",
+    "collectives",
+    "offload_fits",
+    "weighted_memory",
+    "zero_memory",
+]
 
 _SHARD_ALIGNMENT_BYTES = 128  # As fully_shard lays buffers out.
 
@@ -73,11 +83,11 @@ def collectives(sharding: Sharding, precision: Precision, replicas: int = 1) -> 
     An all-gather fills the whole buffer of a group, all shards of it. A reduce-scatter reads the whole buffer. If there are
     several replicas (HSDP), the ranks with the same shard then all-reduce it.
     """
-    largest, total, ranks = sharding.largest_shard_numel, sharding.shard_numel, sharding.ranks
+    largest, total = sharding.largest_shard_numel, sharding.shard_numel
     param, reduce = precision.param.itemsize, precision.reduce.itemsize
     moved = {
-        "all_gather": Collective(ranks * largest * param, ranks * total * param),
-        "reduce_scatter": Collective(ranks * largest * reduce, ranks * total * reduce),
+        "all_gather": Collective(sharding.whole(largest) * param, sharding.whole(total) * param),
+        "reduce_scatter": Collective(sharding.whole(largest) * reduce, sharding.whole(total) * reduce),
     }
     if replicas > 1:
         moved["all_reduce"] = Collective(largest * reduce, total * reduce)
@@ -88,16 +98,26 @@ def zero_memory(sharding: Sharding, precision: Precision) -> dict[int, Memory]:
     """Memory per rank by ZeRO stage.
 
     Stage 1 shards the optimizer's values, stage 2 also the gradients, stage 3 also the parameters. Unsharded values count as
-    whole buffers, with their padding. Replicas (HSDP) do not change the memory per rank.
+    whole buffers, with their padding. Replicas (HSDP) do not change the memory per rank. With weights, it is that of the rank
+    with the largest shard: see :func:`weighted_memory`.
     """
     shard = sharding.shard_numel
-    whole = sharding.ranks * shard
+    whole = sharding.whole(shard)
     optimizer = shard * precision.states * precision.optimizer.itemsize
     param, reduce = precision.param.itemsize, precision.reduce.itemsize
     return {
         1: Memory(whole * param, whole * reduce, optimizer),
         2: Memory(whole * param, shard * reduce, optimizer),
         3: Memory(shard * param, shard * reduce, optimizer),
+    }
+
+
+def weighted_memory(sharding: Sharding, precision: Precision) -> dict[int, Memory]:
+    """Memory under ZeRO-3 of a rank of each weight, the largest one first."""
+    largest, own = max(sharding.weights), zero_memory(sharding, precision)[3]
+    return {
+        weight: Memory(*(part * weight // largest for part in (own.parameters, own.gradients, own.optimizer)))
+        for weight in sorted(set(sharding.weights), reverse=True)
     }
 
 

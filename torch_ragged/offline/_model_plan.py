@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from torch_ragged.fsdp import BufferLayout, Granularity, TensorSpec, elements, plan_layout, segments
+from torch_ragged.fsdp.layout._weighted import check_weights
 from torch_ragged.offline._models import Model
 from torch_ragged.offline._peers import RowBuffer, fsdp2_shard
 from torch_ragged.offline._shapes import Parameter
@@ -63,12 +64,18 @@ class Sharding:
     Attributes:
         ranks: the number of shards of each group.
         numel: the elements of the model.
-        shards: for each kind of group, the number of groups and the elements of one group's shard.
+        shards: for each kind of group, the number of groups and the elements of one group's shard, of the largest one.
+        weights: the sizes of the ranks' shards, relative to each other; empty if they are equal.
     """
 
     ranks: int
     numel: int
     shards: tuple[tuple[int, int], ...]
+    weights: tuple[int, ...] = ()
+
+    def whole(self, shard: int) -> int:
+        """Elements of all ranks, if the largest shard has ``shard`` elements."""
+        return sum(self.weights) * (shard // max(self.weights)) if self.weights else self.ranks * shard
 
     @property
     def shard_numel(self) -> int:
@@ -83,7 +90,7 @@ class Sharding:
     @property
     def padding_fraction(self) -> float:
         """Padding of the whole model, relative to its elements."""
-        return (self.ranks * self.shard_numel - self.numel) / self.numel
+        return (self.whole(self.shard_numel) - self.numel) / self.numel
 
 
 @dataclass(frozen=True)
@@ -134,24 +141,25 @@ class ModelPlanner:
         self._numel = model.numel
         self._row_buffers = [RowBuffer.pack(kind.tensors, alignment) for kind in self.kinds]
 
-    def plan(self, ranks: int) -> ModelPlan:
-        """Layouts of all groups over ``ranks`` ranks.
+    def plan(self, ranks: int, weights: Sequence[int] | None = None) -> ModelPlan:
+        """Layouts of all groups over ``ranks`` ranks, with equal shards or with shards in proportion to ``weights``.
 
         Raises:
-            ValueError: ``ranks`` is below 1.
+            ValueError: ``ranks`` is below 1, or ``weights`` are not one per rank.
         """
-        layouts = tuple(plan_layout(kind.tensors, ranks, self.alignment) for kind in self.kinds)
+        layouts = tuple(plan_layout(kind.tensors, ranks, self.alignment, weights=weights) for kind in self.kinds)
+        shares = () if weights is None else check_weights(weights, ranks)
         return ModelPlan(
             self.kinds,
             layouts,
-            ragged=self._sharding(ranks, [layout.shard_numel for layout in layouts]),
-            bound=self._sharding(ranks, [layout.lower_bound for layout in layouts]),
+            ragged=self._sharding(ranks, [layout.shard_numel for layout in layouts], shares),
+            bound=self._sharding(ranks, [layout.lower_bound for layout in layouts], shares),
             fsdp2=self._sharding(ranks, [fsdp2_shard(kind.tensors, ranks) for kind in self.kinds]),
             lcm=self._sharding(ranks, [buffer.shard(ranks) for buffer in self._row_buffers]),
         )
 
-    def _sharding(self, ranks: int, shards: Sequence[int]) -> Sharding:
-        return Sharding(ranks, self._numel, tuple((len(kind.names), shard) for kind, shard in zip(self.kinds, shards)))
+    def _sharding(self, ranks: int, shards: Sequence[int], weights: tuple[int, ...] = ()) -> Sharding:
+        return Sharding(ranks, self._numel, tuple((len(kind.names), shard) for kind, shard in zip(self.kinds, shards)), weights)
 
 
 def _group_kinds(model: Model, policy: Policy) -> tuple[GroupKind, ...]:

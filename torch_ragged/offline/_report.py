@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from torch_ragged.fsdp.layout._advice import advise
-from torch_ragged.offline._memory import Budget, Precision, collectives, offload_fits, zero_memory
+from torch_ragged.offline._memory import Budget, Precision, collectives, offload_fits, weighted_memory, zero_memory
 from torch_ragged.offline._model_plan import ModelPlan
 from torch_ragged.offline._models import Model
 from torch_ragged.offline._muon import MuonPlan
@@ -50,7 +50,7 @@ class Report:
     @cached_property
     def advice(self) -> list[str]:
         """Advice for the groups over the limit, at the smallest FSDP size that is not recommended."""
-        over = [plan for plan in self.plans if plan.ragged.padding_fraction > self.limit]
+        over = [plan for plan in self.plans if plan.ragged.padding_fraction > self.limit and not plan.ragged.weights]
         return advise(over[0].group_layouts(), self.limit) if over else []
 
     def text(self) -> str:
@@ -69,6 +69,9 @@ class Report:
             _table("Bytes per collective: of the largest group, and of all groups together", self._collective_rows()),
             _table("Memory per rank: torch_ragged's, and the totals of the others", self._memory_rows()),
         ]
+        for plan in self.plans:
+            if plan.ragged.weights:
+                tables.append(_table("Memory of each rank, ZeRO-3, in proportion to weights", self._weight_rows(plan)))
         if self.budget is not None:
             given = ", ".join(f"{bytes_text(value)} {where}" for where, value in self._tiers(self.budget).items())
             title_of_offload = f"Offload, ZeRO-3, {given} per rank: parameters of the largest model, and what this one needs"
@@ -76,7 +79,8 @@ class Report:
         if self.muon is not None:
             title_of_muon = "Muon's matrices under muon_policy, blocks only, modelled: ms per step, work relative to the mean"
             tables.append(_table(title_of_muon, self._muon_rows(self.muon)))
-        return "\n\n".join(["\n".join(title), *tables, "\n".join([*self._recommendation(), *self.advice])])
+        last = "\n".join([*self._recommendation(), *self.advice])
+        return "\n\n".join(["\n".join(title), *tables, *([last] if last else [])])
 
     def as_dict(self) -> dict[str, Any]:
         """The whole report for JSON, with sizes in elements and bytes, and padding as fractions of the elements."""
@@ -137,6 +141,16 @@ class Report:
                 rows.append(row)
         return rows
 
+    def _weight_rows(self, plan: ModelPlan) -> list[dict[str, str]]:
+        rows = []
+        for weight, memory in weighted_memory(plan.ragged, self.precision).items():
+            ranks = [rank for rank, own in enumerate(plan.ragged.weights) if own == weight]
+            named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+            row = {"weight": str(weight), "ranks": named}
+            row.update({part: bytes_text(value) for part, value in asdict(memory).items()})
+            rows.append({**row, "total": bytes_text(memory.total)})
+        return rows
+
     @staticmethod
     def _tiers(budget: Budget) -> dict[str, int]:
         return {"on the device": budget.device, "in host memory": budget.host, "in files": budget.files}
@@ -172,6 +186,8 @@ class Report:
         ]
 
     def _recommendation(self) -> list[str]:
+        if any(plan.ragged.weights for plan in self.plans):
+            return []  # One size only: that of the weights.
         good = self.recommended
         over = [plan for plan in self.plans if plan not in good]
         lines = []
@@ -210,6 +226,10 @@ class Report:
             for kind, layout in zip(plan.kinds, plan.layouts)
         ]
         sizes: dict[str, Any] = {"ranks": plan.ranks, "world": plan.ranks * self.replicas, "bound": plan.bound.padding_fraction}
+        if plan.ragged.weights:
+            by_weight = weighted_memory(plan.ragged, self.precision)
+            sizes["weights"] = list(plan.ragged.weights)
+            sizes["memory_bytes_by_weight"] = {w: {**asdict(m), "total": m.total} for w, m in by_weight.items()}
         if self.budget is not None:
             fits = offload_fits(plan.ragged, self.precision, self.budget)
             sizes["offload"] = {kind: asdict(fit) for kind, fit in fits.items()}
