@@ -24,7 +24,7 @@ __all__ = ["Workers"]
 
 _START = 600.0  # Seconds in which processes import torch and connect.
 _PATIENCE = 10.0  # Seconds for the other ranks after one of them has failed.
-_BATCHES = 12  # Of one process: torch's caches have meshes, whose process groups keep their threads and connections.
+_BATCHES = 3  # Of one process: torch's caches have meshes, whose process groups keep their threads and connections.
 
 
 def _worker(pipe: Connection, stacks: str, path: list[str]) -> None:

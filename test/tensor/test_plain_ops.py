@@ -291,7 +291,7 @@ class GroupedMmTest(unittest.TestCase):
             assert found.placements == (Partial(),)
 
 
-class StridedTest(unittest.TestCase):
+class RedistributeTest(unittest.TestCase):
     @ranks(4)
     def test_cuts_that_share_a_dimension_are_undone_one_by_one():
         """A view of two cut dimensions as one makes them. torch alone gives other elements, or raises."""
@@ -319,6 +319,16 @@ class StridedTest(unittest.TestCase):
             tensor = distribute_tensor(whole, mesh, [Shard(1), Shard(1)])
             found = tensor @ distribute_tensor(weight, mesh, [R, InterleavedShard(1, 2)])
             torch.testing.assert_close(found.full_tensor(), whole @ weight)
+
+    @ranks(4)
+    def test_a_pending_embedding_is_reduced_before_its_rows_are_cut():
+        mesh, ids = mesh_of(2, 2), torch.tensor([[1, 5, 3], [0, 7, 2]])
+        table = torch.arange(32.0).view(8, 4)
+        with as_one_device():
+            for target in ([Shard(0), R], [Shard(1), R], [Shard(0), Shard(2)], [R, Shard(0)]):
+                pending = F.embedding(distribute_tensor(ids, mesh, [R, R]), distribute_tensor(table, mesh, [R, Shard(0)]))
+                assert isinstance(pending.placements[1], Partial), pending.placements
+                assert_same(pending.redistribute(placements=target), table[ids], target)
 
 
 if __name__ == "__main__":

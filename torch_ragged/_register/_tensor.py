@@ -216,13 +216,13 @@ def _install_redistribute_local_tensor() -> None:
 
     guard = (
         "(extension_of(target_spec.placements) or extension_of(current_spec.placements)) is not None "
-        "or _torch_ragged_shares_dim(current_spec, target_spec)"
+        "or _torch_ragged_redistributes(current_spec, target_spec)"
     )
     extend_in_place(
         dtensor_redistribute.redistribute_local_tensor,
         guard,
         lambda original: redistribute_local_tensor,
-        _torch_ragged_shares_dim=all_ops.shares_dim,
+        _torch_ragged_redistributes=all_ops.redistributes,
     )
 
 

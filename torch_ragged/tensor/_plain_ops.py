@@ -139,19 +139,20 @@ class _AllOps:
 
     run = False
 
-    def shares_dim(self, current: DTensorSpec, target: DTensorSpec) -> bool:
-        """Whether a redistribution is one that torch gets wrong: a strided shard shares its dimension with another cut.
+    def redistributes(self, current: DTensorSpec, target: DTensorSpec) -> bool:
+        """Whether a redistribution of plain DTensors is one that torch 2.13 gets wrong, so that it is done here.
 
-        If torch 2.13 undoes one of these cuts only, it takes the whole dimension for what the other cuts leave. The result has
-        other elements, or another shape.
+        - A strided shard shares its dimension with another cut. If torch undoes one of these cuts only, it takes the whole
+          dimension for what the other cuts leave. The result has other elements, or another shape.
+        - A pending embedding is reduced, and its rows are cut on another mesh dimension. torch cuts the rows first, so that
+          its mask does not fit.
         """
-        if not self.run or current.mesh != target.mesh or current.mesh.ndim < 2:
+        now, then = current.placements, target.placements
+        if not self.run or current.mesh.ndim < 2 or current.mesh != target.mesh:
             return False
-        for placements in (current.placements, target.placements):
-            strided = [p.dim for p in placements if isinstance(p, _StridedShard)]
-            if strided and any(sum(getattr(p, "dim", None) == dim for p in placements) > 1 for dim in strided):
-                return True
-        return False
+        if any(hasattr(p, "mask_buffer") for p in now) and sum(old != new for old, new in zip(now, then)) > 1:
+            return True
+        return any(_shares_dim(placements) for placements in (now, then))
 
     def propagate(self, torchs: Callable[..., Any], op: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
         """The sharding of an op by ``torchs`` function; or the op's results, if that has none."""
@@ -172,6 +173,11 @@ class _AllOps:
             if not needs_whole_tensors(op, args, sharding):
                 return sharding
         return on_whole_tensors(op, args, kwargs)
+
+
+def _shares_dim(placements: Sequence[Placement]) -> bool:
+    strided = [p.dim for p in placements if isinstance(p, _StridedShard)]
+    return any(sum(getattr(p, "dim", None) == dim for p in placements) > 1 for dim in strided)
 
 
 all_ops = _AllOps()
