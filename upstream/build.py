@@ -17,12 +17,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from series import ROOT, SERIES, Step, torch_name
+from series import FIRST, ROOT, SERIES, Step, torch_name
 
 TESTS = "test/distributed/tensor/ragged"
 DOCUMENTS = "docs/source"
@@ -132,15 +132,15 @@ def _is_new(path: str) -> bool:
 # --- patches -------------------------------------------------------------------------------------------------------
 
 
-def build(site_packages: Path) -> dict[str, str]:
+def build(site_packages: Path, series: Sequence[Step] = SERIES) -> dict[str, str]:
     """The name and text of each patch, made against the torch in ``site_packages``."""
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder)
         _git(repository, "init", "-q")
-        for path in {path for step in SERIES for path, _ in edits(step) if (site_packages / path).exists()}:
+        for path in {path for step in series for path, _ in edits(step) if (site_packages / path).exists()}:
             _write(repository / path, (site_packages / path).read_text())
         _commit(repository, "The files of torch that the series edits\n")
-        for step in SERIES:
+        for step in series:
             for name, text in new_files(step):
                 _write(repository / name, text)
             for name, hunks in edits(step):
@@ -151,15 +151,15 @@ def build(site_packages: Path) -> dict[str, str]:
                 _write(path, text)
             _commit(repository, message(step))
         options = ["--zero-commit", "--no-signature", "--no-renames", "--full-index", "--stat=80", "--numbered"]
-        _git(repository, "format-patch", "-q", *options, "-o", ".patches", f"HEAD~{len(SERIES)}")
+        _git(repository, "format-patch", "-q", *options, "-o", ".patches", f"HEAD~{len(series)}")
         made = sorted((repository / ".patches").iterdir())
-        return {f"{step.name}.patch": path.read_text() for step, path in zip(SERIES, made, strict=True)}
+        return {f"{step.name}.patch": path.read_text() for step, path in zip(series, made, strict=True)}
 
 
-def write(folder: Path) -> list[Path]:
+def write(folder: Path, series: Sequence[Step] = SERIES) -> list[Path]:
     """Make the patches against the installed torch and write them to ``folder``; returns their paths in series order."""
     _, site_packages = installed()
-    patches = build(site_packages)
+    patches = build(site_packages, series)
     for path in folder.glob("*.patch"):  # Older patches may have other names.
         path.unlink()
     for name, text in patches.items():
@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "out/patches", help="the folder for the patches")
     folder = parser.parse_args().out
     write(folder)
+    write(folder / "first", [FIRST])
     for step, files in changed_lines().items():
         for path, (plus, minus) in files.items():
             print(f"{step:32} {path:56} +{plus} -{minus}")

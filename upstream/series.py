@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["ALONE", "RELEASES", "ROOT", "SERIES", "Step", "torch_name"]
+__all__ = ["ALONE", "FIRST", "RELEASES", "ROOT", "SERIES", "Step", "torch_name"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -150,6 +150,9 @@ SERIES = (
     ),
     Step("0007-ragged-shard-documentation", documents=("distributed.tensor.ragged.md",)),
 )
+
+FIRST = Step("0000-placeholders-ask-placements")
+"""The smallest first step: one patch of torch's own files, on which no other depends. docs/upstream.md says what it is for."""
 
 
 def _names() -> ModuleType:

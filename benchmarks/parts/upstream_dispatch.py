@@ -108,10 +108,10 @@ def main() -> None:
         serve()
         return
     sys.path.insert(0, str(UPSTREAM))
-    from series import SERIES
-    from tree import patched_tree, patches_of
+    from build import write
+    from tree import patched_tree
 
-    tree = patched_tree(options.out / f"{torch.__version__}-benchmark", patches_of(len(SERIES)))
+    tree = patched_tree(options.out / f"{torch.__version__}-benchmark", write(options.out / "patches"))
     times: dict[str, dict[str, list[float]]] = {}
     for _ in range(options.repetitions):
         times_of_one_set(tree, options.rounds, times)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "upstream"))
 
 import build  # noqa: E402
 import readme  # noqa: E402
-from series import ALONE, RELEASES, SERIES  # noqa: E402
+from series import ALONE, FIRST, RELEASES, SERIES  # noqa: E402
 from tree import patched_tree  # noqa: E402
 
 IS_RELEASE = torch.__version__.startswith(RELEASES)
@@ -99,6 +99,48 @@ class SeriesTest(unittest.TestCase):
             self.assertEqual(names, "torch.distributed.tensor._ragged._ops._rows torch.distributed.fsdp._ragged.core._dbuffer")
             self.assertIn("no hooks", report)
         self.assertEqual(before, {path: path.read_bytes() for path in edited})
+
+    @unittest.skipUnless(IS_RELEASE, f"the series is for torch {RELEASES}")
+    def test_the_first_step_lets_a_further_kind_of_shard_fill_placeholders(self):
+        """On stock torch it has no rule; with the patch, it has. What Shard and _StridedShard fill stays as it is."""
+        program = (
+            "from torch.distributed.tensor import Partial, Replicate, Shard\n"
+            "from torch.distributed.tensor._ops.single_dim_strategy import _fill_single_dim_strategy_placeholders as fill\n"
+            "from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder as Any\n"
+            "from torch.distributed.tensor.placement_types import Placement, _StridedShard\n"
+            "class Cyclic(Placement):\n"
+            "    def __init__(self, dim): self.dim = dim\n"
+            "    def on_dim(self, dim): return Cyclic(dim)\n"
+            "    def __eq__(self, other): return isinstance(other, Cyclic) and self.dim == other.dim\n"
+            "    def __hash__(self): return self.dim\n"
+            "    def __repr__(self): return f'Cyclic({self.dim})'\n"
+            "rules = [[Partial(), Any(1), Any(0)], [Any(0), Any(0), Replicate()]]\n"
+            "for given in ([Shard(1)], [Shard(0), Shard(1)], [_StridedShard(0, split_factor=2)], [Replicate()], [Cyclic(1)],\n"
+            "              [Shard(0), _StridedShard(1, split_factor=2), _StridedShard(0, split_factor=3)]):\n"
+            "    print(sorted(map(repr, fill(set(given), rules))))\n"
+        )
+        out = ROOT / "out"
+        out.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out) as folder:
+            tree = patched_tree(Path(folder) / "torch", build.write(Path(folder) / "patches", [FIRST]))
+            answers = []
+            for path in ("", str(tree)):
+                done = subprocess.run(
+                    [sys.executable, "-c", program],
+                    capture_output=True,
+                    text=True,
+                    timeout=200,
+                    env={**os.environ, "PYTHONPATH": path},
+                )
+                self.assertEqual(done.returncode, 0, done.stderr)
+                answers.append(done.stdout.splitlines())
+        stock, patched = answers
+        self.assertEqual(stock.pop(4), "[]")
+        self.assertEqual(
+            patched.pop(4), str(sorted(["[Partial(sum), Cyclic(1), Cyclic(0)]", "[Cyclic(0), Cyclic(0), Replicate()]"]))
+        )
+        self.assertEqual(stock, patched)
+        self.assertTrue(all("Shard" in line for line in (patched[0], patched[1], patched[2], patched[4])), patched)
 
 
 # Imports torch_ragged in a fork for each case, after a change of torch; prints how that ended.

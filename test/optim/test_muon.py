@@ -1,5 +1,6 @@
 """Muon: torch.optim.Muon's numbers at any number of ranks and under any placement, in a constant number of collectives."""
 
+import functools
 import io
 import math
 import pickle
@@ -111,7 +112,7 @@ def test_spectral_unclamped_scales_by_the_root_of_the_ratio():
 def test_stack_is_its_matrices_one_by_one():
     stack = nn.Parameter(value(0, 0, (5, 40, 24)))
     singles = [nn.Parameter(stack.detach()[i].clone()) for i in range(5)]
-    optimizers = Muon([stack], **OPTIONS), torch.optim.Muon(singles, **OPTIONS)
+    optimizers = Muon([stack], **OPTIONS), torch.optim.Muon(singles, lr=OPTIONS["lr"], weight_decay=OPTIONS["weight_decay"])
     for step in range(1, 4):
         stack.grad = value(0, step, stack.shape)
         for i, single in enumerate(singles):
@@ -213,7 +214,7 @@ def _check_shared(cases, expected, narrow):
 def test_ranks_that_share_matrices_give_the_bits_of_one_process(ranks):
     narrow = in_one_process(
         train,
-        lambda params: _make_shared(params, ns_steps=2, nesterov=False),
+        functools.partial(_make_shared, ns_steps=2, nesterov=False),
         "",
         None,
         3,
