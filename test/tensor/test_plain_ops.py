@@ -327,8 +327,26 @@ class RedistributeTest(unittest.TestCase):
         with as_one_device():
             for target in ([Shard(0), R], [Shard(1), R], [Shard(0), Shard(2)], [R, Shard(0)]):
                 pending = F.embedding(distribute_tensor(ids, mesh, [R, R]), distribute_tensor(table, mesh, [R, Shard(0)]))
-                assert isinstance(pending.placements[1], Partial), pending.placements
+                assert pending.placements == (R, Partial()), pending.placements
                 assert_same(pending.redistribute(placements=target), table[ids], target)
+
+    @ranks(2)
+    def test_a_pending_embedding_may_be_used_twice():
+        """Autograd saves it for the backward of a product. torch alone reduces it once, and raises then."""
+        mesh, ids, table = mesh_of(2), torch.tensor([[1, 5, 3], [0, 7, 2]]), torch.arange(32.0).view(8, 4)
+        scale, plain = torch.full((2, 3, 4), 2.0, requires_grad=True), table.clone().requires_grad_()
+        (scale * F.embedding(ids, plain)).square().sum().backward()
+        with as_one_device():
+            weight = distribute_tensor(table, mesh, [Shard(0)]).requires_grad_()
+            factor = distribute_tensor(scale.detach(), mesh, [R]).requires_grad_()
+            for _ in range(2):
+                weight.grad = factor.grad = None
+                pending = F.embedding(distribute_tensor(ids, mesh, [R]), weight)
+                (factor * pending).square().sum().backward()
+                assert_same(pending, plain.detach()[ids], [Partial()])
+                assert factor.grad.full_tensor().equal(scale.grad) and weight.grad.full_tensor().equal(plain.grad)
+            rows = torch.gather(weight.detach(), 0, distribute_tensor(ids.view(3, 2), mesh, [R]))
+            assert rows.full_tensor().equal(table.gather(0, ids.view(3, 2)))
 
 
 if __name__ == "__main__":

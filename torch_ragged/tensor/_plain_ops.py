@@ -60,6 +60,8 @@ def plain_handlers() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     return {
         **{getattr(_aten, name).default: _loss for name in _LOSSES},
         **{getattr(_aten, name).default: _gathered for name in _OF_VALUES},
+        _aten.embedding.default: _rows_of_a_cut,
+        _aten.gather.default: _rows_of_a_cut,
         _aten.sort.default: _sort,
         _aten.sort.stable: _sort,
         _aten.argmax.default: _arg_extreme,
@@ -87,6 +89,28 @@ def _gathered(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     if (found := _of_extension(op, args, kwargs)) is not NotImplemented:
         return found
     return on_whole_tensors(op, args, kwargs)
+
+
+def _rows_of_a_cut(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows of a table whose rows are cut: pending, with zeros where another rank has the row.
+
+    torch leaves the zeros to the reduction, which knows by a mask where they belong. It forgets the mask after one reduction,
+    so that a pending tensor could be used once only: autograd saves it for a product, and its backward would raise.
+    """
+    if (found := _of_extension(op, args, kwargs)) is not NotImplemented:
+        return found
+    result = _by_torch(op, args, kwargs)
+    masked = {p: p.mask_buffer for p in result.placements if hasattr(p, "mask_buffer")}
+    if not masked:
+        return result
+    for buffer in masked.values():
+        buffer.apply_mask(result._local_tensor)
+        buffer.release_mask()
+    spec = result._spec
+    placements = tuple([Partial() if p in masked else p for p in spec.placements])
+    return DTensor(  # type: ignore[call-arg]
+        result._local_tensor, DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta), requires_grad=False
+    )
 
 
 def _sort(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,17 +166,12 @@ class _AllOps:
     def redistributes(self, current: DTensorSpec, target: DTensorSpec) -> bool:
         """Whether a redistribution of plain DTensors is one that torch 2.13 gets wrong, so that it is done here.
 
-        - A strided shard shares its dimension with another cut. If torch undoes one of these cuts only, it takes the whole
-          dimension for what the other cuts leave. The result has other elements, or another shape.
-        - A pending embedding is reduced, and its rows are cut on another mesh dimension. torch cuts the rows first, so that
-          its mask does not fit.
+        In it, a strided shard shares its dimension with another cut. If torch undoes one of these cuts only, it takes the whole
+        dimension for what the other cuts leave. The result has other elements, or another shape.
         """
-        now, then = current.placements, target.placements
         if not self.run or current.mesh.ndim < 2 or current.mesh != target.mesh:
             return False
-        if any(hasattr(p, "mask_buffer") for p in now) and sum(old != new for old, new in zip(now, then)) > 1:
-            return True
-        return any(_shares_dim(placements) for placements in (now, then))
+        return any(_shares_dim(spec.placements) for spec in (current, target))
 
     def propagate(self, torchs: Callable[..., Any], op: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
         """The sharding of an op by ``torchs`` function; or the op's results, if that has none."""

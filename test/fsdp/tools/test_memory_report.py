@@ -271,6 +271,7 @@ class MemoryReportTest(unittest.TestCase):
             (line, {"placements": ZERO2}),
             (square, {"placements": HIERARCHICAL}),
             (line, {"reshard_after_forward": 2}),
+            (line, {"weights": [3, 0, 1, 2]}),
             (line, {"shard_placement_fn": lambda param: Shard(1) if param.ndim == 2 else None}),
         ):
             torch.manual_seed(0)
