@@ -59,7 +59,7 @@ class Resident:
         self.peak = max(self.peak, sum(sizes.values()) + beside)
         shards = [group.sharded.flat.data_ptr() for group in groups_of(self.model).values()]
         whole = [buffer.flat.untyped_storage().nbytes() for buffer in self.buffers if not buffer.is_sharded]
-        self.peak_unreduced = max(self.peak_unreduced, sum(sizes[shard] for shard in shards) + sum(whole))
+        self.peak_unreduced = max(self.peak_unreduced, sum(sizes.get(shard, 0) for shard in shards) + sum(whole))
 
     def __enter__(self):
         self.originals = DBuffer.__init__, DBuffer.allocate, MemoryLog.note
