@@ -15,6 +15,7 @@ forward and backward:
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import shutil
 import tempfile
@@ -257,7 +258,10 @@ class Training:
             other.grad.copy_(value)
 
     def rounded(self) -> dict[Any, float]:
-        """How much the losses and outputs, by index, and gradients, by name, of this step change by roundings of parameters."""
+        """How much the losses and outputs, by index, and gradients, by name, of this step change by roundings.
+
+        Those of parameters, and of what modules return: their backward rounds gradients, too, which cancel in a norm of two.
+        """
         params = dict(self.plain.named_parameters())
         kept = {name: (param.grad, param.detach().clone()) for name, param in params.items()}
         buffers, state = [each.clone() for each in self.plain.buffers()], torch.get_rng_state()
@@ -268,6 +272,8 @@ class Training:
                 param.grad = None
                 change = 1 + self.precision * torch.randn(param.shape, generator=torch.Generator().manual_seed(len(runs)))
                 param.data.copy_(kept[name][1] * change if is_changed else kept[name][1])
+            rounds = functools.partial(_rounded_output, self.precision, torch.Generator().manual_seed(len(runs)))
+            hooks = [module.register_forward_hook(rounds) for module in self.plain.modules()] if is_changed else []
             for number, state_then, buffers_then in self.batches:
                 torch.set_rng_state(state_then)
                 self._set_buffers(buffers_then)
@@ -275,6 +281,8 @@ class Training:
                 if torch.is_grad_enabled():
                     (loss / self.case["micro"]).backward()
                 found |= dict(enumerate([loss, *outputs]))
+            for hook in hooks:
+                hook.remove()
             runs.append(found | {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()})
         for name, param in params.items():
             param.grad = kept[name][0]
@@ -413,3 +421,10 @@ class _Cast:
 
 def _floating_to(leaf: Any, dtype: torch.dtype) -> Any:
     return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+
+def _rounded_output(precision: float, generator: torch.Generator, module: torch.nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook: the output, each element off by about a rounding."""
+    if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+        return output
+    return output * (1 + precision * torch.randn(output.shape, generator=generator).to(output.dtype))
