@@ -32,9 +32,8 @@ demo: $(DEMO_READY)
 	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
 	$(TORCHRUN) --nproc-per-node 2 examples/train_moe.py --steps 120 --resume $(OUT)/checkpoint --out $(OUT)
 
-# Two files at a time: tests of dying ranks, of timeouts and of new processes wait more than they compute. JOBS=1: one.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(or $(JOBS),2) --dist loadfile -m "not slow" test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" test
 
 test-all: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q test

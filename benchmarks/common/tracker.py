@@ -143,7 +143,7 @@ class CollectiveLog:
         with contextlib.ExitStack() as stack:
             for module, names in (
                 (dist, ("all_gather_single", "all_gather_into_tensor")),
-                (_collectives, ("_all_gather",)),
+                (_collectives, ("all_gather_single",)),
             ):
                 for name in names:
                     if hasattr(module, name):

@@ -119,7 +119,7 @@ def reported_as(path, name, value):
         return {"serialization.add_safe_globals"}
     if path.startswith("torch.utils._pytree."):
         return {"_pytree.register_constant"}
-    if name == "_extension_of":  # The guards of hooks on functions of this module call it.
+    if name in ("_extension_of", "_torch_ragged_redistributes"):  # The guards of hooks on functions of this module call them.
         return {"distribute_tensor", "compute_local_shape_and_global_offset", "redistribute_local_tensor"}
     return {each.removeprefix("_torch_ragged_").removeprefix("_torch_") for each in (name, path.rpartition(".")[2])}
 

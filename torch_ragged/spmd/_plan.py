@@ -72,6 +72,7 @@ _UNIT_OPTIONS: dict[str, tuple[Any, str]] = {
     "offload_policy": (OffloadPolicy, "an OffloadPolicy"),
     "placements": (BufferPlacements, "one of ZERO1, ZERO2 and ZERO3"),
     "optional": (bool, "a bool"),
+    "weights": (tuple, "a list of integers, one per rank of the shards, such as [3, 2, 0]"),
     "granularity": (Granularity, "a value of torch_ragged.granularity, such as rows(32)"),
     "orig_param_policy": (None, "a function"),
     "shard_placement_fn": (None, "a function"),
@@ -480,9 +481,9 @@ class Plan:
             path: modules.
             dims: the mesh dimension of the shards; or two, of replicas and shards (HSDP).
             options: the options of ``fully_shard`` (``reshard_after_forward``, ``mp_policy``, ``offload_policy``,
-                ``placements``, ``optional``, ``orig_param_policy``, ``shard_placement_fn``), and ``granularity``, which is one
-                ``orig_param_policy`` for all parameters; of a tensor with :meth:`segments`, each segment has it by itself. JSON
-                cannot hold functions.
+                ``placements``, ``optional``, ``weights``, ``orig_param_policy``, ``shard_placement_fn``), and
+                ``granularity``, which is one ``orig_param_policy`` for all parameters; of a tensor with :meth:`segments`, each
+                segment has it by itself. JSON cannot hold functions.
 
         Raises:
             TypeError: an option is unknown or has another type.
@@ -490,6 +491,8 @@ class Plan:
                 ``placements`` need; ``placements`` are ``HIERARCHICAL``, which needs another mesh, or keep parameters gathered
                 under a ``Float8Policy``; or ``granularity`` and ``orig_param_policy`` are both given.
         """
+        if isinstance(options.get("weights"), list):
+            options["weights"] = tuple(options["weights"])
         return self._add(UnitRule(path, _names(dims), tuple(sorted(options.items()))))
 
     def default(self, placement: Placement, *, under: str = "") -> Plan:

@@ -6,6 +6,7 @@ give a single device's results always.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils import _pytree as pytree
 
@@ -106,11 +106,9 @@ def _rows_of_a_cut(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     for buffer in masked.values():
         buffer.apply_mask(result._local_tensor)
         buffer.release_mask()
-    spec = result._spec
-    placements = tuple([Partial() if p in masked else p for p in spec.placements])
-    return DTensor(  # type: ignore[call-arg]
-        result._local_tensor, DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta), requires_grad=False
-    )
+    placements = tuple([Partial() if p in masked else p for p in result.placements])
+    spec = dataclasses.replace(result._spec, placements=placements)
+    return DTensor(result._local_tensor, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def _sort(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,8 +161,8 @@ class _AllOps:
 
     run = False
 
-    def redistributes(self, current: DTensorSpec, target: DTensorSpec) -> bool:
-        """Whether a redistribution of plain DTensors is one that torch 2.13 gets wrong, so that it is done here.
+    def redistributes(self, current: Any, target: Any) -> bool:
+        """Whether a redistribution between two specs of plain DTensors is one that torch gets wrong, so that it is done here.
 
         In it, a strided shard shares its dimension with another cut. If torch undoes one of these cuts only, it takes the whole
         dimension for what the other cuts leave. The result has other elements, or another shape.
