@@ -292,6 +292,7 @@ class GroupedMmTest(unittest.TestCase):
 
 
 class RedistributeTest(unittest.TestCase):
+    @unittest.skipIf(torch.__version__ < "2.13", "such a view is an error in earlier versions")
     @ranks(4)
     def test_cuts_that_share_a_dimension_are_undone_one_by_one():
         """A view of two cut dimensions as one makes them. torch alone gives other elements, or raises."""
@@ -311,6 +312,7 @@ class RedistributeTest(unittest.TestCase):
                         count += 1
         assert count == 24, count
 
+    @unittest.skipIf(torch.__version__ < "2.13", "such a view is an error in earlier versions")
     @ranks(4)
     def test_a_product_after_such_a_view_has_the_values_of_one_device():
         mesh, whole = mesh_of(2, 2), torch.arange(32.0, dtype=torch.float64).view(4, 4, 2)
