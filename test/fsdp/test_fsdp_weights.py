@@ -1,5 +1,6 @@
 """Shards in proportion to weights: training, optimizers, checkpoints, and what is refused."""
 
+import os
 import tempfile
 import unittest
 from pathlib import Path
@@ -189,6 +190,12 @@ class WeightsTest(unittest.TestCase):
             mine = error_of(token_scale, wrong if rank == 1 else 3)
             assert "tokens must be" in mine, (wrong, mine)
         assert "no rank has tokens" in error_of(token_scale, 0)
+
+    @ranks(3)
+    def test_collectives_are_compared_in_debug_mode():
+        with mock.patch.dict(os.environ, TORCH_RAGGED_DEBUG="1"):
+            models = [sharded(weights) for weights in (None, [3, 2, 0])]
+            assert train(models[1]) == train(models[0])
 
     def test_wrong_weights_are_refused_on_all_ranks(self):
         for messages in zip(*run_ranks(2, refusals), strict=True):

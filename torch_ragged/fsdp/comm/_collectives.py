@@ -25,6 +25,7 @@ from torch_ragged._register._torch import profiler_range
 from torch_ragged.fsdp.comm import _gloo
 from torch_ragged.fsdp.comm._call_log import wait_for
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+from torch_ragged.fsdp.layout._weighted import WeightedLayout
 
 __all__ = [
     "Collectives",
@@ -463,10 +464,13 @@ class NamedCollectives:
     @functools.cached_property
     def _layout_text(self) -> str:
         """Equal for equal parameters, granularities and ranks; different otherwise."""
-        parts = (self._layout.tensors, self._layout.offsets, self._layout.shard_numel, self._layout.ranks)
+        weights = self._layout.weights if isinstance(self._layout, WeightedLayout) else ()
+        parts = (self._layout.tensors, self._layout.offsets, self._layout.shard_numel, self._layout.ranks, weights)
         return hashlib.sha1(repr(parts).encode(), usedforsecurity=False).hexdigest()[:12]
 
     def _compare(self, collective: str, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+        if isinstance(self._layout, WeightedLayout):  # Shards differ between ranks. The buffer does not.
+            tensors = [max(tensors, key=torch.Tensor.numel)]
         shapes = " and ".join(f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in tensors)
         number = _counts[group] = _counts.get(group, 0) + 1
         claim = f"collective {number} of process group {group.group_name}: {collective} of {self.parameters}, {shapes}"
