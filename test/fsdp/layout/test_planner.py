@@ -1,6 +1,5 @@
 """The planner against brute force over all orders and offsets, its bounds, and the layout's own checks."""
 
-import functools
 import itertools
 import math
 import random
@@ -9,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from planner_oracle import fits, is_cut
 
 from torch_ragged.fsdp import BufferLayout, TensorSpec, blocks, elements, plan_layout, rows, tensor
 from torch_ragged.fsdp.layout import _planner as planner
@@ -31,36 +31,9 @@ def random_specs(rng, most_tensors, most_numel, periods=False):
     return specs
 
 
-def is_cut(one, cut):
-    """Whether a boundary ``cut`` elements into the tensor falls inside one of its blocks."""
-    return 0 < cut < one.numel and (cut % one.period if one.period else cut) % one.block != 0
-
-
-def fits(tensors, ranks, shard):
-    """Whether tensors fit into the shards, over all orders and all offsets."""
-    end = ranks * shard
-    offsets = [
-        [o for o in range(end - one.numel + 1) if not any(is_cut(one, boundary - o) for boundary in range(0, end, shard))]
-        for one in tensors
-    ]
-
-    @functools.cache
-    def search(left, position):
-        if sum(tensors[index].numel for index in left) > end - position:
-            return False
-        return not left or any(
-            search(left - {index}, offset + tensors[index].numel)
-            for index in left
-            for offset in offsets[index]
-            if offset >= position
-        )
-
-    return search(frozenset(range(len(tensors))), 0)
-
-
 def brute_force(tensors, ranks, alignment):
     shard = alignment
-    while not fits(tensors, ranks, shard):
+    while not fits(tensors, range(0, (ranks + 1) * shard, shard)):
         shard += alignment
     return shard
 

@@ -1,9 +1,10 @@
 """The planner for shards of weights against brute force over all orders and offsets, its bound, and the layout's own checks."""
 
-import functools
 import itertools
 import random
 import unittest
+
+from planner_oracle import fits, is_cut
 
 from torch_ragged.fsdp import TensorSpec, plan_layout, segments
 from torch_ragged.fsdp.layout._weighted import WeightedLayout
@@ -14,28 +15,8 @@ def spec(numel, block, name="t"):
     return TensorSpec(name, (numel,), (0,), block)
 
 
-def is_cut(one, cut):
-    return 0 < cut < one.numel and cut % one.block != 0
-
-
-def fits(tensors, weights, unit):
-    """Whether tensors fit, over all orders and all offsets."""
-    edges = [0, *itertools.accumulate(weight * unit for weight in weights)]
-    end = edges[-1]
-    offsets = [[o for o in range(end - one.numel + 1) if not any(is_cut(one, edge - o) for edge in edges)] for one in tensors]
-
-    @functools.cache
-    def search(left, position):
-        if sum(tensors[index].numel for index in left) > end - position:
-            return False
-        return not left or any(
-            search(left - {index}, offset + tensors[index].numel)
-            for index in left
-            for offset in offsets[index]
-            if offset >= position
-        )
-
-    return search(frozenset(range(len(tensors))), 0)
+def edges_of(weights, unit):
+    return [0, *itertools.accumulate(weight * unit for weight in weights)]
 
 
 def violations(layout):
@@ -73,7 +54,9 @@ class WeightedPlannerTest(unittest.TestCase):
             self.assertIsInstance(layout, WeightedLayout)
             self.assertEqual(violations(layout), "", layout)
             found, bound = (each // max(layout.weights) for each in (layout.shard_numel, layout.lower_bound))
-            optimum = next(unit for unit in itertools.count(alignment, alignment) if fits(tensors, layout.weights, unit))
+            optimum = next(
+                unit for unit in itertools.count(alignment, alignment) if fits(tensors, edges_of(layout.weights, unit))
+            )
             self.assertEqual(found, optimum, (tensors, weights, alignment))
             self.assertLessEqual(bound, optimum, (tensors, weights, alignment))
 
