@@ -34,17 +34,22 @@ def token_scale(tokens: int | torch.Tensor, mesh: DeviceMesh | None = None) -> f
             be 0: the rank then runs forward and backward like the others, on any input, with a loss of 0.
         mesh: the data-parallel mesh that ``fully_shard`` got, 1-D or 2-D; None: all ranks.
 
+    Returns:
+        the factor, equal on all ranks.
+
     Collectives: per dimension of the mesh, an all-reduce of 24 bytes and one of 8 bytes. The host waits for them.
 
     Raises:
         TypeError: ``tokens`` is no number of tokens. All ranks raise.
-        ValueError: ``tokens`` is negative, or 0 on all ranks; or this rank is not in ``mesh``.
+        ValueError: ``tokens`` is negative, or 0 on all ranks; this rank is not in ``mesh``; or there is no process group.
         RuntimeError: another rank raised.
         PeerError: a rank died, or did not make this call.
     """
     groups = [dist.group.WORLD] if mesh is None else groups_of(mesh)
-    if not groups or groups[0] is None:
-        raise ValueError(f"token_scale: rank is not in {mesh}" if mesh is not None else "token_scale needs a process group")
+    if not groups:
+        raise ValueError(f"token_scale: rank {dist.get_rank()} is not in {mesh}: call it on the ranks of the mesh")
+    if groups[0] is None:
+        raise ValueError("token_scale needs a process group: call torch.distributed.init_process_group() first")
     device = device_of_messages(groups[0])
     with agreement([group for group in groups if group is not None], device, _CALL) as claim:
         total = torch.tensor([_count(tokens)], dtype=torch.int64, device=device)
