@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from contextlib import nullcontext
@@ -96,7 +97,13 @@ def free_storage(tensor: torch.Tensor, log: MemoryLog | None = None) -> None:
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The current stream of ``device``; None if the device has none."""
-    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
+    # By number: torch looks for the kind of accelerator at each call otherwise, and this is asked for every gradient.
+    return torch.accelerator.current_stream(device.index) if _has_streams(device) else None
+
+
+@functools.cache
+def _has_streams(device: torch.device) -> bool:
+    return device.type not in ("cpu", "meta")
 
 
 def order_behind(stream: torch.Stream | None, other: torch.Stream | None) -> None:
