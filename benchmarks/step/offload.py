@@ -39,7 +39,8 @@ from torch_ragged.optim import AdamW8bit, BlockPolicy
 
 POLICY = BlockPolicy()
 PARTS = ["steps", "memory", "limited"]
-KINDS = ("none", "FSDP2 CPUOffloadPolicy", "host 0.5", "host 1", "files 0.5", "files 1")
+KINDS = ("none", "FSDP2 CPUOffloadPolicy", "host 0.5", "host 1", "files 0.5", "files 1", "files 1 in backward")
+_IN_BACKWARD = " in backward"
 KINDS += ("8-bit, none", "8-bit, host 1", "8-bit, files 1")
 
 
@@ -51,7 +52,7 @@ def sharded(kind: str, options: argparse.Namespace) -> nn.Module:
     model = nn.Sequential(*blocks)
     knobs: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
     shard: Any = torch_fully_shard if kind.startswith("FSDP2") else fully_shard
-    where, _, fraction = kind.rpartition(", ")[2].partition(" ")
+    where, _, fraction = kind.removesuffix(_IN_BACKWARD).rpartition(", ")[2].partition(" ")
     if shard is torch_fully_shard:
         knobs["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     elif fraction:
@@ -66,7 +67,7 @@ def sharded(kind: str, options: argparse.Namespace) -> nn.Module:
 def optimizer_of(kind: str, model: nn.Module, fused: bool = False) -> Any:
     optimizer, extra = (AdamW8bit, {"policy": POLICY}) if kind.startswith("8-bit") else (torch.optim.AdamW, {"fused": fused})
     if "host" in kind or "files" in kind:
-        return offloaded(optimizer, model, lr=1e-4, **extra)
+        return offloaded(optimizer, model, lr=1e-4, in_backward=kind.endswith(_IN_BACKWARD), **extra)
     return optimizer(model.parameters(), lr=1e-4, **extra)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["FSDPGrad", "GradSource"]
+__all__ = ["FSDPGrad", "GradSource", "UsedGradients"]
 
 _ADVICE = "Call synchronize_gradients() of the root module on every rank first"
 
@@ -22,6 +22,9 @@ class GradSource(Protocol):
 
     def is_published(self, index: int) -> bool:
         """Whether ``.grad`` of parameter ``index`` is an FSDPGrad now."""
+
+    def why_not_published(self) -> str:
+        """For the error that says so."""
 
     def local_components(self, index: int) -> dict[str, torch.Tensor]:
         """The memory of "unreduced" and "partial", those that exist. Writing to it changes what is reduced later."""
@@ -113,8 +116,12 @@ class FSDPGrad(torch.Tensor):
 
     def _live(self) -> GradSource:
         if not self._source.is_published(self._index):
-            raise RuntimeError("this FSDPGrad is out of date: a later backward or synchronization has begun. Read .grad again")
+            raise RuntimeError(self._source.why_not_published())
         return self._source
+
+    def _refusal(self, what: str) -> RuntimeError:
+        self._live()
+        return _refusal(what)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -137,7 +144,7 @@ class FSDPGrad(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if not self._source.is_published(self._index):
-            return f"FSDPGrad(shape={tuple(self.shape)}, out of date)"
+            return f"FSDPGrad(shape={tuple(self.shape)}: {self._source.why_not_published()})"
         parts = ", ".join(f"{name} {tuple(part.shape)} {part.dtype}" for name, part in self.local_components().items())
         return f"FSDPGrad(shape={tuple(self.shape)}, dtype={self.dtype}, local components: {parts or 'none'})"
 
@@ -145,10 +152,10 @@ class FSDPGrad(torch.Tensor):
 
     @property
     def placements(self) -> Any:
-        raise _refusal("placements")
+        raise self._refusal("placements")
 
     def to_local(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise _refusal("to_local()")
+        raise self._refusal("to_local()")
 
     def __tensor_flatten__(self) -> Any:
         """For torch's debug modes, which look at the tensors inside."""
@@ -160,13 +167,13 @@ class FSDPGrad(torch.Tensor):
         raise _refusal("torch.compile")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _refusal("pickle and deepcopy")
+        raise self._refusal("pickle and deepcopy")
 
     def data_ptr(self) -> int:
-        raise _refusal("data_ptr()")
+        raise self._refusal("data_ptr()")
 
     def untyped_storage(self) -> Any:
-        raise _refusal("untyped_storage()")
+        raise self._refusal("untyped_storage()")
 
     # -- operations ------------------------------------------------------------------------------------------------
 
@@ -189,6 +196,9 @@ class FSDPGrad(torch.Tensor):
             return _on_each(written, _SCALES[name], [(_scalar(factor),) for factor in factors], result)
         if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(func, *args, **kwargs)
+        for grad in written:
+            if isinstance(grad, FSDPGrad):
+                grad._live()
         if func._schema.is_mutable or any(result.alias_info is not None for result in func._schema.returns):
             raise _refusal(str(func))
         copies: dict[int, DTensor] = {}
@@ -200,6 +210,34 @@ class FSDPGrad(torch.Tensor):
 
         args, kwargs = pytree.tree_map(read, (args, kwargs))
         return func(*args, **kwargs)
+
+
+class UsedGradients:
+    """The source of gradients that a step in backward has used: their memory is free, and reading them is an error.
+
+    It is a ``GradSource`` that publishes nothing, so that an FSDPGrad asks it for nothing else.
+
+    Args:
+        why: the error.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def is_published(self, index: int) -> bool:
+        return False
+
+    def why_not_published(self) -> str:
+        return self._why
+
+    def grad(self, index: int, param: DTensor) -> FSDPGrad:
+        """What is ``.grad`` of ``param`` from now on."""
+        return FSDPGrad(self, index, param, param.dtype, None)  # type: ignore[arg-type]
+
+    @staticmethod
+    def has(grad: torch.Tensor | None) -> bool:
+        """Whether ``grad`` is of such a source."""
+        return isinstance(grad, FSDPGrad) and isinstance(grad._source, UsedGradients)
 
 
 def _refusal(what: str) -> RuntimeError:

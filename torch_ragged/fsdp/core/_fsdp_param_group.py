@@ -41,7 +41,7 @@ from torch_ragged.fsdp.core._fsdp_param import (
     owner_of,
 )
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer
-from torch_ragged.fsdp.core._grad_reduction import GradientState, GradReduction, ReductionSettings
+from torch_ragged.fsdp.core._grad_reduction import GradientState, GradientUser, GradReduction, ReductionSettings
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter, allows_split_backward
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.core.encodings._spmd_types import attributes_of, untyped
@@ -133,6 +133,7 @@ class FSDPParamGroup:
         memory: the log of this group's memory, for monitors and memory reports.
         settings: what the user has set of reductions.
         pools: the user's memory pools, of unsharded parameters and of gradients; None: the allocator.
+        gradient_user: uses reduced gradients within backward; None: they are in ``.grad`` at its end.
         names: the first parameter's name, and the number of the others: for errors.
         sharded: the buffer of the shards.
         fqn: the name of the group's module; empty before the root's first forward.
@@ -154,6 +155,7 @@ class FSDPParamGroup:
         self.rank = plan.dp.rank
         self.shards, self.encoding, self.memory = shards, encoding, GroupMemory()
         self.keeper: Keeper | None = None
+        self.gradient_user: GradientUser | None = None
         self._keeps_buffer = False  # Whether the keeper keeps the gathered buffer itself.
         self.process_groups = self._process_groups()
         self.settings = ReductionSettings()
@@ -604,6 +606,8 @@ class FSDPParamGroup:
 
     def drop_gradients(self) -> bool:
         """Drop the gradients that are not in ``.grad`` yet; return whether there were any."""
+        if self.gradient_user is not None:
+            self.gradient_user.drop()
         # First, as waits below may raise: the group must not reduce what it has dropped.
         self.needs_reduction = self.is_accumulating = self.was_reached = False
         return self.reduction.drop()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -22,7 +22,7 @@ from torch_ragged.fsdp.core._fsdp_param import FSDPParam
 from torch_ragged.fsdp.core._grad_buffer import GradBuffer
 from torch_ragged.tensor._api import spec_of
 
-__all__ = ["GradReduction", "GradientState", "ReductionSettings"]
+__all__ = ["GradReduction", "GradientState", "GradientUser", "ReductionSettings"]
 
 
 class GradientState(Enum):
@@ -49,6 +49,22 @@ class GradientState(Enum):
 
     Or the reduce-scatter has failed: then there is no shard until the gradients are dropped.
     """
+
+
+class GradientUser(Protocol):
+    """Uses the reduced gradients of groups (``FSDPParamGroup``) within backward, as an optimizer that steps there."""
+
+    def before_reduction(self, group: Any) -> None:
+        """Gradients of ``group`` are reduced next. It may raise: ranks call this in the same order."""
+
+    def use(self, group: Any) -> None:
+        """``.grad`` of ``group`` is complete. It must not communicate: ranks call this at different moments of a pass."""
+
+    def finish(self) -> None:
+        """Each group that this pass reduces was given to :meth:`use`: return when they are used. It must not raise."""
+
+    def drop(self) -> None:
+        """A pass has raised, or is dropped."""
 
 
 @dataclass
@@ -90,6 +106,9 @@ class GradReduction:
         has_replicas: whether gradients are reduced over replicas, too.
         settings: what the user has set.
         log: records when reduced shards are allocated and freed.
+
+    Attributes:
+        is_set: whether ``.grad`` was set before the end of this pass. Ranks may differ.
     """
 
     def __init__(
@@ -111,6 +130,7 @@ class GradReduction:
         self._all_reduce: tuple[Work, DBuffer] | None = None  # In flight, with the buffer that it reduces in place.
         self._reduced: DBuffer | None = None  # Reduced over all ranks.
         self._kept: DBuffer | None = None  # Reduced within each replica only.
+        self.is_set = False
         self._has_failed = False  # Whether the last reduce-scatter failed: its gradients are in no buffer.
         self._pending: dict[tuple[int, ...], list[int]] = {}  # What the output is pending on: see GradBuffer.popped_pending.
         self._published: dict[int, FSDPGrad] = {}  # Which ``.grad`` are FSDPGrads, by parameter. Equal on all ranks.
@@ -140,7 +160,7 @@ class GradReduction:
     @property
     def was_reduced(self) -> bool:
         """Whether this backward pass reduced gradients over all ranks."""
-        return not (self._output is self._all_reduce is self._reduced is None)
+        return self.is_set or not (self._output is self._all_reduce is self._reduced is None)
 
     @property
     def holds_kept(self) -> bool:
@@ -244,8 +264,30 @@ class GradReduction:
             self._reduced.flat.add_(output.flat)
             self._log.note(-output.nbytes)
 
+    def set_grads_early(self) -> bool:
+        """Before the end of backward: set ``.grad``, if this rank knows that it is complete; return whether it is set.
+
+        It is, if the reduction over all ranks has ended and this rank has used each parameter: no other rank need be asked.
+        """
+        in_flight = self._reduce_scatter is not None or self._output is not None or self._all_reduce is not None
+        if self.is_set or in_flight or self._reduced is None or self._buffer.holds_gradients:
+            return False
+        used = [param.was_used for param in self._params]
+        if not all(is_used or not param.sharded.requires_grad for param, is_used in zip(self._params, used)):
+            return False
+        self.set_grads(used)
+        for param, is_used in zip(self._params, used):  # Other ranks ask at the end of the pass.
+            param.was_used = is_used
+        self.is_set = True
+        return True
+
     def set_grads(self, used_anywhere: Iterable[bool]) -> None:
         """At the end of backward: add the reduced shard to ``.grad`` of every parameter that some rank used."""
+        if self.is_set and not self.buffers() and self._reduce_scatter is None:
+            self.is_set = False
+            for param, _ in zip(self._params, used_anywhere):
+                param.was_used = False
+            return
         self.finish()
         if self._all_reduce is not None:
             self._finish_all_reduce()
@@ -290,7 +332,8 @@ class GradReduction:
         for shard in self.buffers():
             self._log.note(-shard.nbytes)
         self._reduce_scatter = self._output = self._all_reduce = self._reduced = self._kept = None
-        self._has_failed, self._pending = False, {}
+        self._has_failed = self.is_set = False
+        self._pending = {}
         self._buffer.drop()
         # Other ranks take part in these collectives, so they must end here, too. Their input is freed after that.
         try:
@@ -338,6 +381,9 @@ class GradReduction:
     def is_published(self, index: int) -> bool:
         """Part of ``GradSource``, as the methods below."""
         return index in self._published
+
+    def why_not_published(self) -> str:
+        return "this FSDPGrad is out of date: a later backward or synchronization has begun. Read .grad again"
 
     def local_components(self, index: int) -> dict[str, torch.Tensor]:
         parts = {}

@@ -242,11 +242,18 @@ class ModuleState:
             for group in groups:
                 group.accumulate_gradients()
             return
+        # First: all ranks raise here, or none.
+        for group in groups:
+            if group.gradient_user is not None:
+                group.gradient_user.before_reduction(group)
         # This limits the memory of gradients in flight. All ranks reach it in one order, as HSDP's all-reduces need it.
         oldest = self.comm.beyond(groups[0].settings.max_reductions)
         self.comm.forget(oldest)
         for group in oldest:
             group.reduction.finish()
+            # A schedule of a pipeline may reduce further gradients of the group in this pass.
+            if group.gradient_user is not None and not self.root_state.finalizes_manually and group.reduction.set_grads_early():
+                group.gradient_user.use(group)
         for group in groups:
             group.reduce_gradients()
         self.comm.reducing.append(groups)
@@ -472,9 +479,15 @@ class FSDPStateContext:
                 for groups in reduced.values():
                     used = _used_anywhere(groups)
                     for group in groups:
+                        was_set = group.reduction.is_set
                         group.reduction.set_grads(used)
+                        if group.gradient_user is not None and not was_set:
+                            group.gradient_user.use(group)
                         # All ranks set .grad in the same pass, so what they keep gathered is out of date on all of them.
                         group.invalidate_kept()
+                for user in dict.fromkeys(group.gradient_user for groups in reduced.values() for group in groups):
+                    if user is not None:
+                        user.finish()
                 is_accumulating = not reduced and any(group.is_trainable for group in self.groups)
                 for group in self.groups:
                     group.end_pass(is_accumulating)

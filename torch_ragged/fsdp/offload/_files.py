@@ -206,6 +206,12 @@ class FileTier:
 
     def fetch(self, chunk: Chunk) -> Memory:
         """Wait for the read of ``chunk``."""
+        if chunk not in self._held and not self._free:
+            # All windows have chunks that were read ahead, and had no gradient in their step.
+            other = self._held.pop(next(iter(self._held)))
+            assert other.filled is not None
+            other.filled.exception()  # Wait: the next read fills the window.
+            self._free.append(other)
         self.fetch_ahead(chunk)
         window = self._held[chunk]
         assert window.filled is not None

@@ -23,6 +23,7 @@ from torch_ragged.fsdp.core._fsdp_param import local_of
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 from torch_ragged.fsdp.core._mesh import device_of, groups_of
 from torch_ragged.fsdp.offload._files import FILE_NUMEL, FileTier
+from torch_ragged.fsdp.offload._in_backward import BackwardStep
 from torch_ragged.fsdp.offload._pieces import Chunk, ElementWise, Member, OwnRules, Piece, Rules, leaf_of
 from torch_ragged.fsdp.offload._tiers import DeviceTier, Memory, Tier, TierEvent, host_slabs, tier_of, window_numel
 
@@ -34,7 +35,12 @@ _COUNTER = 4
 
 
 def offloaded(
-    optimizer: type[Optimizer], model: nn.Module, params: Iterable[Any] | None = None, **options: Any
+    optimizer: type[Optimizer],
+    model: nn.Module,
+    params: Iterable[Any] | None = None,
+    *,
+    in_backward: bool = False,
+    **options: Any,
 ) -> OffloadedOptimizer:
     """``optimizer(params, **options)`` with a part of its states in host memory, as the ``Offload`` of each group says::
 
@@ -63,13 +69,21 @@ def offloaded(
     of host memory. The file has no name, so that it is gone with the process. If reading or writing fails on one rank, ``step``
     raises on all ranks, and this optimizer must load a checkpoint before it goes on.
 
-    Collectives: one all-reduce of 24 bytes per mesh dimension, in this call; with files, also in each step.
+    **With** ``in_backward=True``, each backward with gradient sync is a step: a group is stepped as soon as its gradients are
+    reduced, on the CPU by a thread beside autograd, and all steps have ended when backward returns. So files are read and
+    written during backward, and the memory of reduced gradients is freed there. ``optimizer.step()`` must follow: it steps what
+    has other gradients, and raises the errors of the steps. Parameters and states are bitwise those without it. What needs
+    all gradients before a step is an error: reading ``.grad`` after backward, ``clip_grad_norm_``, ``GradScaler``, changing
+    ``lr`` between backward and ``step``, a second backward with gradient sync. HSDP groups are stepped at the end of backward.
+
+    Collectives: one all-reduce of 24 bytes per mesh dimension, in this call; with files or ``in_backward``, also in each step.
 
     Args:
         optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW``; or ``torch_ragged.optim.Adam8bit`` or ``AdamW8bit``, whose states
             have 2 bytes per element.
         model: a module on which ``fully_shard`` was called, or a module that contains such modules.
         params: what ``optimizer`` takes: parameters, or parameter groups. None: ``model.parameters()``.
+        in_backward: step in backward. Equal on all ranks.
         options: the options of ``optimizer``.
 
     Raises:
@@ -90,10 +104,9 @@ def offloaded(
             raise ValueError(f"offloaded({optimizer.__name__}) supports no differentiable=True: its steps have no graph")
         template = optimizer(model.parameters() if params is None else params, **options)
         rules: Rules = ElementWise(optimizer) if optimizer in ElementWise.CLASSES else OwnRules(template)
-        result = OffloadedOptimizer(template, groups, rules)
-        claim.append(
-            f"{optimizer.__name__}, {[group.plan.offload for group in groups]}, {len(result.param_groups)} parameter groups"
-        )
+        result = OffloadedOptimizer(template, groups, rules, in_backward)
+        offload = [group.plan.offload for group in groups]
+        claim.append(f"{optimizer.__name__}, {offload}, {len(result.param_groups)} parameter groups, in_backward={in_backward}")
     return result
 
 
@@ -169,9 +182,10 @@ class OffloadedOptimizer(Optimizer):
         template: the optimizer that it stands for, without states.
         groups: the groups of the model.
         rules: how parameters are cut and stepped.
+        in_backward: whether groups are stepped in backward.
     """
 
-    def __init__(self, template: Optimizer, groups: Sequence[FSDPParamGroup], rules: Rules) -> None:
+    def __init__(self, template: Optimizer, groups: Sequence[FSDPParamGroup], rules: Rules, in_backward: bool = False) -> None:
         self._is_complete = False
         super().__init__(template.param_groups, template.defaults)
         self._is_complete = True
@@ -179,7 +193,7 @@ class OffloadedOptimizer(Optimizer):
             self._step_supports_amp_scaling = template._step_supports_amp_scaling
         self._rules = rules
         # What must be there in a step: views of these buffers are what is stepped.
-        self._buffers = [(group, group.sharded.flat) for group in groups]
+        self._buffers = {group: group.sharded.flat for group in groups}
         self._members = self._find_members(groups)
         # A file may fail on one rank. Its step raises on all ranks, so that none waits for it in the next collective.
         self._ranks, self._device = _ranks_of(groups)
@@ -189,9 +203,12 @@ class OffloadedOptimizer(Optimizer):
         self._chunks: list[tuple[Chunk, Tier]] = []
         device_tier = DeviceTier()
         # Parameters as DTensors, and runs of them as plain tensors: foreach kernels take either.
-        for pieces in ([p for p in beside if p.is_whole], [p for p in beside if not p.is_whole]):
-            if pieces:
-                self._chunks.append((Chunk(pieces, self.param_groups, rules), device_tier))
+        together: dict[tuple[FSDPParamGroup | None, bool], list[Piece]] = {}
+        for piece in sorted(beside, key=lambda piece: not piece.is_whole):
+            member = self._members.get(piece.param)
+            home = member.group if in_backward and member is not None else None
+            together.setdefault((home, piece.is_whole), []).append(piece)
+        self._chunks += [(Chunk(pieces, self.param_groups, rules), device_tier) for pieces in together.values()]
         in_host: dict[torch.device, dict[Chunk, Memory]] = {}
         in_files: dict[str, list[Chunk]] = {}
         for group, chunks in chunked:
@@ -213,6 +230,12 @@ class OffloadedOptimizer(Optimizer):
                 self._parts.setdefault(piece.param, []).append(_Part(piece, chunk, tier))
         for parts in self._parts.values():
             parts.sort(key=lambda part: part.piece.start)
+        self._last: Chunk | None = None  # The chunk that was stepped last.
+        self._after: dict[Chunk, tuple[Chunk, Tier]] = {}  # Which chunk followed, the last time.
+        self._of_groups: dict[FSDPParamGroup, list[tuple[Chunk, Tier]]] = {}
+        for chunk, tier in self._chunks:
+            for home in {self._members[p.param].group: None for p in chunk.pieces if p.param in self._members}:
+                self._of_groups.setdefault(home, []).append((chunk, tier))
         # In each parameter group, a parameter by which a step sees that it needs other states.
         self._samples: dict[int, tuple[Member, set[str]]] = {}
         for param, parts in self._parts.items():
@@ -220,6 +243,10 @@ class OffloadedOptimizer(Optimizer):
                 member = self._members[param]
                 self._samples.setdefault(member.group_number, (member, set(parts[-1].piece.sizes)))
         self.state = _States(self, self._parts, self._members, rules)  # type: ignore[assignment]
+        members: dict[FSDPParamGroup, list[Member]] = {}
+        for member in self._members.values():
+            members.setdefault(member.group, []).append(member)
+        self._in_backward = BackwardStep(self, members) if in_backward else None
 
     # -- construction ----------------------------------------------------------------------------------------------
 
@@ -367,13 +394,17 @@ class OffloadedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_step()
-        if not self._has_files:
-            self._step_chunks()
+        if not self._has_files and self._in_backward is None:
+            self._step_chunks(self._chunks)
             return loss
         problem = None
         try:
+            if self._in_backward is not None:
+                self._in_backward.take()
+                if "found_inf" in vars(self):
+                    raise RuntimeError("GradScaler came too late: with in_backward=True, backward has stepped scaled gradients")
             self._check_states_are_valid()
-            self._step_chunks()
+            self._step_chunks(self._chunks)
         except Exception as error:
             problem = error
         try:
@@ -386,12 +417,24 @@ class OffloadedOptimizer(Optimizer):
             raise
         return loss
 
-    def _step_chunks(self) -> None:
+    def step_group(self, group: FSDPParamGroup) -> None:
+        """Step the parameters of one group, whose gradients are complete: a part of a step in backward."""
+        self._check_states_are_valid()
+        self._check_buffer(group, self._buffers[group])
+        self._check_sizes(self.param_groups)
+        self._step_chunks(self._of_groups.get(group, ()))
+
+    def _step_chunks(self, candidates: Sequence[tuple[Chunk, Tier]]) -> None:
+        """Step those of the chunks that have gradients."""
         scaling: dict[str, Any] = {name: vars(self)[name] for name in ("grad_scale", "found_inf") if name in vars(self)}
-        chunks = [(chunk, tier) for chunk, tier in self._chunks if chunk.has_gradients]
-        # After the last chunk, the first one of the next step: it is read while the next forward and backward run.
-        for (chunk, tier), (next_chunk, next_tier) in zip(chunks, [*chunks[1:], *chunks[:1]]):
+        chunks = [(chunk, tier) for chunk, tier in candidates if chunk.has_gradients]
+        for (chunk, tier), following in itertools.zip_longest(chunks, chunks[1:]):
+            if self._last is not None:
+                self._after[self._last] = chunk, tier
+            self._last = chunk
             memory = tier.fetch(chunk)
+            # After the last one, the chunk that came next the last time: it is read while forward and backward run.
+            next_chunk, next_tier = following or self._after.get(chunk) or (chunk, tier)
             if next_chunk is not chunk:
                 next_tier.fetch_ahead(next_chunk)
             try:
@@ -400,20 +443,24 @@ class OffloadedOptimizer(Optimizer):
                 tier.store(chunk)
 
     def _check_step(self) -> None:
-        for group, buffer in self._buffers:
+        for group, buffer in self._buffers.items():
             group.load_replaced()  # As the next forward would, whose values would replace the result of this step.
-            if group.sharded.flat is not buffer:
-                raise RuntimeError(
-                    f"{group.names} was converted after offloaded(), and lies in another buffer now: convert the model first, "
-                    "then make the optimizer, and load the old one's state_dict()"
-                )
+            self._check_buffer(group, buffer)
         self._check_sizes(self.param_groups)
+
+    @staticmethod
+    def _check_buffer(group: FSDPParamGroup, buffer: torch.Tensor) -> None:
+        if group.sharded.flat is not buffer:
+            raise RuntimeError(
+                f"{group.names} was converted after offloaded(), and lies in another buffer now: convert the model first, "
+                "then make the optimizer, and load the old one's state_dict()"
+            )
 
     def _check_states_are_valid(self) -> None:
         if self.has_failed:
             raise RuntimeError(
-                "an earlier step of this offloaded optimizer, or a load, failed in a scratch file, so that parameters and "
-                "states are not of one step: load a checkpoint into model and optimizer, by checkpoint.load() or "
+                "an earlier step of this offloaded optimizer, or a load, failed, so that parameters and states are not of one "
+                "step: load a checkpoint into model and optimizer, by checkpoint.load() or "
                 "load_state_dict(); before torch.distributed.checkpoint, call optimizer.state.clear()"
             )
 
@@ -501,7 +548,7 @@ class OffloadedOptimizer(Optimizer):
                 group.setdefault(name, value)
         self.param_groups = state["param_groups"]
         self.state.clear()
-        self.has_failed = self._has_files  # Until all states are set.
+        self.has_failed = self._has_files or self._in_backward is not None  # Until all states are set.
         for param, shell in state["state"].items():
             if isinstance(shell, _Shell):
                 self.state[param] = shell.states

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from torch_ragged._register._torch import dtensor_like, local_tensor
+from torch_ragged.fsdp.core._fsdp_grad import UsedGradients
 from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
 
 __all__ = ["Chunk", "ElementWise", "Member", "OwnRules", "Piece", "Rules", "StateSizes", "leaf_of"]
@@ -259,7 +260,7 @@ class Chunk:
         gradients: dict[torch.Tensor, torch.Tensor] = {}  # The pieces of a parameter share the work of finding it.
         stepped = []
         for piece in self.pieces:
-            if piece.param.grad is None:
+            if not _has_gradient(piece.param):
                 continue
             stepped.append(piece)
             if not piece.is_whole:
@@ -298,7 +299,7 @@ class Chunk:
     @property
     def has_gradients(self) -> bool:
         """Whether the next step changes something."""
-        return any(piece.param.grad is not None for piece in self.pieces)
+        return any(_has_gradient(piece.param) for piece in self.pieces)
 
     def states_of(self, piece: Piece, memory: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The states of a piece, in the order in which they were made; empty before its first step."""
@@ -322,6 +323,11 @@ class Chunk:
         for name, view in piece.views(memory).items() if mine and piece.sizes else ():
             view.copy_(mine.pop(name).view(-1))
         self._optimizer.state[piece.leaf] = mine
+
+
+def _has_gradient(param: torch.Tensor) -> bool:
+    """Whether there is a gradient that no step in backward has used."""
+    return param.grad is not None and not UsedGradients.has(param.grad)
 
 
 def _local_gradient(param: torch.Tensor) -> torch.Tensor:

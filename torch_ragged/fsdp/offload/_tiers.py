@@ -182,6 +182,8 @@ class WindowTier:
     def fetch_ahead(self, chunk: Chunk) -> None:
         if chunk not in self._held:
             turn, self._turn = self._turn, 1 - self._turn
+            # A chunk that was fetched ahead, and had no gradient in its step, loses its window.
+            self._held = {other: window for other, window in self._held.items() if window != turn}
             self._held[chunk] = turn
             begin = time.perf_counter()
             self._copies.copy_in(turn, self._window(chunk, turn), self._slabs[chunk])

@@ -1,0 +1,164 @@
+"""BackwardStep: steps each group in backward, as soon as its gradients are reduced.
+
+It does not know how a group is stepped, and it communicates nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+
+from torch_ragged.fsdp.core._dbuffer import current_stream, order_behind
+from torch_ragged.fsdp.core._fsdp_grad import UsedGradients
+from torch_ragged.fsdp.core._fsdp_param import local_of
+from torch_ragged.fsdp.core._fsdp_param_group import FSDPParamGroup
+from torch_ragged.fsdp.offload._pieces import Member
+
+__all__ = ["BackwardStep"]
+
+_USED = (
+    "this gradient was used by the step in backward of offloaded(..., in_backward=True): it can be neither read, clipped nor "
+    "unscaled. Call optimizer.step() and optimizer.zero_grad(), or give offloaded() no in_backward"
+)
+
+
+class Stepper(Protocol):
+    """The optimizer. Groups refer to a :class:`BackwardStep` as long as they live, and it refers to this weakly.
+
+    Attributes:
+        param_groups: its options.
+    """
+
+    param_groups: list[dict[str, Any]]
+
+    def step_group(self, group: FSDPParamGroup) -> None:
+        """Step the parameters of a group. A thread may call it, one at a time."""
+
+
+class BackwardStep:
+    """The ``GradientUser`` of an optimizer that steps in backward.
+
+    ::
+
+        backward    | block 2         | block 1         | block 0        |
+        reductions          | block 2         | block 1         | block 0 |
+        steps                         | block 2         | block 1         | block 0 |   then backward returns
+
+    On the CPU, a thread steps, beside autograd. On an accelerator, the thread of autograd issues the step's kernels.
+
+    Args:
+        optimizer: steps the groups.
+        members: its parameters in each group.
+    """
+
+    def __init__(self, optimizer: Stepper, members: Mapping[FSDPParamGroup, Sequence[Member]]) -> None:
+        self._optimizer, self._members = weakref.ref(optimizer), members
+        self._used = UsedGradients(_USED)
+        self._reduced: set[FSDPParamGroup] = set()  # Since the last take(). Equal on all ranks.
+        self._options_then: list[dict[str, Any]] = []  # Of the groups stepped since then; empty if there are none.
+        self._problem: Exception | None = None
+        self._jobs: list[Future[None]] = []
+        self._streams: list[torch.Stream] = []
+        self._worker = ThreadPoolExecutor(1)
+        weakref.finalize(self, self._worker.shutdown)
+        for group in members:
+            group.gradient_user = self
+
+    # -- in backward: see GradientUser -------------------------------------------------------------------------------
+
+    def before_reduction(self, group: FSDPParamGroup) -> None:
+        """Raise if the group has had its reduction, or if gradients of the last one are still there.
+
+        Raises:
+            RuntimeError: on all ranks, before the reduction.
+        """
+        if group in self._reduced:
+            raise RuntimeError(
+                f"{group.names} was stepped by an earlier backward, and optimizer.step() has not followed. With "
+                "in_backward=True, each backward with gradient sync is a step. To accumulate gradients, call "
+                "set_requires_gradient_sync(False) for all but the last backward"
+            )
+        if any(UsedGradients.has(member.param.grad) for member in self._members[group]):
+            raise RuntimeError(f"{group.names} has gradients of the last step: call optimizer.zero_grad() before backward")
+        self._reduced.add(group)
+
+    def use(self, group: FSDPParamGroup) -> None:
+        """Step the group, or let the thread step it."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        if not self._options_then:
+            self._options_then = _comparable(optimizer.param_groups)
+        stream = current_stream(group.sharded.flat.device)
+        if stream is None:
+            self._jobs.append(self._worker.submit(self._run, optimizer, group))
+            return
+        for member in self._members[group]:
+            # Its memory may be of another stream, and is freed before that one waits for this one.
+            if member.param.grad is not None:
+                local_of(member.param.grad).record_stream(stream)  # type: ignore[arg-type]
+        self._streams.append(stream)
+        self._run(optimizer, group)
+
+    def _run(self, optimizer: Stepper, group: FSDPParamGroup) -> None:
+        try:
+            if self._problem is None:
+                with torch.no_grad():  # A setting of each thread.
+                    optimizer.step_group(group)
+        except Exception as error:
+            self._problem = error
+        for member in self._members[group]:
+            if member.param.grad is not None:
+                member.param.grad = self._used.grad(member.index, member.param)
+
+    def finish(self) -> None:
+        """Wait for the thread, or order the current stream behind the kernels of the steps."""
+        for job in self._jobs:
+            job.result()
+        for stream in self._streams:
+            order_behind(current_stream(stream.device), stream)
+        self._jobs, self._streams = [], []
+
+    def drop(self) -> None:
+        """A pass has raised, or is dropped. If it has stepped groups, the next take() raises."""
+        self.finish()
+        self._reduced.clear()
+        if self._options_then and self._problem is None:
+            self._problem = RuntimeError(
+                "a backward has raised after it had stepped some parameters, so that parameters and states are not of one step"
+            )
+
+    # -- in the optimizer's step -------------------------------------------------------------------------------------
+
+    def take(self) -> None:
+        """End a step: the next backward may begin one.
+
+        Raises:
+            RuntimeError: options have changed since backward, a backward has raised, or the model has another such optimizer.
+            Exception: what the step of a group has raised.
+        """
+        problem, self._problem = self._problem, None
+        before, self._options_then = self._options_then, []
+        self._reduced.clear()
+        if problem is not None:
+            raise problem
+        optimizer = self._optimizer()
+        if before and optimizer is not None and before != _comparable(optimizer.param_groups):
+            raise RuntimeError(
+                "options of the optimizer, such as lr, have changed between backward and step(): with in_backward=True, "
+                "backward has used the old ones. Change them after step(), or before forward"
+            )
+        if any(group.gradient_user is not self for group in self._members):
+            raise RuntimeError("another optimizer with in_backward=True was made of this model: use that one")
+
+
+def _comparable(options: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups without parameters. A tensor is left out: reading it would block the host."""
+    return [
+        {name: value for name, value in group.items() if name != "params" and not isinstance(value, torch.Tensor)}
+        for group in options
+    ]
