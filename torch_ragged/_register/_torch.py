@@ -6,6 +6,7 @@ Nothing here may change torch: functions that torch itself calls are extended by
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -45,10 +46,12 @@ __all__ = [
     "local_tensor",
     "makes_fakes",
     "next_sequence_number",
+    "no_dispatch",
     "nodes_outlive_outputs",
     "preserved_versions",
     "process_groups",
     "profiler_range",
+    "recomputation_ends",
     "register_composable",
     "storage_ids",
     "unsafe_view",
@@ -57,6 +60,9 @@ __all__ = [
 
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass
 """A context in which tensor subclasses behave as plain tensors, at the speed of plain tensors. (2.11 to 2.15)"""
+
+no_dispatch = torch._C._DisableTorchDispatch
+"""A context in which no ``TorchDispatchMode`` sees the operations on plain tensors. (2.11 to 2.15)"""
 
 is_autocast = torch._C._is_any_autocast_enabled
 """Whether any device's autocast is on. (2.11 to 2.15)"""
@@ -185,6 +191,25 @@ def storage_ids(tensor: torch.Tensor) -> list[int]:
         return [each for part in parts if isinstance(part, torch.Tensor) for each in storage_ids(part)]
     has_storage = tensor.layout == torch.strided and torch._C._has_storage(tensor)
     return [tensor.untyped_storage()._cdata] if has_storage else []
+
+
+def recomputation_ends(saves: int) -> bool:
+    """Whether an activation checkpoint recomputes a forward, and ends it when ``saves`` more tensors are saved. (2.11 to 2.15)
+
+    Torch's own operators save their inputs before they compute, and the checkpoint stops there. A Python function saves them
+    when it has computed. If torch has changed, this is False, and the function computes in vain.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return False
+    pack = inspect.unwrap(hooks[0])
+    if getattr(pack, "__qualname__", "") != "_recomputation_hook.__init__.<locals>.pack_hook":
+        return False
+    variables = dict(zip(pack.__code__.co_freevars, pack.__closure__))
+    if not {"target_frame_ref", "gid"} <= variables.keys():
+        return False
+    frame, graph = variables["target_frame_ref"].cell_contents(), variables["gid"].cell_contents
+    return frame is not None and frame.early_stop and frame.recomp_counter[graph] + saves >= len(frame.weak_holders)
 
 
 def dynamo_disabled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """Weight gradients computed into their buffer: autograd's numbers, and no tensor of their own, also under fully_shard."""
 
+import operator
 import unittest
 from collections import Counter
 from functools import partial
@@ -13,7 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 from weight_gradient_cases import (
     OTHERS,
     PARTS,
@@ -33,11 +40,29 @@ from weight_gradient_cases import (
     tensors,
 )
 
-from torch_ragged._register._torch import fsdp2_keeps_wide_gradients
+from torch_ragged._register._torch import fsdp2_keeps_wide_gradients, grouped_mm
 from torch_ragged.fsdp import fully_shard, plan_layout, rows
 from torch_ragged.fsdp.core._dbuffer import DBuffer
 from torch_ragged.fsdp.core._weight_gradient import ComputeParameter
 from torch_ragged.fsdp.layout._buffer_layout import TensorSpec
+
+aten = torch.ops.aten
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products, by their names and in all."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    @property
+    def count(self):
+        return sum(count for name, count in self.names.items() if name.rstrip("_").endswith("mm"))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class ProductTest(unittest.TestCase):
@@ -263,6 +288,52 @@ class SavedTensorTest(unittest.TestCase):
                     wanted = w.grad
             for one, other in zip(*results):
                 self.assertTrue(torch.equal(one, other))
+
+    def test_a_checkpoint_recomputes_as_many_products_as_with_plain_parameters(self):
+        """It stops where the last product saves its inputs: torch's own operators save them before they compute."""
+
+        def some(context, operation, *args, **kwargs):
+            return CheckpointPolicy.MUST_SAVE if operation is aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+        selective = partial(create_selective_checkpoint_contexts, some)
+        for inputs in ("trained", "data"):
+            for early in (True, False):
+                for options in ({}, {"context_fn": selective}):
+                    counts, grads = [], []
+                    for kind in ("plain", "direct"):
+                        x, plain, weight, b = linear_case()
+                        x.requires_grad_(inputs == "trained")
+                        w = plain if kind == "plain" else weight
+                        inner = partial(checkpoint, lambda x, w=w: torch.relu(x @ w), use_reentrant=False)
+                        block = [
+                            lambda x, w=w, b=b: F.linear(x, w, b),
+                            lambda x, w=w, b=b: F.linear(torch.relu(F.linear(x, w, b) @ w), w),
+                            lambda x, w=w, b=b: torch.relu(F.linear(x, w, b)) + 1,
+                            lambda x, w=w, b=b, inner=inner: inner(F.linear(x, w, b)),
+                        ]
+                        for function in block:
+                            with Products() as products, set_checkpoint_early_stop(early):
+                                output = checkpoint(function, x, use_reentrant=False, **options)
+                                output.square().sum().backward(retain_graph=not options)
+                                if not options:  # Selective checkpointing allows no second one.
+                                    output.sum().backward()
+                            counts.append((kind, products.count))
+                            grads.append((kind, None if x.grad is None else x.grad.clone()))
+                    for pairs, equal in ((counts, operator.eq), (grads, torch.equal)):
+                        ours, theirs = ([value for kind, value in pairs if kind == each] for each in ("direct", "plain"))
+                        for one, other in zip(ours, theirs, strict=True):
+                            self.assertTrue(one is other is None or equal(one, other), (inputs, early, options, ours, theirs))
+
+    def test_a_checkpoint_recomputes_no_grouped_product_in_vain(self):
+        offsets, x = torch.tensor([2, 4, 6], dtype=torch.int32), torch.randn(6, 16, requires_grad=True)
+        counts = []
+        for kind in (nn.Parameter, direct):
+            weight = kind(torch.randn(3, 16, 16))
+            output = checkpoint(lambda x, w=weight: grouped_mm(x, w, offs=offsets), x, use_reentrant=False)
+            with Products() as products:
+                output.square().sum().backward()
+            counts.append(products.names["aten::_grouped_mm"])
+        self.assertEqual(counts, [2, 1])  # Of the weight: one of torch's, or one mm for each group.
 
     def test_released_storage(self):
         """As fully_shard does: the storage is freed after forward, and allocated and filled again before backward."""

@@ -36,7 +36,9 @@ from torch_ragged._register._torch import (
     gradient_use,
     grouped_mm,
     is_autocast,
+    no_dispatch,
     nodes_outlive_outputs,
+    recomputation_ends,
     unsafe_view,
 )
 
@@ -161,6 +163,8 @@ class _Product(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.weight, ctx.is_linear = weight, call is F.linear
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None)
+        if recomputation_ends(saves=1 + ctx.needs_input_grad[1]):
+            return _unused(x, weight.shape[-2 if ctx.is_linear else -1])
         if bias is None:
             return call(x, weight)
         return call(x, weight, bias) if ctx.is_linear else call(bias, x, weight)
@@ -189,6 +193,8 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.weight, ctx.is_linear = call, weight, False
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None, offsets)
+        if recomputation_ends(saves=2 + ctx.needs_input_grad[1]):
+            return _unused(x, weight.shape[-1])
         return call(x, weight, offs=offsets)
 
     @staticmethod
@@ -216,6 +222,12 @@ class _GroupedProduct(torch.autograd.Function):
             of_weight = _weight_gradient(ctx, x, gradient, multiply, add)
             of_x = ctx.call(gradient, weight.mT, offs=offsets) if _needs_input_gradient(ctx) else None
         return None, of_x, of_weight, None
+
+
+def _unused(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """A product in an activation checkpoint that stops when the inputs of the product are saved: nothing reads it."""
+    with no_dispatch():  # Selective checkpoints expect the operators of the first forward.
+        return x.new_empty(1).expand(*x.shape[:-1], columns)
 
 
 def _weight_gradient(
