@@ -26,26 +26,27 @@ __all__ = ["TILES", "dequantize", "quantize"]
 TILES = ((128, 128), (1, 128))
 
 
-def quantize(values: torch.Tensor, buffer: torch.Tensor, table: TileTable) -> None:
+def quantize(values: torch.Tensor, buffer: torch.Tensor, table: TileTable, scales: torch.Tensor | None = None) -> None:
     """Write the codes and scales of all runs of ``table``. One kernel launch on CUDA; no communication.
 
     Args:
         values: flat; float32, bfloat16 or float16.
         buffer: flat uint8. The codes of a run start at byte ``run.codes``, its float32 scales at byte 4 * ``run.scales``.
         table: the runs, with their offsets in ``values`` and ``buffer``.
+        scales: flat float32, for the scales, which are not in ``buffer`` then. Those of a run start at ``run.scales``.
     """
-    _run("quantize", values, buffer, table)
+    _run("quantize", values, buffer, table, scales)
 
 
-def dequantize(values: torch.Tensor, buffer: torch.Tensor, table: TileTable) -> None:
+def dequantize(values: torch.Tensor, buffer: torch.Tensor, table: TileTable, scales: torch.Tensor | None = None) -> None:
     """The inverse of :func:`quantize`, with the same arguments: writes ``values``, rounded to their dtype."""
-    _run("dequantize", values, buffer, table)
+    _run("dequantize", values, buffer, table, scales)
 
 
-def _run(name: str, values: torch.Tensor, buffer: torch.Tensor, table: TileTable) -> None:
+def _run(name: str, values: torch.Tensor, buffer: torch.Tensor, table: TileTable, scales: torch.Tensor | None) -> None:
     if not table.runs or values.is_meta:
         return
-    scales = buffer.view(torch.float32)
+    scales = buffer.view(torch.float32) if scales is None else scales
     if runs_triton(values, ADA):
         from torch_ragged._kernels import _triton_float8 as kernels
 

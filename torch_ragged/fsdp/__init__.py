@@ -31,6 +31,8 @@ from torch_ragged.fsdp.core._dbuffer import DBuffer
 from torch_ragged.fsdp.core._fsdp_api import HIERARCHICAL, ZERO1, ZERO2, ZERO3, BufferPlacements, Offload
 from torch_ragged.fsdp.core._fsdp_grad import FSDPGrad
 from torch_ragged.fsdp.core.encodings._float8 import Float8Policy
+from torch_ragged.fsdp.core.encodings._float8_planes import Float8Planes
+from torch_ragged.fsdp.core.encodings._float8_weight import Float8Weight, float8_matmul_weight, float8_weight
 from torch_ragged.fsdp.elastic._neighbour_copies import NeighbourCopies
 from torch_ragged.fsdp.elastic._reshard_to import reshard_to
 from torch_ragged.fsdp.layout._advice import advise
@@ -60,7 +62,9 @@ __all__ = [
     "DBuffer",
     "FSDPGrad",
     "FSDPModule",
+    "Float8Planes",
     "Float8Policy",
+    "Float8Weight",
     "Granularity",
     "MemoryReport",
     "MemoryRow",
@@ -75,6 +79,8 @@ __all__ = [
     "blocks",
     "buffer_layouts",
     "elements",
+    "float8_matmul_weight",
+    "float8_weight",
     "fully_shard",
     "memory_report",
     "monitor",

@@ -21,6 +21,7 @@ from torch_ragged.fsdp.core._mesh import DataParallelMesh
 from torch_ragged.fsdp.core.encodings._borrowed import BorrowedEncoding
 from torch_ragged.fsdp.core.encodings._contiguous import ContiguousEncoding
 from torch_ragged.fsdp.core.encodings._float8 import Float8Encoding, Float8Policy
+from torch_ragged.fsdp.core.encodings._float8_planes import PlanesEncoding
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.core.encodings._tensor_types import TypeEncoding, TypeShards, TypeStandIn
 from torch_ragged.fsdp.layout._advice import PADDING_LIMIT
@@ -167,7 +168,9 @@ def make_group(plan: GroupPlan) -> FSDPParamGroup:
         elif first.distribution.shard_dim:
             encoding = ContiguousEncoding(layout, rank, first.distribution)
         elif plan.tile is not None:
-            encoding = Float8Encoding(layout, rank, plan.tile)
+            factory = getattr(plan.mp_policy, "weight_factory", None)
+            planes = None if factory is None else PlanesEncoding(layout, rank, plan.tile, factory)
+            encoding = planes or Float8Encoding(layout, rank, plan.tile)
         elif layout.ranks == 1:
             encoding = BorrowedEncoding(layout, rank, shards)
         else:

@@ -246,12 +246,15 @@ class FSDPParamGroup:
         has_gradients = self.param_dtype.is_floating_point or self.param_dtype.is_complex
         # If that costs less than one copy, matmuls write the gradient into the buffer: nothing to copy, nothing to allocate.
         is_matrix = value.ndim in (2, 3) and value.numel() >= SMALLEST_WRITTEN_IN_PLACE and value.is_floating_point()
-        has_layout = self.encoding.computes_in_buffer and self.param_dtype == self.grad_buffer.dtype
-        if is_matrix and has_layout and not param.distribution.reduces_gradient and allows_split_backward():
+        has_layout = not self.shards.are_typed and self.param_dtype == self.grad_buffer.dtype
+        writes = is_matrix and has_layout and not param.distribution.reduces_gradient and allows_split_backward()
+        if writes and self.encoding.computes_in_buffer:
             param.unsharded = compute = ComputeParameter(value)
             compute.gradient_target = _Target(weakref.ref(self), index)
         else:
             param.unsharded = nn.Parameter(value, requires_grad=has_gradients)
+            if writes and hasattr(param.unsharded, "gradient_target"):  # A weight that holds codes.
+                param.unsharded.gradient_target = _Target(weakref.ref(self), index)
         if has_gradients:  # torch refuses hooks on tensors without gradients.
             keeps_wide = _KEEPS_WIDE_GRADIENTS and self.reduce_dtype.itemsize > self.param_dtype.itemsize
             if keeps_wide and not self.encoding.makes_params:
@@ -269,7 +272,7 @@ class FSDPParamGroup:
             ValueError: a local tensor has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
         """
         late = [param.fqn for param in self.params if has_extension(param.sharded)]
-        if late and not self.encoding.makes_params:
+        if late and not self.shards.are_typed:
             raise ValueError(
                 f"the local tensor of {', '.join(late)} got fsdp_pre_all_gather after fully_shard, which has placed the "
                 "parameter in a buffer already: give the parameter a tensor type with this method before fully_shard"
@@ -748,7 +751,7 @@ class FSDPParamGroup:
             raise ValueError(f"{self.names} is sharded in a buffer of {self.orig_dtype} and cannot become {probe.dtype}")
         if device.type == "cpu" and probe.is_shared():
             raise ValueError(f"{self.names} is sharded in a buffer and cannot be moved to shared memory")
-        if probe.dtype != self.orig_dtype and self.encoding.makes_params:
+        if probe.dtype != self.orig_dtype and self.shards.are_typed:
             raise ValueError(f"{self.names} is of a type with its own all-gather: convert it before fully_shard")
         if probe.dtype != self.orig_dtype and self.is_pending:
             raise RuntimeError(

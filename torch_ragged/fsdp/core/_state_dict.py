@@ -204,7 +204,7 @@ def _conversion(group: FSDPParamGroup, entries: list[_Entry]) -> Optional[_Conve
 
     A group on the meta device of which values are missing stays there: its parameters are loaded in several calls.
     """
-    if group.encoding.makes_params or not group.dp.is_member:
+    if group.shards.are_typed or not group.dp.is_member:
         return None
     is_whole = len(entries) == len(group.params) and all(param.registered is param.sharded for param in group.params)
     dtypes = {entry.value.dtype: entry.key for entry in entries}

@@ -42,7 +42,7 @@ from torch_ragged._register._torch import (
     unsafe_view,
 )
 
-__all__ = ["ComputeParameter", "GradientTarget", "allows_split_backward"]
+__all__ = ["ComputeParameter", "GradientTarget", "allows_split_backward", "weight_gradient"]
 
 
 def allows_split_backward() -> bool:
@@ -177,7 +177,7 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors  # This may run forward again, which needs torch functions enabled.
         with as_plain_tensors():
             multiply, add = (torch.mm, torch.Tensor.addmm_) if x.dim() == 2 else (torch.bmm, torch.Tensor.baddbmm_)
-            of_weight, of_x = _weight_gradient(ctx, x, gradient, multiply, add), None
+            of_weight, of_x = weight_gradient(ctx, x, gradient, multiply, add), None
             if _needs_input_gradient(ctx):
                 factor = weight if ctx.is_linear else weight.mT
                 is_transposed = x.stride() == (1, x.shape[0])  # Then torch returns a transposed gradient, too.
@@ -219,7 +219,7 @@ class _GroupedProduct(torch.autograd.Function):
                 for one, other, part in groups(first, second, out):
                     part.addmm_(one, other)
 
-            of_weight = _weight_gradient(ctx, x, gradient, multiply, add)
+            of_weight = weight_gradient(ctx, x, gradient, multiply, add)
             of_x = ctx.call(gradient, weight.mT, offs=offsets) if _needs_input_gradient(ctx) else None
         return None, of_x, of_weight, None
 
@@ -230,12 +230,17 @@ def _unused(x: torch.Tensor, columns: int) -> torch.Tensor:
         return x.new_empty(1).expand(*x.shape[:-1], columns)
 
 
-def _weight_gradient(
+def weight_gradient(
     ctx: Any, x: torch.Tensor, gradient: torch.Tensor, multiply: Callable[..., Any], add: Callable[..., Any]
 ) -> torch.Tensor | None:
     """Write the gradient of ``ctx.weight`` to its target. If it has none, return the gradient, unless this pass needs none.
 
     If the weight is stored transposed, the gradient is computed transposed, as in the backward of ``mm``.
+
+    Args:
+        ctx: of a node with the inputs ``x`` and ``ctx.weight``, which has a ``parameter`` with a ``gradient_target``.
+            ``ctx.is_linear``: whether the weight is ``(out, in)``.
+        multiply, add: ``mm`` and ``addmm_``, or what stands for them.
     """
     use = GradientUse.RETURNED
     if not torch.compiler.is_compiling():

@@ -65,7 +65,7 @@ def check_movable(group: FSDPParamGroup) -> None:
             f"{group.names} was sharded with {group.plan.offload}, which reshard_to does not support: save a checkpoint, and "
             "load it on the other mesh"
         )
-    if group.encoding.makes_params:
+    if group.shards.are_typed:
         raise ValueError(f"{group.names} is of a type with its own all-gather, which reshard_to does not support")
     if group.dp.is_member and group.is_meta:
         raise RuntimeError(f"{group.names} on the meta device: materialize parameters before reshard_to")

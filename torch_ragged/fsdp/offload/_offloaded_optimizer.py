@@ -143,7 +143,7 @@ def _check_groups(groups: Sequence[FSDPParamGroup], model: Any) -> None:
                 f"{group.names} is on {group.sharded.flat.device}, and Offload(to={folder!r}) needs an optimizer that runs on "
                 'the CPU: give Offload(parameters=True, to=...), or to="cpu"'
             )
-        if group.encoding.makes_params and group.is_trainable and _fraction_of(group):
+        if group.shards.are_typed and group.is_trainable and _fraction_of(group):
             raise ValueError(
                 f"{group.names} is of a tensor type with its own all-gather, whose states cannot be cut: shard it with "
                 "Offload(optimizer=0.0)"

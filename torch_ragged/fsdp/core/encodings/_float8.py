@@ -15,6 +15,7 @@ from torch_ragged._kernels import float8
 from torch_ragged._kernels.tiles import TileRun, TileTable, matrix_runs
 from torch_ragged.fsdp.comm._collectives import Collectives, Work
 from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool
+from torch_ragged.fsdp.core.encodings._float8_planes import WeightFactory
 from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
 from torch_ragged.fsdp.layout._buffer_layout import BufferLayout, TensorSpec
 from torch_ragged.granularity import Granularity, blocks, elements
@@ -45,18 +46,29 @@ class Float8Policy(MixedPrecisionPolicy):
     Args:
         param_dtype, reduce_dtype, output_dtype, cast_forward_inputs: as in ``MixedPrecisionPolicy``.
         tile: ``(128, 128)``, or ``(1, 128)`` for finer scales (3 % more bytes).
+        weight_factory: None: parameters are dequantized into one buffer, as above. Or a function that gets the
+            :class:`Float8Planes` of a parameter, after its first all-gather, and returns what the module holds:
+            :func:`float8_weight`, :func:`float8_matmul_weight`, or one of the user's. Later all-gathers fill the same planes,
+            in forward and in backward: square tiles serve both. Then no parameter is allocated in ``param_dtype``, and a group
+            has a second, small all-gather, of the scales. Autograd's gradients are copied to the gradient buffer.
 
     Raises:
+        TypeError: ``weight_factory`` is no function.
         ValueError: ``tile`` is another one; or ``param_dtype`` is not float32, bfloat16, float16 or None.
     """
 
     tile: tuple[int, int] = float8.TILES[0]
+    weight_factory: WeightFactory | None = None
 
     def __post_init__(self) -> None:
         if self.tile not in float8.TILES:
             raise ValueError(f"Float8Policy tile must be one of {float8.TILES}, got {self.tile!r}")
         if self.param_dtype not in (None, *_DTYPES):
             raise ValueError(f"Float8Policy param_dtype must be one of {_DTYPES} or None, got {self.param_dtype}")
+        if self.weight_factory is not None and not callable(self.weight_factory):
+            raise TypeError(
+                f"Float8Policy weight_factory must be a function, such as float8_weight, got {self.weight_factory!r}"
+            )
 
     def default_granularity(self, param: torch.Tensor, places: Sequence[tuple[nn.Module, str]]) -> Granularity:
         """The granularity of a parameter for which the caller of ``fully_shard`` gives none."""

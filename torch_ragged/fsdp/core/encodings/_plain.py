@@ -30,9 +30,11 @@ class Shards:
 
     Attributes:
         buffer: the shards. ``.grad`` has the buffer's dtype and device, and is pinned if the buffer is.
+        are_typed: whether tensor types hold the shards themselves.
     """
 
     buffer: DBuffer
+    are_typed = False
 
     def __init__(self, layout: BufferLayout, rank: int) -> None:
         self._layout, self._rank = layout, rank

@@ -33,6 +33,8 @@ class TypeShards(Shards):
     The buffer of the base class is never allocated. It only tells the dtype and device of ``.grad``.
     """
 
+    are_typed = True
+
     def __init__(self, layout: RowsLayout, rank: int) -> None:
         super().__init__(layout, rank)
         self._locals: dict[int, torch.Tensor] = {}

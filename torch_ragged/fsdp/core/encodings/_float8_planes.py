@@ -1,0 +1,203 @@
+"""PlanesEncoding: matrices that are all-gathered as 8-bit codes, and that modules hold as codes.
+
+It does not know what modules do with the codes: a function makes the tensors that they hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import Replicate
+
+from torch_ragged._kernels import float8
+from torch_ragged._kernels.tiles import TileRun, TileTable, matrix_runs
+from torch_ragged._register._torch import storage_ids
+from torch_ragged.fsdp.comm._collectives import Collectives, Work, wait_all
+from torch_ragged.fsdp.core._dbuffer import DBuffer, MemoryLog, MemoryPool, allocate_storage, free_storage
+from torch_ragged.fsdp.core._fsdp_param import FSDPParam
+from torch_ragged.fsdp.core.encodings._plain import Encoding, Shards
+from torch_ragged.fsdp.layout._buffer_layout import BufferLayout
+
+__all__ = ["Float8Planes", "PlanesEncoding", "WeightFactory"]
+
+_SCALES_ALIGNMENT = 32  # 128 bytes.
+
+
+@dataclass(frozen=True)
+class Float8Planes:
+    """A matrix, or a stack of matrices, as 8-bit codes and one scale per tile.
+
+    An element is its code times the scale of its tile::
+
+        codes    | tile | tile | .      (rows, columns)         one byte per element, in the memory of the all-gather
+                 | tile | tile | .
+        scales   | s    | s    | s      (rows / height, columns / width), rounded up
+
+    Attributes:
+        codes: ``torch.float8_e4m3fn``, in the shape of the parameter.
+        scales: ``torch.float32``, in the shape of the parameter with numbers of tiles as its last two dimensions.
+        tile: the height and the width of a tile.
+        dtype: the dtype of the computation, ``param_dtype``.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    tile: tuple[int, int]
+    dtype: torch.dtype
+
+    @functools.cached_property
+    def _table(self) -> TileTable:
+        rows, columns = self.codes.shape[-2:]
+        return TileTable([TileRun(0, 0, 0, (self.codes.shape[:-2].numel(), rows, columns))], self.tile)
+
+    def dequantized(self) -> torch.Tensor:
+        """The values, rounded to ``dtype``: a new tensor. One kernel launch on CUDA."""
+        values = torch.empty(self.codes.shape, dtype=self.dtype, device=self.codes.device)
+        codes = self.codes.view(torch.uint8).view(-1)
+        float8.dequantize(values.view(-1), codes, self._table, self.scales.view(-1))
+        return values
+
+
+WeightFactory = Callable[[Float8Planes], torch.Tensor]
+"""Makes what a module holds of the planes of a parameter: of the parameter's shape, in ``planes.dtype``."""
+
+
+class PlanesEncoding(Encoding):
+    """The quantized parameters of a :class:`Float8Policy` with a ``weight_factory``.
+
+    ::
+
+        shards     DBuffer Shard(0), original dtype
+           | quantize each tile into this rank's slots
+        buffer     DBuffer Replicate(), one byte per element, in the layout of the shards
+        scales     DBuffer Replicate(), float32: one slice per rank, all of one size
+           | two all-gathers, in place
+           | copy the scales of each parameter into one piece; free the slices
+        planes     of each parameter: a view of buffer, and its scales
+           | weight_factory, after the first all-gather; later ones fill the same memory
+        what the module holds
+
+    There is no buffer in the dtype of the computation.
+
+    Attributes:
+        buffer: the codes.
+        scales: allocated from the issue of the all-gather to ``decode``.
+    """
+
+    computes_in_buffer = False
+    makes_params = True
+
+    def __init__(self, layout: BufferLayout, rank: int, tile: tuple[int, int], factory: WeightFactory) -> None:
+        super().__init__(layout, rank)
+        self._tile, self._factory = tile, factory
+        slices = _ScaleSlices(layout, tile)
+        self._scale_layout, self._pieces = slices.layout, slices.pieces
+        self._mine = TileTable(slices.runs_of(rank), tile)
+
+    def make_buffers(self, dtype: torch.dtype, device: torch.device, pool: MemoryPool | None, log: MemoryLog) -> None:
+        self._dtype, self._log = dtype, log
+        self.buffer = DBuffer(self._layout, Replicate(), self._rank, torch.uint8, device, pool=pool, log=log)
+        self.scales = DBuffer(self._scale_layout, Replicate(), self._rank, torch.float32, device, pool=pool, log=log)
+        counts = [sum(count for _, count in pieces) for pieces in self._pieces]
+        self._whole = torch.empty(sum(counts), dtype=torch.float32, device=device)
+        log.note(self._whole.nbytes)
+        # Each all-gather fills the same storage, so that views stay valid.
+        parts = self._whole.split(counts)
+        self._to = [piece for part, pieces in zip(parts, self._pieces) for piece in part.split([n for _, n in pieces])]
+        self._from = [self.scales.flat[start : start + n] for pieces in self._pieces for start, n in pieces]
+        self._planes = [self._planes_of(index, part) for index, part in enumerate(parts)]
+        self._made: list[torch.Tensor] = []
+        self.scales.free()
+
+    def _planes_of(self, index: int, scales: torch.Tensor) -> Float8Planes:
+        codes = self.buffer.tensor(index).view(torch.float8_e4m3fn)
+        *stack, rows, columns = codes.shape
+        shape = (*stack, -(-rows // self._tile[0]), -(-columns // self._tile[1]))
+        return Float8Planes(codes, scales.view(shape), self._tile, self._dtype)
+
+    def buffers(self) -> list[DBuffer]:
+        return [self.buffer, self.scales]
+
+    @property
+    def nbytes_beside(self) -> int:
+        return self._whole.untyped_storage().nbytes()
+
+    @property
+    def numel_by_dtype(self) -> dict[torch.dtype, int]:
+        return {torch.uint8: self._layout.numel, torch.float32: self._scale_layout.numel}
+
+    def compute_tensor(self, index: int) -> torch.Tensor:
+        """An empty tensor: the first :meth:`decode` makes the tensor to compute with."""
+        return torch.empty(0, device="cpu")
+
+    def all_gather(self, shards: Shards, collectives: Collectives) -> Work:
+        self.buffer.allocate()
+        self.scales.allocate()
+        codes, scales = self.buffer.shard(), self.scales.shard()
+        float8.quantize(shards.buffer.flat.to(codes.device, non_blocking=True), codes, self._mine, scales)
+        return wait_all([collectives.all_gather(self.buffer.flat, codes), collectives.all_gather(self.scales.flat, scales)])
+
+    @torch.no_grad()
+    def decode(self, shards: Shards, keeps_buffer: bool) -> Sequence[torch.Tensor] | None:
+        allocate_storage(self._whole, self._log)
+        torch._foreach_copy_(self._to, self._from)
+        self.scales.free()
+        if self._made:
+            return None
+        with torch.inference_mode(False):  # Later forwards train them.
+            made = [self._factory(planes) for planes in self._planes]
+        for planes, value in zip(self._planes, made):
+            found = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+            if found != (wanted := (tuple(planes.codes.shape), planes.dtype)):
+                raise ValueError(f"weight_factory must return a tensor of {wanted}, got {found}")
+        self._made = made
+        return made
+
+    def free(self, keeps_buffer: bool) -> None:
+        super().free(keeps_buffer)
+        self.scales.free()
+        if not self.buffer.is_allocated:
+            free_storage(self._whole, self._log)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        own = storage_ids(tensor)
+        return any(each in own for made in self._made for each in storage_ids(made))
+
+    def is_intact(self, param: FSDPParam, local: torch.Tensor) -> bool:
+        return True
+
+
+class _ScaleSlices:
+    """The offsets of scales in the buffer that is all-gathered: one slice for each rank's shard.
+
+    Attributes:
+        pieces: of each parameter, where its scales begin in that buffer, and how many follow: one pair for each run.
+    """
+
+    def __init__(self, layout: BufferLayout, tile: tuple[int, int]) -> None:
+        self._runs: list[list[tuple[int, tuple[int, int, int], int]]] = [[] for _ in range(layout.ranks)]
+        counts, found = [0] * layout.ranks, []
+        for index, (spec, offset) in enumerate(zip(layout.tensors, layout.offsets)):
+            rows, columns = spec.shape[-2:]
+            mine = []
+            first, last = offset // layout.shard_numel, (offset + spec.numel - 1) // layout.shard_numel
+            for rank in range(first, last + 1):
+                start, stop = layout.local_range(index, rank)
+                for begin, sizes in matrix_runs(start, stop, rows, columns):
+                    self._runs[rank].append((offset + begin - rank * layout.shard_numel, sizes, counts[rank]))
+                    count = math.prod(TileRun(0, 0, 0, sizes).grid(tile))
+                    mine.append((rank, counts[rank], count))
+                    counts[rank] += count
+            found.append(mine)
+        size = -(-max(counts) // _SCALES_ALIGNMENT) * _SCALES_ALIGNMENT
+        why = "the largest number of scales of a shard"
+        self.layout = BufferLayout((), (), size, layout.ranks, _SCALES_ALIGNMENT, size, why, "scales")
+        self.pieces = [[(rank * size + start, count) for rank, start, count in mine] for mine in found]
+
+    def runs_of(self, rank: int) -> list[TileRun]:
+        """The runs of a rank's shard, in its shard, its codes and its slice of the scales."""
+        return [TileRun(offset, offset, scale, sizes) for offset, sizes, scale in self._runs[rank]]

@@ -1,0 +1,188 @@
+"""Float8Weight: a tensor that holds 8-bit codes and computes as its dequantized values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from torch_ragged._kernels.tiles import LARGEST, SMALLEST
+from torch_ragged._register._torch import as_plain_tensors, no_dispatch, recomputation_ends
+from torch_ragged.fsdp.core._weight_gradient import GradientTarget, weight_gradient
+from torch_ragged.fsdp.core.encodings._float8_planes import Float8Planes
+
+__all__ = ["Float8Weight", "float8_matmul_weight", "float8_weight"]
+
+_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+_MULTIPLE = 16
+"""``torch._scaled_mm`` takes matrices whose sizes are multiples of it."""
+
+
+def float8_weight(planes: Float8Planes) -> Float8Weight:
+    """A ``weight_factory`` of ``Float8Policy``: the module holds the codes, and each use of them dequantizes them::
+
+        policy = Float8Policy(param_dtype=torch.bfloat16, weight_factory=float8_weight)
+        fully_shard(block, mp_policy=policy)
+
+    Losses and gradients have the bits that ``Float8Policy`` gives without it. Of ``F.linear``, autograd keeps the codes, not
+    the values; any other operation dequantizes its operand, and what it keeps for backward is in ``param_dtype``.
+    """
+    return Float8Weight(planes)
+
+
+def float8_matmul_weight(planes: Float8Planes) -> Float8Weight:
+    """The same, and ``F.linear`` multiplies the codes, by ``torch._scaled_mm``, where it can.
+
+    Inputs are quantized to float8 e4m3 with a scale for each row and each ``tile[1]`` columns; products are summed in float32.
+    The relative error of an input is at most 2**-4. Gradients are computed from dequantized weights and unquantized inputs.
+    It can if the weight is one matrix, the number of its columns is a multiple of the tile's width, that of its rows a multiple
+    of 16, and the device has float8 products.
+    """
+    return Float8Weight(planes, multiplies_codes=True)
+
+
+class Float8Weight(torch.Tensor):
+    """A parameter whose values are the codes of ``planes`` times their scales. It cannot be written to.
+
+    Attributes:
+        codes, scales: those of ``planes``.
+        planes: what it holds.
+        multiplies_codes: whether ``F.linear`` quantizes its input and multiplies codes.
+        gradient_target: where ``F.linear`` writes the gradient; None: autograd gets it.
+    """
+
+    planes: Float8Planes
+    multiplies_codes: bool
+    gradient_target: GradientTarget | None = None
+
+    @staticmethod
+    def __new__(cls, planes: Float8Planes, multiplies_codes: bool = False) -> Float8Weight:
+        codes = planes.codes
+        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, codes.shape, strides=codes.stride(), dtype=planes.dtype, device=codes.device, requires_grad=False
+        )
+        self.planes, self.multiplies_codes = planes, multiplies_codes
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @property
+    def parameter(self) -> Float8Weight:
+        """Itself: see ``weight_gradient``."""
+        return self
+
+    @property
+    def codes(self) -> torch.Tensor:
+        return self.planes.codes
+
+    @property
+    def scales(self) -> torch.Tensor:
+        return self.planes.scales
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Float8Weight(shape={tuple(self.shape)}, dtype={self.dtype}, tile={self.planes.tile})"
+
+    def __tensor_flatten__(self) -> Any:
+        return ["codes", "scales"], (self.planes.tile, self.planes.dtype, self.multiplies_codes)
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Float8Weight:
+        tile, dtype, multiplies_codes = context
+        return Float8Weight(Float8Planes(parts["codes"], parts["scales"], tile, dtype), multiplies_codes)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with as_plain_tensors():
+            if func is F.linear:
+                x, weight, bias = _operands(*args, **(kwargs or {}))
+                is_plain = isinstance(weight, Float8Weight) and not isinstance(x, (DTensor, Float8Weight))
+                if is_plain and not torch.is_autocast_enabled(x.device.type):
+                    return _Linear.apply(x, weight, bias)
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _ALIASES:
+            return type(args[0])(args[0].planes, args[0].multiplies_codes)
+        for argument, value in zip(func._schema.arguments, args):
+            if argument.is_write and isinstance(value, Float8Weight):
+                raise RuntimeError(
+                    f"{func} would write to an all-gathered float8 parameter, which holds codes: write to the sharded "
+                    "parameter, after backward or after reshard()"
+                )
+
+        def values(value: Any) -> Any:
+            return value.planes.dequantized() if isinstance(value, Float8Weight) else value
+
+        args, kwargs = pytree.tree_map(values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _operands(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    """The operands of ``F.linear``, however they are given."""
+    return input, weight, bias
+
+
+class _Linear(torch.autograd.Function):
+    """``F.linear`` that saves the codes of the weight. They may be freed and all-gathered again before backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.is_linear = weight, True
+        if recomputation_ends(saves=2):
+            with no_dispatch():  # Nothing reads it.
+                return x.new_empty(1).expand(*x.shape[:-1], len(weight))
+        planes = weight.planes
+        if weight.multiplies_codes and _can_multiply(x, planes):
+            return _product_of_codes(x, planes, bias)
+        return F.linear(x, planes.dequantized(), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        of_x = (gradient @ weight.planes.dequantized()) if needs_x else None
+        of_weight = None
+        if needs_weight:
+            of_weight = weight_gradient(ctx, x.reshape(-1, x.shape[-1]), rows, torch.mm, torch.Tensor.addmm_)
+        return of_x, of_weight, rows.sum(0) if needs_bias else None
+
+
+def _can_multiply(x: torch.Tensor, planes: Float8Planes) -> bool:
+    codes, width = planes.codes, planes.tile[1]
+    if codes.ndim != 2 or codes.shape[0] % _MULTIPLE or codes.shape[1] % width or width % _MULTIPLE or not x.numel():
+        return False
+    return x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def _product_of_codes(x: torch.Tensor, planes: Float8Planes, bias: torch.Tensor | None) -> torch.Tensor:
+    """One product of codes for each column of tiles: scales change from one to the next."""
+    (height, width), codes = planes.tile, planes.codes
+    rows = x.reshape(-1, x.shape[-1]).float()
+    blocks = rows.view(len(rows), -1, width)
+    largest = blocks.abs().amax(2, keepdim=True)
+    scale = torch.where(largest < SMALLEST, 0.0, largest / LARGEST)
+    quantized = (blocks * torch.where(scale == 0, 0.0, 1 / scale)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    total = torch.zeros(len(rows), len(codes), device=x.device)
+    for number in range(blocks.shape[1]):
+        of_rows = planes.scales[:, number].repeat_interleave(height)[: len(codes)]
+        total += torch._scaled_mm(
+            quantized[:, number].contiguous(),
+            codes[:, number * width : (number + 1) * width].contiguous().t(),
+            scale_a=scale[:, number].contiguous(),
+            scale_b=of_rows[None].contiguous(),
+            out_dtype=torch.bfloat16 if x.is_cuda else torch.float32,
+        )
+    if bias is not None:
+        total += bias
+    return total.to(planes.dtype).view(*x.shape[:-1], len(codes))
