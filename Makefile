@@ -11,10 +11,10 @@ OUT ?= out
 VENVS ?= $(OUT)/venvs
 CLIENTS ?= $(OUT)/clients/venvs
 REHEARSAL ?= $(OUT)/rehearsal
-REHEARSED = test/tensor/test_redistribute.py test/transfer/test_transfer.py \
+REHEARSED = test/tensor/test_redistribute.py test/tensor/test_redistribute_autograd.py test/tensor/test_block_shard.py test/transfer/test_transfer.py \
 	test/checkpoint/test_checkpoint.py test/checkpoint/test_checkpoint_interop.py test/checkpoint/test_train_checkpoint.py \
 	test/fsdp/test_fsdp.py test/fsdp/test_fsdp_as_fsdp2.py test/fsdp/test_fsdp_composition.py test/fsdp/test_fsdp_experts.py test/fsdp/test_fsdp_knobs.py \
-	test/fsdp/test_fsdp_placements.py test/fsdp/test_fsdp_segments.py test/fsdp/test_fsdp_weights.py test/fsdp/core/test_dbuffer.py \
+	test/fsdp/test_fsdp_placements.py test/fsdp/test_fsdp_segments.py test/fsdp/test_fsdp_training.py test/fsdp/test_fsdp_weights.py test/fsdp/core/test_dbuffer.py \
 	test/fsdp/core/test_fsdp_backward.py test/fsdp/core/test_fsdp_core.py test/fsdp/core/test_fsdp_distribution.py \
 	test/fsdp/core/test_fsdp_extension.py test/fsdp/core/test_fsdp_grad.py test/fsdp/core/test_fsdp_gradients.py test/fsdp/core/test_fsdp_init.py \
 	test/fsdp/core/test_fsdp_optional.py test/fsdp/core/test_optimizer_states.py test/fsdp/core/test_persistent_buffers.py \

@@ -215,7 +215,9 @@ class ProgramTest(unittest.TestCase):
         single = [each.clone().requires_grad_() for each in (x, weight, bias)]
         expected = F.linear(*single)
         expected.square().sum().backward()
-        whole, cuts = [Replicate()], (Replicate(), Shard(0), Shard(1))
+        whole, cuts = [Replicate()], [Replicate(), Shard(0)]
+        if torch.__version__ >= "2.12":  # Torch 2.11 flattens no dimension behind which one is cut, of plain shards either.
+            cuts.append(Shard(1))
         for sizes, repeat in (((2, 2), 1), ((2, 2, 1), 2)):
             mesh = init_device_mesh("cpu", sizes)
             for cut in itertools.product(cuts, repeat=repeat):
