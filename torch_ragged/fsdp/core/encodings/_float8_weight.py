@@ -173,16 +173,18 @@ def _product_of_codes(x: torch.Tensor, planes: Float8Planes, bias: torch.Tensor 
     largest = blocks.abs().amax(2, keepdim=True)
     scale = torch.where(largest < SMALLEST, 0.0, largest / LARGEST)
     quantized = (blocks * torch.where(scale == 0, 0.0, 1 / scale)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    total = torch.zeros(len(rows), len(codes), device=x.device)
+    total, one = torch.zeros(len(rows), len(codes), device=x.device), torch.ones((), device=x.device)
     for number in range(blocks.shape[1]):
-        of_rows = planes.scales[:, number].repeat_interleave(height)[: len(codes)]
-        total += torch._scaled_mm(
+        # Products of plain codes: not every torch has scales of rows and columns here, or sums in float32 with them.
+        part = torch._scaled_mm(
             quantized[:, number].contiguous(),
             codes[:, number * width : (number + 1) * width].contiguous().t(),
-            scale_a=scale[:, number].contiguous(),
-            scale_b=of_rows[None].contiguous(),
-            out_dtype=torch.bfloat16 if x.is_cuda else torch.float32,
+            scale_a=one,
+            scale_b=one,
+            out_dtype=torch.float32,
         )
+        of_rows = planes.scales[:, number].repeat_interleave(height)[: len(codes)]
+        total.addcmul_(part.mul_(of_rows), scale[:, number])
     if bias is not None:
         total += bias
     return total.to(planes.dtype).view(*x.shape[:-1], len(codes))
