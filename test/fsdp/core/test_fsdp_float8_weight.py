@@ -157,14 +157,57 @@ class MemoryTest(unittest.TestCase):
         net = fully_shard(nn.Linear(256, 256), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
         saved = []
 
-        def pack(tensor):
+        def pack(tensor):  # As hooks do that move activations elsewhere.
             saved.append(tensor)
-            return tensor
+            return tensor.clone()
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor + 0):
             net(torch.ones(2, 256)).sum().backward()
-        large = [tensor for tensor in saved if tensor.numel() == 256**2]
-        assert len(large) == 1 and isinstance(large[0], Float8Weight), saved
+        assert not any(tensor.numel() == 256**2 for tensor in saved), saved
+        assert torch.equal(net.weight.grad.full_tensor(), torch.full((256, 256), 2.0))
+
+
+class AutogradTest(unittest.TestCase):
+    """A linear layer of codes, wherever torch's own runs."""
+
+    @staticmethod
+    def _layer(size=128):
+        scales = torch.full((1, 1), 0.01)
+        codes = torch.randn(size, size, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
+        planes = Float8Planes(codes, scales, (128, 128), torch.float32)
+        return nn.Parameter(float8_weight(planes)), planes.dequantized().requires_grad_()
+
+    @ranks(1)
+    def test_what_a_checkpoint_recomputes_is_complete():
+        """Layers that autograd does not record, before others that it does."""
+        trained = torch.randn(128, 128, generator=torch.Generator().manual_seed(2))
+        for is_frozen in (True, False):
+            grads = []
+            for weight in AutogradTest._layer():
+                weight.requires_grad_(not is_frozen)
+                last = trained.clone().requires_grad_()
+
+                def block(x, weight=weight, last=last):
+                    with torch.set_grad_enabled(is_frozen):  # noqa: B023
+                        x = F.linear(x, weight)
+                    return x @ last
+
+                checkpoint(block, torch.ones(3, 128), use_reentrant=False).square().sum().backward()
+                grads.append(last.grad)
+            assert torch.equal(*grads) and grads[0].abs().sum() > 0, grads
+
+    @ranks(1)
+    def test_second_derivatives_functorch_and_compiled_code_are_torchs_own():
+        results = []
+        for weight in AutogradTest._layer():
+            x = torch.linspace(-1, 1, 256).view(2, 128).requires_grad_()
+            (first,) = torch.autograd.grad(F.linear(x, weight).pow(3).sum(), x, create_graph=True)
+            second = torch.autograd.grad(first.square().sum(), (x, weight))
+            mapped = torch.func.grad(lambda x, weight=weight: F.linear(x, weight).square().sum())(x.detach())
+            compiled = torch.compile(lambda x, weight=weight: F.linear(x, weight), backend="eager", fullgraph=True)(x)
+            results.append((first, *second, mapped, compiled))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other)
 
 
 class ProductTest(unittest.TestCase):
@@ -238,12 +281,32 @@ class FactoryTest(unittest.TestCase):
         assert ((by_hand.float() - whole).abs() <= whole.abs() * 2**-4 + scales * 2**-10 + whole.abs() * 2**-8).all()
 
     @ranks(2)
+    def test_persistent_buffers_keep_the_addresses_of_codes_and_scales():
+        policy = Float8Policy(torch.bfloat16, torch.float32, weight_factory=float8_weight)
+        net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(2)))
+        for module in (*net, net):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+        net(torch.ones(1, 256)).sum().backward()
+        net.set_persistent_buffers(True)
+        addresses = []
+        for _ in range(3):
+            net(torch.ones(1, 256)).sum().backward()
+            net[0].unshard()
+            planes = net[0].weight.planes
+            addresses.append((planes.codes.data_ptr(), planes.scales.data_ptr()))
+            net[0].reshard()
+        assert len(set(addresses)) == 1, addresses
+
+    @ranks(2)
     def test_what_is_no_parameter_is_an_error_on_all_ranks():
         for made, text in ((lambda planes: planes.scales, "got ((2, 2), torch.float32)"), (lambda planes: 1, "got int")):
             policy = Float8Policy(torch.bfloat16, torch.float32, weight_factory=made)
             net = fully_shard(nn.Linear(256, 256), mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
             error = error_of(net, torch.ones(1, 256))
             assert "weight_factory must return a tensor of ((256, 256), torch.bfloat16)" in error and text in error, error
+        policy = Float8Policy(torch.bfloat16, torch.float32, weight_factory=lambda planes: planes.dequantized())
+        net = fully_shard(nn.Linear(256, 256), mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+        assert "must return a tensor that holds planes.codes" in error_of(net, torch.ones(1, 256))
         assert "must be a function" in error_of(Float8Policy, torch.bfloat16, weight_factory="codes")
 
     @ranks(1)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 import unittest
 from unittest import mock
 
@@ -188,13 +189,80 @@ class TimeTest(unittest.TestCase):
         model = stack(Offload(0.5))
         optimizer = offloaded(torch.optim.AdamW, model, in_backward=True)
         del optimizer
-        gc.collect()
+        for _ in range(2):
+            loss_of(model, 0).backward()
+            assert all(torch.isfinite(p.grad.full_tensor()).all() for p in model.parameters())
+        optimizer = offloaded(torch.optim.AdamW, model, in_backward=True)
+        other = offloaded(torch.optim.AdamW, model)
+        model.zero_grad()
         loss_of(model, 0).backward()
-        assert all(torch.isfinite(p.grad.full_tensor()).all() for p in model.parameters())
+        other.step()
+        assert optimizer.param_groups
 
 
 def optimizer_groups(model):
     return [(name, group) for name, block in model.named_children() for group in block._get_fsdp_state().groups]
+
+
+class LegalTest(unittest.TestCase):
+    """Programs that reduce more than once, or not at all, before a step."""
+
+    @ranks(4)
+    def test_replicas_that_accumulate_shards():
+        results = []
+        for in_backward in (True, False):
+            torch.manual_seed(0)
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+            model = Stack()
+            for module in (*model, model):
+                fully_shard(module, mesh=mesh, offload_policy=Offload(0.5))
+            optimizer = offloaded(torch.optim.AdamW, model, in_backward=in_backward, lr=0.05)
+            for step in range(4):
+                model.set_requires_all_reduce(step % 2 == 1)
+                loss_of(model, step).backward()
+                if step % 2 == 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            results.append(optimizer)
+        assert_equal(*results)
+
+    @ranks(2)
+    def test_gradients_of_inputs_hooks_and_iterations_that_are_dropped():
+        model, plain = stack(Offload(0.5)), stack(Offload(0.5))
+        optimizer = offloaded(torch.optim.AdamW, model, in_backward=True, lr=0.05)
+        reference = offloaded(torch.optim.AdamW, plain, lr=0.05)
+        norms = []
+        for each in (model, plain):  # They communicate, at the same moment on all ranks.
+            norms.append([])
+            hook = lambda p, to=norms[-1]: to.append(p.grad.full_tensor().norm().item())  # noqa: E731
+            each[1][0].weight.register_post_accumulate_grad_hook(hook)
+        for step in range(3):
+            for each, optim in ((model, optimizer), (plain, reference)):
+                x = torch.ones(2, 32, requires_grad=True)
+                torch.autograd.grad(each(x).sum(), x)
+                loss_of(each, step).backward()
+                if each is model:
+                    model.reset_iter_state()
+                optim.step()
+                optim.zero_grad()
+        assert_equal(optimizer, reference)
+        assert norms[0] == norms[1] and len(norms[0]) == 3, norms
+
+    @ranks(2)
+    def test_finalized_backwards_reduce_each_micro_batch():
+        results = []
+        for in_backward in (True, False):
+            model = stack(Offload(0.5))
+            optimizer = offloaded(torch.optim.AdamW, model, in_backward=in_backward, lr=0.05)
+            model.set_manual_backward_finalization(True)
+            for step in range(2):
+                for micro_batch in range(3):
+                    loss_of(model, 3 * step + micro_batch).backward()
+                model.finalize_backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(optimizer)
+        assert_equal(*results)
 
 
 class RefusedTest(unittest.TestCase):
@@ -235,14 +303,25 @@ class RefusedTest(unittest.TestCase):
         assert optimizer.state  # It lives: one that is gone steps nothing.
 
     @ranks(2)
-    def test_other_options_after_backward_are_an_error():
+    def test_one_backward_through_several_forwards_raises():
         model = stack(Offload(0.5))
         optimizer = offloaded(torch.optim.AdamW, model, in_backward=True)
-        loss_of(model, 0).backward()
-        optimizer.param_groups[0]["lr"] = 0.1
-        text = error_of(optimizer.step)
-        assert "such as lr, have changed between backward and step()" in text, text
-        assert "an earlier step of this offloaded optimizer, or a load, failed" in error_of(optimizer.state_dict)
+        text = error_of(lambda: (loss_of(model, 0) + loss_of(model, 1)).backward())
+        assert optimizer.param_groups and "or by one backward through several forwards" in text, text
+
+    @ranks(2)
+    def test_other_options_after_backward_are_an_error():
+        for lr in (0.1, torch.tensor(0.1)):
+            model = stack(Offload(0.5))
+            optimizer = offloaded(torch.optim.AdamW, model, in_backward=True, lr=lr)
+            loss_of(model, 0).backward()
+            if isinstance(lr, torch.Tensor):
+                optimizer.param_groups[0]["lr"].mul_(2)
+            else:
+                optimizer.param_groups[0]["lr"] = 0.2
+            text = error_of(optimizer.step)
+            assert "such as lr, have changed between backward and step()" in text, text
+            assert "an earlier step of this offloaded optimizer, or a load, failed" in error_of(optimizer.state_dict)
 
     @ranks(2)
     def test_grad_scaler_is_an_error():
@@ -271,6 +350,19 @@ class RefusedTest(unittest.TestCase):
         optimizer.zero_grad()
         loss_of(model, 1).backward()
         optimizer.step()
+        # The same without the step that raises: what is loaded is valid.
+        optimizer.zero_grad()
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        states = copy.deepcopy(optimizer.state_dict())
+        handle = model[0][0].register_full_backward_pre_hook(lambda *_: 1 / 0)
+        assert "ZeroDivisionError" in error_of(lambda: loss_of(model, 2).backward())
+        handle.remove()
+        optimizer.zero_grad()
+        model.reset_iter_state()
+        model.load_state_dict(saved)
+        optimizer.load_state_dict(states)
+        loss_of(model, 2).backward()
+        optimizer.step()
 
     @ranks(2)
     def test_a_second_optimizer_takes_over():
@@ -279,7 +371,7 @@ class RefusedTest(unittest.TestCase):
         second = offloaded(torch.optim.AdamW, model, in_backward=True)
         loss_of(model, 0).backward()
         second.step()
-        assert "another optimizer with in_backward=True was made of this model" in error_of(first.step)
+        assert "another optimizer was made of this model after this one" in error_of(first.step)
         text = error_of(offloaded, torch.optim.AdamW, model, in_backward=dist.get_rank() == 0)
         assert "in_backward" in text, text
 
@@ -313,7 +405,7 @@ class ReadAheadTest(unittest.TestCase):
     """Chunks that are read ahead, and have no gradient in the next step."""
 
     @staticmethod
-    def _trained(offload, **options):
+    def _trained(offload, plan=None, **options):
         torch.manual_seed(0)
         heads = nn.ModuleList(nn.Linear(24, 24) for _ in range(5))
         knobs = {} if offload is None else {"offload_policy": offload}
@@ -321,8 +413,8 @@ class ReadAheadTest(unittest.TestCase):
             fully_shard(head, mesh=init_device_mesh("cpu", (1,)), **knobs)
         make_one = torch.optim.AdamW(heads.parameters(), lr=0.1) if offload is None else None
         optimizer = make_one or offloaded(torch.optim.AdamW, heads, lr=0.1, **options)
-        for step in range(12):
-            for turn in (2 * step, 2 * step + 1):
+        for step, turns in enumerate(plan or [(2 * step, 2 * step + 1) for step in range(12)]):
+            for turn in turns:
                 heads[turn % 5](torch.full((2, 24), 0.1 * step)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -331,13 +423,17 @@ class ReadAheadTest(unittest.TestCase):
     @unittest.skipUnless(DEVICE == "cpu", "a step on the CPU is compared with one on the CPU")
     @ranks(1)
     def test_a_window_that_is_not_used_goes_to_another_chunk():
-        reference = ReadAheadTest._trained(None)
-        for in_backward in (False, True):
-            with mock.patch.multiple(_offloaded_optimizer, tier_of=WindowTier, window_numel=lambda device: 300):
-                assert_equal(ReadAheadTest._trained(Offload(1.0), in_backward=in_backward), reference)
-            with folder_of_ranks() as folder, chunks_of(10**6):
-                assert_equal(ReadAheadTest._trained(in_files(folder), in_backward=in_backward), reference)
-                gc.collect()
+        generator = random.Random(0)
+        plans = [None, [(0, 1, 2), (0, 1, 2), (1, 2), (0, 1, 2)]]
+        plans += [[generator.sample(range(5), generator.randint(1, 4)) for _ in range(8)] for _ in range(4)]
+        for plan in plans:
+            reference = ReadAheadTest._trained(None, plan)
+            for in_backward in (False, True):
+                with mock.patch.multiple(_offloaded_optimizer, tier_of=WindowTier, window_numel=lambda device: 10**6):
+                    assert_equal(ReadAheadTest._trained(Offload(1.0), plan, in_backward=in_backward), reference)
+                with folder_of_ranks() as folder, chunks_of(10**6):
+                    assert_equal(ReadAheadTest._trained(in_files(folder), plan, in_backward=in_backward), reference)
+                    gc.collect()
 
 
 class MonitorTest(unittest.TestCase):

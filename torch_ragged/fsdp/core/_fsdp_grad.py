@@ -230,9 +230,9 @@ class UsedGradients:
     def why_not_published(self) -> str:
         return self._why
 
-    def grad(self, index: int, param: DTensor) -> FSDPGrad:
-        """What is ``.grad`` of ``param`` from now on."""
-        return FSDPGrad(self, index, param, param.dtype, None)  # type: ignore[arg-type]
+    def grad(self, index: int, param: DTensor, dtype: torch.dtype) -> FSDPGrad:
+        """What is ``.grad`` of ``param`` from now on, in the place of a gradient of ``dtype``."""
+        return FSDPGrad(self, index, param, dtype, None)  # type: ignore[arg-type]
 
     @staticmethod
     def has(grad: torch.Tensor | None) -> bool:

@@ -610,7 +610,7 @@ class FSDPParamGroup:
     def drop_gradients(self) -> bool:
         """Drop the gradients that are not in ``.grad`` yet; return whether there were any."""
         if self.gradient_user is not None:
-            self.gradient_user.drop()
+            self.gradient_user.drop(self)
         # First, as waits below may raise: the group must not reduce what it has dropped.
         self.needs_reduction = self.is_accumulating = self.was_reached = False
         return self.reduction.drop()

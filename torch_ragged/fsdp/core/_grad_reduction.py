@@ -5,7 +5,7 @@ It does not decide when to reduce, or in which dtype gradients are sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -54,17 +54,21 @@ class GradientState(Enum):
 class GradientUser(Protocol):
     """Uses the reduced gradients of groups (``FSDPParamGroup``) within backward, as an optimizer that steps there."""
 
-    def before_reduction(self, group: Any) -> None:
-        """Gradients of ``group`` are reduced next. It may raise: ranks call this in the same order."""
+    def before_reduction(self, group: Any, is_only_one: bool) -> None:
+        """Gradients of ``group`` are reduced next. It may raise: ranks call this in the same order.
+
+        Args:
+            is_only_one: whether :meth:`use` may be called before the end of the pass. Equal on all ranks.
+        """
 
     def use(self, group: Any) -> None:
         """``.grad`` of ``group`` is complete. It must not communicate: ranks call this at different moments of a pass."""
 
-    def finish(self) -> None:
-        """Each group that this pass reduces was given to :meth:`use`: return when they are used. It must not raise."""
+    def finish(self, groups: Sequence[Any]) -> None:
+        """A pass ends, whose ``groups`` were given to :meth:`use`: return when they are used. It must not raise."""
 
-    def drop(self) -> None:
-        """A pass has raised, or is dropped."""
+    def drop(self, group: Any) -> None:
+        """A pass of ``group`` has raised, or is dropped."""
 
 
 @dataclass
@@ -268,12 +272,15 @@ class GradReduction:
         """Before the end of backward: set ``.grad``, if this rank knows that it is complete; return whether it is set.
 
         It is, if the reduction over all ranks has ended and this rank has used each parameter: no other rank need be asked.
+        Not if a user has hooks on ``.grad``, which may communicate: ranks set it early at different moments, or not at all.
         """
         in_flight = self._reduce_scatter is not None or self._output is not None or self._all_reduce is not None
         if self.is_set or in_flight or self._reduced is None or self._buffer.holds_gradients:
             return False
         used = [param.was_used for param in self._params]
         if not all(is_used or not param.sharded.requires_grad for param, is_used in zip(self._params, used)):
+            return False
+        if any(getattr(param.sharded, "_post_accumulate_grad_hooks", None) for param in self._params):
             return False
         self.set_grads(used)
         for param, is_used in zip(self._params, used):  # Other ranks ask at the end of the pass.

@@ -242,17 +242,17 @@ class ModuleState:
             for group in groups:
                 group.accumulate_gradients()
             return
-        # First: all ranks raise here, or none.
-        for group in groups:
-            if group.gradient_user is not None:
-                group.gradient_user.before_reduction(group)
+        # Reductions of one group follow each other before the end of a pass only in schedules of pipelines.
+        is_only_one = not self.root_state.finalizes_manually
+        for group in groups:  # First: all ranks raise here, or none.
+            if group.gradient_user is not None and not group.reduction.keeps_shards:
+                group.gradient_user.before_reduction(group, is_only_one)
         # This limits the memory of gradients in flight. All ranks reach it in one order, as HSDP's all-reduces need it.
         oldest = self.comm.beyond(groups[0].settings.max_reductions)
         self.comm.forget(oldest)
         for group in oldest:
             group.reduction.finish()
-            # A schedule of a pipeline may reduce further gradients of the group in this pass.
-            if group.gradient_user is not None and not self.root_state.finalizes_manually and group.reduction.set_grads_early():
+            if group.gradient_user is not None and is_only_one and group.reduction.set_grads_early():
                 group.gradient_user.use(group)
         for group in groups:
             group.reduce_gradients()
@@ -485,9 +485,12 @@ class FSDPStateContext:
                             group.gradient_user.use(group)
                         # All ranks set .grad in the same pass, so what they keep gathered is out of date on all of them.
                         group.invalidate_kept()
-                for user in dict.fromkeys(group.gradient_user for groups in reduced.values() for group in groups):
-                    if user is not None:
-                        user.finish()
+                used_by: dict[Any, list[FSDPParamGroup]] = {}
+                for group in itertools.chain.from_iterable(reduced.values()):
+                    if group.gradient_user is not None:
+                        used_by.setdefault(group.gradient_user, []).append(group)
+                for user, groups in used_by.items():
+                    user.finish(groups)
                 is_accumulating = not reduced and any(group.is_trainable for group in self.groups)
                 for group in self.groups:
                     group.end_pass(is_accumulating)

@@ -58,29 +58,35 @@ class BackwardStep:
     def __init__(self, optimizer: Stepper, members: Mapping[FSDPParamGroup, Sequence[Member]]) -> None:
         self._optimizer, self._members = weakref.ref(optimizer), members
         self._used = UsedGradients(_USED)
-        self._reduced: set[FSDPParamGroup] = set()  # Since the last take(). Equal on all ranks.
-        self._options_then: list[dict[str, Any]] = []  # Of the groups stepped since then; empty if there are none.
+        # Equal on all ranks, between passes: groups that were stepped since the last take(), and those of the current pass.
+        self._stepped: set[FSDPParamGroup] = set()
+        self._reduced: set[FSDPParamGroup] = set()
+        self._unfinished: set[FSDPParamGroup] = set()  # Groups that this rank has stepped in a pass that has not ended.
+        self._options_then: list[dict[str, Any]] = []  # Of the groups stepped since take(); empty if there are none.
         self._problem: Exception | None = None
         self._jobs: list[Future[None]] = []
         self._streams: list[torch.Stream] = []
         self._worker = ThreadPoolExecutor(1)
-        weakref.finalize(self, self._worker.shutdown)
+        weakref.finalize(self, self._worker.shutdown, wait=False)
         for group in members:
             group.gradient_user = self
 
     # -- in backward: see GradientUser -------------------------------------------------------------------------------
 
-    def before_reduction(self, group: FSDPParamGroup) -> None:
-        """Raise if the group has had its reduction, or if gradients of the last one are still there.
+    def before_reduction(self, group: FSDPParamGroup, is_only_one: bool) -> None:
+        """Raise if the group was stepped, or if gradients of its last step are still there.
 
         Raises:
             RuntimeError: on all ranks, before the reduction.
         """
-        if group in self._reduced:
+        if self._optimizer() is None:
+            group.gradient_user = None
+            return
+        if group in self._stepped or (is_only_one and group in self._reduced):
             raise RuntimeError(
-                f"{group.names} was stepped by an earlier backward, and optimizer.step() has not followed. With "
-                "in_backward=True, each backward with gradient sync is a step. To accumulate gradients, call "
-                "set_requires_gradient_sync(False) for all but the last backward"
+                f"{group.names} has its step already, and optimizer.step() has not followed: by a second backward, or by one "
+                "backward through several forwards. With in_backward=True, each backward with gradient sync is a step. To "
+                "accumulate gradients, call set_requires_gradient_sync(False) for all but the last backward"
             )
         if any(UsedGradients.has(member.param.grad) for member in self._members[group]):
             raise RuntimeError(f"{group.names} has gradients of the last step: call optimizer.zero_grad() before backward")
@@ -89,10 +95,11 @@ class BackwardStep:
     def use(self, group: FSDPParamGroup) -> None:
         """Step the group, or let the thread step it."""
         optimizer = self._optimizer()
-        if optimizer is None:
+        if optimizer is None or all(member.param.grad is None for member in self._members[group]):
             return
         if not self._options_then:
             self._options_then = _comparable(optimizer.param_groups)
+        self._unfinished.add(group)
         stream = current_stream(group.sharded.flat.device)
         if stream is None:
             self._jobs.append(self._worker.submit(self._run, optimizer, group))
@@ -109,13 +116,33 @@ class BackwardStep:
             if self._problem is None:
                 with torch.no_grad():  # A setting of each thread.
                     optimizer.step_group(group)
+            for member in self._members[group]:
+                if member.param.grad is not None:
+                    member.param.grad = self._used.grad(member.index, member.param, member.param.grad.dtype)
         except Exception as error:
             self._problem = error
-        for member in self._members[group]:
-            if member.param.grad is not None:
-                member.param.grad = self._used.grad(member.index, member.param)
 
-    def finish(self) -> None:
+    def finish(self, groups: Sequence[FSDPParamGroup]) -> None:
+        """Wait for the steps of ``groups``."""
+        self.wait()
+        # All ranks have a gradient of a parameter, or none.
+        self._stepped.update(group for group in groups if any(m.param.grad is not None for m in self._members[group]))
+        self._reduced.difference_update(groups)
+        self._unfinished.difference_update(groups)
+
+    def drop(self, group: FSDPParamGroup) -> None:
+        """A pass has raised, or is dropped. If it has stepped the group, the next take() raises."""
+        self.wait()
+        self._reduced.discard(group)
+        if group in self._unfinished and self._problem is None:
+            self._problem = RuntimeError(
+                "a backward has raised after it had stepped some parameters, so that parameters and states are not of one step"
+            )
+        self._unfinished.discard(group)
+
+    # -- outside of backward -----------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
         """Wait for the thread, or order the current stream behind the kernels of the steps."""
         for job in self._jobs:
             job.result()
@@ -123,16 +150,12 @@ class BackwardStep:
             order_behind(current_stream(stream.device), stream)
         self._jobs, self._streams = [], []
 
-    def drop(self) -> None:
-        """A pass has raised, or is dropped. If it has stepped groups, the next take() raises."""
-        self.finish()
-        self._reduced.clear()
-        if self._options_then and self._problem is None:
-            self._problem = RuntimeError(
-                "a backward has raised after it had stepped some parameters, so that parameters and states are not of one step"
-            )
-
-    # -- in the optimizer's step -------------------------------------------------------------------------------------
+    def reset(self) -> None:
+        """Parameters and states are loaded: forget what has failed."""
+        self.wait()
+        for groups in (self._stepped, self._reduced, self._unfinished):
+            groups.clear()
+        self._options_then, self._problem = [], None
 
     def take(self) -> None:
         """End a step: the next backward may begin one.
@@ -141,24 +164,28 @@ class BackwardStep:
             RuntimeError: options have changed since backward, a backward has raised, or the model has another such optimizer.
             Exception: what the step of a group has raised.
         """
-        problem, self._problem = self._problem, None
-        before, self._options_then = self._options_then, []
-        self._reduced.clear()
+        self.wait()
+        problem, before, optimizer = self._problem, self._options_then, self._optimizer()
+        self.reset()
         if problem is not None:
             raise problem
-        optimizer = self._optimizer()
         if before and optimizer is not None and before != _comparable(optimizer.param_groups):
             raise RuntimeError(
                 "options of the optimizer, such as lr, have changed between backward and step(): with in_backward=True, "
-                "backward has used the old ones. Change them after step(), or before forward"
+                "backward has used the old ones. Change them after step(), or before forward. Parameters and states are not of "
+                "one step: load a checkpoint"
             )
         if any(group.gradient_user is not self for group in self._members):
-            raise RuntimeError("another optimizer with in_backward=True was made of this model: use that one")
+            raise RuntimeError("another optimizer was made of this model after this one with in_backward=True: use that one")
 
 
 def _comparable(options: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups without parameters. A tensor is left out: reading it would block the host."""
+    """Parameter groups without parameters. Of a tensor, its version: reading it would block the host."""
     return [
-        {name: value for name, value in group.items() if name != "params" and not isinstance(value, torch.Tensor)}
+        {
+            name: (id(value), value._version) if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
         for group in options
     ]

@@ -1,11 +1,12 @@
 """``offloaded``: an optimizer whose states lie where the ``Offload`` policies of ``fully_shard`` say.
 
-It does not reduce gradients. A step communicates only to tell other ranks that a scratch file has failed.
+It does not reduce gradients. A step communicates only to tell other ranks that a scratch file or a step in backward has failed.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -175,8 +176,9 @@ class OffloadedOptimizer(Optimizer):
     parameter lie in two tiers, it has copies of them.
 
     Attributes:
-        has_failed: whether a scratch file has failed, and no states were loaded since then. After a step, it is equal on all
-            ranks, and ``state`` is empty. If a load fails, it may be true on one rank: the next step raises on all.
+        has_failed: whether a scratch file, or a step in backward, has failed, and no states were loaded since then. After a
+            step, it is equal on all ranks, and ``state`` is empty. If a load fails, it may be true on one rank: the next step
+            raises on all.
 
     Args:
         template: the optimizer that it stands for, without states.
@@ -246,6 +248,8 @@ class OffloadedOptimizer(Optimizer):
         members: dict[FSDPParamGroup, list[Member]] = {}
         for member in self._members.values():
             members.setdefault(member.group, []).append(member)
+        for group in groups:
+            group.gradient_user = None  # That of an earlier optimizer of the model.
         self._in_backward = BackwardStep(self, members) if in_backward else None
 
     # -- construction ----------------------------------------------------------------------------------------------
@@ -387,7 +391,11 @@ class OffloadedOptimizer(Optimizer):
         """One step of all parameters with gradients. Returns the loss of ``closure``, or None without a closure.
 
         Raises:
-            RuntimeError: the buffer of a group was replaced, or options of this step need states that have no memory.
+            RuntimeError: the buffer of a group was replaced, or options of this step need states that have no memory. With
+                files or ``in_backward``: another rank has raised. With ``in_backward``: backward has raised after it had
+                stepped a group, options have changed since backward, ``GradScaler`` has scaled, or the model has another
+                optimizer. Then there are no states any more, and a checkpoint must be loaded.
+            OSError: a scratch file has failed.
         """
         loss = None
         if closure is not None:
@@ -475,7 +483,14 @@ class OffloadedOptimizer(Optimizer):
                     "and keep them"
                 )
 
+    def _wait(self) -> None:
+        """A backward that raised may have left steps to the thread."""
+        if self._in_backward is not None:
+            self._in_backward.wait()
+
     def _reset(self) -> None:
+        if self._in_backward is not None:
+            self._in_backward.reset()
         for tier in dict.fromkeys(tier for _, tier in self._chunks):
             tier.reset()
         self.has_failed = False
@@ -502,6 +517,7 @@ class OffloadedOptimizer(Optimizer):
             RuntimeError: a step has failed, and no checkpoint was loaded since then.
             OSError: a scratch file cannot be read, or was not written.
         """
+        self._wait()
         self._check_states_are_valid()
         try:
             return super().state_dict()
@@ -583,9 +599,17 @@ class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
         members: Mapping[torch.Tensor, Member],
         rules: Rules,
     ) -> None:
-        self._optimizer, self._parts, self._members, self._rules = optimizer, parts, members, rules
+        self._of, self._parts, self._members, self._rules = weakref.ref(optimizer), parts, members, rules
+
+    @property
+    def _optimizer(self) -> OffloadedOptimizer:
+        optimizer = self._of()
+        if optimizer is None:
+            raise RuntimeError("the optimizer of these states was deleted")
+        return optimizer
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
+        self._optimizer._wait()
         parts = self._parts[param]
         states = []
         for part in parts:

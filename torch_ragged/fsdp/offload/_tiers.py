@@ -176,27 +176,34 @@ class WindowTier:
             {key: torch.empty(numel, dtype=key[1], device=device) for key, numel in largest.items()} for _ in range(2)
         ]
         self._copies = _StreamCopies(device) if device.type != "cpu" else _HostCopies()
-        self._turn = 0  # The window that the next chunk gets.
         self._held: dict[Chunk, int] = {}  # The windows of the chunks that were fetched and not stored.
+        self._stepped: Chunk | None = None  # The one that is stepped now.
 
     def fetch_ahead(self, chunk: Chunk) -> None:
         if chunk not in self._held:
-            turn, self._turn = self._turn, 1 - self._turn
-            # A chunk that was fetched ahead, and had no gradient in its step, loses its window.
-            self._held = {other: window for other, window in self._held.items() if window != turn}
+            begin, turn = time.perf_counter(), self._free_window()
             self._held[chunk] = turn
-            begin = time.perf_counter()
             self._copies.copy_in(turn, self._window(chunk, turn), self._slabs[chunk])
             self._note("tier_read", chunk, begin)
 
+    def _free_window(self) -> int:
+        """A window that no chunk has. If there is none, the chunk that was fetched ahead, and not stepped, loses its own."""
+        holders = {turn: chunk for chunk, turn in self._held.items()}
+        for turn in range(2):
+            if turn not in holders:
+                return turn
+        turn = 0 if holders[1] is self._stepped else 1
+        del self._held[holders[turn]]
+        return turn
+
     def fetch(self, chunk: Chunk) -> Memory:
         self.fetch_ahead(chunk)
-        turn = self._held[chunk]
+        self._stepped, turn = chunk, self._held[chunk]
         self._copies.wait_in(turn)
         return self._window(chunk, turn)
 
     def store(self, chunk: Chunk) -> None:
-        turn = self._held.pop(chunk, None)
+        self._stepped, turn = None, self._held.pop(chunk, None)
         if turn is not None:  # Otherwise the slab itself was written, between steps.
             begin = time.perf_counter()
             self._copies.copy_out(turn, self._slabs[chunk], self._window(chunk, turn))

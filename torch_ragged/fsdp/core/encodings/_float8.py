@@ -50,7 +50,8 @@ class Float8Policy(MixedPrecisionPolicy):
             :class:`Float8Planes` of a parameter, after its first all-gather, and returns what the module holds:
             :func:`float8_weight`, :func:`float8_matmul_weight`, or one of the user's. Later all-gathers fill the same planes,
             in forward and in backward: square tiles serve both. Then no parameter is allocated in ``param_dtype``, and a group
-            has a second, small all-gather, of the scales. Autograd's gradients are copied to the gradient buffer.
+            has a second, small all-gather, of the scales. If the result is no tensor that holds the codes, the first forward
+            raises ``ValueError``.
 
     Raises:
         TypeError: ``weight_factory`` is no function.

@@ -154,13 +154,19 @@ class PlanesEncoding(Encoding):
             found = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
             if found != (wanted := (tuple(planes.codes.shape), planes.dtype)):
                 raise ValueError(f"weight_factory must return a tensor of {wanted}, got {found}")
+            if not set(storage_ids(planes.codes)) & set(storage_ids(value)):
+                raise ValueError(
+                    "weight_factory must return a tensor that holds planes.codes, such as a tensor subclass with "
+                    "__tensor_flatten__: later all-gathers fill this memory, and a copy of it would stay as it is"
+                )
         self._made = made
         return made
 
     def free(self, keeps_buffer: bool) -> None:
         super().free(keeps_buffer)
         self.scales.free()
-        if not self.buffer.is_allocated:
+        # Its address stays where those of the buffers do: it is small.
+        if self.buffer.pool is None and not self.buffer.is_allocated:
             free_storage(self._whole, self._log)
 
     def holds(self, tensor: torch.Tensor) -> bool:

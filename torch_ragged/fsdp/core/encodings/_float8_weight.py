@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from torch_ragged._kernels.tiles import LARGEST, SMALLEST
-from torch_ragged._register._torch import as_plain_tensors, no_dispatch, recomputation_ends
+from torch_ragged._register._torch import as_plain_tensors, functorch_is_active, is_autocast, no_dispatch, recomputation_ends
 from torch_ragged.fsdp.core._weight_gradient import GradientTarget, weight_gradient
 from torch_ragged.fsdp.core.encodings._float8_planes import Float8Planes
 
@@ -29,7 +29,8 @@ def float8_weight(planes: Float8Planes) -> Float8Weight:
         fully_shard(block, mp_policy=policy)
 
     Losses and gradients have the bits that ``Float8Policy`` gives without it. Of ``F.linear``, autograd keeps the codes, not
-    the values; any other operation dequantizes its operand, and what it keeps for backward is in ``param_dtype``.
+    the values. Any other operation dequantizes its operand, as does ``F.linear`` under autocast, compilation and functorch:
+    what it keeps for backward is in ``param_dtype``.
     """
     return Float8Weight(planes)
 
@@ -100,9 +101,11 @@ class Float8Weight(torch.Tensor):
         with as_plain_tensors():
             if func is F.linear:
                 x, weight, bias = _operands(*args, **(kwargs or {}))
-                is_plain = isinstance(weight, Float8Weight) and not isinstance(x, (DTensor, Float8Weight))
-                if is_plain and not torch.is_autocast_enabled(x.device.type):
-                    return _Linear.apply(x, weight, bias)
+                if _is_linear(x, weight, bias):
+                    # Without a record, nothing is saved, and a recomputation must not end there.
+                    operands = [operand for operand in (x, weight, bias) if operand is not None]
+                    is_recorded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
+                    return _Linear.apply(x, weight, bias) if is_recorded else _linear(x, weight, bias)
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -130,32 +133,43 @@ def _operands(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return input, weight, bias
 
 
+def _is_linear(x: Any, weight: Any, bias: Any) -> bool:
+    """Whether ``F.linear`` may become a :class:`_Linear`. Otherwise it is that of dequantized values, and torch's own."""
+    if not isinstance(weight, Float8Weight) or isinstance(x, (DTensor, Float8Weight)) or torch.compiler.is_compiling():
+        return False
+    return not is_autocast() and not functorch_is_active() and forward_ad._current_level < 0
+
+
 class _Linear(torch.autograd.Function):
-    """``F.linear`` that saves the codes of the weight. They may be freed and all-gathered again before backward."""
+    """``F.linear`` that keeps the weight itself. Its codes may be freed and all-gathered again before backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
         ctx.weight, ctx.is_linear = weight, True
-        if recomputation_ends(saves=2):
+        ctx.save_for_backward(x)
+        if recomputation_ends(saves=1):
             with no_dispatch():  # Nothing reads it.
                 return x.new_empty(1).expand(*x.shape[:-1], len(weight))
-        planes = weight.planes
-        if weight.multiplies_codes and _can_multiply(x, planes):
-            return _product_of_codes(x, planes, bias)
-        return F.linear(x, planes.dequantized(), bias)
+        return _linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         rows = gradient.reshape(-1, gradient.shape[-1])
-        of_x = (gradient @ weight.planes.dequantized()) if needs_x else None
-        of_weight = None
+        of_x = of_weight = None
+        if needs_x:  # In a double backward, as a function of the weight, too.
+            of_x = gradient @ (weight if torch.is_grad_enabled() else weight.planes.dequantized())
         if needs_weight:
             of_weight = weight_gradient(ctx, x.reshape(-1, x.shape[-1]), rows, torch.mm, torch.Tensor.addmm_)
         return of_x, of_weight, rows.sum(0) if needs_bias else None
+
+
+def _linear(x: torch.Tensor, weight: Float8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    planes = weight.planes
+    if weight.multiplies_codes and _can_multiply(x, planes):
+        return _product_of_codes(x, planes, bias)
+    return F.linear(x, planes.dequantized(), bias)
 
 
 def _can_multiply(x: torch.Tensor, planes: Float8Planes) -> bool:
