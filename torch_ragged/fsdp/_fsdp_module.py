@@ -600,6 +600,9 @@ def check_reshard_after_forward(value: Any, ranks: int) -> None:
 def _reshard_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
     _reshard_state(module)
     state = state_of(module)
+    for group in state.groups if state else ():
+        if group.gradient_user is not None:
+            group.gradient_user.wait()
     if state is not None and state.is_root:
         warn_of_unsharded(state.modules, state.context.groups)
 

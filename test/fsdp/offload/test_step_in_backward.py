@@ -3,6 +3,7 @@
 import copy
 import gc
 import random
+import time
 import unittest
 from unittest import mock
 
@@ -363,6 +364,33 @@ class RefusedTest(unittest.TestCase):
         optimizer.load_state_dict(states)
         loss_of(model, 2).backward()
         optimizer.step()
+
+    @unittest.skipUnless(DEVICE == "cpu", "on an accelerator, the thread of autograd steps")
+    @ranks(2)
+    def test_no_step_runs_behind_a_state_dict_or_a_load():
+        """After a backward that raised, the thread may still step what was reduced before."""
+        model = stack(Offload(0.5))
+        optimizer = offloaded(torch.optim.AdamW, model, in_backward=True)
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        real = _offloaded_optimizer.OffloadedOptimizer.step_group
+
+        def late(self, group):
+            time.sleep(0.3)
+            real(self, group)
+
+        for loads in (False, True):
+            handle = model[0][0].register_full_backward_pre_hook(lambda *_: 1 / 0)
+            with mock.patch.object(_offloaded_optimizer.OffloadedOptimizer, "step_group", late):
+                assert "ZeroDivisionError" in error_of(lambda: loss_of(model, 0).backward())
+                handle.remove()
+                if loads:
+                    model.load_state_dict(saved)
+                before = {name: value.clone() for name, value in model.state_dict().items()}
+                time.sleep(1)
+            for name, value in model.state_dict().items():
+                assert torch.equal(value.to_local(), before[name].to_local()), (loads, name)
+            optimizer.zero_grad()
+            optimizer.state.clear()
 
     @ranks(2)
     def test_a_second_optimizer_takes_over():

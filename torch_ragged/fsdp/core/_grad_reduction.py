@@ -70,6 +70,9 @@ class GradientUser(Protocol):
     def drop(self, group: Any) -> None:
         """A pass of ``group`` has raised, or is dropped."""
 
+    def wait(self) -> None:
+        """Return when nothing is in use: a pass that raised may have left something."""
+
 
 @dataclass
 class ReductionSettings:

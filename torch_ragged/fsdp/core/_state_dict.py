@@ -80,6 +80,9 @@ def before_load(
     try:
         for each, state in _states(module):
             _checked[each] = messages
+            for group in state.groups:
+                if group.gradient_user is not None:  # It may write to parameters, after a backward that raised.
+                    group.gradient_user.wait()
             state.reshard()  # Not its groups alone: the state knows which all-gathers were issued ahead of use.
         entries = list(_entries(module, state_dict, prefix))
         conversions = _check(module, entries, metadata.get("assign_to_params_buffers", False))
