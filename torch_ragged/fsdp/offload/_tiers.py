@@ -175,7 +175,8 @@ class WindowTier:
         self._windows = [
             {key: torch.empty(numel, dtype=key[1], device=device) for key, numel in largest.items()} for _ in range(2)
         ]
-        self._copies = _StreamCopies(device) if device.type != "cpu" else _HostCopies()
+        windows = [tensor for window in self._windows for tensor in window.values()]
+        self._copies = _StreamCopies(device, windows) if device.type != "cpu" else _HostCopies()
         self._held: dict[Chunk, int] = {}  # The windows of the chunks that were fetched and not stored.
         self._stepped: Chunk | None = None  # The one that is stepped now.
 
@@ -255,10 +256,17 @@ class _HostCopies:
 
 
 class _StreamCopies:
-    """Copies between host memory and an accelerator, on a stream for each direction. Events order them."""
+    """Copies between host memory and an accelerator, on a stream for each direction. Events order them.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        windows: the device memory of the copies. The optimizer may be deleted while some are in flight.
+    """
+
+    def __init__(self, device: torch.device, windows: Sequence[torch.Tensor]) -> None:
         self._in, self._out = torch.Stream(device), torch.Stream(device)
+        for window in windows:
+            window.record_stream(self._in)
+            window.record_stream(self._out)
         self._arrived = [torch.Event(device), torch.Event(device)]
         self._left = [torch.Event(device), torch.Event(device)]
         # The windows may have been other tensors, which kernels in flight still use.
