@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from common import collectives_seen, error_of, fake_group, run_ranks
+from float8_net import Net
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -43,20 +44,6 @@ def by_twin(whole, tile, dtype):
                 codes = (matrix[part] * (1 / scale if scale else 0.0)).clamp(-448, 448).to(torch.float8_e4m3fn)
                 out[part] = (codes.float() * scale).to(dtype)
     return result
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(40, 140)
-        self.inner = nn.Linear(140, 260)
-        self.experts = nn.Parameter(torch.randn(3, 130, 260) / 16)
-        self.head = nn.Linear(130, 40, bias=False)
-
-    def forward(self, x):
-        hidden = torch.tanh(self.inner(self.embedding(x)))
-        hidden = sum(torch.tanh(hidden @ expert.t()) for expert in self.experts.unbind(0))
-        return self.head(hidden)
 
 
 def _net(seed=3):

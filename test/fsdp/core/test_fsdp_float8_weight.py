@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import error_of, ranks
+from float8_net import Net
 from tested_device import DEVICE
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,21 +28,6 @@ from torch_ragged.fsdp import (
     offloaded,
     reshard_to,
 )
-
-
-class Net(nn.Module):
-    """Matrices with partial tiles at their edges, a stack of matrices, an embedding, and vectors."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(40, 140)
-        self.inner = nn.Linear(140, 260)
-        self.experts = nn.Parameter(torch.randn(3, 130, 260) / 16)
-        self.head = nn.Linear(130, 40, bias=False)
-
-    def forward(self, tokens):
-        hidden = torch.tanh(self.inner(self.embedding(tokens)))
-        return self.head(sum(torch.tanh(hidden @ expert.t()) for expert in self.experts.unbind(0)))
 
 
 def trained(factory, dtype=torch.bfloat16, mesh=None, tile=(128, 128), steps=3, passes=1, recomputes=False, **knobs):
@@ -250,6 +236,14 @@ class ProductTest(unittest.TestCase):
             net = fully_shard(nn.Linear(columns, rows), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
             with mock.patch.object(torch, "_scaled_mm", None):
                 net(torch.ones(3, columns)).sum().backward()
+
+    @ranks(1)
+    def test_inputs_that_do_not_fit_raise_torchs_errors():
+        planes = Float8Planes(torch.ones(16, 256).to(torch.float8_e4m3fn), torch.ones(1, 2), (128, 128), torch.float32)
+        weight, values = float8_matmul_weight(planes), planes.dequantized()
+        for x in (torch.ones(3, 128), torch.ones(3, 384), torch.ones(3, 256, dtype=torch.bfloat16)):
+            error = error_of(F.linear, x, weight)
+            assert "Error" in error and error == error_of(F.linear, x, values), error
 
 
 class FactoryTest(unittest.TestCase):
