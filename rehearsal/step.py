@@ -11,16 +11,14 @@ import argparse
 import dataclasses
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks.common.fake_world import PACKAGES
+from benchmarks.common.transformers import SETTINGS, Setting, Training
 from benchmarks.predict.replay import H100, MOVES, Entry, Gpu, Replay, replay, with_host
-from rehearsal.models import SHAPES, Transformer
 from rehearsal.null_training import alone, in_a_rehearsal
 
 REDUCTIONS = ("ncclReduceScatter",)
@@ -28,41 +26,14 @@ COPY_OUT = ("aten::split_with_sizes_copy",)
 COPY_IN = ("aten::_chunk_cat",)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One rank's step.
-
-    Attributes:
-        layers: fewer than the model has, for its time; None: all.
-        saves: activations that are kept, as :class:`Transformer` says.
-    """
-
-    model: str
-    ranks: int
-    batch: int
-    tokens: int
-    saves: str = "all"
-    layers: int | None = None
-    reduce_dtype: str = "float32"
-
-
 HBM2E = dataclasses.replace(H100, memory=0.85 * 2.4e12)
 """The H100 of torchtitan's tables: 2.4 TB/s, 500 W."""
 
-SETTINGS: dict[str, tuple[Setting, Gpu]] = {
-    "torchtitan, table 1": (Setting("llama-3.1-8b", 8, 2, 8192, "some"), HBM2E),
-    "torchtitan, table 3": (Setting("llama-3.1-8b", 128, 2, 8192, "some"), HBM2E),
-    "FlexShard": (Setting("deepseek-v3-16b", 8, 4, 4096, "some"), H100),
-    "llama-3-70b, 64": (Setting("llama-3-70b", 64, 1, 8192, "none", 8), H100),
-    "llama-3-70b, 128": (Setting("llama-3-70b", 128, 1, 8192, "none", 8), H100),
-    "llama-3-70b, 1024": (Setting("llama-3-70b", 1024, 1, 8192, "none", 8), H100),
-    "llama-3-70b, 10240": (Setting("llama-3-70b", 10240, 1, 8192, "none", 8), H100),
-    "gpt-oss-120b, 64": (Setting("gpt-oss-120b", 64, 1, 8192, "none", 6, "bfloat16"), H100),
-    "gpt-oss-120b, 128": (Setting("gpt-oss-120b", 128, 1, 8192, "none", 6, "bfloat16"), H100),
-    "gpt-oss-120b, 256": (Setting("gpt-oss-120b", 256, 1, 8192, "none", 6, "bfloat16"), H100),
-    "gpt-oss-120b, 1024": (Setting("gpt-oss-120b", 1024, 1, 8192, "none", 6, "bfloat16"), H100),
-}
-"""By name. The batch of FlexShard's run is not published: torchtitan's default for this model."""
+
+def gpu_of(name: str) -> Gpu:
+    """The device of a setting."""
+    return HBM2E if name.startswith("torchtitan") else H100
+
 
 PUBLISHED = (
     ("torchtitan, table 1", "tokens/s", 5762),
@@ -78,31 +49,15 @@ and the paper of veScale-FSDP, whose model and ranks for the copies may be other
 
 def recorded(setting: Setting, package: str) -> list[Entry]:
     """What rank 0 issues in its third step."""
-    reduce_dtype = getattr(torch, setting.reduce_dtype)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    fully_shard = PACKAGES[package]
     with alone(setting.ranks) as mesh:
-        with torch.device("meta"):
-            model = Transformer(SHAPES[setting.model], setting.tokens, setting.saves, setting.layers)
-        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-        fully_shard(model.embedding, **options)
-        for block in model.blocks:
-            fully_shard(block, **options)
-        fully_shard([model.norm, model.head], **options, reshard_after_forward=False)
-        fully_shard(model, **options)
-        model.to_empty(device="cuda")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        tokens = torch.empty(setting.batch, setting.tokens, dtype=torch.long, device="cuda")
-        rotation = torch.empty(model.rotation_shape, dtype=torch.complex64, device="cuda")
+        training = Training(setting, package, mesh)
         for _ in range(3):
             torch.cuda.synchronize()
             torch.ops.rehearsal.trace(True)
-            model(tokens, rotation).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            training.step()
             torch.ops.rehearsal.trace(False)
         names, numbers = torch.ops.rehearsal.traced()
-        del model, optimizer
+        del training
     return [
         Entry(int(kind), int(stream), name, int(number), int(ranks), int(on), host / 1e9, read, written, work)
         for name, (kind, stream, ranks, on, number, host, read, written, work) in zip(names, numbers.tolist())
@@ -128,12 +83,12 @@ def numbers_of(found: Replay, setting: Setting, work: float) -> dict[str, float]
 
 def modelled(name: str, package: str) -> dict[str, Any]:
     """Both replays of a package's record: with the host's recorded time, and with a host that is never late."""
-    setting, gpu = SETTINGS[name]
+    setting = SETTINGS[name]
     entries = recorded(setting, package)
     work = sum(entry.work for entry in entries)
     launches = sum(entry.kind == 0 for entry in entries)
     rows = {
-        host: numbers_of(replay(entries, with_host(gpu, factor)), setting, work)
+        host: numbers_of(replay(entries, with_host(gpu_of(name), factor)), setting, work)
         for host, factor in (("host as recorded", 1.0), ("host never late", 0.0))
     }
     return {"setting": name, "package": package, "launches": launches, "PFLOP": work / 1e15, **rows}

@@ -1,7 +1,8 @@
 """The device that tests use: the CPU over gloo, or what TORCH_RAGGED_TEST_DEVICE says (``cuda``, over NCCL).
 
 Tests are written for the CPU. On another device, the ranks' meshes of CPU devices are made of that device instead, and tensors
-that name no device are made there. A tensor that says ``device="cpu"`` stays on the CPU.
+that name no device are made there. A tensor that says ``device="cpu"`` stays on the CPU. Where ranks outnumber the GPUs, they
+share GPUs: NCCL then takes each process for a host of its own, and sends over sockets.
 """
 
 from __future__ import annotations
@@ -37,8 +38,12 @@ def on_cpu(value: Any) -> Any:
 
 
 def _use_device(rank: int) -> None:
-    torch.get_device_module(DEVICE).set_device(rank)
-    torch.set_default_device(torch.device(DEVICE, rank))
+    devices = torch.get_device_module(DEVICE).device_count()
+    if rank >= devices:  # NCCL refuses two ranks of a host on one GPU.
+        os.environ["NCCL_HOSTID"] = f"host of rank {rank}"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    torch.get_device_module(DEVICE).set_device(rank % devices)
+    torch.set_default_device(torch.device(DEVICE, rank % devices))
     if not _generators:
         _generators.append(_CpuGenerators().__enter__())
     if not hasattr(DeviceMesh.__init__, "__wrapped__"):

@@ -113,7 +113,9 @@ def float8_tiles(device):
                     kernel(float8.quantize, values.to(device), two, table)
                     if special is None:
                         same(two, one, f"codes {tile} {dtype} {sizes}")
-                    same(two.view(torch.float32), one.view(torch.float32), f"scales {tile} {dtype} {sizes}")
+                    first = min((run.scales for run in table.runs), default=0)  # Codes are before: a NaN's sign is not defined.
+                    scales = (each.view(torch.float32)[first:] for each in (two, one))
+                    same(*scales, f"scales {tile} {dtype} {sizes}")
                     back = random(numel, dtype, seed=2)
                     there = back.clone().to(device)
                     twin(float8.dequantize, back, one, table)

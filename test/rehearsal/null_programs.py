@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from benchmarks.common.transformers import Setting
 from benchmarks.predict.replay import H100, replay, with_host
 from rehearsal.measure import COUNTERS
 from rehearsal.null_training import alone
-from rehearsal.step import COPY_IN, COPY_OUT, Setting, recorded
+from rehearsal.step import COPY_IN, COPY_OUT, recorded
 
 
 def peak_of_process() -> int:

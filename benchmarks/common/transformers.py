@@ -1,4 +1,5 @@
-"""Transformers with the kernels that a GPU runs, for the model of a step: flash attention, rotation, balanced experts, loss.
+"""Transformers with the kernels that a GPU runs: flash attention, rotation, balanced experts, loss; and the settings in which
+others have published their steps.
 
 Only shapes count, so experts get equal parts of the tokens, and no router decides. They are written as torchtitan's, in eager
 mode.
@@ -13,9 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from benchmarks.common.fake_world import PACKAGES
 from benchmarks.common.stacks import SwiGLU
+
+__all__ = ["SETTINGS", "SHAPES", "Setting", "Training", "Transformer"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,40 @@ SHAPES = {
         dense_hidden=10944,
     ),
 }
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One rank's step.
+
+    Attributes:
+        saves: activations that are kept, as :class:`Transformer` says.
+        layers: fewer than the model has, for its time; None: all.
+    """
+
+    model: str
+    ranks: int
+    batch: int
+    tokens: int
+    saves: str = "all"
+    layers: int | None = None
+    reduce_dtype: str = "float32"
+
+
+SETTINGS = {
+    "torchtitan, table 1": Setting("llama-3.1-8b", 8, 2, 8192, "some"),
+    "torchtitan, table 3": Setting("llama-3.1-8b", 128, 2, 8192, "some"),
+    "FlexShard": Setting("deepseek-v3-16b", 8, 4, 4096, "some"),
+    "llama-3-70b, 64": Setting("llama-3-70b", 64, 1, 8192, "none", 8),
+    "llama-3-70b, 128": Setting("llama-3-70b", 128, 1, 8192, "none", 8),
+    "llama-3-70b, 1024": Setting("llama-3-70b", 1024, 1, 8192, "none", 8),
+    "llama-3-70b, 10240": Setting("llama-3-70b", 10240, 1, 8192, "none", 8),
+    "gpt-oss-120b, 64": Setting("gpt-oss-120b", 64, 1, 8192, "none", 6, "bfloat16"),
+    "gpt-oss-120b, 128": Setting("gpt-oss-120b", 128, 1, 8192, "none", 6, "bfloat16"),
+    "gpt-oss-120b, 256": Setting("gpt-oss-120b", 256, 1, 8192, "none", 6, "bfloat16"),
+    "gpt-oss-120b, 1024": Setting("gpt-oss-120b", 1024, 1, 8192, "none", 6, "bfloat16"),
+}
+"""By name. The batch of FlexShard's run is not published: torchtitan's default for this model."""
 
 
 class Attention(nn.Module):
@@ -163,3 +203,34 @@ class Transformer(nn.Module):
             x = block(x, rotation)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+class Training:
+    """One rank's steps in a setting, by a package of :data:`PACKAGES`: float32 shards, bfloat16 compute, fused AdamW.
+
+    Groups are those of torchtitan: embedding, each block, norm and head. The parameters have no values yet.
+    """
+
+    def __init__(self, setting: Setting, package: str, mesh: DeviceMesh) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, setting.reduce_dtype))
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        fully_shard: Any = PACKAGES[package]
+        with torch.device("meta"):
+            self.model = Transformer(SHAPES[setting.model], setting.tokens, setting.saves, setting.layers)
+        fully_shard(self.model.embedding, **options)
+        for block in self.model.blocks:
+            fully_shard(block, **options)
+        fully_shard([self.model.norm, self.model.head], **options, reshard_after_forward=False)
+        fully_shard(self.model, **options)
+        self.model.to_empty(device=mesh.device_type)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.tokens = torch.empty(setting.batch, setting.tokens, dtype=torch.long, device=mesh.device_type)
+        self.rotation = torch.empty(self.model.rotation_shape, dtype=torch.complex64, device=mesh.device_type)
+
+    def step(self) -> torch.Tensor:
+        """The loss of a step."""
+        loss = self.model(self.tokens, self.rotation)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
