@@ -26,7 +26,7 @@ TORCHRUN = OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone
 
 MUTANTS = $(if $(ALL),--all,--sample $(or $(SAMPLE),15) --seed $(or $(SEED),0))
 
-.PHONY: demo docs errors test test-all test-gpu fuzz mutants patches upstream matrix clients rehearsal rehearse lint clean
+.PHONY: demo docs errors test test-all test-gpu test-gpu-ranks fuzz mutants patches upstream matrix clients rehearsal rehearse lint clean
 demo: $(DEMO_READY)
 	rm -rf $(OUT)/checkpoint
 	$(TORCHRUN) --nproc-per-node 4 examples/train_moe.py --steps 100 --checkpoint $(OUT)/checkpoint --out $(OUT)
@@ -41,6 +41,10 @@ test-all: $(READY)
 # What needs a GPU: test/gpu, and the kernels against their twins. One NVIDIA GPU is enough; without one, cases are skipped.
 test-gpu: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs test/gpu test/kernels
+
+# The rehearsed tests on real GPUs and NCCL. If there are fewer GPUs than ranks, ranks share them.
+test-gpu-ranks: $(READY)
+	TORCH_RAGGED_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" $(or $(TESTS),$(REHEARSED))
 
 # Changes one line of the package at a time and checks that a test fails: a random sample (SAMPLE=15 of each module, SEED=0), or
 # ALL=1, which takes hours and writes docs/mutants.md; GROUPS="ownership planner" chooses modules.

@@ -31,7 +31,7 @@ PACKAGES = ("torch_ragged", "FSDP2", "FSDP2, even")
 """``FSDP2, even`` cuts a parameter on its first dimension that the ranks divide (``shard_placement_fn``), so it pads less."""
 
 LAYERS = {"llama-3-70b": 4, "gpt-oss-120b": 3}
-"""Of benchmarks/gpu/gpu_steps.py."""
+"""Enough for all kinds of groups."""
 
 
 @contextlib.contextmanager

@@ -97,7 +97,7 @@ def modelled(name: str, package: str) -> dict[str, Any]:
 def print_table(rows: list[dict[str, Any]]) -> None:
     """A line per setting and package."""
     columns = ("step ms", "tokens/s", "exposed ms", "communication ms", "moves ms", "TFLOP/s")
-    print("modelled: one step of a rank; no GPU has run it. Step with the recorded host / with a host that is never late\n")
+    print("modelled: one step of a rank. Step with the recorded host / with a host that is never late\n")
     print(f"| setting | | {' | '.join(columns)} | step / FSDP2 |")
     print("|---|---|" + "---:|" * (len(columns) + 1))
     theirs = {row["setting"]: row for row in rows if row["package"] == "FSDP2"}

@@ -1,4 +1,4 @@
-"""Collectives as arithmetic: rings with a latency and a bandwidth (alpha-beta)."""
+"""Collectives as arithmetic: rings and trees with a latency and a bandwidth (alpha-beta)."""
 
 from __future__ import annotations
 
@@ -35,14 +35,24 @@ class Network:
         in_node = min(ranks, self.per_node) if in_node is None else in_node
         nodes = math.ceil(ranks / in_node)
         latency = (nodes - 1) * self.across.latency + (ranks - nodes) * self.within.latency
-        bandwidth = self.within.bandwidth
-        if nodes > 1:
-            together = in_node * self.across.bandwidth
-            bandwidth = together if in_node == 1 else min(bandwidth, together)
-        return latency + nbytes * (ranks - 1) / ranks / bandwidth
+        return latency + nbytes * (ranks - 1) / ranks / self._bandwidth(nodes, in_node)
 
     reduce_scatter = all_gather  # The same ring the other way round; adding up is not what bounds it.
 
     def all_reduce(self, nbytes: float, ranks: int, in_node: int | None = None) -> float:
-        """Seconds to reduce ``nbytes`` over ``ranks``: a reduce-scatter and an all-gather."""
-        return 2 * self.all_gather(nbytes, ranks, in_node)
+        """Seconds to reduce ``nbytes`` over ``ranks``: a reduce-scatter and an all-gather; or, where that is faster, a tree of
+        nodes, up and down, each with a ring in it. Few bytes take the latency of the tree."""
+        if ranks == 1:
+            return 0.0
+        in_node = min(ranks, self.per_node) if in_node is None else in_node
+        nodes = math.ceil(ranks / in_node)
+        latency = math.ceil(math.log2(nodes)) * self.across.latency + (in_node - 1) * self.within.latency
+        tree = latency + nbytes / self._bandwidth(nodes, in_node)
+        return 2 * min(tree, self.all_gather(nbytes, ranks, in_node))
+
+    def _bandwidth(self, nodes: int, in_node: int) -> float:
+        """Bytes per second of a rank's ring."""
+        if nodes == 1:
+            return self.within.bandwidth
+        together = in_node * self.across.bandwidth
+        return together if in_node == 1 else min(self.within.bandwidth, together)

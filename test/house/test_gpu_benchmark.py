@@ -1,5 +1,6 @@
 """benchmarks/gpu.sh runs; and what it is to show on a GPU is counted at 128 and 256 simulated ranks without one."""
 
+import contextlib
 import json
 import math
 import os
@@ -9,6 +10,8 @@ import tempfile
 import unittest
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +26,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: E402
 from benchmarks.common.fake_world import PACKAGES, fake_world, make_mesh, meta_training  # noqa: E402
 from benchmarks.common.models import Stack, shard  # noqa: E402
 from benchmarks.common.tracker import CollectiveLog  # noqa: E402
+from benchmarks.gpu import gpu_network  # noqa: E402
+from benchmarks.gpu.gpu_offload import KINDS  # noqa: E402
+from benchmarks.gpu.gpu_steps import CHOSEN  # noqa: E402
 from benchmarks.gpu.gpu_trace import MOVES, count  # noqa: E402
+from benchmarks.predict.network import Link, Network  # noqa: E402
 from torch_ragged.offline import Parameter  # noqa: E402
 
 # Proportions of GPT-OSS-120B, a tenth of its width, and its 128 experts; every matrix is large enough to be written in place.
@@ -115,24 +122,72 @@ class TraceTest(unittest.TestCase):
         self.assertEqual(trace.copy_ms, {"aten::copy_": 1.0, "fsdp::chunk_cat": 3.5})
 
 
+class NetworkTest(unittest.TestCase):
+    """What a GPU would be given to do, by a stand-in of its kernel and of its streams."""
+
+    def collectives(self, blocks, is_on=True):
+        launches = []
+        stream = SimpleNamespace(wait_stream=lambda _: None, record_event=object)
+        kernel = lambda grid, block, arguments, stream: launches.append((grid[0], block[0], *arguments[2:5]))  # noqa: E731
+        whole, part = torch.zeros(8 << 20), torch.zeros(1 << 20)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(gpu_network, "_kernel", lambda: kernel))
+            stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", True))
+            for name, value in (
+                ("Stream", lambda: stream),
+                ("current_stream", lambda: SimpleNamespace(wait_event=lambda _: None)),
+            ):
+                stack.enter_context(mock.patch.object(torch.cuda, name, value))
+            properties = SimpleNamespace(multi_processor_count=132)
+            stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda: properties))
+            network = gpu_network.EmulatedNetwork(Network(Link(1e-6, 1e9), Link(1e-6, 1e9)), 8, blocks)
+            network.is_on = is_on
+            with network.installed():
+                work = torch.distributed.all_gather_into_tensor(whole, part, async_op=True)
+                self.assertIsNone(torch.distributed.reduce_scatter_tensor(output=part, input=whole))
+                work.wait()
+        return launches, network
+
+    def test_collectives_last_as_long_as_over_the_links(self):
+        launches, network = self.collectives(16)
+        seconds = 7e-6 + 28 * 2**20 / 1e9
+        units, most = 1 << 18, 8 << 18
+        self.assertEqual(launches, [(16, 512, most, units, 29367), (16, 512, units, most, 29367)])
+        self.assertEqual((network.calls["all_gather"], network.calls["reduce_scatter"]), (1, 1))
+        self.assertAlmostEqual(network.seconds, 2 * seconds)
+
+    def test_copy_engines_leave_the_multiprocessors_to_others(self):
+        launches, _ = self.collectives(0)
+        self.assertEqual([each[:2] for each in launches], [(264, 512), (1, 32)] * 2)
+        self.assertLess(launches[1][4], 29367)
+        self.assertGreater(launches[1][4], 29340)
+
+    def test_without_time_the_bytes_are_still_moved(self):
+        launches, network = self.collectives(16, is_on=False)
+        self.assertEqual([each[0] for each in launches], [264, 264])
+        self.assertEqual((network.seconds, [each[4] for each in launches]), (0.0, [0, 0]))
+
+
 class SmokeTest(unittest.TestCase):
     @pytest.mark.slow
     def test_everything_runs_on_a_cpu(self):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "results.json"
             command = ["sh", str(BENCHMARKS / "gpu.sh"), "--device", "cpu", "--smoke", "--json", str(path)]
-            command += ["--parts", "steps", "peers", "graph"]
+            command += ["--parts", "steps", "peers", "graph", "offload"]
             environment = {**os.environ, "PYTHON": sys.executable}
             done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment)
             self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
             parts = json.loads(path.read_text())["parts"]
         self.assertEqual(
-            {name: part["status"] for name, part in parts.items()}, dict.fromkeys(("steps", "peers", "graph"), "done")
+            {name: part["status"] for name, part in parts.items()},
+            dict.fromkeys(("steps", "peers", "graph", "offload"), "done"),
         )
         rows = parts["steps"]["rows"]
         self.assertEqual(
-            {(row["ranks"], row["package"]) for row in rows if row["ms"] > 0},
-            {(ranks, package) for ranks in (8, 64, 128, 256) for package in PACKAGES},
+            {(row["setting"], row["package"]) for row in rows if row["ms"] > 0 and row["gathered GiB"] > 0},
+            {(name, package) for name in CHOSEN for package in PACKAGES},
         )
         self.assertIn(("copy_engine", 0.0), {(row["got"], row["loss difference"]) for row in parts["peers"]["rows"]})
         self.assertTrue(all(row["same losses"] for row in parts["graph"]["rows"]))
+        self.assertEqual([row["kind"] for row in parts["offload"]["rows"]], list(KINDS))

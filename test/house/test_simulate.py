@@ -92,6 +92,9 @@ class NetworkTest(unittest.TestCase):
         self.assertEqual(self.network.all_gather(800, 8), 1 * 5 + 6 * 1 + 700 / 40)  # Two nodes, four cards each.
         self.assertEqual(self.network.all_gather(800, 8, in_node=1), 7 * 5 + 700 / 10)
         self.assertEqual(self.network.all_reduce(400, 4), 2 * self.network.all_gather(400, 4))
+        # A tree has more bytes and fewer steps: 256 nodes take 8 levels, and a ring 255 steps.
+        self.assertEqual(self.network.all_reduce(0, 1024), 2 * (8 * 5 + 3 * 1))
+        self.assertEqual(self.network.all_reduce(4000, 8), 2 * self.network.all_gather(4000, 8))
 
     def test_monotone_in_ranks_and_bytes(self):
         times = [CLUSTER.all_gather(1e9, ranks) for ranks in (8, 64, 512, 4096, 10240)]
