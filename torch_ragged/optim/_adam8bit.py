@@ -35,11 +35,9 @@ from torch_ragged.optim._base import (
 from torch_ragged.optim._blocks import (
     BlockPolicy,
     Region,
-    aligned_placements,
     block_edges,
     flat_indices,
-    grid_placements,
-    regions_of,
+    layout_of,
     regions_within,
 )
 from torch_ragged.optim._quantize import BOOKS, code_book, dequantize, hash32, quantize, round_to_bfloat16
@@ -442,21 +440,8 @@ class Adam8bit(RaggedOptimizer):
         return self._layouts[param]
 
     def _make_layout(self, param: torch.Tensor) -> _Layout:
-        shape, policy = tuple(param.shape), self.policy
-        if not policy.is_blocked(shape):
-            return _Layout(False)
-        placed = placed_of(param)
-        if not isinstance(param, DTensor):
-            return _Layout(True, regions=tuple(regions_of(placed, (), policy, _most(param))))
-        mesh_shape, coordinate = tuple(param.device_mesh.shape), tuple(param.device_mesh.get_coordinate() or ())
-        placements, aligned = tuple(param.placements), None
-        grid = grid_placements(shape, mesh_shape, placements, policy)
-        if grid is None:
-            aligned = aligned_placements(shape, mesh_shape, placements, policy)
-            grid = grid_placements(shape, mesh_shape, aligned, policy)
-            placed = placed_of(param, aligned)
-        assert grid is not None
-        return _Layout(True, aligned, grid, tuple(regions_of(placed, coordinate, policy, _most(param))))
+        found = layout_of(param, self.policy)
+        return _Layout(False) if found is None else _Layout(True, found.aligned, found.grid, found.regions)
 
     def _warn(self, params: list[torch.Tensor]) -> None:
         self._has_warned = True
@@ -468,11 +453,6 @@ class Adam8bit(RaggedOptimizer):
             "orig_param_policy=optimizer.policy to fully_shard, which keeps blocks whole: then no collective is needed",
             stacklevel=3,
         )
-
-
-def _most(param: torch.Tensor) -> int:
-    """The most elements of a region. A kernel needs no limit; on the CPU, temporary tensors should stay in the cache."""
-    return 1 << 62 if param.is_cuda else 1 << 16
 
 
 class AdamW8bit(Adam8bit):

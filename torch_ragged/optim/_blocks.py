@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torch_ragged.granularity import Granularity, blocks
+from torch_ragged.optim._base import placed_of
 from torch_ragged.optim._gather import Placed
 from torch_ragged.tensor._ownership import row_major
 from torch_ragged.tensor._units import Units
@@ -24,12 +25,14 @@ from torch_ragged.tensor.placement_types import RaggedShard, normalize_placement
 from torch_ragged.tensor.strided_placement_types import StridedRaggedShard
 
 __all__ = [
+    "BlockLayout",
     "BlockPolicy",
     "Region",
     "aligned_placements",
     "block_edges",
     "flat_indices",
     "grid_placements",
+    "layout_of",
     "regions_of",
     "regions_within",
 ]
@@ -214,6 +217,41 @@ class Region:
     def indices(self, device: torch.device) -> torch.Tensor:
         """The flat global index of every element, int64, of shape ``sizes``."""
         return _indices(self.origin, self.sizes, self.strides, device)
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Which blocks of a parameter this rank holds.
+
+    Attributes:
+        aligned: placements with whole blocks on all ranks; None if those of the parameter keep them whole.
+        grid: the placements of the grid of blocks. Of a plain tensor: none.
+        regions: this rank's blocks, in ``aligned`` or the parameter's placements.
+    """
+
+    aligned: Optional[tuple[Placement, ...]] = None
+    grid: tuple[Placement, ...] = ()
+    regions: tuple[Region, ...] = ()
+
+
+def layout_of(param: torch.Tensor, policy: BlockPolicy) -> BlockLayout | None:
+    """The layout of the blocks of ``param``; None if it has no blocks. No communication."""
+    shape, placed = tuple(param.shape), placed_of(param)
+    if not policy.is_blocked(shape):
+        return None
+    # A kernel needs no limit; on the CPU, temporary tensors should stay in the cache.
+    most = 1 << 62 if param.is_cuda else 1 << 16
+    if not isinstance(param, DTensor):
+        return BlockLayout(regions=tuple(regions_of(placed, (), policy, most)))
+    mesh_shape, coordinate = tuple(param.device_mesh.shape), param.device_mesh.get_coordinate()
+    placements, aligned = tuple(param.placements), None
+    grid = grid_placements(shape, mesh_shape, placements, policy)
+    if grid is None:
+        aligned = aligned_placements(shape, mesh_shape, placements, policy)
+        grid = grid_placements(shape, mesh_shape, aligned, policy)
+        placed = placed_of(param, aligned)
+    assert grid is not None
+    return BlockLayout(aligned, grid, () if coordinate is None else tuple(regions_of(placed, tuple(coordinate), policy, most)))
 
 
 def flat_indices(placed: Placed, coordinate: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -134,7 +134,7 @@ class MatrixOptimizer(RaggedOptimizer):
         raise NotImplementedError
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise ``ValueError`` if an option of the group is illegal."""
+        """Raise ``ValueError`` if an option of the group is illegal. Its parameters are checked already."""
         raise NotImplementedError
 
     # -- groups ----------------------------------------------------------------------------------------------------
@@ -153,9 +153,9 @@ class MatrixOptimizer(RaggedOptimizer):
         for option in ("lr", "weight_decay", "eps", "adamw_eps"):
             if not group[option] >= 0.0:
                 raise ValueError(f"{name} {option} must be >= 0, got {group[option]!r}")
-        self._check_group(group)
         for entry in group["params"]:
             self._check_param(entry[1] if isinstance(entry, tuple) else entry, group["algorithm"], group.get("segments"))
+        self._check_group(group)
         super().add_param_group({**param_group, "params": group["params"]})
         self._plans.clear()
 

@@ -15,7 +15,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torch_ragged.optim._base import add_scaled, local, scalar
+from torch_ragged.optim._base import add_scaled, local, scalar, zeros_placed
+from torch_ragged.optim._block_moment import moment_nbytes, moment_shapes, update_moment, zero_moment
+from torch_ragged.optim._blocks import BlockLayout, BlockPolicy, layout_of
 from torch_ragged.optim._gather import Batch, Placed
 from torch_ragged.optim._matrix import MatrixOptimizer
 from torch_ragged.optim._newton_schulz import (
@@ -136,6 +138,9 @@ class Muon(RootStateOptimizer):
             ``neuron_beta``, matrices are not shared.
         flops_per_byte: for this model, the floating-point operations in the time in which neighbours exchange one byte. The
             default is 400 TFLOP/s over 300 GB/s: ranks with consecutive numbers are on one host.
+        momentum_block: None, or the ``block`` of a :class:`BlockPolicy`, as (32, 32): matrices of 4,096 elements or more have a
+            momentum of 8-bit codes with one float32 scale per block, a quarter of the bytes of float32. Pass
+            ``BlockPolicy(momentum_block)`` or ``muon_policy(momentum_block=...)`` to ``fully_shard``, which cut no block.
         segments: None, or the sizes of the matrices that each parameter has side by side, and the dimension along which they
             lie, usually set per group: see :func:`matrix_groups`.
         max_root_bytes: the most bytes of gathered matrices that a rank holds per flight of transfers; two flights are in memory
@@ -144,8 +149,8 @@ class Muon(RootStateOptimizer):
             all ranks or on none, as after a backward with ``fully_shard``. If ranks differ, the step hangs.
 
     Raises:
-        ValueError: an option is out of range; a parameter of a ``"muon"`` group does not have two or three dimensions, or not
-            the sizes of ``segments``; or a parameter is complex or a Partial DTensor.
+        ValueError: an option is out of range; a parameter of a ``"muon"`` group does not have two or three dimensions, not the
+            sizes of ``segments``, or blocks that are cut between ranks; or a parameter is complex or a Partial DTensor.
     """
 
     algorithm = "muon"
@@ -174,6 +179,7 @@ class Muon(RootStateOptimizer):
         cautious_weight_decay: bool = False,
         row_blocks: int = 1,
         flops_per_byte: float = 1333.0,
+        momentum_block: Optional[int | tuple[int, int]] = None,
         segments: Optional[tuple[Sequence[int], int]] = None,
         max_root_bytes: Optional[int] = None,
         check_gradients: bool = True,
@@ -195,9 +201,14 @@ class Muon(RootStateOptimizer):
             "cautious_weight_decay": cautious_weight_decay,
             "row_blocks": row_blocks,
             "flops_per_byte": flops_per_byte,
+            "momentum_block": momentum_block,
             "segments": segments,
         }
         super().__init__(params, defaults, max_root_bytes, check_gradients)
+
+    def _forget_plans(self) -> None:
+        super()._forget_plans()
+        self._layouts: dict[Any, tuple[BlockLayout | None, BlockPolicy]] = {}
 
     def _kind(self, group: dict[str, Any]) -> Hashable:
         schedule = schedule_of(group["ns_coefficients"], group["ns_steps"])
@@ -222,13 +233,44 @@ class Muon(RootStateOptimizer):
 
     def _send(self, param: torch.Tensor, group: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
         """Update the local momentum. Returns the local part of the matrix to orthogonalise."""
-        state = self.state[param]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(param)
+        state, momentum, nesterov = self.state[param], group["momentum"], group["nesterov"]
+        layout, policy = self._blocks(param, group)
+        if layout is None:
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(param)
+            self._place_states(param, group)
+            buffer = local(state["momentum_buffer"])
+            buffer.lerp_(gradient, 1 - momentum)
+            return gradient.lerp(buffer, momentum) if nesterov else buffer
+        if "momentum_codes" not in state:
+            state.update(zero_moment("momentum", param, layout, policy))
         self._place_states(param, group)
-        buffer, momentum = local(state["momentum_buffer"]), group["momentum"]
-        buffer.lerp_(gradient, 1 - momentum)
-        return gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+
+        def update(moment: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+            # Products and sums, each rounded once: a fused operation rounds the last elements of a tensor in another way.
+            moment.mul_(momentum).add_(gradient * (1 - momentum))
+            return gradient * (1 - momentum) + moment * momentum if nesterov else moment
+
+        return update_moment("momentum", state, layout, policy, gradient, update).to(self.wire)
+
+    def _blocks(self, param: torch.Tensor, group: dict[str, Any]) -> tuple[BlockLayout | None, BlockPolicy]:
+        """The layout of the blocks in which the momentum of ``param`` is quantized; None if it is not."""
+        block = group["momentum_block"]
+        if block is None:
+            return None, BlockPolicy()
+        block = tuple(block) if isinstance(block, list) else block  # Of a checkpoint.
+        key = param, tuple(param.placements) if isinstance(param, DTensor) else (), block
+        if key not in self._layouts:
+            policy = BlockPolicy(block)
+            layout = layout_of(param, policy)
+            if layout is not None and layout.aligned is not None:
+                raise ValueError(
+                    f"{type(self).__name__} momentum_block {block}: blocks of a parameter of shape {tuple(param.shape)} "
+                    "are cut between ranks: pass orig_param_policy=BlockPolicy(momentum_block) to fully_shard, or leave "
+                    "momentum_block out"
+                )
+            self._layouts[key] = layout, policy
+        return self._layouts[key]
 
     def _root_states(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, RootState]:
         if group["neuron_beta"] is None:
@@ -239,13 +281,31 @@ class Muon(RootStateOptimizer):
 
     def _state_shapes(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes = super()._state_shapes(param, group)
-        return {"momentum_buffer": tuple(param.shape), **shapes} if group["algorithm"] == self.algorithm else shapes
+        if group["algorithm"] != self.algorithm:
+            return shapes
+        layout, policy = self._blocks(param, group)
+        if layout is None:
+            return {"momentum_buffer": tuple(param.shape), **shapes}
+        return {**moment_shapes("momentum", tuple(param.shape), policy), **shapes}
 
     def first_state_nbytes(self, param: torch.Tensor, group: dict[str, Any]) -> int:
         """As in the base class: a matrix has its momentum and, with ``neuron_beta``, a number per row at its root."""
         if group["algorithm"] != self.algorithm:
             return super().first_state_nbytes(param, group)
-        return local(param).nbytes + (self._root_nbytes(param, group) if group["neuron_beta"] is not None else 0)
+        layout, policy = self._blocks(param, group)
+        nbytes = local(param).nbytes if layout is None else moment_nbytes(param, layout, policy)
+        return nbytes + (self._root_nbytes(param, group) if group["neuron_beta"] is not None else 0)
+
+    def empty_state(
+        self, param: DTensor, group: dict[str, Any], name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> DTensor:
+        """As in the base class: scales of momentum are placed as the blocks of the parameter."""
+        layout, policy = self._blocks(param, group) if group["algorithm"] == self.algorithm else (None, BlockPolicy())
+        if layout is not None and name == "momentum_scales" and tuple(shape) == policy.grid(tuple(param.shape)):
+            return zeros_placed(shape, dtype, param.device_mesh, layout.grid, param)
+        if layout is not None and name == "momentum_codes" and tuple(shape) == tuple(param.shape):
+            return zeros_placed(shape, dtype, param.device_mesh, param.placements, param)
+        return super().empty_state(param, group, name, shape, dtype)
 
     def _compute(self, batch: Batch, matrices: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
         kind: Any = batch.kind
@@ -300,6 +360,13 @@ class Muon(RootStateOptimizer):
             raise ValueError(f"{name} row_blocks must be a positive integer, got {group['row_blocks']!r}")
         if not group["flops_per_byte"] >= 0:
             raise ValueError(f"{name} flops_per_byte must be >= 0, got {group['flops_per_byte']!r}")
+        if group["momentum_block"] is not None:
+            BlockPolicy(group["momentum_block"])  # Checks it.
+            if group["algorithm"] == self.algorithm:
+                for entry in group["params"]:
+                    param = entry[1] if isinstance(entry, tuple) else entry
+                    if isinstance(param, torch.Tensor):
+                        self._blocks(param, group)
         beta = group["neuron_beta"]
         if beta is not None and not (isinstance(beta, (int, float)) and 0.0 <= beta < 1.0):
             raise ValueError(f"{name} neuron_beta must be a number in [0, 1), or None, got {beta!r}")

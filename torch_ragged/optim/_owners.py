@@ -13,6 +13,7 @@ from typing import Any, Optional
 import torch
 
 from torch_ragged.granularity import Granularity, GroupPolicy, rows, tensor
+from torch_ragged.optim._blocks import BlockPolicy
 from torch_ragged.optim._newton_schulz import newton_schulz_cost
 
 __all__ = ["MuonPolicy", "Owners", "muon_policy"]
@@ -48,12 +49,19 @@ class MuonPolicy(GroupPolicy):
     """
 
     def __init__(
-        self, takes: Callable[[str, Any], bool], bandwidth: float, flops: float, sent_bytes: float, ns_steps: int
+        self,
+        takes: Callable[[str, Any], bool],
+        bandwidth: float,
+        flops: float,
+        sent_bytes: float,
+        ns_steps: int,
+        momentum_block: Optional[int | tuple[int, int]] = None,
     ) -> None:
         for name, value in (("bandwidth", bandwidth), ("flops", flops), ("sent_bytes", sent_bytes)):
             if not value > 0:
                 raise ValueError(f"muon_policy {name} must be positive, got {value!r}")
         self.takes, self.bandwidth, self.flops, self.sent_bytes, self.ns_steps = takes, bandwidth, flops, sent_bytes, ns_steps
+        self._blocks = None if momentum_block is None else BlockPolicy(momentum_block)  # type: ignore[arg-type]
         self.groups: list[Owners] = []
         self._loads: dict[int, _Loads] = {}
 
@@ -66,7 +74,12 @@ class MuonPolicy(GroupPolicy):
         is rotated so that ranks with little work so far own its matrices. Ties keep the plan without a policy, so none is worse
         under the model.
         """
-        without = plan([None] * len(params))
+        # Of a matrix that is cut: between blocks, if its momentum has blocks.
+        uncut: list[Optional[Granularity]] = [
+            self._blocks(name, value) if self._blocks is not None and self.takes(name, value) else None
+            for name, value in params
+        ]
+        without = plan(uncut)
         loads = self._loads.setdefault(ranks, _Loads(torch.zeros(ranks, dtype=torch.float64, device="cpu")))
         # A parameter that tensor parallelism cuts has no whole matrix on any rank.
         mine = [
@@ -78,7 +91,8 @@ class MuonPolicy(GroupPolicy):
         best: tuple[float, Any, Owners, _Loads] | None = None
         for limit in (0, *sizes):
             whole = [flag and math.prod(shape[-2:]) <= limit for shape, flag in zip(shapes, mine)]
-            layout = without if not any(whole) else plan([_whole(shape) if w else None for shape, w in zip(shapes, whole)])
+            units = [_whole(shape) if w else unit for shape, w, unit in zip(shapes, whole, uncut)]
+            layout = without if not any(whole) else plan(units)
             padding = ranks * (layout.shard_numel - without.shard_numel)
             padding_time = padding / ranks * (ranks - 1) * self.sent_bytes / self.bandwidth
             cut = [shape for shape, flag, w in zip(shapes, mine, whole) if flag and not w]
@@ -171,6 +185,7 @@ def muon_policy(
     flops: float = 400e12,
     sent_bytes: float = 8.0,
     ns_steps: int = 5,
+    momentum_block: Optional[int | tuple[int, int]] = None,
 ) -> MuonPolicy:
     """An ``orig_param_policy`` that knows Muon: matrices stay whole on an owner where this takes less time than moving them.
 
@@ -196,8 +211,9 @@ def muon_policy(
         sent_bytes: bytes that a step sends per element of a buffer: by default two all-gathers in bfloat16 and one
             reduce-scatter in float32, once per step. With gradient accumulation over n steps, pass n times as much.
         ns_steps: the steps of Newton-Schulz.
+        momentum_block: that of the optimizer: matrices that are cut are cut between blocks.
 
     Raises:
-        ValueError: a number is not positive.
+        ValueError: a number is not positive, or ``momentum_block`` is none of :class:`BlockPolicy`.
     """
-    return MuonPolicy(takes or (lambda name, param: True), bandwidth, flops, sent_bytes, ns_steps)
+    return MuonPolicy(takes or (lambda name, param: True), bandwidth, flops, sent_bytes, ns_steps, momentum_block)

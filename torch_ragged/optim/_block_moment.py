@@ -1,0 +1,99 @@
+"""A signed moment in 8 bits: codes of a byte per element and one float32 scale per block, in the places of the parameter.
+
+Numerics do not depend on the number of ranks: blocks follow from the global shape, and no block is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torch_ragged.optim._base import local, local_shape_placed, zeros_placed
+from torch_ragged.optim._blocks import BlockLayout, BlockPolicy, Region
+from torch_ragged.optim._quantize import code_book, dequantize, quantize
+
+__all__ = ["moment_nbytes", "moment_shapes", "update_moment", "zero_moment"]
+
+_CODE = "dynamic"
+
+
+def moment_shapes(name: str, shape: tuple[int, ...], policy: BlockPolicy) -> dict[str, tuple[int, ...]]:
+    """The global shapes of the two states of a moment, by name."""
+    return {f"{name}_codes": shape, f"{name}_scales": policy.grid(shape)}
+
+
+def zero_moment(name: str, param: torch.Tensor, layout: BlockLayout, policy: BlockPolicy) -> dict[str, torch.Tensor]:
+    """The two states of a moment of zeros: the codes have the placements of ``param``, the scales those of its blocks."""
+    shape = tuple(param.shape)
+    codes, scales = moment_shapes(name, shape, policy)
+    if isinstance(param, DTensor):
+        mesh, grid = param.device_mesh, policy.grid(shape)
+        return {
+            codes: zeros_placed(shape, torch.uint8, mesh, param.placements, param),
+            scales: zeros_placed(grid, torch.float32, mesh, layout.grid, param),
+        }
+    return {
+        codes: torch.zeros(shape, dtype=torch.uint8, device=param.device),
+        scales: torch.zeros(policy.grid(shape), dtype=torch.float32, device=param.device),
+    }
+
+
+def moment_nbytes(param: torch.Tensor, layout: BlockLayout, policy: BlockPolicy) -> int:
+    """The bytes of this rank's codes and scales."""
+    grid = policy.grid(tuple(param.shape))
+    if isinstance(param, DTensor):
+        grid = local_shape_placed(grid, param.device_mesh, layout.grid)
+    return local(param).numel() + 4 * math.prod(grid)
+
+
+def update_moment(
+    name: str,
+    state: dict[str, Any],
+    layout: BlockLayout,
+    policy: BlockPolicy,
+    gradient: torch.Tensor,
+    update: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Decode a moment, change it, and encode it again, block by block.
+
+    Args:
+        gradient: the local gradient.
+        update: called with a part of the moment, to change in place, and the same part of the gradient, both float32; it must
+            round element by element. It may see zeros beyond the edges of a matrix, and must leave zeros of both zero.
+
+    Returns:
+        what ``update`` returns, in float32, of the shape of ``gradient``. It is computed with the moment before it is rounded.
+    """
+    flat = gradient.contiguous().view(-1)
+    codes, scales = (local(state[f"{name}_{part}"]).view(-1) for part in ("codes", "scales"))
+    book, result = code_book(_CODE, True, flat.device), torch.empty(len(flat), dtype=torch.float32, device=flat.device)
+    for region in layout.regions:
+        (_, rows, columns), (bands, across), (height, width) = region.sizes, region.grid[1:], policy.block
+        of_blocks = region.scales(scales).view(-1, bands, 1, across, 1)
+        moment = dequantize(_padded(region, codes, policy), of_blocks, book)
+        matrices = moment.view(-1, bands * height, across * width)
+        matrices[:, rows:] = 0.0  # Padding has code 0, which does not stand for 0.0.
+        matrices[:, :, columns:] = 0.0
+        change = update(moment, _padded(region, flat, policy).float())
+        quantized, maxima = quantize(moment, (2, 4), _CODE, True)
+        region.of(codes).copy_(_matrices(quantized)[:, :rows, :columns])
+        region.scales(scales).copy_(maxima.view(region.grid))
+        region.of(result).copy_(_matrices(change)[:, :rows, :columns])
+    return result.view(gradient.shape)
+
+
+def _padded(region: Region, flat: torch.Tensor, policy: BlockPolicy) -> torch.Tensor:
+    """The region of a local tensor as (matrices, blocks, height, blocks, width), with zeros beyond the edges of a matrix."""
+    (_, rows, columns), (bands, across), (height, width) = region.sizes, region.grid[1:], policy.block
+    padding = (0, across * width - columns, 0, bands * height - rows)
+    matrices = torch.nn.functional.pad(region.of(flat), padding) if any(padding) else region.of(flat)
+    return matrices.view(-1, bands, height, across, width)
+
+
+def _matrices(blocks: torch.Tensor) -> torch.Tensor:
+    count, bands, height, across, width = blocks.shape
+    return blocks.reshape(count, bands * height, across * width)
