@@ -10,6 +10,7 @@ import hashlib
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -126,7 +127,7 @@ def dropped(wrap: Wrap) -> list[torch.Tensor]:
     model.finalize_backward(async_op=True)
     numel = max(group.layout.numel for group in model._ragged_groups(True))
     model.reset_iter_state()
-    later = [torch.full((numel,), 5.0, device="cuda") for _ in range(4)]  # They may get the memory of what was dropped.
+    later = [torch.full((numel,), 5.0, device="cuda") for _ in range(32)]  # They may get the memory of what was dropped.
     model.set_manual_backward_finalization(False)
     model[1].unshard(async_op=True)
     model[1].reshard()
@@ -136,6 +137,62 @@ def dropped(wrap: Wrap) -> list[torch.Tensor]:
     model[1].reshard()
     model(batch(1)).pow(2).mean().backward()
     return [*gradients_of(model), *later]
+
+
+def read_early(wrap: Wrap) -> list[torch.Tensor]:
+    """Gradients of passes without gradient sync are read: copies of them are reduced."""
+    model, found = made(wrap), []
+    model.set_requires_gradient_sync(False)
+    for step in range(2):
+        model(batch(step)).pow(2).mean().backward()
+        found += [parameter.grad.materialize().to_local() * 2 for parameter in model.parameters() if parameter.grad is not None]
+    model.set_requires_gradient_sync(True)
+    model(batch(2)).pow(2).mean().backward()
+    return [*found, *gradients_of(model)]
+
+
+def offloaded_states(mesh: DeviceMesh, in_backward: bool) -> list[torch.Tensor]:
+    """States in host memory pass through windows; their memory was that of tensors which kernels in flight still use."""
+    from torch_ragged.fsdp import Offload, fully_shard, offloaded
+    from torch_ragged.fsdp.offload import _offloaded_optimizer
+
+    def wrap(model: nn.Module) -> None:
+        for block in model.children():
+            fully_shard(block, mesh=mesh, offload_policy=Offload(1.0))
+        fully_shard(model, mesh=mesh, offload_policy=Offload(1.0))
+
+    model, side, found = made(wrap), torch.cuda.Stream(), []
+    with mock.patch.object(_offloaded_optimizer, "window_numel", lambda device: 512):
+        used = [torch.full((512,), 5.0, device="cuda") * 2 for _ in range(64)]
+        del used  # Windows may get its memory.
+        optimizer = offloaded(torch.optim.AdamW, model, lr=0.1, in_backward=in_backward)
+        for step in range(3):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # Backward steps there, and the program goes on here.
+                loss = model(batch(step)).pow(2).mean()
+            loss.backward()
+            found += [each * 2 for each in locals_of(model)]
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+        return [*found, *locals_of(model), *(getattr(value, "_local_tensor", value).clone() for value in states)]
+
+
+def planned(mesh: DeviceMesh) -> list[torch.Tensor]:
+    """A plan with sequence parallelism: gradients of norms are summed over the ranks of the model, too."""
+    from torch_ragged.spmd import Plan, parallelize
+
+    plan = Plan()
+    plan.shard("<in:input>", Shard(0), "replicate")
+    plan.shard(r"\d\.norm\.<in>", Shard(0), "shard")
+    plan.shard(r"\d\.norm\.<out>", Replicate(), "shard")
+    plan.unit(r"\d", "replicate")
+    torch.manual_seed(0)
+    model = parallelize(nn.Sequential(*[Block() for _ in range(2)]).cuda(), plan, mesh)
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(5)).cuda()
+    for _ in range(2):
+        model(x).pow(2).mean().backward()
+    return gradients_of(model)
 
 
 class Forked(nn.Module):
@@ -362,6 +419,7 @@ def variants(flavour: str) -> dict[str, Variant]:
 
             found["nodes"] = lambda: train(wrapped(square, placements=HIERARCHICAL))
             found["nodes, divided"] = lambda: train(wrapped(square, 3.0, placements=HIERARCHICAL))
+            found["planned"] = lambda: planned(square)
             found["redistributed by four"] = lambda: [*redistributed(line), *redistributed_in_two(square)]
         return found
     grid = init_device_mesh("cuda", (size, 1), mesh_dim_names=("replicate", "shard"))
@@ -392,6 +450,10 @@ def variants(flavour: str) -> dict[str, Variant]:
             "forked": lambda: forked(wrapped(line)),
             "monitored": lambda: monitored(wrapped(line)),
             "muon": lambda: stepped_by_muon(wrapped(line)),
+            "read early": lambda: read_early(wrapped(line)),
+            "read early, replicas": lambda: read_early(wrapped(grid)),
+            "offloaded": lambda: offloaded_states(line, in_backward=False),
+            "offloaded, in backward": lambda: offloaded_states(line, in_backward=True),
             "neighbours": lambda: kept_by_neighbours(wrapped(line)),
             "restored": lambda: restored(wrapped(grid)),
             "copy engine": lambda: with_symmetric_memory(wrapped(line, collectives="copy_engine")),

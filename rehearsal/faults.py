@@ -29,10 +29,25 @@ from rehearsal.waits import Replaced, Wait, waits
 ORDERS = ("late", "early", "random")
 RANKS = (2, 4)
 
+_STEPPED = "a thread of the CPU, after a backward that raised: on a GPU, backward has waited"
+
 NOT_FOUND = {
     ("checkpoint/_lease.py", "Lease._renew"): "a pause of a thread of the host",
     ("fsdp/comm/_wide_gradients.py", "_Added.wait"): "torch 2.15: earlier, no gradient is wider than its buffer",
     ("fsdp/comm/experimental/_peer_memory.py", "_HostExchange.wait"): "the host's memory: no stream",
+    ("fsdp/_fsdp_module.py", "_reshard_before_state_dict"): _STEPPED,
+    ("fsdp/core/_state_dict.py", "before_load"): _STEPPED,
+    ("fsdp/offload/_in_backward.py", "BackwardStep.drop"): _STEPPED,
+    ("fsdp/offload/_in_backward.py", "BackwardStep.reset"): _STEPPED,
+    ("fsdp/offload/_in_backward.py", "BackwardStep.take"): _STEPPED,
+    ("fsdp/offload/_offloaded_optimizer.py", "OffloadedOptimizer._wait"): _STEPPED,
+    ("fsdp/offload/_in_backward.py", "BackwardStep.finish"): (
+        "on the CPU a thread steps; on a GPU, autograd orders the caller's stream behind those of backward"
+    ),
+    (
+        "fsdp/offload/_tiers.py",
+        "_StreamCopies.__init__",
+    ): "the ranks' agreement at the end of offloaded() waits for the stream, too",
     ("fsdp/core/_fsdp_param_group.py", "FSDPParamGroup._make_room"): "gloo: over NCCL, a reduction has no second buffer",
     ("fsdp/tools/_monitor.py", "_CudaClock.seconds"): "a wait of the host for an event: the step before has waited",
     ("fsdp/elastic/_neighbour_copies.py", "NeighbourCopies.update"): "the host waits for its own thread",
