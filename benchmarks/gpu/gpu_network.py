@@ -3,7 +3,7 @@
 The kernel reads and writes the memory that the collective would read and write on this rank, evenly over its time, on as many
 multiprocessors as NCCL takes. What it writes is what would come if every rank had this rank's data. So kernels beside it lose
 what they would lose, and the host issues streams, events and waits as with NCCL. Links, latencies and the shape of a ring are
-those of benchmarks/predict/network.py; no byte is sent.
+those of benchmarks/predict/network.py; no byte is sent. A collective of less than 16 bytes takes no time.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class EmulatedNetwork(CollectiveLog):
             done = counted(*args, **options)
             # The output comes first, and the input last; an all-reduce has one tensor.
             tensors = [each for each in (*args, *options.values()) if isinstance(each, torch.Tensor)]
-            if not tensors[0].is_cuda:
+            if not tensors[0].is_cuda or min(each.nbytes for each in tensors) < 16:  # Flags.
                 return done
             seconds = cost(max(each.nbytes for each in tensors), self._ranks) if self.is_on else 0.0
             self.seconds += seconds
@@ -135,6 +135,5 @@ class EmulatedNetwork(CollectiveLog):
     def _launch(self, blocks: int, threads: int, output: torch.Tensor, input: torch.Tensor, seconds: float) -> None:
         counts = [each.nbytes // 16 for each in (output, input)]
         microseconds = max(0, round(1e6 * seconds))
-        if min(counts) > 0:
-            arguments = [output, input, *counts, microseconds, max(1, microseconds // TURN)]
-            _kernel()((blocks, 1, 1), (threads, 1, 1), arguments, stream=self._stream)
+        arguments = [output, input, *counts, microseconds, max(1, microseconds // TURN)]
+        _kernel()((blocks, 1, 1), (threads, 1, 1), arguments, stream=self._stream)

@@ -9,12 +9,13 @@ from common import error_of, in_one_process, run_ranks
 from optim_common import assert_same, set_gradients, value, wholes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from torch_ragged.fsdp import fully_shard, memory_report, reshard_to
 from torch_ragged.optim import BlockPolicy, Muon, matrix_groups, muon_policy
 from torch_ragged.optim._block_moment import update_moment, zero_moment
-from torch_ragged.optim._blocks import layout_of
+from torch_ragged.optim._blocks import grid_placements, layout_of
 from torch_ragged.optim._quantize import code_book, dequantize
 
 BLOCK = (8, 16)
@@ -53,7 +54,7 @@ def trained(mesh_shape=None, steps=6, missing=True, **options):
 def test_the_moment_is_that_of_its_blocks():
     """Against each block by itself, in float64: the moment is right within half a code, its update within a rounding."""
     param, policy = nn.Parameter(torch.zeros(2, 61, 75)), BlockPolicy(BLOCK)
-    layout, generator = layout_of(param, policy), torch.Generator().manual_seed(0)
+    layout, generator = layout_of(param, policy, 1 << 12), torch.Generator().manual_seed(0)
     state = zero_moment("m", param, layout, policy)
     for scale in (1.0, 1e-4, 30.0, 0.0):
         gradient = torch.randn(param.shape, generator=generator) * scale
@@ -82,11 +83,14 @@ def moment_of(state):
 
 
 def test_ranks_have_the_bits_of_one_process():
-    for options in ({}, {"nesterov": False}, {"neuron_beta": 0.95}, {"cautious_weight_decay": True}):
-        expected = in_one_process(trained, **options)
-        for ranks, mesh_shape in ((2, (2,)), (4, (4,)), (4, (2, 2))):
-            for found in run_ranks(ranks, functools.partial(trained, mesh_shape, **options)):
-                assert_same(found, expected, f"{options} {mesh_shape}")
+    expected = in_one_process(trained)
+    for ranks, mesh_shape in ((2, (2,)), (4, (2, 2))):
+        for found in run_ranks(ranks, trained, mesh_shape):
+            assert_same(found, expected, f"{mesh_shape}")
+    for options in ({"nesterov": False}, {"neuron_beta": 0.95, "cautious_weight_decay": True}):
+        expected = in_one_process(trained, steps=3, **options)
+        for found in run_ranks(3, functools.partial(trained, (3,), steps=3, **options)):
+            assert_same(found, expected, f"{options}")
 
 
 def _by_owners(mesh_shape):
@@ -245,6 +249,7 @@ def test_bad_input_is_refused():
         assert text.startswith("ValueError: Muon momentum_block (8, 16): blocks of a parameter of shape (72, 100) are cut"), (
             text
         )
+    assert "too small" in error_of(make, Net(), momentum_block=(8, 8))
     for block in (0, (8,), "x", (8, 0)):
         assert error_of(make, Net(), momentum_block=block).startswith("ValueError: block must be a positive integer"), block
     model = Net()
@@ -252,9 +257,45 @@ def test_bad_input_is_refused():
     set_gradients(list(model.parameters()), 1)
     whole.step()
     saved = whole.state_dict()
+    blocks.load_state_dict(saved)  # It brings its options.
+    assert blocks.param_groups[0]["momentum_block"] is None
+    blocks.step()
+    blocks = make(model)
     for group in saved["param_groups"]:  # As before there was the option.
         del group["momentum_block"]
     assert "expects momentum_codes" in error_of(blocks.load_state_dict, saved)
+
+
+def test_another_block_after_a_step_is_refused():
+    for block in (None, [8, 8], (16, 16), 128):
+        model = Net()
+        optimizer = make(model)
+        set_gradients(list(model.parameters()), 1)
+        optimizer.step()
+        before = wholes(list(model.parameters()), optimizer)
+        optimizer.param_groups[0]["momentum_block"] = block
+        assert "momentum of a parameter of shape" in error_of(optimizer.step), block
+        assert_same(wholes(list(model.parameters()), optimizer), before, "nothing has changed")
+        optimizer.param_groups[0]["momentum_block"] = list(BLOCK)  # As a checkpoint may have it.
+        optimizer.step()
+
+
+def _outside():
+    mesh = DeviceMesh("cpu", [0, 1])
+    param = nn.Parameter(distribute_tensor(torch.zeros(64, 96), mesh, [Shard(0)], src_data_rank=None))
+    optimizer = Muon([param], **OPTIONS)
+    return optimizer.first_state_nbytes(param, optimizer.param_groups[0])
+
+
+def test_a_rank_outside_of_the_mesh_holds_nothing():
+    assert run_ranks(3, _outside) == [32 * 96 + 4 * 4 * 6] * 2 + [0]
+
+
+def test_parts_of_several_sizes_that_are_cut_again_may_cut_blocks():
+    """On all ranks alike: otherwise, some would have an optimizer, and others an error."""
+    placements, policy = (Shard(0), Shard(0)), BlockPolicy(BLOCK)
+    assert grid_placements((46, 128), (3, 2), placements, policy) is None
+    assert grid_placements((96, 128), (3, 2), placements, policy) is not None
 
 
 def test_state_dict_and_pickle_keep_the_codes():

@@ -440,7 +440,8 @@ class Adam8bit(RaggedOptimizer):
         return self._layouts[param]
 
     def _make_layout(self, param: torch.Tensor) -> _Layout:
-        found = layout_of(param, self.policy)
+        # A kernel needs no limit; on the CPU, temporary tensors should stay in the cache.
+        found = layout_of(param, self.policy, 1 << 48 if param.is_cuda else 1 << 16)
         return _Layout(False) if found is None else _Layout(True, found.aligned, found.grid, found.regions)
 
     def _warn(self, params: list[torch.Tensor]) -> None:

@@ -84,9 +84,11 @@ def from_flat(flat: torch.Tensor, shape: tuple[int, ...], mesh: DeviceMesh, plac
 
 def local_shape_placed(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
     """The shape of this rank's local tensor of a DTensor of global ``shape``."""
-    mesh_shape = tuple(mesh.shape)
+    mesh_shape, coordinate = tuple(mesh.shape), mesh.get_coordinate()
+    if coordinate is None:  # This rank is not in the mesh.
+        return (0,) * len(shape)
     cuts = cuts_of(normalize_placements(tuple(placements), shape, mesh_shape))
-    return Placed(shape, mesh_shape, cuts).owned(tuple(mesh.get_coordinate() or ())).local_shape
+    return Placed(shape, mesh_shape, cuts).owned(tuple(coordinate)).local_shape
 
 
 def scalar(value: float | torch.Tensor) -> float:

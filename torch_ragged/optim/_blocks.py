@@ -101,6 +101,7 @@ def grid_placements(
     """
     local, result = list(shape), list[Placement]()
     is_even, factor, has_run = True, 1, False
+    uneven = set[int]()
     for placement, size in zip(normalize_placements(placements, shape, mesh_shape), mesh_shape):
         if isinstance(placement, (_StridedShard, InterleavedShard)):
             return None
@@ -109,9 +110,12 @@ def grid_placements(
             if not (dim == 0 and factor > 1):  # Otherwise this Shard selects among the split_factor parts of a strided run.
                 unit = policy.block[dim - len(shape) + 2] if dim >= len(shape) - 2 else 1
                 chunk = -(-local[dim] // size)
-                if chunk % unit and chunk < local[dim]:
+                # Another cut of parts of several sizes is at another place in each.
+                if (chunk % unit and chunk < local[dim]) or dim in uneven:
                     return None
-                is_even &= local[dim] % size == 0
+                if local[dim] % size:
+                    is_even = False
+                    uneven.add(dim)
                 local[dim] = chunk
             result.append(placement)
         elif isinstance(placement, (RaggedShard, StridedRaggedShard)):
@@ -234,13 +238,15 @@ class BlockLayout:
     regions: tuple[Region, ...] = ()
 
 
-def layout_of(param: torch.Tensor, policy: BlockPolicy) -> BlockLayout | None:
-    """The layout of the blocks of ``param``; None if it has no blocks. No communication."""
+def layout_of(param: torch.Tensor, policy: BlockPolicy, most: int) -> BlockLayout | None:
+    """The layout of the blocks of ``param``, in regions of about ``most`` elements at most; None if it has no blocks.
+
+    The elements of a block beyond the edge of a matrix count, too. No communication.
+    """
     shape, placed = tuple(param.shape), placed_of(param)
     if not policy.is_blocked(shape):
         return None
-    # A kernel needs no limit; on the CPU, temporary tensors should stay in the cache.
-    most = 1 << 62 if param.is_cuda else 1 << 16
+    most = max(1, most * math.prod(shape) // (math.prod(policy.grid(shape)) * math.prod(policy.block)))
     if not isinstance(param, DTensor):
         return BlockLayout(regions=tuple(regions_of(placed, (), policy, most)))
     mesh_shape, coordinate = tuple(param.device_mesh.shape), param.device_mesh.get_coordinate()

@@ -38,6 +38,8 @@ from torch_ragged.tensor._route import common_parts
 __all__ = ["Muon", "adjusted_lr"]
 
 _NEURON_EPS = 1e-8
+_MOST = {"cpu": 1 << 16, "cuda": 1 << 22}
+"""The most elements of a momentum that are decoded at a time, with 46 bytes each. On the CPU, they should stay in the cache."""
 _ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
 _Rate = TypeVar("_Rate", float, torch.Tensor)
 
@@ -95,6 +97,12 @@ def _of_segment(
                 yield tuple([each.view(-1)[part.offset :].as_strided(part.sizes, part.strides) for each in (mine, update)])  # type: ignore[misc]
 
 
+def _block_of(group: dict[str, Any]) -> Any:
+    """The option ``momentum_block``. A checkpoint may have a list, or no such option at all."""
+    block = group.get("momentum_block")
+    return tuple(block) if isinstance(block, list) else block
+
+
 class Muon(RootStateOptimizer):
     """``torch.optim.Muon`` for parameters under any placements. One rank orthogonalises each matrix, once.
 
@@ -138,9 +146,10 @@ class Muon(RootStateOptimizer):
             ``neuron_beta``, matrices are not shared.
         flops_per_byte: for this model, the floating-point operations in the time in which neighbours exchange one byte. The
             default is 400 TFLOP/s over 300 GB/s: ranks with consecutive numbers are on one host.
-        momentum_block: None, or the ``block`` of a :class:`BlockPolicy`, as (32, 32): matrices of 4,096 elements or more have a
-            momentum of 8-bit codes with one float32 scale per block, a quarter of the bytes of float32. Pass
-            ``BlockPolicy(momentum_block)`` or ``muon_policy(momentum_block=...)`` to ``fully_shard``, which cut no block.
+        momentum_block: None, or the ``block`` of a :class:`BlockPolicy`, as (32, 32). Parameters to which this policy gives
+            blocks have a momentum of 8-bit codes with one float32 scale per block, a quarter of the bytes of float32. Others
+            have a whole one. Pass ``BlockPolicy(momentum_block)`` or ``muon_policy(momentum_block=...)`` to ``fully_shard``, so
+            that no block is cut. Set it before the first step. A loaded state dict brings its own, as all options.
         segments: None, or the sizes of the matrices that each parameter has side by side, and the dimension along which they
             lie, usually set per group: see :func:`matrix_groups`.
         max_root_bytes: the most bytes of gathered matrices that a rank holds per flight of transfers; two flights are in memory
@@ -255,22 +264,40 @@ class Muon(RootStateOptimizer):
 
     def _blocks(self, param: torch.Tensor, group: dict[str, Any]) -> tuple[BlockLayout | None, BlockPolicy]:
         """The layout of the blocks in which the momentum of ``param`` is quantized; None if it is not."""
-        block = group["momentum_block"]
+        block = _block_of(group)
         if block is None:
             return None, BlockPolicy()
-        block = tuple(block) if isinstance(block, list) else block  # Of a checkpoint.
         key = param, tuple(param.placements) if isinstance(param, DTensor) else (), block
         if key not in self._layouts:
             policy = BlockPolicy(block)
-            layout = layout_of(param, policy)
+            layout = layout_of(param, policy, _MOST["cuda" if param.is_cuda else "cpu"])
             if layout is not None and layout.aligned is not None:
                 raise ValueError(
-                    f"{type(self).__name__} momentum_block {block}: blocks of a parameter of shape {tuple(param.shape)} "
-                    "are cut between ranks: pass orig_param_policy=BlockPolicy(momentum_block) to fully_shard, or leave "
-                    "momentum_block out"
+                    f"{type(self).__name__} momentum_block {block}: blocks of a parameter of shape {tuple(param.shape)} are "
+                    "cut between ranks: pass orig_param_policy=BlockPolicy(momentum_block) to fully_shard. If another mesh "
+                    "dimension cuts it (tensor parallelism), its parts must be whole blocks, too. Or put it into a group with "
+                    "momentum_block=None"
                 )
             self._layouts[key] = layout, policy
         return self._layouts[key]
+
+    def _matrix_step(self, indices: list[int], present: list[int], entries: list[Any], *arguments: Any) -> None:
+        for index in present:  # Before any state changes, and alike on all ranks.
+            param, group = entries[index]
+            self._check_momentum(param, group)
+        super()._matrix_step(indices, present, entries, *arguments)
+
+    def _check_momentum(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        """Raise if the momentum is in other blocks than those of the group."""
+        state, (layout, policy) = self.state.get(param, {}), self._blocks(param, group)
+        held = {name: tuple(state[name].shape) for name in state if name.startswith("momentum_")}
+        shape = tuple(param.shape)
+        expected = {"momentum_buffer": shape} if layout is None else moment_shapes("momentum", shape, policy)
+        if held and held != expected:
+            raise ValueError(
+                f"{type(self).__name__} momentum_block is {_block_of(group)}, and the momentum of a parameter of shape {shape} "
+                f"was made with another one: there are {held}. Set momentum_block before the first step, and do not change it"
+            )
 
     def _root_states(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, RootState]:
         if group["neuron_beta"] is None:
@@ -360,8 +387,14 @@ class Muon(RootStateOptimizer):
             raise ValueError(f"{name} row_blocks must be a positive integer, got {group['row_blocks']!r}")
         if not group["flops_per_byte"] >= 0:
             raise ValueError(f"{name} flops_per_byte must be >= 0, got {group['flops_per_byte']!r}")
-        if group["momentum_block"] is not None:
-            BlockPolicy(group["momentum_block"])  # Checks it.
+        block = _block_of(group)
+        if block is not None:
+            height, width = BlockPolicy(block).block
+            if not BlockPolicy((height, width), min_numel=0).is_blocked((height, width)):
+                raise ValueError(
+                    f"{name} momentum_block {block} is too small: a block needs at least 80 elements, or its scale takes more "
+                    "than 0.1 byte per element"
+                )
             if group["algorithm"] == self.algorithm:
                 for entry in group["params"]:
                     param = entry[1] if isinstance(entry, tuple) else entry
